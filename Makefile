@@ -1,0 +1,66 @@
+# make demo | test | check | matrix | bench, on a fresh clone with nothing but python3.
+#
+# torch is installed first and by itself: TORCH names the build to use, from any index pip is set up for. The default is
+# the version development happens on, e.g. `make test TORCH=torch==2.11.0`.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test check lint matrix bench doctor clean
+
+help:
+	@echo "make demo    install, then run a hand-written KDA layer under backend=\"kda\" (examples/own_model.py)"
+	@echo "make test    install with the test extras, then lint, types and tests"
+	@echo "make check   lint and types only"
+	@echo "make matrix  every model, every length, as a table"
+	@echo "make bench   ours beside Inductor alone and eager, on this CPU"
+	@echo "make doctor  what this machine can run, and why not the rest"
+
+# Stamps make installation happen once, and again when what is to be installed changes. The torch version is part of the
+# name, so that another TORCH= is another stamp.
+TORCH_STAMP := $(VENV)/.torch-$(subst /,_,$(subst =,_,$(TORCH)))
+BASE_STAMP := $(VENV)/.base
+TEST_STAMP := $(VENV)/.test
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(TORCH_STAMP): | $(BIN)/python
+	$(BIN)/python -m pip install "$(TORCH)"
+	@rm -f $(VENV)/.torch-*
+	@touch $@
+
+$(BASE_STAMP): pyproject.toml $(TORCH_STAMP)
+	$(BIN)/python -m pip install -e .
+	@touch $@
+
+$(TEST_STAMP): pyproject.toml $(TORCH_STAMP)
+	$(BIN)/python -m pip install -e ".[test,models,dev]"
+	@touch $@ $(BASE_STAMP)
+
+demo: $(BASE_STAMP)
+	$(BIN)/python examples/own_model.py
+
+lint: $(TEST_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+check: lint
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+test: check
+	$(BIN)/python -m pytest
+
+matrix: $(TEST_STAMP)
+	$(BIN)/python -m tests.matrix
+
+bench: $(TEST_STAMP)
+	$(BIN)/python -m kdacompile bench --suite cpu
+
+doctor: $(BASE_STAMP)
+	$(BIN)/python -m kdacompile doctor
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,131 @@
+"""One contender on one case, in this process alone: ``python -m kdacompile.bench.worker SUITE CASE CONTENDER OUT``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdacompile.bench import measure
+from kdacompile.bench.suites import SUITES, Case
+from kdacompile.collect import collecting
+from kdacompile.patterns.recurrence import token_recurrence
+
+_L2NORM_EPS = 1e-6  # the transformers functions' own
+Output = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+    @classmethod
+    def random(cls, case: Case, device: str) -> Inputs:
+        """Ordinary magnitudes: log gates around -0.7, beta in (0, 1)."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (case.batch, case.length, case.heads)
+        gate_shape = (*shape, case.key_dim) if case.gate == "channel" else shape
+        sizes = ((*shape, case.key_dim), (*shape, case.key_dim), (*shape, case.value_dim), gate_shape, shape)
+        q, k, v, g, beta = (torch.randn(size, generator=generator) for size in sizes)
+        tensors = (q, k, v, torch.nn.functional.logsigmoid(g), torch.sigmoid(beta))
+        return cls(*(tensor.to(device) for tensor in tensors))
+
+    def oracle(self) -> Output:
+        """The recurrence in fp64."""
+        q, k = (_l2norm(x.double()) for x in (self.q, self.k))
+        decay = self.g.double().exp()
+        decay = decay if decay.dim() == 4 else decay.unsqueeze(-1)
+        scale = q.shape[-1] ** -0.5
+        return token_recurrence(q, k, self.v, decay, self.beta, delta=True, scale=scale)
+
+
+def _l2norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2NORM_EPS)
+
+
+def contender_call(contender: str, case: Case, inputs: Inputs) -> Callable[[], Output]:
+    """The contender as a call without arguments. Imports happen here: they are not compile time."""
+    if contender == "op":
+        from kdacompile import ops
+
+        def run_op() -> Output:
+            o, state = ops.linear_attention(
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                inputs.g,
+                inputs.beta,
+                scale=case.key_dim**-0.5,
+                delta=True,
+                qk_l2norm=_L2NORM_EPS,
+                output_final_state=True,
+            )
+            assert state is not None  # asked for
+            return o, state
+
+        return run_op
+    function: Callable[..., Output] = getattr(importlib.import_module(case.module), case.function)
+    if contender != "eager":
+        importlib.import_module("torch._inductor.compile_fx")
+        if contender == "kda":
+            importlib.import_module("kdacompile.backend")
+        function = torch.compile(function, backend=contender)
+
+    def run() -> Output:
+        return function(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            g=inputs.g,
+            beta=inputs.beta,
+            initial_state=None,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+
+    return run
+
+
+def measured(contender: str, case: Case, inputs: Inputs) -> dict[str, Any]:
+    call = contender_call(contender, case, inputs)
+    outputs: list[Output] = []
+    measure.reset_peak_resident()
+    resident = measure.resident_bytes("VmRSS")
+    with collecting() as report:
+        first_call = measure.seconds_of(lambda: outputs.append(call()))
+    highest = measure.resident_bytes("VmHWM")
+    errors = [measure.relative_error(*pair) for pair in zip(outputs.pop(), inputs.oracle(), strict=True)]
+    return {
+        "first_call_seconds": first_call,
+        "run_seconds": measure.median_seconds(call),
+        "peak_tensor_bytes": measure.peak_tensor_bytes(call),
+        "first_call_resident_bytes": None if resident is None or highest is None else highest - resident,
+        "error_output": errors[0],
+        "error_state": errors[1],
+        "matches": [str(match) for match in report.matches],
+        "rejections": [str(rejection) for rejection in report.rejections],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def main(suite_name: str, case_name: str, contender: str, out: str) -> None:
+    suite = SUITES[suite_name]
+    case = next(case for case in suite.cases if case.name == case_name)
+    torch.set_num_threads(suite.threads)
+    result = measured(contender, case, Inputs.random(case, suite.device))
+    Path(out).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,36 @@
+"""Collecting reports: ``with collecting() as report:`` gathers what the pass emits while the block runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from kdacompile.report import GraphReport, Report
+
+log = logging.getLogger(__name__)
+
+# A context variable, not a module-level list: compilations on different threads must not mix their reports.
+_collectors: ContextVar[tuple[Report, ...]] = ContextVar("kdacompile_collectors", default=())
+
+
+@contextmanager
+def collecting() -> Generator[Report, None, None]:
+    """Gather the reports of every compilation in this block; blocks nest, and each enclosing one sees everything."""
+    report = Report()
+    token = _collectors.set((*_collectors.get(), report))
+    try:
+        yield report
+    finally:
+        _collectors.reset(token)
+
+
+def emit(graph: GraphReport) -> None:
+    """Called by the pass once a graph: log it and hand it to whoever collects."""
+    for match in graph.matches:
+        log.info("matched %s", match)
+    for rejection in graph.rejections:
+        log.info("rejected %s", rejection)
+    for report in _collectors.get():
+        report.add(graph)

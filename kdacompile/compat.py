@@ -1,0 +1,141 @@
+"""Every torch-private name this project uses, in one place (torch 2.11 to 2.14)."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "CustomGraphPass",
+    "attribute",
+    "compile_fx",
+    "example_value",
+    "grad_mode_after",
+    "is_detach",
+    "is_mode_switch",
+    "is_opaque_call",
+    "is_random",
+    "no_fake_modes",
+    "propagate_fake",
+    "size_hint",
+    "writes_first_argument",
+]
+
+
+def is_random(target: Any) -> bool:
+    """True for operators that draw random numbers, whatever they read."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def example_value(node: fx.Node) -> Any:
+    """What Dynamo (``example_value``) or export (``val``) says the node yields."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def size_hint(size: Any) -> Any:
+    """The concrete size behind a symbolic one; RuntimeError for unbacked symbols."""
+    if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        hint = size.node.hint
+        if hint is None:
+            raise RuntimeError(f"{size} has no hint")
+        return hint
+    return size
+
+
+def free_symbols(size: Any) -> Any:
+    """The sympy expression of a symbolic size (the size itself if it is a plain number)."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
+
+
+def no_fake_modes() -> contextlib.AbstractContextManager[Any]:
+    """Inductor runs passes under its own fake mode; work on plain meta tensors means leaving it."""
+    return _disable_current_modes()
+
+
+def is_opaque_call(node: fx.Node) -> bool:
+    """Calls the shadow never looks into: higher-order operators, custom operators, in-graph modules."""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    return isinstance(target, torch._ops.OpOverload) and target.namespace not in ("aten", "prims")
+
+
+def is_detach(node: fx.Node | None) -> bool:
+    """True if the user's own code cuts the gradient at this node."""
+    if node is None:
+        return False
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name.split(".")[0] in ("detach", "detach_", "data") or (name == "getattr" and node.args[1] == "data")
+
+
+_AUTOCAST = {"_enter_autocast", "_exit_autocast"}
+
+
+def is_mode_switch(node: fx.Node) -> bool:
+    """Nodes that change a mode (grad, autocast, saved-tensor hooks) and compute nothing."""
+    name = getattr(node.target, "__name__", "")
+    return name in _AUTOCAST or name in ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+
+
+def grad_mode_after(node: fx.Node, before: bool) -> bool:
+    if getattr(node.target, "__name__", "") == "_set_grad_enabled":
+        return bool(node.args[0])
+    return before
+
+
+_WRITING_FUNCTIONS: tuple[Callable[..., Any], ...] = (operator.setitem,)
+
+
+def writes_first_argument(node: fx.Node) -> bool:
+    """True if the call may write its first argument in place (asked of calls that could not be replayed)."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = getattr(node.target, "__name__", "")
+    return node.target in _WRITING_FUNCTIONS or (name.startswith("i") and hasattr(operator, f"__{name}__"))
+
+
+def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    value: Any = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def is_graph_constant(node: fx.Node) -> bool:
+    """Tensors Dynamo lifted from literals (``torch.tensor([...])`` and the like): the same on every call."""
+    return node.op == "get_attr" and str(node.target).startswith("_tensor_constant")
+
+
+@contextlib.contextmanager
+def fake_mode_of(node: fx.Node) -> Iterator[Any]:
+    """Enter the fake mode the node's example value lives in."""
+    value = example_value(node)
+    mode = getattr(value, "fake_mode", None)
+    if mode is None:
+        yield None
+        return
+    with torch._guards.tracing(None), mode:
+        yield mode
+
+
+def propagate_fake(node: fx.Node, like: fx.Node) -> None:
+    """Give a node we inserted the example value its operator computes on its inputs' example values."""
+    key = "example_value" if "example_value" in like.meta else "val"
+    args = fx.node.map_arg(node.args, example_value)
+    kwargs = fx.node.map_arg(node.kwargs, example_value)
+    with _disable_current_modes(), fake_mode_of(like):
+        if node.op == "call_method":
+            node.meta[key] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            node.meta[key] = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -1,0 +1,187 @@
+"""The pass: find linear attention in one Dynamo graph, prove it, rewrite it, and say what was done and why not more."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import fx
+
+from kdacompile import compat
+from kdacompile.collect import emit
+from kdacompile.patterns.absorb import absorb
+from kdacompile.patterns.candidates import Candidate, Obstacle, candidates
+from kdacompile.patterns.ir import Graph, Op
+from kdacompile.patterns.match import Fused, from_hypothesis
+from kdacompile.patterns.regions import Group, find_groups
+from kdacompile.proof import Verdict, Verdicts
+from kdacompile.report import GraphReport, Match, Rejection, enforce
+from kdacompile.rewrite import CannotSplice, Splice
+from kdacompile.settings import Settings
+from kdacompile.shadow import make_shadow
+
+log = logging.getLogger(__name__)
+
+MAX_CANDIDATES = 24
+"""Candidates proven per group before it is left alone."""
+
+_PRODUCTS = frozenset("matmul __matmul__ bmm baddbmm einsum mm sum mv inner".split())
+_OUTER = frozenset("mul __mul__ multiply imul".split())
+
+verdicts = Verdicts()
+
+
+def worth_a_look(graph: fx.Graph) -> bool:
+    """A cheap test of the calls present: linear attention has at least two products of activations, one of them summed."""
+    found = summed = 0
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        target = node.target
+        name = (target if isinstance(target, str) else getattr(target, "__name__", str(target))).split(".")[0]
+        if name in _PRODUCTS:
+            summed += 1
+            found += 1 if name != "einsum" else len(node.all_input_nodes) - 1
+        elif name in _OUTER and found < 2 and _spreads(node):
+            found += 1
+        if found > 1 and summed:
+            return True
+    return False
+
+
+def _spreads(node: fx.Node) -> bool:
+    """True for products larger than both factors (outer products)."""
+    values = [compat.example_value(arg) for arg in node.all_input_nodes]
+    out = compat.example_value(node)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return len(tensors) == 2 and isinstance(out, torch.Tensor) and all(out.dim() > 2 and _grows(t, out) for t in tensors)
+
+
+def _grows(factor: torch.Tensor, out: torch.Tensor) -> bool:
+    """True if ``factor`` is broadcast: it lacks a dimension of ``out`` or has it with size one."""
+    padded = (1,) * (out.dim() - factor.dim()) + tuple(factor.shape)
+    return any(isinstance(a, int) and a == 1 and not (isinstance(b, int) and b == 1) for a, b in zip(padded, out.shape, strict=True))
+
+
+def run(gm: fx.GraphModule, settings: Settings) -> GraphReport:
+    """Rewrite ``gm`` in place; emits and returns the report."""
+    work = _Work(gm, settings)
+    if worth_a_look(gm.graph):
+        work.run()
+    report = work.report()
+    emit(report)
+    enforce(report, settings)
+    return report
+
+
+class _Work:
+    def __init__(self, gm: fx.GraphModule, settings: Settings) -> None:
+        self.gm = gm
+        self.settings = settings
+        self.matches: list[Match] = []
+        self.rejections: list[Rejection] = []
+        self.seconds: dict[str, float] = {}
+        self.nodes = len(gm.graph.nodes)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def run(self) -> None:
+        with self.timed("shadow"):
+            shadow = make_shadow(self.gm)
+        with self.timed("match"):
+            groups = find_groups(shadow)
+        for group in groups:
+            fused = self.recognise(shadow, group)
+            if fused is not None:
+                self.rewrite(shadow, fused)
+        if self.matches:
+            self.gm.graph.lint()
+            self.gm.recompile()
+
+    def recognise(self, shadow: Graph, group: Group) -> Fused | None:
+        """The first candidate of a group that is proven; else the most telling reason goes into the report."""
+        obstacles: list[Obstacle] = []
+        refused: list[tuple[Candidate, Verdict]] = []
+        for found in candidates(shadow, group):
+            if isinstance(found, Obstacle):
+                obstacles.append(found)
+                continue
+            with self.timed("proof"):
+                verdict = verdicts(found, wide=self.settings.verify == "wide")
+            if verdict.hypothesis is not None:
+                with self.timed("absorb"):
+                    fused = from_hypothesis(found, verdict.hypothesis, verdict.max_error)
+                    return absorb(fused, keep_upcasts=self.settings.precision == "fp32")
+            refused.append((found, verdict))
+            if len(refused) >= MAX_CANDIDATES:
+                break
+        self.reject(group, obstacles, refused)
+        return None
+
+    def reject(self, group: Group, obstacles: list[Obstacle], refused: list[tuple[Candidate, Verdict]]) -> None:
+        if refused:
+            candidate, verdict = min(refused, key=lambda pair: pair[1].max_error)
+            pattern = candidate.hypotheses[0]
+            name = _pattern_name(pattern.gate, pattern.delta)
+            self.rejections.append(Rejection(name, verdict.reason, source_of(candidate.output.node), "proof"))
+        elif obstacles:
+            first = obstacles[0]
+            op = first.op or group.anchors[-1]
+            self.rejections.append(Rejection("linear_attention", first.reason, source_of(op.node), first.code))
+
+    def rewrite(self, shadow: Graph, fused: Fused) -> None:
+        name = fused.pattern.name
+        source = source_of(_innermost(fused))
+        if name in self.settings.disable:
+            self.rejections.append(Rejection(name, "switched off by kda.disable", source, "disabled"))
+            return
+        splice = Splice(self.gm, shadow, fused)
+        with self.timed("rewrite"):
+            try:
+                op = splice.apply(splice.check())
+            except CannotSplice as error:
+                self.rejections.append(Rejection(name, error.reason, source, error.code))
+                return
+        roles = {role: _describe(fused, role) for role in fused.inputs}
+        self.matches.append(Match(name, fused.mode, source, roles, fused.max_error, op, fused.absorbed))
+
+    def report(self) -> GraphReport:
+        return GraphReport(tuple(self.matches), tuple(self.rejections), self.nodes, self.seconds)
+
+
+def _pattern_name(gate: str, delta: bool) -> str:
+    from kdacompile.patterns.family import pattern_of
+
+    return pattern_of(gate, delta=delta).name
+
+
+def _innermost(fused: Fused) -> fx.Node | None:
+    """A node of the region's heart, for the report: where its first anchor stands."""
+    anchors: list[Op] = [op for op in fused.candidate.group.anchors if op in fused.candidate.ops]
+    return anchors[0].node if anchors else fused.output.value.node
+
+
+def _describe(fused: Fused, role: str) -> str:
+    placement = fused.inputs[role]
+    value = compat.example_value(placement.value.node)
+    letters = " ".join(placement.letters.replace(".", "1").replace("*", "(HK)"))
+    return f"{placement.value.node.name} [{letters}] {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def source_of(node: fx.Node | None) -> str:
+    """"file:line" of the user's code a node came from, for the report only."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "") if node is not None else []
+    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else "unknown"

@@ -1,0 +1,122 @@
+"""Every error a user of kdacompile can meet: one class each, the message as a template on the class.
+
+Raise with keywords, ``raise UnknownOptionError(key="kda.strct", hint=...)``; the fields stay readable on the instance
+(``error.fields``), so tests and tools need not parse text. The semantic ops keep theirs in ``kdacompile.ops.errors``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+# Torch-private. Dynamo and Inductor wrap whatever a backend raises (BackendCompilerFailed, InductorError) except this
+# family, so an error built on it reaches the caller of the compiled function as itself: ``except StrictError`` works.
+from torch._dynamo.exc import ShortenTraceback
+
+
+class KdaError(Exception):
+    """Base of all errors raised by kdacompile."""
+
+    template: ClassVar[str] = "{detail}"
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+        super().__init__(self.template.format(**fields))
+
+    def __reduce__(self) -> tuple[Callable[..., KdaError], tuple[type[KdaError], dict[str, Any]]]:
+        return _rebuild, (type(self), self.fields)
+
+
+def _rebuild(cls: type[KdaError], fields: dict[str, Any]) -> KdaError:
+    return cls(**fields)
+
+
+class CompileError(KdaError, ShortenTraceback):
+    """Raised while torch.compile compiles; Dynamo passes it on unwrapped."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+        ShortenTraceback.__init__(self, self.template.format(**fields), first_useful_frame=None)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+class UnknownOptionError(CompileError, ValueError):
+    """A key of ``options=`` that neither kdacompile nor Inductor knows."""
+
+    template = "unknown option {key!r}{hint}"
+
+
+class OptionTypeError(CompileError, TypeError):
+    """An option whose value has the wrong type."""
+
+    template = "option {key!r} must be {expected}, got {value!r}"
+
+
+class OptionValueError(CompileError, ValueError):
+    """An option of the right type with a value that is not one of those allowed."""
+
+    template = "option {key!r} must be {expected}, got {value!r}"
+
+
+class UnknownModeError(CompileError, ValueError):
+    """A ``mode=`` that does not exist."""
+
+    template = "unknown mode {mode!r}; the modes are {known}"
+
+
+class UnsupportedModeError(CompileError, ValueError):
+    """A mode that exists and cannot work with this backend."""
+
+    template = 'mode {mode!r} cannot be used with backend="kda": {reason}'
+
+
+class ModeConflictError(CompileError, ValueError):
+    """Two different modes, one as ``mode=`` and one inside ``options=``."""
+
+    template = "mode={mode!r} conflicts with options['mode']={option!r}: give one of them"
+
+
+# -- matching ---------------------------------------------------------------------------------------------------------
+
+
+class StrictError(CompileError, RuntimeError):
+    """``kda.strict`` or ``kda.expect`` is not met; carries every reason why not."""
+
+    template = "{problem}\n{listing}"
+
+    def __init__(self, *, problem: str, reasons: Sequence[str] = (), **_: Any) -> None:
+        listing = "\n".join(f"  - {reason}" for reason in reasons) or "  (no region came near a known pattern)"
+        super().__init__(problem=problem, reasons=tuple(reasons), listing=listing)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return self.fields["reasons"]
+
+
+# -- machine ----------------------------------------------------------------------------------------------------------
+
+
+class MissingDependencyError(KdaError, ImportError):
+    """An optional package that the requested command needs."""
+
+    template = "{what} needs {package}: pip install {install}"
+
+
+class UnsupportedTorchError(KdaError, RuntimeError):
+    """A torch outside the range kdacompile is tested with."""
+
+    template = "torch {found} is outside the supported range {supported}"
+
+
+class BenchError(KdaError, RuntimeError):
+    """A benchmark that could not be run as asked."""
+
+    template = "{detail}"
+
+
+class ReportFormatError(KdaError, ValueError):
+    """A JSON text that is not a kdacompile report."""
+
+    template = "not a kdacompile report: {detail}"

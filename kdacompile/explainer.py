@@ -1,0 +1,130 @@
+"""``kdacompile.explain(fn)(*args)``: run once through the real backend and say what happened.
+
+The call is captured under a fresh code object, so compiled functions of the caller keep their Dynamo cache entries and
+their recompile budget, and explaining twice really captures twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+
+# Torch-private: the only count of breaks that come before a frame's first operator, and the recompile limits.
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.utils import counters
+
+from kdacompile.collect import collecting
+from kdacompile.report import GraphBreak, Report
+
+Backend = Callable[..., Any]
+_serial = itertools.count(1)
+
+# Frames behind a graph break are compiled under their own code object. Newer torch keeps the cache entries of one
+# torch.compile call apart; older torch counts them together, so at least explaining itself must not run into the limit.
+_ISOLATED: dict[str, Any] = (
+    {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+)
+_NO_LIMIT = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+
+
+def explain(
+    fn: Callable[..., Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    backend: Backend | None = None,
+) -> Callable[..., Report]:
+    """Explain what ``torch.compile(fn, backend="kda")`` does with one call.
+
+    Returns a function: ``explain(model)(*args, **kwargs)`` runs the model once on those arguments and returns the
+    :class:`~kdacompile.report.Report`, with the model's output as ``report.result``. What is not rewritten runs
+    eagerly (``kda.inner="eager"``), which makes explaining cheap; pass ``options={"kda.inner": "inductor"}`` for the
+    full compilation. ``backend`` replaces the backend function itself, for tests.
+    """
+    target = _original(fn)
+    settings = {"kda.inner": "eager", **(options or {})}
+
+    def explained(*args: Any, **kwargs: Any) -> Report:
+        probe = _Probe(backend or _kda(), mode, settings)
+        compiled = torch.compile(_fresh(target), backend=probe, dynamic=dynamic, fullgraph=fullgraph, **_ISOLATED)
+        breaks_before = dict(counters["graph_break"])
+        with collecting() as report, dynamo_config.patch(_NO_LIMIT):
+            report.result = compiled(*args, **kwargs)
+        report.title = _name(target)
+        report.captured = probe.graphs
+        report.graph_breaks = probe.breaks + _unlocated_breaks(probe.breaks, breaks_before)
+        return report
+
+    return explained
+
+
+class _Probe:
+    """The backend with a count of the graphs it is given and Dynamo's reason for ending each."""
+
+    def __init__(self, backend: Backend, mode: str | None, options: Mapping[str, Any]) -> None:
+        self.backend, self.mode, self.options = backend, mode, options
+        self.graphs = 0
+        self.breaks: list[GraphBreak] = []
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        self.graphs += 1
+        reason = getattr(gm, "compile_subgraph_reason", None)
+        if reason is not None and reason.graph_break:
+            stack = reason.user_stack
+            source = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+            self.breaks.append(GraphBreak(_first_line(reason.reason), source))
+        return self.backend(gm, example_inputs, mode=self.mode, options=dict(self.options))
+
+
+def _kda() -> Backend:
+    from kdacompile.backend import kda
+
+    return kda
+
+
+def _original(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function or module behind an already compiled one."""
+    for attribute in ("_orig_mod", "_torchdynamo_orig_callable"):
+        inner = getattr(fn, attribute, None)
+        if inner is not None:
+            return cast("Callable[..., Any]", inner)
+    return fn
+
+
+def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper with a code object of its own, under a name of its own.
+
+    Dynamo keeps compiled code per code object; and it remembers the sizes seen per code *name*, so under one shared
+    name the second explained model would be captured with dynamic shapes for no reason of its own.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    code = call.__code__.replace(co_name=f"explain_{next(_serial)}")
+    return FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+
+
+def _unlocated_breaks(located: list[GraphBreak], before: Mapping[str, int]) -> list[GraphBreak]:
+    """Breaks Dynamo counted that ended no graph (nothing had been captured yet): the reason is all there is."""
+    known = {graph_break.reason for graph_break in located}
+    new = [_first_line(reason) for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]
+    return [GraphBreak(reason, "") for reason in new if reason not in known]
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    if isinstance(fn, torch.nn.Module) or not (inspect.isfunction(fn) or inspect.ismethod(fn)):
+        return type(fn).__name__
+    return fn.__qualname__

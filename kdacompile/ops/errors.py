@@ -1,0 +1,101 @@
+"""The catalogue of errors the semantic ops raise: one class per mistake, its message written once.
+
+Every class is a :class:`kdacompile.errors.KdaError` and also the built-in exception a caller would expect
+(``ValueError``, ``TypeError``, ...), so both ``except KdaError`` and ``except ValueError`` work. The facts of the
+message stay readable in ``error.fields``.
+"""
+
+from __future__ import annotations
+
+from kdacompile.errors import KdaError
+
+
+class OpError(KdaError):
+    """Base of the errors of ``kdacompile.ops``: the arguments of a call do not describe something the op can run."""
+
+
+class RankError(OpError, ValueError):
+    """A tensor has the wrong number of dimensions."""
+
+    template = "{name} must have {expected} dimensions {layout}, got shape {actual}"
+
+
+class SizeError(OpError, ValueError):
+    """A tensor has the right rank, but a dimension disagrees with the other tensors."""
+
+    template = "{name} must have shape {expected} ({layout}), got {actual}"
+
+
+class HeadGroupError(OpError, ValueError):
+    """The value heads cannot be divided evenly among the key heads."""
+
+    template = "v has {value_heads} heads, which is not a positive multiple of the {heads} heads of q and k"
+
+
+class DtypeError(OpError, TypeError):
+    """A tensor has a dtype the op does not compute with."""
+
+    template = "{name} must have dtype {expected}, got {actual}"
+
+
+class DeviceError(OpError, ValueError):
+    """The tensors of one call live on different devices."""
+
+    template = "{name} is on {actual}, but q is on {expected}; move them to one device"
+
+
+class GateError(OpError, ValueError):
+    """The gate's kind, its function and the tensor ``g`` do not fit together."""
+
+    template = "{problem}"
+
+
+class GateParameterError(OpError, ValueError):
+    """A parameter of the gate function (A_log, dt_bias, gate_scale) is missing, superfluous or has the wrong sign."""
+
+    template = "gate_fn={gate_fn!r}: {problem}"
+
+
+class CuSeqlensError(OpError, ValueError):
+    """``cu_seqlens`` does not describe a packing of the sequence dimension."""
+
+    template = "cu_seqlens {problem}"
+
+
+class StepLengthError(OpError, ValueError):
+    """The step op was given something other than exactly one token."""
+
+    template = "a step takes exactly one token, got T = {length}; use linear_attention for longer sequences"
+
+
+class StateError(OpError, ValueError):
+    """The state cannot be read or written as asked."""
+
+    template = "{problem}"
+
+
+class OptionError(OpError, ValueError):
+    """An option that is not a tensor has a value outside its range."""
+
+    template = "{name} must be {expected}, got {actual!r}"
+
+
+class VmapError(OpError, NotImplementedError):
+    """``torch.vmap`` over a semantic op; the ops are batched already."""
+
+    template = "{op} does not support torch.vmap: put the vmapped dimension into the batch dimension B of its inputs"
+
+
+class DoubleBackwardError(OpError, NotImplementedError):
+    """A second derivative was requested; the backward ops are not differentiable."""
+
+    template = "{op} is not differentiable: second derivatives of linear attention are not implemented"
+
+
+class DistributedTensorError(OpError, NotImplementedError):
+    """A DTensor operand; the ops run on local shards."""
+
+    template = (
+        "{op} does not take DTensors: batch and heads are independent, so call it on local shards "
+        "(DTensor.to_local, or torch.distributed.tensor.experimental.local_map around the call)"
+    )

@@ -1,0 +1,131 @@
+"""The device-independent kernels of the semantic ops: check, compute through the lowering, return fresh tensors.
+
+A kernel runs below autograd and autocast on real tensors. Outputs and gradients are contiguous and own their memory:
+the fakes promise it, and an op that returned a view of an input would be aliasing the compiler does not know of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdacompile.ops.checks import check_sequence, check_step, check_writable
+from kdacompile.ops.dispatch import differentiation
+from kdacompile.ops.semantics import sequence_forward, step_forward
+
+OptionalTensors = Sequence[Tensor | None]
+
+
+def sequence_kernel(
+    q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """``kdacompile::linear_attention``."""
+    check_sequence(
+        q, k, v, *others, gate=options["gate"], gate_fn=options["gate_fn"], gate_scale=options["gate_scale"],
+        qk_l2norm_eps=options["qk_l2norm_eps"], chunk_size=options["chunk_size"],
+    )  # fmt: skip
+    o, state = sequence_forward(q, k, v, *others, **options)
+    return o.to(v.dtype if out_dtype is None else out_dtype).contiguous(), state.contiguous()
+
+
+def step_kernel(
+    q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """``kdacompile::linear_attention_step``."""
+    check_step(
+        q, k, v, *others, gate=options["gate"], gate_fn=options["gate_fn"], gate_scale=options["gate_scale"],
+        qk_l2norm_eps=options["qk_l2norm_eps"],
+    )  # fmt: skip
+    o, state = step_forward(q, k, v, *others, **options)
+    return o.to(v.dtype if out_dtype is None else out_dtype).contiguous(), state.contiguous()
+
+
+def inplace_step_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    *,
+    out_dtype: torch.dtype | None,
+    **options: Any,
+) -> Tensor:
+    """``kdacompile::linear_attention_step_``: the new state is rounded to the state's dtype, o is computed first."""
+    check_step(
+        q, k, v, g, beta, state, A_log, dt_bias, state_name="state", gate=options["gate"], gate_fn=options["gate_fn"],
+        gate_scale=options["gate_scale"], qk_l2norm_eps=options["qk_l2norm_eps"],
+    )  # fmt: skip
+    check_writable(state)
+    o, new_state = step_forward(q, k, v, g, beta, state, A_log, dt_bias, **options)
+    # o was computed before the state is overwritten, so inputs that share memory with the state are read in time.
+    state.copy_(new_state)
+    return o.to(v.dtype if out_dtype is None else out_dtype).contiguous()
+
+
+def sequence_backward_kernel(
+    grad_o: Tensor | None, grad_state: Tensor | None, *tensors: Tensor | None, wanted: list[bool], **options: Any
+) -> list[Tensor]:
+    """``kdacompile::linear_attention_backward``."""
+    return _pull_back(sequence_forward, grad_o, grad_state, tensors, wanted, options)
+
+
+def step_backward_kernel(
+    grad_o: Tensor | None, grad_state: Tensor | None, *tensors: Tensor | None, wanted: list[bool], **options: Any
+) -> list[Tensor]:
+    """``kdacompile::linear_attention_step_backward``."""
+    return _pull_back(step_forward, grad_o, grad_state, tensors, wanted, options)
+
+
+def _pull_back(
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    grad_o: Tensor | None,
+    grad_state: Tensor | None,
+    tensors: OptionalTensors,
+    wanted: list[bool],
+    options: dict[str, Any],
+) -> list[Tensor]:
+    """Gradients of the wanted tensors, in their order; a gradient that is None stands for zeros.
+
+    ``torch.func.vjp``, not ``autograd.grad``: inside an op's kernel the autograd keys may be off, and functorch's
+    transforms bring their own.
+    """
+    positions = [i for i, want in enumerate(wanted) if want]
+    present = [grad for grad in (grad_o, grad_state) if grad is not None]
+
+    def outputs_of_wanted(*values: Tensor) -> tuple[Tensor, ...]:
+        arguments = list(tensors)
+        for i, value in zip(positions, values, strict=True):
+            arguments[i] = value
+        o, state = forward(*arguments, **options)
+        return tuple(out for out, grad in ((o, grad_o), (state, grad_state)) if grad is not None)
+
+    primals = [x for x, want in zip(tensors, wanted, strict=False) if want and x is not None]
+    if not present:
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in primals]
+    with differentiation():
+        outputs, pull_back, *_ = torch.func.vjp(outputs_of_wanted, *primals)
+        with torch.no_grad():
+            gradients = pull_back(tuple(grad.to(out.dtype) for grad, out in zip(present, outputs, strict=True)))
+    return _fresh(gradients, (grad_o, grad_state, *tensors))
+
+
+def _fresh(outputs: Sequence[Tensor], inputs: OptionalTensors) -> list[Tensor]:
+    """Contiguous outputs, copied where they share memory with an input or with each other.
+
+    A pull-back may hand its cotangent through as a gradient, or the same tensor to two inputs.
+    """
+    taken = {x.untyped_storage().data_ptr() for x in inputs if x is not None}
+    fresh = []
+    for x in outputs:
+        x = x.contiguous()
+        if x.untyped_storage().data_ptr() in taken and x.numel():
+            x = x.clone()
+        taken.add(x.untyped_storage().data_ptr())
+        fresh.append(x)
+    return fresh

@@ -1,0 +1,341 @@
+"""The proof: a region is believed to be the recurrence only if it computes the recurrence's numbers.
+
+The region is run in float64 on random inputs and compared, token by token, with the token recurrence. Inputs cover mild
+and strong gates, gates of 0 and -inf, zero keys, and closed and open write gates; no value of the user's model is ever
+used. Where the region itself is not finite (a spelling that overflows) there is nothing to compare: the recurrence is.
+Operators that random inputs could miss (thresholds, tiny constants) never reach this file: ``patterns`` turns them away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdacompile.patterns.candidates import Candidate
+from kdacompile.patterns.evaluate import EvaluationError, LaneError, Region
+from kdacompile.patterns.ir import Value, map_values
+from kdacompile.patterns.recurrence import token_recurrence
+from kdacompile.patterns.roles import LETTERS, Hypothesis, Placement
+
+TOLERANCE = 1e-8
+"""Relative error per token, in float64, up to which two computations count as the same function."""
+
+WHOLE_LIMIT = 1 << 26
+"""Largest tensor (elements) for which a region whose heads cannot be cut down is still run whole."""
+
+MAX_HYPOTHESES = 240
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A proven hypothesis with the largest error met, or the reason why none was proven."""
+
+    hypothesis: Hypothesis | None
+    max_error: float
+    reason: str = ""
+    probes: int = 0
+
+
+class _Runner:
+    """Runs a candidate's region, with few lanes if it allows that, else whole."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidate = candidate
+        self.region = Region(list(candidate.ops), candidate.cut, candidate.outputs)
+        self.whole = False
+
+    def sizes(self, hypothesis: Hypothesis, *, heads: bool = False) -> dict[str, int]:
+        sizes = dict(hypothesis.sizes)
+        if not self.whole:
+            sizes["B"] = min(sizes["B"], 2)
+            groups = sizes["H"] // sizes["G"]
+            sizes["G"] = sizes["G"] if heads else min(sizes["G"], 2)
+            sizes["H"] = sizes["G"] * groups
+        return sizes
+
+    def __call__(self, tensors: dict[Value, Tensor]) -> list[Tensor]:
+        return self.region([tensors[value] for value in self.candidate.cut])
+
+    def go_whole(self) -> bool:
+        """Give up on cutting lanes down; False if the region is too large to run as it is."""
+        largest = max((out.numel for out in map(_Numel, self.candidate.ops)), default=0)
+        if self.whole or largest > WHOLE_LIMIT:
+            return False
+        self.whole = True
+        return True
+
+
+class _Numel:
+    def __init__(self, op: object) -> None:
+        self.numel = max(torch.Size(out.shape).numel() for out in op.outs)  # type: ignore[attr-defined]
+
+
+def prove(candidate: Candidate, *, wide: bool = False) -> Verdict:
+    """The first hypothesis that survives, fully probed."""
+    runner = _Runner(candidate)
+    while True:
+        try:
+            return _prove(candidate, runner, wide=wide)
+        except LaneError as error:
+            if not runner.go_whole():
+                return Verdict(None, 0.0, f"batch rows or heads are treated differently and the region is large ({error})")
+        except EvaluationError as error:
+            return Verdict(None, 0.0, f"the region does not run on probes: {error}")
+
+
+def _prove(candidate: Candidate, runner: _Runner, *, wide: bool) -> Verdict:
+    best, closest = float("inf"), ""
+    drawn: dict[tuple[tuple[int, ...], ...], tuple[dict[Value, Tensor], list[Tensor]]] = {}
+    for hypothesis in candidate.hypotheses[:MAX_HYPOTHESES]:
+        inputs, results = _first_run(candidate, hypothesis, runner, drawn)
+        fitted, error = _fit(hypothesis, inputs, results)
+        if fitted is None and hypothesis.gate == "none":
+            fitted = _with_constant_decay(hypothesis, candidate, runner)
+        if fitted is None:
+            if error < best:
+                best, closest = error, _describe(hypothesis)
+            continue
+        verdict = _probe_fully(fitted, runner, wide=wide)
+        if verdict.hypothesis is not None:
+            return verdict
+        best, closest = verdict.max_error, f"{_describe(hypothesis)}: {verdict.reason}"
+    return Verdict(None, best, f"the region does not compute the recurrence (closest: {closest}, relative error {best:.1e})")
+
+
+def _describe(hypothesis: Hypothesis) -> str:
+    return f"gate {hypothesis.gate}, delta term {'on' if hypothesis.delta else 'off'}"
+
+
+# -- the first, role-free run --------------------------------------------------------------------------------------
+
+
+def _first_run(
+    candidate: Candidate,
+    hypothesis: Hypothesis,
+    runner: _Runner,
+    drawn: dict[tuple[tuple[int, ...], ...], tuple[dict[Value, Tensor], list[Tensor]]],
+) -> tuple[dict[Value, Tensor], list[Tensor]]:
+    """Region outputs on inputs that suit any role, shared by the hypotheses that agree on batch and heads."""
+    sizes = runner.sizes(hypothesis)
+    shapes = {placement.value: tuple(placement.run_shape(sizes)) for placement in hypothesis.inputs}
+    full = {p.value: [p.value.shape[i] if c == "=" else s for i, (c, s) in enumerate(zip(p.letters, shapes[p.value], strict=True))] for p in hypothesis.inputs}
+    key = tuple(shapes[value] for value in candidate.cut)
+    if key not in drawn:
+        generator = torch.Generator().manual_seed(len(drawn))
+        gates = {p.value for p in hypothesis.inputs if p.role == "g" and hypothesis.gate_form == "log"}
+        inputs: dict[Value, Tensor] = {}
+        for value in candidate.cut:
+            noise = torch.randn(shapes[value], generator=generator, dtype=torch.float64)
+            inputs[value] = (-0.3 * noise.abs() if value in gates else 0.4 * noise).expand(full[value])
+        drawn[key] = inputs, runner(inputs)
+    return drawn[key]
+
+
+def _arguments(hypothesis: Hypothesis, inputs: dict[Value, Tensor]) -> dict[str, Tensor | None]:
+    """Canonical recurrence arguments from region inputs."""
+    by_role: dict[str, Tensor | None] = dict.fromkeys(("q", "k", "v", "g", "beta", "initial_state"))
+    by_role |= {p.role: p.to_canonical(inputs[p.value]) for p in hypothesis.inputs}
+    g = by_role.pop("g")
+    rate = by_role.pop("rate", None)
+    if g is not None and rate is not None:
+        g = g * rate[:, None]
+    if hypothesis.decay:
+        heads = by_role["v"].shape[2]  # type: ignore[union-attr]
+        decay = torch.tensor(hypothesis.decay, dtype=torch.float64)[:heads].reshape(1, 1, -1, 1)
+    elif g is None:
+        decay = None
+    else:
+        decay = g.exp() if hypothesis.gate_form == "log" else g
+    return {**by_role, "decay": decay}
+
+
+def _reference(hypothesis: Hypothesis, inputs: dict[Value, Tensor], steps: int | None = None) -> tuple[Tensor, Tensor]:
+    return token_recurrence(**_arguments(hypothesis, inputs), delta=hypothesis.delta, scale=hypothesis.scale, steps=steps)  # type: ignore[arg-type]
+
+
+def _fit(hypothesis: Hypothesis, inputs: dict[Value, Tensor], results: list[Tensor]) -> tuple[Hypothesis | None, float]:
+    """The hypothesis with its scale, if the first tokens agree with it."""
+    output = hypothesis.output.to_canonical(results[0])
+    error = float("inf")
+    for steps in (3, 80):
+        want, _ = _reference(hypothesis, inputs, steps)
+        have = output[:, : want.shape[1]]
+        power = (want * want).sum()
+        scale = float((have * want).sum() / power) if power > 0 else 1.0
+        if not torch.isfinite(torch.tensor(scale)) or scale == 0.0:
+            return None, error
+        error = token_error(have, want * scale)
+        if error > TOLERANCE:
+            return None, error
+    return hypothesis.with_(scale=_tidy(hypothesis.scale * scale, hypothesis.sizes["K"])), error
+
+
+def _tidy(scale: float, key_size: int) -> float:
+    """The intended number behind a fitted one: 1, K ** -0.5, or what was fitted."""
+    for nice in (1.0, key_size**-0.5, 1.0 / key_size):
+        if abs(scale - nice) < 1e-7 * nice:
+            return nice
+    return scale
+
+
+def token_error(have: Tensor, want: Tensor) -> float:
+    """Largest relative error of a token [B, T, ...], where ``have`` is finite (tokens far below the rest count less)."""
+    finite = torch.isfinite(have)
+    if not finite.any():
+        return float("inf")
+    gap = torch.where(finite, have - want, 0.0).flatten(2).norm(dim=-1)
+    size = want.flatten(2).norm(dim=-1)
+    floor = 1e-6 * size.square().mean().sqrt() + 1e-30
+    return float((gap / (size + floor)).max())
+
+
+# -- constant decays --------------------------------------------------------------------------------------------------
+
+
+def _with_constant_decay(hypothesis: Hypothesis, candidate: Candidate, runner: _Runner) -> Hypothesis | None:
+    """Read a decay per head that the graph makes from constants off the region's answer to one impulse."""
+    sizes = runner.sizes(hypothesis, heads=True)
+    draws = {p.role: torch.ones([sizes[x] for x in LETTERS[p.role]], dtype=torch.float64) for p in hypothesis.inputs}
+    for role in ("k", "v", "initial_state"):
+        if role in draws and sizes["T"] > 1:
+            draws[role] = draws[role] * 0 if role == "initial_state" else _only_first(draws[role])
+        elif role in draws and role != "initial_state":
+            draws[role] = draws[role] * 0
+    results = runner({p.value: p.from_canonical(draws[p.role]) for p in hypothesis.inputs})
+    if sizes["T"] > 1:
+        output = hypothesis.output.to_canonical(results[0])
+        decay = output[0, 1, :, 0] / output[0, 0, :, 0]
+    elif hypothesis.final_state is not None and "initial_state" in draws:
+        decay = hypothesis.final_state.to_canonical(results[1])[0, :, 0, 0]
+    else:
+        return None
+    if not torch.isfinite(decay).all() or (decay < 0).any() or (decay > 1 + 1e-9).any() or (decay - 1).abs().max() < 1e-12:
+        return None
+    claim = hypothesis.with_(gate="head", decay=tuple(decay.tolist()))
+    probe = next(_probes(claim, sizes, wide=False))
+    fitted, _ = _fit(claim, probe, runner(probe))
+    return fitted
+
+
+def _only_first(tensor: Tensor) -> Tensor:
+    out = torch.zeros_like(tensor)
+    out[:, 0] = tensor[:, 0]
+    return out
+
+
+# -- full probing -----------------------------------------------------------------------------------------------------
+
+
+def _probe_fully(hypothesis: Hypothesis, runner: _Runner, *, wide: bool) -> Verdict:
+    worst, count = 0.0, 0
+    sizes = runner.sizes(hypothesis, heads=bool(hypothesis.decay))
+    for count, inputs in enumerate(_probes(hypothesis, sizes, wide=wide), 1):
+        results = runner(inputs)
+        want, state = _reference(hypothesis, inputs)
+        have = hypothesis.output.to_canonical(results[0])
+        if count == 1 and not torch.isfinite(have).all():
+            return Verdict(None, float("inf"), "not finite on ordinary inputs")
+        errors = [token_error(have, want)] if torch.isfinite(have).any() else [0.0]
+        if hypothesis.final_state is not None:
+            last = hypothesis.final_state.to_canonical(results[1])
+            if torch.isfinite(last).any():
+                errors.append(token_error(last.flatten(2), state.flatten(2)))
+        worst = max(worst, *errors)
+        if worst > TOLERANCE:
+            return Verdict(None, worst, f"probe {count} differs")
+    return Verdict(hypothesis, worst, probes=count)
+
+
+def _probes(hypothesis: Hypothesis, sizes: dict[str, int], *, wide: bool) -> Iterator[dict[Value, Tensor]]:
+    """Region inputs: ordinary, strong gates, gates of exactly 0 and -inf with zero keys, open and closed beta, large v."""
+    kinds = ("ordinary", "strong", "edges", "large")
+    for seed, kind in enumerate(kinds * (4 if wide else 1)):
+        generator = torch.Generator().manual_seed(100 + seed)
+        draw = {p.role: _draw(p, hypothesis, sizes, kind, generator) for p in hypothesis.inputs}
+        yield {p.value: p.from_canonical(draw[p.role]) for p in hypothesis.inputs}
+
+
+def _draw(placement: Placement, hypothesis: Hypothesis, sizes: dict[str, int], kind: str, generator: torch.Generator) -> Tensor:
+    role = placement.role
+    shape = [sizes[letter] if letter in placement.letters else 1 for letter in LETTERS[role]]
+    full = [sizes[letter] for letter in LETTERS[role]]
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    pick = torch.rand(shape, generator=generator, dtype=torch.float64)
+    if role == "rate" or (role == "g" and hypothesis.role("rate")):
+        noise = noise.exp() * (-1.0 if role == "rate" else 0.2)
+    elif role == "g":
+        gate = -noise.exp() * 0.2
+        if kind == "strong":
+            gate = torch.where(pick < 0.2, torch.where(pick < 0.03, -1000.0, -20.0 * pick * 5), gate)
+        elif kind == "edges":
+            gate = torch.where(pick < 0.2, 0.0, torch.where(pick > 0.97, -torch.inf, gate))
+        noise = gate if hypothesis.gate_form == "log" else gate.exp()
+    elif role == "beta":
+        noise = noise.sigmoid()
+        if kind == "edges":
+            noise = torch.where(pick < 0.2, 0.0, torch.where(pick > 0.8, 1.0, noise))
+    elif role == "k":
+        noise = noise / noise.norm(dim=-1, keepdim=True).clamp_min(1e-6)
+        if kind == "edges":
+            noise = torch.where(pick[..., :1] < 0.1, 0.0, noise)
+    elif kind == "large":
+        noise = noise * 1e3
+    return noise.expand(full)
+
+
+# -- verdicts by structure --------------------------------------------------------------------------------------------
+
+
+def structural_hash(candidate: Candidate) -> str:
+    """The same for regions that differ only in which tensors of the model they read."""
+    numbers: dict[Value, str] = {value: f"in{i}" for i, value in enumerate(candidate.cut)}
+    digest = hashlib.sha256()
+    for value in candidate.cut:
+        digest.update(f"{value.shape}".encode())
+    for op in sorted(candidate.ops, key=lambda item: item.outs[0].index):
+        for index, value in enumerate(op.outs):
+            numbers[value] = f"v{len(numbers)}.{index}"
+
+        def name(value: Value) -> str:
+            if value.payload is not None:
+                data = value.payload.detach().cpu().contiguous().flatten().tolist()
+                return f"c{hashlib.sha256(repr(data).encode()).hexdigest()}"
+            return numbers.get(value, f"?{value.index}")
+
+        args = map_values(op.args, name)
+        kwargs = {key: item for key, item in map_values(op.kwargs, name).items() if key != "device"}
+        digest.update(f"{op.target}{args}{kwargs}{[(out.shape) for out in op.outs]}".encode())
+    digest.update(" ".join(numbers.get(value, "?") for value in candidate.outputs).encode())
+    return digest.hexdigest()
+
+
+class Verdicts:
+    """Verdicts of this process, by structure: the layers of a model share one."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[str, bool], tuple[Verdict, list[Value]]] = {}
+
+    def __call__(self, candidate: Candidate, *, wide: bool = False) -> Verdict:
+        key = structural_hash(candidate), wide
+        values = [*candidate.cut, *candidate.outputs]
+        if key not in self.known:
+            self.known[key] = prove(candidate, wide=wide), values
+        verdict, theirs = self.known[key]
+        if verdict.hypothesis is None or theirs is values:
+            return verdict
+        swap = dict(zip(theirs, values, strict=True))
+        hypothesis = verdict.hypothesis
+
+        def move(placement: Placement) -> Placement:
+            return Placement(placement.role, swap[placement.value], placement.letters)
+
+        moved = hypothesis.with_(
+            inputs=tuple(move(p) for p in hypothesis.inputs),
+            output=move(hypothesis.output),
+            final_state=move(hypothesis.final_state) if hypothesis.final_state else None,
+        )
+        return Verdict(moved, verdict.max_error, verdict.reason, verdict.probes)

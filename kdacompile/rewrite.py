@@ -1,0 +1,288 @@
+"""Splice a semantic op into the Dynamo graph where a proven region stood.
+
+The Dynamo graph is rewritten, not the shadow. In-place code is erased by hand (it is impure, so dead-code elimination
+would keep it), only later uses are redirected, and before anything is touched it is checked that no alias of what
+disappears is still read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+import kdacompile.ops  # noqa: F401  (defines torch.ops.kdacompile)
+from kdacompile import compat
+from kdacompile.patterns.ir import Graph
+from kdacompile.patterns.match import Fused
+from kdacompile.patterns.roles import LETTERS, Placement
+
+
+class CannotSplice(Exception):
+    """The region is proven but the graph around it does not allow the rewrite; nothing was changed."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+class Splice:
+    """One rewrite: ``check`` everything, then ``apply``."""
+
+    def __init__(self, gm: fx.GraphModule, shadow: Graph, fused: Fused) -> None:
+        self.gm = gm
+        self.graph = gm.graph
+        self.shadow = shadow
+        self.fused = fused
+        self.place = {node: index for index, node in enumerate(self.graph.nodes)}
+        self.dying: set[fx.Node] = {op.node for op in fused.candidate.ops if op.node in self.place}
+        self.final = fused.final_state
+        buffer = shadow.written[self.final.value][0] if self.final and self.final.value in shadow.written else None
+        self.state_in_place = self.final is not None and self.final.value.node is buffer
+        redirect_state = self.final is not None and not self.state_in_place
+        self.redirected = [fused.output, self.final] if self.final and redirect_state else [fused.output]
+        self.stores: list[tuple[fx.Node, fx.Node]] = []
+        """Copies of the final state into a buffer that are made again after the op: (copy, buffer)."""
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+    def check(self) -> fx.Node:
+        """The node to insert before; raises ``CannotSplice``."""
+        self.check_grad()
+        inputs = [placement.value.node for placement in self.fused.inputs.values()]
+        if any(node not in self.place for node in inputs):
+            raise CannotSplice("overlap", "an input was rewritten by an earlier match")
+        ready = max((self.place[node] for node in inputs), default=-1)
+        self.collect_stores(ready)
+        first_use = min(
+            (self.place[user] for placement in self.redirected for _, user in self.later_users(placement)),
+            default=len(self.place) - 1,
+        )
+        written = [self.place[m.node] for m in self.shadow.mutations if m.node in self.dying]
+        target = next(node for node, index in self.place.items() if index == first_use)
+        if ready >= first_use:
+            raise CannotSplice("order", "a result is used before all inputs exist")
+        self.check_stores(first_use)
+        self.check_inputs(first_use)
+        self.check_aliases(first_use, written)
+        return target
+
+    def collect_stores(self, ready: int) -> None:
+        """Take over ``cache.copy_(final_state)`` where a model stores the state before all inputs exist."""
+        if self.final is None or self.state_in_place:
+            return
+        for name, user in self.later_users(self.final):
+            stores = user.op == "call_method" and user.target == "copy_" and user.args[1] is name and not user.users
+            if stores and self.place[user] <= ready:
+                buffer = user.args[0]
+                if isinstance(buffer, fx.Node) and buffer is not name:
+                    self.stores.append((user, buffer))
+        self.dying.update(copy for copy, _ in self.stores)
+
+    def check_stores(self, before: int) -> None:
+        """Between a copy's old place and its new one nothing may touch the buffer."""
+        for copy, buffer in self.stores:
+            storage = self.shadow.storages.get(buffer)
+            for node, own in self.shadow.storages.items():
+                if own != storage or node not in self.place:
+                    continue
+                if any(user not in self.dying and self.place[copy] < self.place[user] < before for user in node.users):
+                    raise CannotSplice("order", "the stored state is read before all inputs of the region exist")
+
+    def check_grad(self) -> None:
+        ops = self.fused.candidate.core
+        if not any(_requires_grad(placement.value.node) for placement in self.fused.inputs.values()):
+            return
+        if len({op.grad for op in ops}) > 1:
+            raise CannotSplice("grad", "gradients are switched off in part of the region")
+        for op in self.fused.candidate.ops:
+            if compat.is_detach(op.node):
+                raise CannotSplice("grad", "the region detaches a value from the gradient")
+
+    def names(self, placement: Placement) -> list[tuple[fx.Node, int]]:
+        """The nodes through which a value of the region is read, with the position from which they stand for it."""
+        return [(node, since) for node, since in self.shadow.names.get(placement.value, []) if node in self.place]
+
+    def later_users(self, placement: Placement) -> list[tuple[fx.Node, fx.Node]]:
+        """Uses of an output outside the region: (name, user)."""
+        return [
+            (name, user)
+            for name, since in self.names(placement)
+            for user in name.users
+            if user not in self.dying and self.place.get(user, -1) > since
+        ]
+
+    def check_inputs(self, before: int) -> None:
+        """Every input must still hold, where the op is inserted, what it held when the region read it."""
+        for placement in self.fused.inputs.values():
+            node = placement.value.node
+            made = self.place[node] if placement.value.op is None else placement.value.op.position
+            for mutation in self.shadow.mutations:
+                same = mutation.storage == self.shadow.storages.get(node)
+                if same and mutation.node not in self.dying and made < mutation.position < before:
+                    raise CannotSplice("mutation", f"{placement.role} is overwritten before the region's results are used")
+
+    def check_aliases(self, before: int, written: Sequence[int]) -> None:
+        """Buffers the region fills in place must not be read elsewhere, except as its outputs."""
+        stores = {copy for copy, _ in self.stores}
+        dying_writes = {m.storage for m in self.shadow.mutations if m.node in self.dying and m.node not in stores}
+        outside_writes = {m.storage for m in self.shadow.mutations if m.node not in self.dying and m.position < before}
+        if dying_writes & outside_writes:
+            raise CannotSplice("mutation", "a buffer of the region is also written outside it")
+        lost = {self.shadow.storages.get(source) for source, _ in self.shadow.written.values()} & dying_writes
+        redirected = {use for placement in self.redirected for use in self.later_users(placement)}
+        state_storage = self.shadow.storages.get(self.final.value.node) if self.final and self.state_in_place else None
+        if lost - {state_storage}:
+            raise CannotSplice("mutation", "the region overwrites an input that is not its state")
+        for node, storage in self.shadow.storages.items():
+            if storage not in dying_writes or storage == state_storage:
+                continue
+            if any(user not in self.dying and (node, user) not in redirected for user in node.users):
+                raise CannotSplice("alias", "a view of a buffer that the region fills is read outside it")
+
+    # -- the new nodes --------------------------------------------------------------------------------------------
+    def apply(self, before: fx.Node) -> str:
+        """Insert the op before ``before``, redirect the outputs, erase the region. Returns the op's name."""
+        fused, like = self.fused, self.fused.output.value.node
+        with self.graph.inserting_before(before):
+            args = {role: self.canonical(placement) for role, placement in fused.inputs.items()}
+            args["g"] = self.gate(args.get("g"), args.pop("rate", None), args["v"])
+            args["beta"] = self.full_beta(args.get("beta"), args["v"])
+            call = self.call_op(args, like)
+            self.redirect(fused.output, self.getitem(call, 0, like), like)
+            if self.final is not None:
+                self.place_state(self.getitem(call, 1, like), self.final)
+        self.erase()
+        return str(call.target).removesuffix(".default").replace(".", "::")
+
+    def method(self, node: fx.Node, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        new = self.graph.call_method(name, (node, *args), kwargs)
+        return self.with_meta(new, self.fused.output.value.node)
+
+    def with_meta(self, new: fx.Node, like: fx.Node) -> fx.Node:
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in like.meta:
+                new.meta[key] = like.meta[key]
+        compat.propagate_fake(new, like)
+        return new
+
+    def canonical(self, placement: Placement) -> fx.Node:
+        node = placement.value.node
+        for name, args in placement.steps(self.fused.sizes):
+            node = self.method(node, name, *args)
+        return node
+
+    def size(self, node: fx.Node, dim: int) -> Any:
+        """A size of ``node``: a number if it is fixed, else a node that asks for it."""
+        size = compat.example_value(node).shape[dim]
+        return size if isinstance(size, int) else self.with_meta(self.graph.call_method("size", (node, dim)), node)
+
+    def expanded(self, node: fx.Node, like: fx.Node, letters: str) -> fx.Node:
+        """Broadcast size-one dimensions of a gate or beta to v's batch, tokens and heads."""
+        order = LETTERS["v"]
+        wanted: list[Any] = []
+        for index, letter in enumerate(letters):
+            have = compat.example_value(node).shape[index]
+            grows = letter in order and isinstance(have, int) and have == 1
+            wanted.append(self.size(like, order.index(letter)) if grows else -1)
+        return node if all(w == -1 or w == 1 for w in wanted) else self.method(node, "expand", *wanted)
+
+    def gate(self, node: fx.Node | None, rate: fx.Node | None, v: fx.Node) -> fx.Node | None:
+        fused = self.fused
+        if node is not None and rate is not None:
+            rate = self.method(rate, "unsqueeze", -1)
+            node = self.with_meta(self.graph.call_function(operator.mul, (node, rate)), v)
+        if fused.decay:
+            device = compat.example_value(v).device
+            logs = torch.tensor(fused.decay, dtype=torch.float64).log().tolist()
+            new = self.graph.call_function(torch.tensor, (logs,), {"dtype": torch.float32, "device": device})
+            return self.with_meta(new, v)
+        if node is None:
+            return None
+        if fused.gate == "head":  # [1, 1, H, 1]
+            node = self.expanded(node, v, "..H.")
+            return self.method(node, "flatten")
+        node = self.expanded(node, v, "BTHK")
+        return self.method(node, "squeeze", 3) if fused.gate == "token" and _rank(node) == 4 else node
+
+    def full_beta(self, node: fx.Node | None, v: fx.Node) -> fx.Node | None:
+        return None if node is None else self.expanded(node, v, "BTH")
+
+    def call_op(self, args: dict[str, Any], like: fx.Node) -> fx.Node:
+        fused = self.fused
+        tensors = [args.get(name) for name in ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")]
+        options: dict[str, Any] = {
+            "scale": fused.scale,
+            "delta": fused.delta,
+            "gate": fused.gate,
+            "gate_fn": fused.gate_fn,
+            "gate_scale": fused.gate_scale,
+            "sigmoid_beta": fused.sigmoid_beta,
+            "qk_l2norm_eps": fused.qk_l2norm_eps,
+            "out_dtype": compat.example_value(like).dtype,
+        }
+        namespace = torch.ops.kdacompile
+        if fused.mode == "step":
+            return self.with_meta(self.graph.call_function(namespace.linear_attention_step.default, tuple(tensors), options), like)
+        options["chunk_size"] = 0
+        call = self.graph.call_function(namespace.linear_attention.default, (*tensors, None), options)
+        return self.with_meta(call, like)
+
+    def getitem(self, call: fx.Node, index: int, like: fx.Node) -> fx.Node:
+        return self.with_meta(self.graph.call_function(operator.getitem, (call, index)), like)
+
+    def laid_out(self, placement: Placement, node: fx.Node, like: fx.Node) -> fx.Node:
+        """The op's result in the layout, dtype and strides of the value it stands for."""
+        for name, args in placement.back_steps():
+            node = self.method(node, name, *args)
+        want = compat.example_value(like)
+        if compat.example_value(node).dtype != want.dtype:
+            node = self.method(node, "to", want.dtype)
+        have = compat.example_value(node)
+        if [str(s) for s in have.stride()] == [str(s) for s in want.stride()] or want.numel() == 0:
+            return node
+        order = sorted(range(want.dim()), key=lambda d: (-_hint(want.stride(d)), d))
+        node = self.method(node, "permute", *order)
+        node = self.method(node, "contiguous")
+        return self.method(node, "permute", *(order.index(d) for d in range(want.dim())))
+
+    def redirect(self, placement: Placement, node: fx.Node, like: fx.Node) -> None:
+        users = self.later_users(placement)
+        if users:
+            new = self.laid_out(placement, node, like)
+            for name, user in users:
+                user.replace_input_with(name, new)
+
+    def place_state(self, state: fx.Node, final: Placement) -> None:
+        """Hand the new state to whoever reads it, and store it where the region stored it."""
+        if self.state_in_place:
+            self.method(final.value.node, "copy_", self.laid_out(final, state, final.value.node))
+            return
+        for _, buffer in self.stores:
+            self.method(buffer, "copy_", self.laid_out(final, state, final.value.node))
+        self.redirect(final, state, final.value.node)
+
+    def erase(self) -> None:
+        """Erase what only the region needed, its in-place writes included."""
+        writes = {m.node for m in self.shadow.mutations}
+        for node in reversed(list(self.graph.nodes)):
+            if node in self.dying and node.op in ("call_function", "call_method"):
+                removable = not node.users and (node in writes or not compat.writes_first_argument(node))
+                if removable:
+                    self.graph.erase_node(node)
+
+
+def _hint(size: Any) -> int:
+    return int(compat.size_hint(size))
+
+
+def _rank(node: fx.Node) -> int:
+    return compat.example_value(node).dim()
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    value = compat.example_value(node)
+    return bool(getattr(value, "requires_grad", True))

@@ -1,0 +1,17 @@
+"""Lowering: tile programs, their stages, and the targets that run them."""
+
+from __future__ import annotations
+
+from .errors import ArgumentError, LoweringError, TileProgramError, VerificationError
+from .linear_attention import linear_attention_program
+from .run import run_linear_attention, run_linear_attention_step
+
+__all__ = [
+    "ArgumentError",
+    "LoweringError",
+    "TileProgramError",
+    "VerificationError",
+    "linear_attention_program",
+    "run_linear_attention",
+    "run_linear_attention_step",
+]

@@ -1,0 +1,151 @@
+"""Writing tile programs: one method per op, types inferred and checked as each line is written."""
+
+from __future__ import annotations
+
+from .errors import CarryError, TileProgramError
+from .ir import Attr, Carry, Combine, DType, Op, OpKind, Per, Port, Program, TileType, Value, infer
+from .validate import validate
+
+
+class Builder:
+    """Collects ports and ops; :meth:`build` validates and returns the :class:`Program`."""
+
+    def __init__(self, name: str, axis: str = "chunk", notes: str = "") -> None:
+        self._name = name
+        self._axis = axis
+        self._notes = notes
+        self._inputs: list[Port] = []
+        self._outputs: list[Port] = []
+        self._ops: list[Op] = []
+        self._scalars: list[str] = []
+        self._carry: Carry | None = None
+        self._carry_ports: tuple[str, TileType, str, str] | None = None
+        self._names: dict[str, int] = {}
+
+    def input(self, name: str, type: TileType, per: Per = Per.TOKENS, heads: str = "value", fill: float = 0.0) -> Value:
+        """Declare an input tensor and load this step's tile of it."""
+        self._inputs.append(Port(name, type, per, heads, fill))
+        return self._emit(OpKind.LOAD, (), type, name, port=name)
+
+    def store(self, name: str, value: Value, per: Per = Per.TOKENS) -> None:
+        """Declare an output tensor and write this step's tile of it."""
+        self._outputs.append(Port(name, value.type, per))
+        self._ops.append(Op(OpKind.STORE, (value,), None, (("port", name),)))
+
+    def carry(self, name: str, type: TileType, init: str, final: str) -> Value:
+        """Declare the carry and read its value at the start of the step."""
+        if self._carry_ports is not None:
+            raise CarryError("a program has one carry", name)
+        self._carry_ports = (name, type, init, final)
+        self._inputs.append(Port(init, type, Per.LANE))
+        self._outputs.append(Port(final, type, Per.LANE))
+        return self._emit(OpKind.CARRY, (), type, name, carry=name)
+
+    def step(self, value: Value, combine: Combine | None = None) -> None:
+        """Declare the carry's value at the end of the step."""
+        if self._carry_ports is None:
+            raise CarryError("a step without a carry", str(value))
+        name, type, init, final = self._carry_ports
+        self._carry = Carry(name, type, init, final, value, combine)
+
+    def cast(self, x: Value, to: DType, name: str = "") -> Value:
+        """``x`` in another dtype; nothing is emitted when it has that dtype already."""
+        return x if x.type.dtype is to else self._op(OpKind.CAST, (x,), name or x.name, to=to.value)
+
+    def scale(self, x: Value, scalar: str, name: str = "") -> Value:
+        """``x`` times a run-time scalar that is the same for every lane and step."""
+        if scalar not in self._scalars:
+            self._scalars.append(scalar)
+        return self._op(OpKind.SCALE, (x,), name or x.name, by=scalar)
+
+    def add(self, x: Value, y: Value, name: str = "") -> Value:
+        return self._op(OpKind.ADD, (x, y), name)
+
+    def sub(self, x: Value, y: Value, name: str = "") -> Value:
+        return self._op(OpKind.SUB, (x, y), name)
+
+    def mul(self, x: Value, y: Value, name: str = "") -> Value:
+        return self._op(OpKind.MUL, (x, y), name)
+
+    def exp(self, x: Value, name: str = "") -> Value:
+        return self._op(OpKind.EXP, (x,), name)
+
+    def log(self, x: Value, name: str = "") -> Value:
+        return self._op(OpKind.LOG, (x,), name)
+
+    def cumsum(self, x: Value, *, reverse: bool = False, name: str = "") -> Value:
+        """Sums over rows ``<= i``, or with ``reverse`` over rows ``> i`` (exclusive: no difference is needed)."""
+        return self._op(OpKind.CUMSUM, (x,), name, reverse=reverse)
+
+    def reduce(self, x: Value, name: str = "") -> Value:
+        """Sum over the rows."""
+        return self._op(OpKind.REDUCE, (x,), name)
+
+    def transpose(self, x: Value, name: str = "") -> Value:
+        return self._op(OpKind.TRANSPOSE, (x,), name)
+
+    def eye(self, dim: str, name: str = "") -> Value:
+        return self._op(OpKind.EYE, (), name, dim=dim)
+
+    def mask(self, x: Value, *, strict: bool, name: str = "") -> Value:
+        """Lower triangle by selection (never by a product: 0 * NaN is NaN)."""
+        return self._op(OpKind.MASK, (x,), name, strict=strict)
+
+    def dot(
+        self,
+        x: Value,
+        y: Value,
+        acc: Value | None = None,
+        *,
+        trans_a: bool = False,
+        trans_b: bool = False,
+        negate: bool = False,
+        name: str = "",
+    ) -> Value:
+        """``acc + x @ y`` (``acc - x @ y`` with ``negate``), summed in the acc dtype."""
+        operands = (x, y) if acc is None else (x, y, acc)
+        return self._op(OpKind.DOT, operands, name, trans_a=trans_a, trans_b=trans_b, negate=negate)
+
+    def gated_gram(self, x: Value, y: Value, g: Value, *, strict: bool, name: str = "") -> Value:
+        """``A[i,j] = sum_d x[i,d] y[j,d] exp(g[j+1,d] + ... + g[i,d])`` for j < i (strict) or j <= i, else 0."""
+        return self._op(OpKind.GATED_GRAM, (x, y, g), name, strict=strict)
+
+    def unit_lower_inverse(self, x: Value, name: str = "") -> Value:
+        """``(I + strict lower triangle of x)^-1``."""
+        return self._op(OpKind.UNIT_LOWER_INVERSE, (x,), name)
+
+    def build(self) -> Program:
+        if self._carry_ports is not None and self._carry is None:
+            raise CarryError("the carry has no step", self._carry_ports[0])
+        program = Program(
+            self._name,
+            tuple(self._inputs),
+            tuple(self._outputs),
+            tuple(self._ops),
+            self._carry,
+            self._axis,
+            tuple(self._scalars),
+            self._notes,
+        )
+        validate(program)
+        return program
+
+    def _op(self, kind: OpKind, inputs: tuple[Value, ...], name: str, **attrs: Attr) -> Value:
+        kept = {key: value for key, value in attrs.items() if value is not False}
+        return self._emit(kind, inputs, infer(kind, inputs, kept, f"{self._name}.{name or kind.value}"), name, **kept)
+
+    def _emit(self, kind: OpKind, inputs: tuple[Value, ...], type: TileType, name: str, **attrs: Attr) -> Value:
+        if not (name or kind.value).isidentifier():
+            raise TileProgramError("value names are identifiers", name)
+        value = Value(self._fresh(name or kind.value), type)
+        self._ops.append(Op(kind, inputs, value, tuple(sorted(attrs.items()))))
+        return value
+
+    def _fresh(self, name: str) -> str:
+        """``name``, or the first of ``name_1``, ``name_2`` ... that is free."""
+        fresh = name
+        while fresh in self._names:
+            self._names[name] += 1
+            fresh = f"{name}_{self._names[name]}"
+        self._names[fresh] = 0
+        return fresh

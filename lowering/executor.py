@@ -1,0 +1,168 @@
+"""The torch executor: the CPU lowering of every tile program, and the reference of every kernel.
+
+A program is compiled once into Python source (see ``codegen.py``): what is free of the carry is a handful of torch
+calls on all lanes and steps at once, and only the ops the next carry waits for run step by step.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from . import tiles
+from .codegen import generate
+from .decay import Decays, Rows, chunk_decays
+from .errors import ArgumentError
+from .ir import Dim, Per, Program
+from .layout import Layout, tiles_to_tokens, tokens_to_tiles
+from .scratch import Scratch
+
+
+class Runtime:
+    """What one execution of generated code works with. ``scratch`` is None in the functional form."""
+
+    def __init__(
+        self,
+        program: Program,
+        tensors: Mapping[str, Tensor | None],
+        scalars: Mapping[str, float],
+        layout: Layout,
+        dims: Mapping[str, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        scratch: Scratch | None,
+    ) -> None:
+        self.program = program
+        self.tensors = tensors
+        self.scalars = scalars
+        self.layout = layout
+        self.dims = dims
+        self.dtype = dtype
+        self.device = device
+        self.scratch = scratch
+        self.segments = layout.segments
+        self.outputs: dict[str, Tensor] = {}
+
+    def size(self, dim: Dim) -> int:
+        return dim if isinstance(dim, int) else self.dims[dim]
+
+    def load(self, name: str, scalar: str = "") -> Tensor:
+        port = self.program.port(name)
+        x = self.tensors[name]
+        if x is None:
+            raise ArgumentError(f"input {name} of program {self.program.name} is missing")
+        scale = self.scalars[scalar] if scalar else None
+        if port.per is Per.TOKENS:
+            x = x if x.dim() == 4 else x.unsqueeze(-1)
+            return tokens_to_tiles(x, self.layout, fill=port.fill, scale=scale, dtype=self.dtype, scratch=self.scratch)
+        rows, cols = port.type.shape
+        x = x.transpose(0, 1) if port.per is Per.STEP else x
+        x = x.reshape(-1, self.size(rows), self.size(cols)).to(self.dtype)
+        return x if scale is None else x * scale
+
+    def store(self, name: str, x: Tensor) -> None:
+        port = self.program.port(name)
+        if port.per is Per.TOKENS:
+            self.outputs[name] = tiles_to_tokens(x, self.layout, functional=self.scratch is None)
+        else:
+            shape = (self.layout.steps, self.layout.batch, self.layout.heads, *x.shape[1:])
+            self.outputs[name] = x.reshape(shape).transpose(0, 1).contiguous()
+
+    def decays(
+        self, g: Tensor, rows: tuple[Rows, ...], cols: Tensor | None, *, factor: bool, overwrite: bool
+    ) -> Decays:
+        return chunk_decays(g, rows, cols, factor=factor, scratch=self.scratch, overwrite=overwrite)
+
+    def eye(self, dim: str) -> Tensor:
+        return torch.eye(self.size(dim), dtype=self.dtype, device=self.device).unsqueeze(0)
+
+    def round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype).to(self.dtype)
+
+    # ---- the scan
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.unflatten(0, (self.layout.steps, self.layout.lanes)).unbind(0)
+
+    def slots(self, rows: Dim, cols: Dim) -> Tensor:
+        """Room for one value of every step, [steps, lanes, rows, cols]."""
+        return self._empty(self.layout.steps, rows, cols)
+
+    def carry_slots(self) -> Tensor:
+        """Room for the carry before every step and after the last step of every segment."""
+        carry = self.program.carry
+        assert carry is not None
+        return self._empty(self.layout.steps + len(self.segments), *carry.type.shape)
+
+    def _empty(self, count: int, rows: Dim, cols: Dim) -> Tensor:
+        assert self.scratch is not None
+        shape = (count, self.layout.lanes, self.size(rows), self.size(cols))
+        return self.scratch.empty(shape, self.dtype, self.device)
+
+    def carry_init(self, name: str, segment: int, slot: Tensor | None = None) -> Tensor:
+        """The carry at the start of a segment, copied into ``slot`` if given."""
+        init = self.tensors.get(name)
+        if init is not None:
+            init = init.flatten(0, 1) if len(self.segments) == 1 else init[segment]
+            return init.to(self.dtype) if slot is None else slot.copy_(init)
+        if slot is not None:
+            return slot.zero_()
+        carry = self.program.carry
+        assert carry is not None
+        shape = (self.layout.lanes, *(self.size(dim) for dim in carry.type.shape))
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def carry_final(self, name: str, finals: list[Tensor]) -> None:
+        """Store the carry after every segment: [B, heads, K, V], or [sequences, heads, K, V] for packed ones."""
+        x = finals[0].clone() if len(finals) == 1 else torch.stack(finals)
+        self.outputs[name] = x.view(-1, self.layout.heads, *x.shape[-2:])
+
+    def carry_join(self, carries: Tensor, *, after: bool) -> Tensor:
+        """The carry before (or ``after``) every step, flat."""
+        if len(self.segments) == 1:
+            return carries.narrow(0, int(after), self.layout.steps).flatten(0, 1)
+        index = [n + s + after for s, (lo, hi) in enumerate(self.segments) for n in range(lo, hi)]
+        return carries.index_select(0, torch.tensor(index, device=self.device)).flatten(0, 1)
+
+
+Run = Callable[[Runtime], None]
+
+
+class Executable:
+    """A program compiled for torch, in both forms. Call it with the tensors of its input ports."""
+
+    def __init__(self, program: Program, rounding: Mapping[str, torch.dtype] | None = None) -> None:
+        self.program = program
+        self._functional = _compile(generate(program, buffered=False, rounding=rounding), program.name)
+        self._buffered = None if rounding else _compile(generate(program, buffered=True), program.name)
+
+    def __call__(
+        self,
+        tensors: Mapping[str, Tensor | None],
+        layout: Layout,
+        *,
+        dims: Mapping[str, int],
+        dtype: torch.dtype,
+        scalars: Mapping[str, float] | None = None,
+        scratch: Scratch | None = None,
+    ) -> dict[str, Tensor]:
+        """Run the program; with ``scratch`` in the buffered form, which autograd and ``torch.func`` cannot follow."""
+        device = next(x.device for x in tensors.values() if x is not None)
+        run = self._functional if scratch is None or self._buffered is None else self._buffered
+        used = scratch if run is self._buffered else None
+        rt = Runtime(self.program, tensors, scalars or {}, layout, dims, dtype, device, used)
+        run(rt)
+        return rt.outputs
+
+
+def _compile(source: str, name: str) -> Run:
+    """The function ``run`` of generated source, with the source visible to tracebacks."""
+    filename = f"<kdacompile {name} {len(linecache.cache)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, object] = {"torch": torch, "tiles": tiles, "Rows": Rows}
+    exec(compile(source, filename, "exec"), namespace)
+    return cast(Run, namespace["run"])

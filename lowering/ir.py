@@ -1,0 +1,282 @@
+"""The tile-program IR: an algorithm written once, over tiles, with a scan axis and a carry.
+
+A program is a straight line of ops in single-assignment form. It describes the work of ONE lane (a batch entry and a
+value head) on ONE step of the scan axis (a chunk of the sequence); lanes are implied, steps are tied together by the
+carry:
+
+    carry = (init, step, combine)
+
+``init`` is an input port, ``step`` the value that the ops compute from this step's carry, and ``combine`` a pair of
+programs that summarise a step without knowing the carry and merge two summaries, so that a scan may be cut into
+segments.
+
+Tile shapes are symbolic (``C`` tokens of a chunk, ``K``, ``V``) or 1; elementwise ops broadcast dimensions of size 1.
+Dtypes are symbolic as well: ``io`` is what the caller hands in, ``acc`` what sums are formed in (fp32, or fp64 for
+fp64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .errors import TileDtypeError, TileProgramError, TileShapeError
+
+Dim = str | int
+Attr = str | int | float | bool
+
+
+class DType(str, Enum):
+    """Symbolic element types; a plan or an executor binds them to real ones."""
+
+    IO = "io"
+    ACC = "acc"
+
+
+@dataclass(frozen=True)
+class TileType:
+    """A two-dimensional tile of one lane and one step."""
+
+    rows: Dim
+    cols: Dim
+    dtype: DType = DType.ACC
+
+    @property
+    def shape(self) -> tuple[Dim, Dim]:
+        return (self.rows, self.cols)
+
+    def __str__(self) -> str:
+        return f"{self.dtype.value}[{self.rows},{self.cols}]"
+
+
+class OpKind(str, Enum):
+    """The tile ops. ``gated_gram`` and ``unit_lower_inverse`` are macro-ops: each target has a tuned implementation."""
+
+    LOAD = "load"
+    STORE = "store"
+    CARRY = "carry"
+    CAST = "cast"
+    SCALE = "scale"
+    ADD = "add"
+    SUB = "sub"
+    MUL = "mul"
+    EXP = "exp"
+    LOG = "log"
+    CUMSUM = "cumsum"
+    REDUCE = "reduce"
+    TRANSPOSE = "transpose"
+    EYE = "eye"
+    MASK = "mask"
+    DOT = "dot"
+    GATED_GRAM = "gated_gram"
+    UNIT_LOWER_INVERSE = "unit_lower_inverse"
+
+
+@dataclass(frozen=True)
+class Value:
+    """The result of one op."""
+
+    name: str
+    type: TileType
+
+    def __str__(self) -> str:
+        return f"%{self.name}"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One line of a program. ``attrs`` is a sorted tuple of pairs so that ops hash and print the same everywhere."""
+
+    kind: OpKind
+    inputs: tuple[Value, ...]
+    output: Value | None
+    attrs: tuple[tuple[str, Attr], ...] = ()
+
+    def attr(self, name: str, default: Attr | None = None) -> Attr:
+        for key, value in self.attrs:
+            if key == name:
+                return value
+        if default is None:
+            raise TileProgramError(f"op {self.kind.value} has no attribute {name!r}")
+        return default
+
+    @property
+    def result(self) -> Value:
+        if self.output is None:
+            raise TileProgramError(f"op {self.kind.value} has no result")
+        return self.output
+
+    def __str__(self) -> str:
+        words = [str(value) for value in self.inputs]
+        words += [f"{key}={value}" for key, value in self.attrs]
+        call = f"{self.kind.value}({', '.join(words)})"
+        return call if self.output is None else f"{self.output} = {call} : {self.output.type}"
+
+
+class Per(str, Enum):
+    """What a port holds, and so the layout of the tensor bound to it."""
+
+    TOKENS = "tokens"  # rows are the step's tokens: a tensor [B, T, heads, cols], or [B, T, heads] for one column
+    STEP = "step"  # one tile per lane and step: a tensor [B, steps, heads, rows, cols]
+    LANE = "lane"  # one tile per lane, shared by all steps: a tensor [B, heads, rows, cols]
+
+
+@dataclass(frozen=True)
+class Port:
+    """A named input or output tensor.
+
+    ``heads`` says whose head count it has (grouped heads share keys); ``fill`` is what a token that does not exist
+    reads as, in the last chunk of a sequence: the value that leaves the state alone.
+    """
+
+    name: str
+    type: TileType
+    per: Per = Per.TOKENS
+    heads: str = "value"
+    fill: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.name} : {self.type} per {self.per.value}, {self.heads} heads" + (
+            f", fill {self.fill:g}" if self.fill else ""
+        )
+
+
+@dataclass(frozen=True)
+class Combine:
+    """How steps compose: the ``summary`` of one step, without its carry, and ``merge`` of an earlier with a later one."""
+
+    summary: Program
+    merge: Program
+
+
+@dataclass(frozen=True)
+class Carry:
+    """A tile handed from step to step: starts as port ``init``, leaves as port ``final``."""
+
+    name: str
+    type: TileType
+    init: str
+    final: str
+    step: Value
+    combine: Combine | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A validated tile program; build one with :class:`kdacompile.lowering.builder.Builder`."""
+
+    name: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    ops: tuple[Op, ...]
+    carry: Carry | None = None
+    axis: str = "chunk"
+    scalars: tuple[str, ...] = ()
+    notes: str = field(default="", compare=False)
+
+    def port(self, name: str) -> Port:
+        for port in (*self.inputs, *self.outputs):
+            if port.name == name:
+                return port
+        raise TileProgramError("no such port", name)
+
+    def values(self) -> Iterator[Value]:
+        return (op.output for op in self.ops if op.output is not None)
+
+    def producer(self, value: Value) -> Op:
+        for op in self.ops:
+            if op.output == value:
+                return op
+        raise TileProgramError("no op produces this value", str(value))
+
+
+def _broadcast(a: Dim, b: Dim, where: str) -> Dim:
+    if a == b or b == 1:
+        return a
+    if a == 1:
+        return b
+    raise TileShapeError(f"cannot broadcast {a} against {b}", where)
+
+
+def _same_dtype(types: tuple[TileType, ...], where: str) -> DType:
+    dtypes = {t.dtype for t in types}
+    if len(dtypes) != 1:
+        raise TileDtypeError("operands differ in dtype; cast one of them", where)
+    return dtypes.pop()
+
+
+def _square(t: TileType, where: str) -> TileType:
+    if t.rows != t.cols:
+        raise TileShapeError(f"needs a square tile, got {t}", where)
+    return t
+
+
+def _dot_type(types: tuple[TileType, ...], attrs: dict[str, Attr], where: str) -> TileType:
+    a, b = types[0], types[1]
+    rows, inner_a = (a.cols, a.rows) if attrs.get("trans_a") else a.shape
+    inner_b, cols = (b.cols, b.rows) if attrs.get("trans_b") else b.shape
+    _same_dtype((a, b), where)
+    if inner_a != inner_b:
+        raise TileShapeError(f"inner dimensions {inner_a} and {inner_b} differ", where)
+    result = TileType(rows, cols, DType.ACC)
+    if len(types) == 3 and types[2] != result:
+        raise TileShapeError(f"accumulator is {types[2]}, the product is {result}", where)
+    return result
+
+
+def _gram_type(types: tuple[TileType, ...], where: str) -> TileType:
+    x, y, g = types
+    _same_dtype(types, where)
+    if x.cols != y.cols or x.rows != y.rows:
+        raise TileShapeError(f"rows {x} and columns {y} differ", where)
+    if g.rows != x.rows or g.cols not in (1, x.cols):
+        raise TileShapeError(f"gate {g} fits neither per token nor per channel", where)
+    return TileType(x.rows, x.rows, DType.ACC)
+
+
+_ARITY = {
+    OpKind.CAST: (1, 1),
+    OpKind.SCALE: (1, 1),
+    OpKind.ADD: (2, 2),
+    OpKind.SUB: (2, 2),
+    OpKind.MUL: (2, 2),
+    OpKind.EXP: (1, 1),
+    OpKind.LOG: (1, 1),
+    OpKind.CUMSUM: (1, 1),
+    OpKind.REDUCE: (1, 1),
+    OpKind.TRANSPOSE: (1, 1),
+    OpKind.EYE: (0, 0),
+    OpKind.MASK: (1, 1),
+    OpKind.DOT: (2, 3),
+    OpKind.GATED_GRAM: (3, 3),
+    OpKind.UNIT_LOWER_INVERSE: (1, 1),
+}
+
+
+def infer(kind: OpKind, inputs: tuple[Value, ...], attrs: dict[str, Attr], where: str) -> TileType:
+    """Result type of an op that is neither a load, a store nor a carry read (those take theirs from a port)."""
+    low, high = _ARITY[kind]
+    if not low <= len(inputs) <= high:
+        raise TileShapeError(f"{kind.value} takes {low} to {high} operands, got {len(inputs)}", where)
+    types = tuple(value.type for value in inputs)
+    if kind in (OpKind.ADD, OpKind.SUB, OpKind.MUL):
+        dtype = _same_dtype(types, where)
+        a, b = types
+        return TileType(_broadcast(a.rows, b.rows, where), _broadcast(a.cols, b.cols, where), dtype)
+    if kind in (OpKind.SCALE, OpKind.EXP, OpKind.LOG, OpKind.CUMSUM):
+        return types[0]
+    if kind is OpKind.CAST:
+        return TileType(types[0].rows, types[0].cols, DType(attrs["to"]))
+    if kind is OpKind.REDUCE:
+        return TileType(1, types[0].cols, types[0].dtype)
+    if kind is OpKind.TRANSPOSE:
+        return TileType(types[0].cols, types[0].rows, types[0].dtype)
+    if kind is OpKind.EYE:
+        dim = attrs["dim"]
+        return TileType(dim if isinstance(dim, str) else int(dim), dim if isinstance(dim, str) else int(dim))
+    if kind in (OpKind.MASK, OpKind.UNIT_LOWER_INVERSE):
+        return _square(types[0], where)
+    if kind is OpKind.DOT:
+        return _dot_type(types, attrs, where)
+    return _gram_type(types, where)

@@ -1,0 +1,29 @@
+"""Torch implementations of the tile ops that are more than one torch call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def cumsum(x: Tensor, *, reverse: bool) -> Tensor:
+    """Sums over rows ``<= i``; with ``reverse`` over rows ``> i``."""
+    if not reverse:
+        return x.cumsum(1)
+    later = x[:, 1:].flip(1).cumsum(1).flip(1)
+    return torch.nn.functional.pad(later, (0, 0, 0, 1))
+
+
+def lower(x: Tensor, *, strict: bool) -> Tensor:
+    """The (strict) lower triangle; what is above is selected away, whatever it is."""
+    return x.tril(-1 if strict else 0)
+
+
+def lower_(x: Tensor, *, strict: bool) -> Tensor:
+    return x.tril_(-1 if strict else 0)
+
+
+def unit_lower_inverse(x: Tensor) -> Tensor:
+    """``(I + strict lower triangle)^-1``; what is above the diagonal, and on it, is not read."""
+    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
+    return torch.linalg.solve_triangular(x, eye, upper=False, unitriangular=True)

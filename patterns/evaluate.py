@@ -1,0 +1,297 @@
+"""Run a region of the shadow on chosen inputs, in float64, with batch and heads cut down where nothing mixes them.
+
+Rounding is left out on purpose: every floating dtype becomes float64, so that what is compared with the recurrence is the
+function, not its rounding. A model's real sizes would make probing slow, so inputs may come with fewer batch rows and
+heads than the graph was captured with. Sizes written into the graph (views, expands, zeros) are then scaled along. An
+operator that looks at one particular row of a reduced dimension raises ``LaneError``, and the region must be run whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdacompile.patterns.ir import Op, Value, map_values
+
+Factors = tuple[tuple[int, int], ...]
+"""One dimension as a product of (captured size, size of this run)."""
+
+
+class LaneError(Exception):
+    """A reduced dimension is not just carried along by the region."""
+
+
+class EvaluationError(Exception):
+    """An operator refused its inputs in float64 on the CPU."""
+
+
+def _plain(size: int) -> Factors:
+    return ((size, size),)
+
+
+def _captured(dim: Factors) -> int:
+    return math.prod(f[0] for f in dim)
+
+
+def _run(dim: Factors) -> int:
+    return math.prod(f[1] for f in dim)
+
+
+class _Lane:
+    """A tensor of this run, with its dimensions as factors."""
+
+    __slots__ = ("dims", "reduced", "tensor")
+
+    def __init__(self, tensor: Tensor, dims: tuple[Factors, ...]) -> None:
+        self.tensor = tensor
+        self.dims = dims
+        self.reduced = any(_captured(d) != _run(d) for d in dims)
+
+
+def _float64(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+class Region:
+    """Operators between ``inputs`` and ``outputs``, ready to run many times."""
+
+    def __init__(self, ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
+        self.inputs = list(inputs)
+        self.outputs = list(outputs)
+        self.ops = sorted(ops, key=lambda op: op.outs[0].index)
+        last: dict[Value, int] = {}
+        for index, op in enumerate(self.ops):
+            for value in op.reads:
+                last[value] = index
+        keep = set(self.outputs)
+        self.dead: list[list[Value]] = [[] for _ in self.ops]
+        for value, index in last.items():
+            if value not in keep and not value.const:
+                self.dead[index].append(value)
+        self.constants: dict[Value, _Lane] = {}
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs for ``tensors``, given in the order of ``inputs`` (any of their dimensions may be reduced)."""
+        env: dict[Value, _Lane] = {}
+        for value, tensor in zip(self.inputs, tensors, strict=True):
+            pairs = tuple(((a, b),) for a, b in zip(value.shape, tensor.shape, strict=True))
+            env[value] = _Lane(tensor.to(_float64(tensor.dtype)), pairs)
+        with torch.no_grad():
+            for op, dead in zip(self.ops, self.dead, strict=True):
+                self.step(op, env)
+                for value in dead:
+                    env.pop(value, None)
+        return [self.load(value, env).tensor for value in self.outputs]
+
+    def load(self, value: Value, env: dict[Value, _Lane]) -> _Lane:
+        if value in env:
+            return env[value]
+        if value.payload is not None:
+            data = value.payload.detach().cpu()
+            return _Lane(data.to(_float64(data.dtype)), tuple(map(_plain, data.shape)))
+        if value in self.constants:
+            return self.constants[value]
+        raise EvaluationError(f"{value} is neither an input nor computed in the region")
+
+    def step(self, op: Op, env: dict[Value, _Lane]) -> None:
+        if op.out.const and op.out in self.constants:
+            return
+        lanes = [self.load(value, env) for value in op.reads]
+        if any(lane.reduced for lane in lanes):
+            results = _reduced(op, lanes)
+        else:
+            results = _execute(op, [lane.tensor for lane in lanes])
+        for value, result in zip(op.outs, results, strict=False):
+            dims = _out_dims(value, result, lanes)
+            lane = _Lane(result, dims)
+            if value.const and not lane.reduced:
+                self.constants[value] = lane
+            else:
+                env[value] = lane
+
+
+_FILLERS = {"zeros": 0.0, "ones": 1.0, "zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0}
+_SIZED = frozenset({"view", "_unsafe_view", "_reshape_alias"})
+
+
+def _execute(op: Op, tensors: list[Tensor], args: Any = None) -> list[Tensor]:
+    """Run one operator; floating dtypes are float64 and devices the CPU."""
+    if op.name in _FILLERS or op.name in ("full", "full_like", "new_full", "empty", "empty_like", "new_empty"):
+        return [_filled(op)]
+    queue = iter(tensors)
+    args = map_values(op.args if args is None else args, lambda _: next(queue))
+    kwargs = map_values(op.kwargs, lambda _: next(queue))
+    kwargs = {name: item for name, item in kwargs.items() if name not in ("device", "layout", "pin_memory", "memory_format")}
+    if isinstance(kwargs.get("dtype"), torch.dtype):
+        kwargs["dtype"] = _float64(kwargs["dtype"])
+    elif op.name in ("arange", "eye", "linspace", "scalar_tensor") and op.out.dtype.is_floating_point:
+        kwargs["dtype"] = torch.float64
+    if op.name in ("view", "_unsafe_view", "_reshape_alias"):
+        return [args[0].reshape(args[1])]
+    try:
+        result = op.target(*args, **kwargs)
+    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
+        raise EvaluationError(f"{op.name}: {error}") from error
+    return [result] if isinstance(result, Tensor) else [item for item in result if isinstance(item, Tensor)]
+
+
+def _filled(op: Op) -> Tensor:
+    """A constant tensor without its memory: one element, expanded. ``empty`` is NaN, so that a read of it shows."""
+    dtype = _float64(op.out.dtype)
+    if op.name in _FILLERS:
+        fill: Any = _FILLERS[op.name]
+    elif op.name.endswith("empty") or op.name == "empty_like":
+        fill = math.nan if dtype.is_floating_point else 0
+    else:
+        fill = op.args[1] if op.name != "new_full" else op.args[2]
+        if isinstance(fill, Value):
+            raise EvaluationError("a tensor filled with a computed value")
+    return torch.full((), fill, dtype=dtype).expand(op.out.shape)
+
+
+def _out_dims(value: Value, result: Tensor, lanes: list[_Lane]) -> tuple[Factors, ...]:
+    """Factors of a result: sizes that differ from the captured ones came from an operand's dimension of that pair."""
+    if len(value.shape) != result.dim():
+        raise LaneError(f"{value}: rank changed to {result.dim()}")
+    dims: list[Factors] = []
+    for captured, run in zip(value.shape, result.shape, strict=True):
+        if captured == run:
+            dims.append(_plain(captured))
+            continue
+        known = [d for lane in lanes for d in lane.dims if (_captured(d), _run(d)) == (captured, run)]
+        dims.append(known[0] if known else ((captured, run),))
+    return tuple(dims)
+
+
+def _reduced(op: Op, lanes: list[_Lane]) -> list[Tensor]:
+    """Run an operator some of whose operands have reduced dimensions."""
+    name, first = op.name, lanes[0]
+    if name in _SIZED:
+        return [first.tensor.reshape(_regroup(first.dims, op.args[1]))]
+    if name == "expand":
+        return [first.tensor.expand(_expand_sizes(first, op.out.shape))]
+    if name in _FILLERS or name in ("full_like", "new_full", "empty_like", "new_empty"):
+        return [_filled(op)]
+    if name in ("select", "slice", "select_scatter", "slice_scatter", "unbind", "split", "split_with_sizes", "cat"):
+        _check_picks(op, first)
+    elif name in ("constant_pad_nd", "repeat", "index", "index_select", "index_put", "diagonal", "roll"):
+        _check_untouched(op, first)
+    if name == "stack":
+        lanes = _align(op, lanes, offset=False)
+    elif len(lanes) > 1 and name not in ("bmm", "mm", "linalg_solve_triangular"):
+        lanes = _align(op, lanes, offset=name not in ("cat", "select_scatter"))
+    elif len(lanes) > 1:
+        lanes = _align_batch(lanes)
+    return _execute(op, [lane.tensor for lane in lanes])
+
+
+def _regroup(dims: tuple[Factors, ...], sizes: Sequence[int]) -> list[int]:
+    """The sizes of a view, in this run: cut the operand's factors into groups of the captured sizes."""
+    queue = [factor for dim in dims for factor in dim if factor != (1, 1)]
+    captured = math.prod(f[0] for f in queue)
+    known = math.prod(s for s in sizes if s != -1)
+    wanted = [captured // known if s == -1 else s for s in sizes]
+    out: list[int] = []
+    for size in wanted:
+        have, run = 1, 1
+        while have < size:
+            if not queue:
+                raise LaneError("view needs more elements than there are")
+            total, part = queue.pop(0)
+            if size % (have * total) == 0:
+                have, run = have * total, run * part
+            elif total == part and total % (size // have) == 0:  # split an ordinary dimension
+                need = size // have
+                queue.insert(0, (total // need, total // need))
+                have, run = size, run * need
+            else:
+                raise LaneError("a view splits a reduced dimension")
+        out.append(run)
+    return out
+
+
+def _expand_sizes(lane: _Lane, shape: tuple[int, ...]) -> list[int]:
+    offset = len(shape) - len(lane.dims)
+    sizes = list(shape)
+    for index, dim in enumerate(lane.dims):
+        if _captured(dim) == shape[offset + index]:
+            sizes[offset + index] = _run(dim)
+    return sizes
+
+
+def _dim_of(op: Op, lane: _Lane, place: int) -> int:
+    dim = op.args[place] if len(op.args) > place else op.kwargs.get("dim", 0)
+    return dim % max(1, len(lane.dims))
+
+
+def _check_picks(op: Op, lane: _Lane) -> None:
+    place = {"select": 1, "slice": 1, "unbind": 1, "cat": 1}.get(op.name, 2)
+    dim = lane.dims[_dim_of(op, lane, place)]
+    if _captured(dim) == _run(dim):
+        return
+    if op.name == "slice" and op.out.shape == op.reads[0].shape:
+        return
+    raise LaneError(f"{op.name} picks from a reduced dimension")
+
+
+def _check_untouched(op: Op, lane: _Lane) -> None:
+    """These operators may run only if the reduced dimensions come out as they went in."""
+    if op.name == "constant_pad_nd":
+        pads = op.args[1]
+        padded = [len(lane.dims) - 1 - i // 2 for i, pad in enumerate(pads) if pad]
+        if all(_captured(lane.dims[d]) == _run(lane.dims[d]) for d in padded):
+            return
+    raise LaneError(f"{op.name} on a reduced dimension")
+
+
+def _narrow(lane: _Lane, dim: int, size: int) -> _Lane:
+    """Cut an operand that is the same all along ``dim`` (a constant, or an expanded one) down to ``size``."""
+    if lane.tensor.shape[dim] < size:
+        raise LaneError("operands disagree on a reduced dimension")
+    if lane.tensor.stride(dim) != 0:
+        edge = lane.tensor.narrow(dim, 0, 1)
+        if not torch.equal(edge.expand_as(lane.tensor), lane.tensor):
+            raise LaneError("a constant varies along a reduced dimension")
+    captured = _captured(lane.dims[dim])
+    dims = (*lane.dims[:dim], ((captured, size),), *lane.dims[dim + 1 :])
+    return _Lane(lane.tensor.narrow(dim, 0, size), dims)
+
+
+def _align(op: Op, lanes: list[_Lane], *, offset: bool) -> list[_Lane]:
+    """Make operands that share a captured size share the run's size too (``offset``: broadcast from the right)."""
+    lanes = list(lanes)
+    skip = _dim_of(op, lanes[0], 1) if op.name == "cat" else -1
+    dropped = _dim_of(op, lanes[0], 2) if op.name == "select_scatter" else -1
+    rank = max(len(lane.dims) for lane in lanes)
+    for position in range(rank):
+        places: list[tuple[int, int]] = []
+        for index, lane in enumerate(lanes):
+            dim = position - (rank - len(lane.dims)) if offset else position
+            if dropped >= 0 and index == 1:
+                dim = position if position < dropped else position - 1
+                if position == dropped:
+                    continue
+            if 0 <= dim < len(lane.dims) and _captured(lane.dims[dim]) != 1 and position != skip:
+                places.append((index, dim))
+        if not places:
+            continue
+        target = min(lanes[i].tensor.shape[d] for i, d in places)
+        for index, dim in places:
+            if lanes[index].tensor.shape[dim] != target:
+                lanes[index] = _narrow(lanes[index], dim, target)
+    return lanes
+
+
+def _align_batch(lanes: list[_Lane]) -> list[_Lane]:
+    """Batched products: only the leading (batch) dimensions must agree."""
+    lanes = list(lanes)
+    for dim in range(len(lanes[0].dims) - 2):
+        target = min(lane.tensor.shape[dim] for lane in lanes)
+        for index, lane in enumerate(lanes):
+            if lane.tensor.shape[dim] != target:
+                lanes[index] = _narrow(lane, dim, target)
+    return lanes

@@ -1,0 +1,186 @@
+"""Where linear attention could be: operators that mix tokens, and the values through which their results leave.
+
+A region is found from its *anchors*: products of two activations that sum over a dimension (``q k^T``, ``k^T v``,
+``(S * k).sum``), outer products, cumulative sums and triangular solves. Projections, norms and activations have none of
+these, so anchors that reach each other belong to one region. Results leave through *exits*: the outputs and the final
+state. Exits are told apart by which anchors they depend on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kdacompile.patterns.ir import Graph, Op, Value
+from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT, REGION, SCANS, SOLVES
+
+
+def is_soft(op: Op) -> bool:
+    """True if a region may contain the operator (constants may be made by anything)."""
+    if op.out.const:
+        return True
+    if op.name not in REGION:
+        return False
+    if op.name in CONTRACTIONS:
+        return not any(_is_weight(_root(value)) for value in op.reads)
+    if op.name == "where":
+        return isinstance(op.args[0], Value) and op.args[0].const
+    if op.name == "masked_fill":
+        return op.args[1].const
+    if op.name in ("index", "index_put", "index_select"):
+        return all(v.const for v in op.reads[1:] if not v.dtype.is_floating_point)
+    if op.name == "_to_copy":
+        return op.out.dtype.is_floating_point
+    if op.name == "pow":
+        base, exponent = op.args[:2]
+        if isinstance(exponent, Value):
+            return exponent.const or not isinstance(base, Value) or base.const
+        return exponent == int(exponent)
+    return op.out.dtype.is_floating_point
+
+
+def _root(value: Value) -> Value:
+    """The value below casts and rearrangements."""
+    while value.op is not None and value.op.name in LAYOUT and value.op.reads:
+        value = value.op.reads[0]
+    return value
+
+
+def _is_weight(value: Value) -> bool:
+    """Parameters, and matrices that enter the graph as such: a product with one is a projection."""
+    return value.param or (value.op is None and not value.const and len(value.shape) == 2)
+
+
+def _activations(op: Op) -> list[Value]:
+    """Distinct data operands: constants, parameters and repeats of the same value do not count."""
+    roots = [_root(value) for value in op.reads]
+    return list(dict.fromkeys(root for root in roots if not root.const and not root.param))
+
+
+def _spreads(op: Op) -> bool:
+    """An outer product: the result is larger than both factors."""
+    if len(op.reads) != 2:
+        return False
+    size = [1, 1]
+    for index, value in enumerate(op.reads):
+        for length in value.shape:
+            size[index] *= length
+    total = 1
+    for length in op.out.shape:
+        total *= length
+    return total > size[0] and total > size[1]
+
+
+def is_anchor(op: Op) -> bool:
+    if op.out.const or not is_soft(op):
+        return False
+    if op.name in CONTRACTIONS:
+        return len(_activations(op)) >= 2
+    if op.name in SCANS or op.name in SOLVES:
+        return True
+    if op.name == "mul":
+        return len(_activations(op)) >= 2 and _spreads(op)
+    if op.name == "sum":
+        source = _root(op.reads[0]).op
+        while source is not None and source.name in ("masked_fill", "where", "mul") and source.name != "mul":
+            source = _root(source.reads[0]).op
+        return source is not None and source.name == "mul" and len(_activations(source)) >= 2
+    return False
+
+
+@dataclass
+class Exit:
+    """Values through which every path from one set of anchors leaves, earliest first."""
+
+    anchors: int
+    chain: list[Value]
+
+
+@dataclass
+class Group:
+    """Anchors that reach each other, the operators after them, and the exits (most anchors first)."""
+
+    anchors: list[Op] = field(default_factory=list)
+    ops: set[Op] = field(default_factory=set)
+    exits: list[Exit] = field(default_factory=list)
+
+
+def find_groups(graph: Graph) -> list[Group]:
+    """Groups of at least two anchors, one of them a contraction, in graph order."""
+    masks: dict[Op, int] = {}
+    bit = 0
+    order: list[Op] = []
+    leader: dict[Op, Op] = {}
+
+    def find(op: Op) -> Op:
+        while leader[op] is not op:
+            leader[op] = leader[leader[op]]
+            op = leader[op]
+        return op
+
+    for op in graph.ops:
+        if op.out.const or not is_soft(op):
+            continue
+        above = [value.op for value in op.reads if value.op is not None and value.op in masks]
+        mask = 0
+        for parent in above:
+            mask |= masks[parent]
+        if is_anchor(op):
+            mask |= 1 << bit
+            bit += 1
+        elif not above:
+            continue
+        masks[op] = mask
+        leader[op] = op
+        order.append(op)
+        for parent in above:
+            leader[find(op)] = find(parent)
+    groups: dict[Op, Group] = {}
+    for op in order:
+        group = groups.setdefault(find(op), Group())
+        group.ops.add(op)
+        if is_anchor(op):
+            group.anchors.append(op)
+    found = [g for g in groups.values() if len(g.anchors) >= 2 and any(a.name in CONTRACTIONS or a.name == "sum" for a in g.anchors)]
+    for group in found:
+        group.exits = _exits(graph, group, masks)
+    return found
+
+
+def _exits(graph: Graph, group: Group, masks: dict[Op, int]) -> list[Exit]:
+    sinks: dict[int, list[Value]] = {}
+    for op in group.ops:
+        for value in op.outs:
+            leaves = value in graph.outputs or value in graph.written or any(user not in group.ops for user in value.users)
+            if leaves:
+                sinks.setdefault(masks[op], []).append(value)
+    # A value read outside *and* followed by others of its own anchor set shares their exit: the separators take care of it.
+    exits = [Exit(mask, separators(values, group.ops, mask, masks)) for mask, values in sinks.items()]
+    return sorted(exits, key=lambda e: -e.anchors.bit_count())
+
+
+def separators(sinks: Iterable[Value], ops: set[Op], mask: int, masks: dict[Op, int]) -> list[Value]:
+    """Values that every path from the anchors to any of ``sinks`` runs through, earliest first."""
+    sinks = list(sinks)
+    inside: set[Op] = set()
+    stack = [value.op for value in sinks if value.op is not None]
+    while stack:
+        op = stack.pop()
+        if op in inside or op not in ops:
+            continue
+        inside.add(op)
+        stack.extend(value.op for value in op.reads if value.op is not None)
+    line = sorted(inside, key=lambda op: op.outs[0].index)
+    place = {op: index for index, op in enumerate(line)}
+    leaving = {value.op for value in sinks}
+    end = len(line)
+    furthest = 0
+    result: list[Value] = []
+    for index, op in enumerate(line):
+        reach = max((place[user] for value in op.outs for user in value.users if user in place), default=index)
+        if op in leaving:
+            reach = end
+        if furthest <= index and masks[op] == mask and len(op.outs) == 1:
+            result.append(op.out)
+        furthest = max(furthest, reach)
+    return result

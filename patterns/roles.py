@@ -1,0 +1,233 @@
+"""Who is who: every way the tensors entering and leaving a region could be the recurrence's q, k, v, g, beta and state.
+
+Roles come from sizes and from how a tensor is used, never from names. What is still ambiguous after that (T equal to K, two
+tensors of one shape) is listed most plausible first; the proof takes the first hypothesis that computes the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+
+from torch import Tensor
+
+from kdacompile.patterns.ir import Op, Value
+
+LETTERS = {
+    "q": "BTGK",
+    "k": "BTGK",
+    "v": "BTHV",
+    "g": "BTHK",
+    "rate": "H",
+    "beta": "BTH",
+    "initial_state": "BHKV",
+    "o": "BTHV",
+    "final_state": "BHKV",
+}
+"""The recurrence's own order of dimensions, per role. G counts key heads (H is a multiple of it); ``rate`` is a factor of
+the log gate per head (Mamba-2's A, where g = dt * A)."""
+
+# Dimensions a role may lack although they are larger than one: the tensor is then the same all along them.
+BROADCAST = {"g": "BTHK", "beta": "H"}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A tensor of the graph in a role; ``letters`` names its dimensions ('.' for size one, '=' for one that is uniform,
+    '*' for H and K merged)."""
+
+    role: str
+    value: Value
+    letters: str
+
+    def steps(self, sizes: dict[str, int]) -> list[tuple[str, tuple[object, ...]]]:
+        """Tensor methods that turn the graph's tensor into the role's own order, size one for letters it lacks."""
+        steps: list[tuple[str, tuple[object, ...]]] = []
+        letters = self.letters
+        if "*" in letters:
+            steps.append(("unflatten", (letters.index("*"), (sizes["H"], sizes["K"]))))
+            letters = letters.replace("*", "HK")
+        for index in reversed(range(len(letters))):
+            if letters[index] in ".=":
+                steps.append(("select", (index, 0)))
+        letters = letters.replace(".", "").replace("=", "")
+        order = [letters.index(letter) for letter in LETTERS[self.role] if letter in letters]
+        if order != sorted(order):
+            steps.append(("permute", tuple(order)))
+        missing = [i for i, letter in enumerate(LETTERS[self.role]) if letter not in letters]
+        return [*steps, *(("unsqueeze", (index,)) for index in missing)]
+
+    def back_steps(self) -> list[tuple[str, tuple[object, ...]]]:
+        """Tensor methods that lay a canonical tensor out as the graph has it."""
+        order = LETTERS[self.role]
+        steps: list[tuple[str, tuple[object, ...]]] = [
+            ("squeeze", (index,)) for index in reversed(range(len(order))) if order[index] not in self.letters
+        ]
+        present = [letter for letter in order if letter in self.letters]
+        permutation = [present.index(letter) for letter in self.letters if letter not in ".="]
+        if permutation != sorted(permutation):
+            steps.append(("permute", tuple(permutation)))
+        return [*steps, *(("unsqueeze", (index,)) for index, letter in enumerate(self.letters) if letter in ".=")]
+
+    def to_canonical(self, tensor: Tensor) -> Tensor:
+        for name, args in self.steps({}):
+            tensor = getattr(tensor, name)(*args)
+        return tensor
+
+    def from_canonical(self, tensor: Tensor) -> Tensor:
+        """The inverse of ``to_canonical``; along letters the tensor lacks, index 0 is taken."""
+        for index, letter in enumerate(LETTERS[self.role]):
+            if letter not in self.letters:
+                tensor = tensor.narrow(index, 0, 1)
+        for name, args in self.back_steps():
+            tensor = getattr(tensor, name)(*args)
+        grown = [self.value.shape[i] if letter == "=" else -1 for i, letter in enumerate(self.letters)]
+        return tensor.expand(grown) if "=" in self.letters else tensor
+
+    def run_shape(self, sizes: dict[str, int]) -> list[int]:
+        """Shape in a run with ``sizes``; uniform dimensions count one (they are expanded afterwards)."""
+        return [1 if letter in ".=" else sizes[letter] for letter in self.letters]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """The claim "this region is that recurrence", not yet proven."""
+
+    inputs: tuple[Placement, ...]
+    output: Placement
+    final_state: Placement | None
+    sizes: dict[str, int]
+    gate: str
+    gate_form: str
+    delta: bool
+    scale: float = 1.0
+    decay: tuple[float, ...] = ()
+    """Decay factors per head that the graph computes from constants alone."""
+    penalty: int = field(default=0, compare=False)
+
+    def role(self, name: str) -> Placement | None:
+        return next((p for p in self.inputs if p.role == name), None)
+
+    def with_(self, **changes: object) -> Hypothesis:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def gate_like(value: Value, region: set[Op]) -> bool:
+    """True if ``value`` reaches an exponential before it meets another activation in a product."""
+    seen: set[Op] = set()
+    stack = [op for op in value.users if op in region]
+    while stack:
+        op = stack.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        if op.name in ("exp", "exp2"):
+            return True
+        if op.name in ("bmm", "baddbmm", "mm", "linalg_solve_triangular"):
+            continue
+        if op.name == "mul" and sum(not read.const for read in op.reads) > 1:
+            continue
+        stack.extend(user for out in op.outs for user in out.users if user in region)
+    return False
+
+
+def _labelings(value: Value, role: str, sizes: dict[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
+    """Letters for each dimension of ``value`` in ``role`` that agree with the sizes known so far."""
+    dims = [(i, size) for i, size in enumerate(value.shape) if size != 1 and i not in value.uniform]
+    order = LETTERS[role]
+    if len(dims) > len(order):
+        return
+    for letters in permutations(order, len(dims)):
+        known = dict(sizes)
+        if any(known.setdefault(letter, size) != size for letter, (_, size) in zip(letters, dims, strict=True)):
+            continue
+        missing = [letter for letter in order if letter not in letters]
+        allowed = BROADCAST.get(role, "")
+        if any(letter not in allowed and known.setdefault(letter, 1) != 1 for letter in missing):
+            continue
+        if "H" in known and "G" in known and known["H"] % known["G"]:
+            continue
+        text = ["=" if i in value.uniform else "." for i in range(len(value.shape))]
+        for letter, (i, _) in zip(letters, dims, strict=True):
+            text[i] = letter
+        yield "".join(text), known
+
+
+_USUAL = ("BTHK", "BHTK", "BTHV", "BHTV", "BHKV", "BHVK", "BTH", "BHT")
+
+
+def _oddity(letters: str) -> int:
+    """0 for the layouts people write, more for the rest."""
+    bare = letters.replace(".", "").replace("=", "").replace("G", "H")
+    for usual in _USUAL:
+        if "".join(letter for letter in usual if letter in bare) == bare:
+            return 0
+    return 3
+
+
+def _gate_kind(placement: Placement | None, sizes: dict[str, int]) -> str:
+    if placement is None:
+        return "none"
+    if "K" in placement.letters and sizes["K"] > 1:
+        return "channel"
+    if "T" in placement.letters or "B" in placement.letters:
+        return "token"
+    per_head = "H" in placement.letters and "." not in placement.letters.split("H")[0]
+    return "head" if per_head or sizes["T"] > 1 else "token"
+
+
+def hypotheses(cut: Sequence[Value], output: Value, state: Value | None, region: set[Op]) -> list[Hypothesis]:
+    """All consistent role assignments, most plausible first."""
+    gates = {value: gate_like(value, region) for value in cut}
+    found: list[Hypothesis] = []
+
+    def assign(index: int, taken: tuple[Placement, ...], sizes: dict[str, int], penalty: int, ends: tuple[Placement, ...]) -> None:
+        if index == len(cut):
+            found.extend(_complete(taken, ends, sizes, penalty, gates))
+            return
+        value = cut[index]
+        used = {placement.role for placement in taken}
+        for role in ("q", "k", "v", "g", "beta", "initial_state", "rate"):
+            if role in used or (gates[value] and role != "g"):
+                continue
+            for letters, known in _labelings(value, role, sizes):
+                cost = _oddity(letters) + (2 if role == "g" and not gates[value] else 0)
+                assign(index + 1, (*taken, Placement(role, value, letters)), known, penalty + cost, ends)
+                if role == "g" and not gates[value] and "beta" not in used and "K" not in letters:
+                    both = (Placement(role, value, letters), Placement("beta", value, letters))  # a step size: dt
+                    assign(index + 1, (*taken, *both), known, penalty + cost, ends)
+
+    for letters, sizes in _labelings(output, "o", {}):
+        start = Placement("o", output, letters)
+        if state is None:
+            assign(0, (), sizes, _oddity(letters), (start,))
+            continue
+        for state_letters, known in _labelings(state, "final_state", sizes):
+            cost = _oddity(letters) + _oddity(state_letters)
+            assign(0, (), known, cost, (start, Placement("final_state", state, state_letters)))
+    return sorted(found, key=lambda h: h.penalty)
+
+
+def _complete(
+    inputs: tuple[Placement, ...],
+    ends: tuple[Placement, ...],
+    sizes: dict[str, int],
+    penalty: int,
+    gates: dict[Value, bool],
+) -> Iterator[Hypothesis]:
+    by_role = {placement.role: placement for placement in inputs}
+    if not {"q", "k", "v"} <= set(by_role):
+        return
+    if "rate" in by_role and "g" not in by_role:
+        return
+    main = (by_role["q"], by_role["k"], by_role["v"], ends[0])
+    orders = {p.letters.replace("V", "K").replace("G", "H").replace(".", "") for p in main}
+    penalty += len(orders) - 1
+    gate = by_role.get("g")
+    form = "log" if gate is None or gates[gate.value] or "rate" in by_role else "factor"
+    output, final = ends[0], ends[1] if len(ends) > 1 else None
+    for delta in (True, False):
+        yield Hypothesis(
+            inputs, output, final, {**dict.fromkeys("BTHGKV", 1), **sizes}, _gate_kind(gate, sizes), form, delta, penalty=penalty
+        )

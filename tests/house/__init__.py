@@ -1,0 +1,1 @@
+"""The house around the compiler: settings, errors, reports, commands, packaging."""

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import kdacompile
+from kdacompile.errors import UnknownOptionError
+from kdacompile.report import GraphReport
+from tests.house.samples import MATCH, emitting_backend
+
+BACKEND = emitting_backend(GraphReport(matches=(MATCH,), nodes=3))
+
+
+def broken(x: Tensor) -> Tensor:
+    y = x.sin()
+    torch._dynamo.graph_break()
+    return y.cos()
+
+
+def talkative(x: Tensor) -> Tensor:
+    print("before any operator")
+    return x + 1
+
+
+def test_a_function_is_run_once_and_reported() -> None:
+    report = kdacompile.explain(torch.sin, backend=BACKEND)(torch.ones(3))
+    torch.testing.assert_close(report.result, torch.ones(3).sin())
+    assert report.matches == [MATCH]
+    assert report.graph_count == 1
+    assert report.graph_breaks == []
+
+
+def test_a_module_keeps_its_gradients() -> None:
+    layer = nn.Linear(3, 2)
+    report = kdacompile.explain(layer, backend=BACKEND)(torch.ones(1, 3))
+    assert report.title == "Linear"
+    assert report.result.requires_grad
+    with torch.no_grad():
+        assert not kdacompile.explain(layer, backend=BACKEND)(torch.ones(1, 3)).result.requires_grad
+
+
+def test_breaks_come_with_reason_and_line() -> None:
+    report = kdacompile.explain(broken, backend=BACKEND)(torch.ones(3))
+    assert report.graph_count == 2
+    (graph_break,) = report.graph_breaks
+    assert "graph_break" in graph_break.reason
+    assert graph_break.source == f"{__file__}:{broken.__code__.co_firstlineno + 2}"
+
+
+def test_a_break_before_the_first_operator_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    report = kdacompile.explain(talkative, backend=BACKEND)(torch.ones(3))
+    assert capsys.readouterr().out == "before any operator\n"
+    assert report.graph_count == 1
+    assert len(report.graph_breaks) == 1
+
+
+def test_explaining_again_captures_again_without_limit() -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(3):
+            assert kdacompile.explain(broken, backend=BACKEND)(torch.ones(3)).graph_count == 2
+
+
+def test_another_size_is_not_captured_as_dynamic() -> None:
+    shapes: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any], *, mode: Any = None, options: Any = None) -> Any:
+        del mode, options
+        shapes.extend(size for value in example_inputs for size in getattr(value, "shape", [value]))
+        return gm.forward
+
+    for length in (3, 4, 5):
+        kdacompile.explain(torch.cos, backend=backend)(torch.ones(length))
+    assert shapes == [3, 4, 5]
+
+
+def test_compiled_functions_of_the_caller_are_left_alone() -> None:
+    counter = CompileCounter()
+    compiled = torch.compile(broken, backend=counter)
+    compiled(torch.ones(3))
+    before = counter.frame_count
+    kdacompile.explain(broken, backend=BACKEND)(torch.ones(3))
+    assert kdacompile.explain(compiled, backend=BACKEND)(torch.ones(3)).graph_count == 2
+    compiled(torch.ones(3))
+    assert counter.frame_count == before
+
+
+def test_mode_and_options_reach_the_backend_with_a_cheap_inner_compiler() -> None:
+    seen: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any], *, mode: Any = None, options: Any = None) -> Any:
+        del example_inputs
+        seen.append((mode, options))
+        return gm.forward
+
+    kdacompile.explain(torch.sin, backend=backend)(torch.ones(2))
+    kdacompile.explain(torch.sin, backend=backend, mode="default", options={"kda.inner": "inductor"})(torch.ones(2))
+    assert seen == [(None, {"kda.inner": "eager"}), ("default", {"kda.inner": "inductor"})]
+
+
+def test_the_real_backend_is_the_default() -> None:
+    report = kdacompile.explain(torch.sin)(torch.ones(3))
+    torch.testing.assert_close(report.result, torch.ones(3).sin())
+    assert report.matches == []
+    assert report.graph_count == 1
+    with pytest.raises(UnknownOptionError):
+        kdacompile.explain(torch.sin, options={"kda.strct": True})(torch.ones(3))

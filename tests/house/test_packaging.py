@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from kdacompile import __version__, support
+
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")  # tomli comes with pytest
+ROOT = Path(__file__).parents[2]
+MAPPED = {"kdacompile": "kdacompile", "patterns": "kdacompile.patterns", "lowering": "kdacompile.lowering"}
+MAX_LINES = 500
+
+
+def sources() -> list[Path]:
+    folders = [*MAPPED, "tests", "examples"]
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_every_folder_of_the_package_is_listed_for_installation() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found: set[str] = set()
+    for folder, package in MAPPED.items():
+        for marker in (ROOT / folder).rglob("__init__.py"):
+            inside = marker.parent.relative_to(ROOT / folder).parts
+            found.add(".".join((package, *inside)))
+    assert found == listed
+
+
+def test_the_version_has_one_home() -> None:
+    assert metadata.version("kdacompile") == __version__
+
+
+def test_the_readme_holds_the_generated_support_table() -> None:
+    readme = (ROOT / "README.md").read_text()
+    held = readme.split("<!-- support:", 1)[1].split("-->\n", 1)[1].split("\n<!-- /support -->", 1)[0]
+    assert held == support.table(), "run `python -m kdacompile support` and paste its output into README.md"
+
+
+def test_no_file_grows_past_reading() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
+    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    """Doctor must be able to start where torch does not."""
+    code = "import sys, kdacompile, kdacompile.doctor, kdacompile.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from kdacompile.collect import collecting, emit
+from kdacompile.errors import ReportFormatError, StrictError
+from kdacompile.report import GraphReport, Rejection, Report, enforce
+from kdacompile.settings import parse
+from tests.house.samples import MATCH, NEAR_MISS, sample_report
+
+
+def test_json_brings_back_everything_but_the_result() -> None:
+    report = sample_report()
+    report.result = object()
+    again = Report.from_json(report.to_json())
+    assert again.result is None
+    report.result = None
+    assert again == report
+    assert str(again) == str(report)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "graphs": [{}]}'])
+def test_other_json_is_refused(text: str) -> None:
+    with pytest.raises(ReportFormatError):
+        Report.from_json(text)
+
+
+def test_json_is_plain() -> None:
+    payload = json.loads(sample_report().to_json())
+    assert payload["graphs"][0]["matches"][0]["absorbed"] == ["l2norm", "scale"]
+
+
+def test_identical_rejections_are_counted_not_repeated() -> None:
+    other = Rejection("kda", "other", "model.py:1", "other")
+    report = Report(graphs=[GraphReport(rejections=(NEAR_MISS, other)), GraphReport(rejections=(NEAR_MISS,))])
+    assert [(rejection.code, rejection.count) for rejection in report.rejections] == [
+        ("nonlinear-state", 2),
+        ("other", 1),
+    ]
+    assert "(2 times)" in str(report)
+
+
+def test_text_names_lines_reasons_and_sums() -> None:
+    text = str(sample_report())
+    for part in ("Tiny", "2 graphs", "1 x kda", MATCH.source, "3.1e-07", "q = query", "l2norm, scale"):
+        assert part in text
+    for part in (NEAR_MISS.reason, NEAR_MISS.source, "model.py:3: print was called", "shadow 0.500, proof 0.500"):
+        assert part in text
+    assert "no matches" in str(Report())
+
+
+def test_html_is_one_page_with_everything_escaped() -> None:
+    page = sample_report().to_html()
+    assert page.startswith("<!DOCTYPE html>")
+    assert page.count("<h1>") == 1
+    for part in ("Kimi Delta Attention (KDA)", "S_t = (I - b_t k_t k_t^T)", "&lt;gate &amp; co&gt;", "3.1e-07"):
+        assert part in page
+    for part in (NEAR_MISS.reason, "2 times", "print was called", "model.py:12", "proof"):
+        assert part in page
+    assert "<gate" not in page
+    assert "Reports to test with" in page  # the source line itself
+    assert "http" not in page  # nothing is loaded from elsewhere
+
+
+def test_html_of_an_empty_or_foreign_report() -> None:
+    assert "Nothing matched" in Report().to_html()
+    unknown = Report(graphs=[GraphReport(rejections=(Rejection("from_the_future", "why", "gone.py:9", "code"),))])
+    assert "from_the_future" in unknown.to_html()
+
+
+def test_collectors_nest() -> None:
+    first, second = GraphReport(nodes=1), GraphReport(nodes=2)
+    with collecting() as outer:
+        emit(first)
+        with collecting() as inner:
+            emit(second)
+    emit(GraphReport(nodes=3))
+    assert outer.graphs == [first, second]
+    assert inner.graphs == [second]
+
+
+def test_a_collector_sees_only_its_own_thread() -> None:
+    with collecting() as report:
+        thread = threading.Thread(target=emit, args=(GraphReport(),))
+        thread.start()
+        thread.join()
+    assert report.graph_count == 0
+
+
+def test_a_collector_ends_with_its_block_even_after_an_error() -> None:
+    with pytest.raises(KeyError), collecting() as report:
+        raise KeyError
+    emit(GraphReport())
+    assert report.graphs == []
+
+
+def test_enforce_passes_what_is_asked_for() -> None:
+    graph = GraphReport(matches=(MATCH, MATCH), rejections=(NEAR_MISS,))
+    enforce(graph, parse())
+    enforce(graph, parse(None, {"kda.expect": {"kda": 2}}))
+    enforce(GraphReport(matches=(MATCH,)), parse(None, {"kda.strict": True}))
+
+
+def test_enforce_raises_with_the_reasons() -> None:
+    graph = GraphReport(matches=(MATCH,), rejections=(NEAR_MISS, NEAR_MISS))
+    with pytest.raises(StrictError, match=r"kda: 1 of 2") as raised:
+        enforce(graph, parse(None, {"kda.expect": {"kda": 2}}))
+    assert len(raised.value.reasons) == 1
+    assert NEAR_MISS.reason in raised.value.reasons[0]
+    with pytest.raises(StrictError, match="near misses"):
+        enforce(graph, parse(None, {"kda.strict": True}))
+    with pytest.raises(StrictError, match="nothing matched in a graph of 5 nodes"):
+        enforce(GraphReport(nodes=5), parse(None, {"kda.strict": True}))

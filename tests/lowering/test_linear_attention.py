@@ -1,0 +1,184 @@
+"""The executor against the fp64 token recurrence: every row of the family, lengths, chunk sizes, gates and packings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kdacompile.lowering import ArgumentError, run_linear_attention, run_linear_attention_step
+from kdacompile.lowering.verify import Case, make_inputs, oracle, relative_error, verify
+
+ROWS = [(gate, delta) for gate in ("none", "head", "token", "channel") for delta in (True, False)]
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [1, 17, 64, 100, 256])
+@pytest.mark.parametrize(("gate", "delta"), ROWS)
+def test_every_row_and_length(gate: str, delta: bool, length: int, dtype: torch.dtype) -> None:
+    verify(run_linear_attention, Case(gate, delta, length, dtype=dtype), tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("chunk_size", [16, 32, 48, 64, 128, 256])
+@pytest.mark.parametrize(("gate", "delta"), ROWS)
+def test_chunk_sizes(gate: str, delta: bool, chunk_size: int) -> None:
+    verify(run_linear_attention, Case(gate, delta, 100, chunk_size=chunk_size), tolerance=2e-6)
+
+
+@pytest.mark.parametrize("lengths", [(5, 0, 64, 33), (64, 128), (0, 0, 7), (100,), (1, 1, 1)])
+@pytest.mark.parametrize(("gate", "delta"), ROWS)
+def test_packed_sequences(gate: str, delta: bool, lengths: tuple[int, ...]) -> None:
+    verify(run_linear_attention, Case(gate, delta, lengths=lengths), tolerance=2e-6)
+    verify(run_linear_attention, Case(gate, delta, lengths=lengths, initial_state=False, beta=False), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("strength", ["mild", "strong", "reset"])
+@pytest.mark.parametrize("gate_form", ["log", "factor"])
+@pytest.mark.parametrize(("gate", "delta"), [row for row in ROWS if row[0] != "none"])
+def test_gates_of_any_strength(gate: str, delta: bool, gate_form: str, strength: str) -> None:
+    case = Case(gate, delta, 150, gate_form=gate_form, strength=strength, value_heads=4)
+    verify(run_linear_attention, case, tolerance=2e-6)
+    verify(run_linear_attention, replace(case, lengths=(70, 80)), tolerance=2e-6)
+
+
+@pytest.mark.parametrize("g", [-1000.0, -5.0, -80.0, -float("inf"), 0.0])
+@pytest.mark.parametrize("gate", ["head", "token", "channel"])
+def test_constant_gates(gate: str, g: float) -> None:
+    case = Case(gate, True, 130)
+    inputs = make_inputs(case)
+    inputs = replace(inputs, g=torch.full_like(inputs.g, g))
+    o, state = run_linear_attention(*inputs.tensors(), scale=case.scale, delta=True, gate=gate)
+    expected_o, expected_state = oracle(case, inputs)
+    assert relative_error(o, expected_o) < 2e-6
+    assert relative_error(state, expected_state) < 2e-6
+
+
+@pytest.mark.parametrize("widths", [(16, 16), (17, 5), (64, 256), (256, 32), (1, 1)])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 6), (3, 3)])
+@pytest.mark.parametrize("gate", ["token", "channel"])
+def test_widths_and_grouped_heads(gate: str, heads: tuple[int, int], widths: tuple[int, int]) -> None:
+    case = Case(gate, True, 70, heads=heads[0], value_heads=heads[1], key_width=widths[0], value_width=widths[1])
+    verify(run_linear_attention, case, tolerance=2e-6)
+
+
+@pytest.mark.parametrize(("gate", "delta"), ROWS)
+def test_no_tokens(gate: str, delta: bool) -> None:
+    case = Case(gate, delta, 0)
+    inputs = make_inputs(case)
+    o, state = run_linear_attention(*inputs.tensors(), scale=1.0, delta=delta, gate=gate)
+    assert o.shape == (2, 0, 2, 32)
+    assert torch.equal(state, inputs.initial_state)
+    assert state.data_ptr() != inputs.initial_state.data_ptr()
+    verify(run_linear_attention, Case(gate, delta, lengths=(0, 0)), tolerance=0)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize(("gate", "delta"), ROWS)
+def test_outputs_do_not_see_the_future(gate: str, delta: bool, functional: bool) -> None:
+    case = Case(gate, delta, 150, strength="strong")
+    inputs = make_inputs(case)
+    later = make_inputs(replace(case, seed=1))
+
+    def run(*given: Tensor | None) -> Tensor:
+        tensors = [x if x is None else x.clone().requires_grad_(functional) for x in given]
+        return run_linear_attention(*tensors, scale=0.5, delta=delta, gate=gate)[0].detach()
+
+    base = run(*inputs.tensors())
+    for t in (1, 15, 63, 64, 77, 149):
+        mixed = []
+        for name in ("q", "k", "v", "g", "beta"):
+            ours, theirs = getattr(inputs, name), getattr(later, name)
+            per_token = ours is not None and ours.dim() > 1
+            mixed.append(torch.cat((ours[:, :t], theirs[:, t:]), 1) if per_token else ours)
+        assert torch.equal(run(*mixed, inputs.initial_state)[:, :t], base[:, :t])
+
+
+@pytest.mark.parametrize(("gate", "delta"), ROWS)
+def test_one_token_step(gate: str, delta: bool) -> None:
+    for gate_form, strength in (("log", "mild"), ("factor", "mild"), ("log", "reset"), ("factor", "reset")):
+        case = Case(gate, delta, 1, gate_form=gate_form, strength=strength, value_heads=4)
+        inputs = make_inputs(case)
+        state = inputs.initial_state.clone()
+        o, final = run_linear_attention_step(
+            *inputs.tensors(), scale=case.scale, delta=delta, gate=gate, gate_form=gate_form
+        )
+        expected_o, expected_state = oracle(case, inputs)
+        assert relative_error(o, expected_o) < 1e-6
+        assert relative_error(final, expected_state) < 1e-6
+        assert torch.equal(state, inputs.initial_state)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_inputs_are_left_alone_and_results_are_fresh(functional: bool) -> None:
+    case = Case("token", True, 64, batch=1, heads=1, value_heads=1)
+    inputs = [x.requires_grad_(functional) for x in make_inputs(case).tensors()]
+    before = [x.detach().clone() for x in inputs]
+    o, state = run_linear_attention(*inputs, scale=1.0, delta=True, gate="token")
+    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+    assert o.is_contiguous() and state.is_contiguous()
+    storages = {x.untyped_storage().data_ptr() for x in inputs}
+    assert o.untyped_storage().data_ptr() not in storages
+    assert state.untyped_storage().data_ptr() not in storages
+
+
+def test_strided_inputs() -> None:
+    case = Case("channel", True, 100)
+    inputs = make_inputs(case)
+    turned = [x if x is None else x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs.tensors()]
+    o, _ = run_linear_attention(*turned, scale=case.scale, delta=True, gate="channel")
+    assert relative_error(o, oracle(case, inputs)[0]) < 2e-6
+
+
+def test_repeated_keys_keep_the_inverse_accurate() -> None:
+    """Equal keys with beta 1 make the powers of A_kk explode; a Neumann series would lose every digit."""
+    case = Case("none", True, 128)
+    inputs = make_inputs(case)
+    inputs = replace(inputs, k=inputs.k[:, :1].expand_as(inputs.k), beta=torch.ones_like(inputs.beta))
+    o, state = run_linear_attention(*inputs.tensors(), scale=case.scale, delta=True, gate="none")
+    expected_o, expected_state = oracle(case, inputs)
+    assert relative_error(o, expected_o) < 1e-5
+    assert relative_error(state, expected_state) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gate": "none"},
+        {"gate": "channel"},
+        {"gate": "vector"},
+        {"gate_form": "squared"},
+        {"chunk_size": -1},
+        {"cu_seqlens": torch.tensor([0, 10])},
+    ],
+)
+def test_arguments_outside_the_contract(change: dict[str, Any]) -> None:
+    inputs = make_inputs(Case("token", True, 20))
+    arguments = {"scale": 1.0, "delta": True, "gate": "token", **change}
+    with pytest.raises(ArgumentError):
+        run_linear_attention(*inputs.tensors(), **arguments)
+
+
+@pytest.mark.parametrize("bounds", [[0, 10], [1, 20], [0, 15, 10, 20]])
+def test_bad_cu_seqlens(bounds: list[int]) -> None:
+    inputs = make_inputs(Case("token", True, 20, batch=1, initial_state=False))
+    with pytest.raises(ArgumentError):
+        run_linear_attention(*inputs.tensors(), scale=1.0, delta=True, gate="token", cu_seqlens=torch.tensor(bounds))
+
+
+def test_step_takes_one_token() -> None:
+    inputs = make_inputs(Case("token", True, 2))
+    with pytest.raises(ArgumentError):
+        run_linear_attention_step(*inputs.tensors(), scale=1.0, delta=True, gate="token")

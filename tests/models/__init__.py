@@ -1,0 +1,1 @@
+"""Tiny random transformers models with linear attention."""

@@ -1,0 +1,85 @@
+"""Every linear-attention layer of every model is matched, in prefill and in the cached step, and logits stay eager's.
+
+One length and fp32 here; the full table is ``python -m tests.matrix``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kdacompile
+from kdacompile.report import Report
+from tests.compare import cache_tensors, relative_error, worst_error
+
+pytest.importorskip("transformers")
+
+from transformers import PreTrainedModel
+
+from tests.models.zoo import CASES, ModelCase
+
+LENGTH = 70  # two chunks, the second one padded
+BOUND = 1e-5
+
+
+def call(model: PreTrainedModel, kwargs: dict[str, Any]) -> Any:
+    with torch.no_grad():
+        return model(**kwargs)[0]
+
+
+def explained(model: PreTrainedModel, kwargs: dict[str, Any], **how: Any) -> Report:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return kdacompile.explain(model, **how)(**kwargs)
+
+
+def eager_capture(graph: torch.fx.GraphModule, inputs: list[Any], **_: Any) -> Any:
+    return graph.forward
+
+
+def check(case: ModelCase, model: PreTrainedModel, own: dict[str, Any], theirs: dict[str, Any], mode: str) -> Report:
+    expected = call(model, theirs)
+    report = explained(model, own)
+    assert [(m.pattern, m.mode) for m in report.matches] == [(case.pattern, mode)] * case.layers, str(report)
+    assert relative_error(report.result[0], expected) <= BOUND
+    return report
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+def test_prefill_fills_the_cache(case: ModelCase) -> None:
+    model = case.build()
+    own, theirs, third = (case.prefill_inputs(model, LENGTH, cache=True) for _ in range(3))
+    report = check(case, model, own, theirs, "sequence")
+    caches = (cache_tensors(kwargs[case.cache_argument]) for kwargs in (own, theirs))
+    assert worst_error(*caches) <= BOUND
+    expected_graphs = explained(model, third, backend=eager_capture).graph_count if case.breaks_by_itself else 1
+    assert report.graph_count == expected_graphs
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+def test_cached_step(case: ModelCase) -> None:
+    model = case.build()
+    own, theirs = case.step_inputs(model), case.step_inputs(model)
+    check(case, model, own, theirs, "step")
+    assert worst_error(*(cache_tensors(kwargs[case.cache_argument]) for kwargs in (own, theirs))) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_next", "mamba2", "minimax"])
+def test_prefill_without_a_cache(name: str) -> None:
+    case = CASES[name]
+    model = case.build()
+    own, theirs = (case.prefill_inputs(model, LENGTH, cache=False) for _ in range(2))
+    check(case, model, own, theirs, "sequence")
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_next"])
+def test_padding_mask(name: str) -> None:
+    """A left-padded batch: models zero the padded tokens before the layer, which is none of the pattern's business."""
+    case = CASES[name]
+    model = case.build()
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :11] = 0
+    own, theirs = (case.prefill_inputs(model, LENGTH, cache=False) | {"attention_mask": mask} for _ in range(2))
+    check(case, model, own, theirs, "sequence")

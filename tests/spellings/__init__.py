@@ -1,0 +1,39 @@
+"""The corpus of spellings: one computation, many texts. Importing this package fills the registries."""
+
+from __future__ import annotations
+
+from tests.spellings import (
+    chunked_delta,
+    chunked_delta_inverse,
+    chunked_plain,
+    fla_naive,
+    near_misses_chunked,
+    near_misses_more,
+    parallel,
+    recurrent_delta,
+    recurrent_plain,
+    steps,
+    upstream,
+)
+from tests.spellings.near_misses import REGISTRY as NEAR_REGISTRY
+from tests.spellings.near_misses import NearMiss
+from tests.spellings.registry import PATTERNS, REGISTRY, Spelling
+
+# Imported for what they register.
+TEXTS = (
+    recurrent_delta,
+    recurrent_plain,
+    chunked_delta,
+    chunked_delta_inverse,
+    chunked_plain,
+    parallel,
+    upstream,
+    steps,
+    fla_naive,
+    near_misses_more,
+    near_misses_chunked,
+)
+SPELLINGS: tuple[Spelling, ...] = tuple(REGISTRY.values())
+NEAR_MISSES: tuple[NearMiss, ...] = tuple(NEAR_REGISTRY.values())
+
+__all__ = ["NEAR_MISSES", "PATTERNS", "SPELLINGS", "TEXTS", "NearMiss", "Spelling"]
