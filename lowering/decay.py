@@ -36,7 +36,7 @@ EXP_FLOOR = {torch.float32: -110.0, torch.float64: -800.0}
 
 @dataclass(frozen=True)
 class Decays:
-    """``prefix[i] = decay(i, start)``, ``suffix[j] = decay(end, j)``, ``total``: both ends; a Gram matrix per row set."""
+    """``prefix[i] = decay(i, start)``, ``suffix[j] = decay(end, j)``, ``total``, and a Gram per row set."""
 
     prefix: Tensor
     suffix: Tensor
@@ -62,7 +62,7 @@ def chunk_decays(
     scratch: Scratch | None,
     overwrite: bool = False,
 ) -> Decays:
-    """Decays of gates ``g`` [M, C, K] or [M, C, 1], and the gated Gram matrix of each of ``rows`` with ``cols`` [M, C, K].
+    """Decays of gates ``g`` [M, C, K] or [M, C, 1], and the gated Gram matrix of each ``rows`` with ``cols``.
 
     C is a power of two. With ``scratch`` buffers are updated in place (``g`` itself too if it may be overwritten);
     without it every operation is functional and differentiable. Upper triangles are zero by selection.

@@ -86,6 +86,8 @@ class Runtime:
     # ---- the scan
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.layout.steps == 1:
+            return (x,)
         return x.unflatten(0, (self.layout.steps, self.layout.lanes)).unbind(0)
 
     def slots(self, rows: Dim, cols: Dim) -> Tensor:

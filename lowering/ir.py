@@ -144,7 +144,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Combine:
-    """How steps compose: the ``summary`` of one step, without its carry, and ``merge`` of an earlier with a later one."""
+    """How steps compose: the ``summary`` of a step, without its carry, and the ``merge`` of two in order."""
 
     summary: Program
     merge: Program

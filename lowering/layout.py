@@ -20,7 +20,7 @@ from .scratch import Scratch
 class Layout:
     """How tokens are cut into steps.
 
-    ``segments`` are the step ranges of the sequences; ``positions``, where packed sequences leave gaps, is where tokens go.
+    ``segments`` are the step ranges of the sequences; ``positions`` is where tokens go if packed sequences leave gaps.
     """
 
     batch: int
@@ -86,6 +86,12 @@ def _copy_tiles(
 ) -> Tensor:
     batch, length, heads, width = x.shape
     chunk = layout.chunk
+    if length == chunk == 1:  # the decoding step: few calls matter more than anything
+        tile = x.transpose(1, 2)
+        if heads != layout.heads:
+            tile = tile.repeat_interleave(layout.heads // heads, dim=1)
+        tile = tile.reshape(layout.lanes, 1, width)
+        return tile.to(dtype, copy=True) if scale is None else tile.to(dtype) * scale
     tiles = scratch.empty((layout.steps, batch, heads, layout.heads // heads, chunk, width), dtype, x.device)
     whole, rest = divmod(length, chunk)
     if whole:

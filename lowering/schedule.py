@@ -14,7 +14,7 @@ from .stages import Section, sections
 
 @dataclass
 class DecayGroup:
-    """Everything computed from one gate. ``factor``: ``gate`` holds exp(g), of which the program takes the logarithm."""
+    """Everything computed from one gate. ``factor``: ``gate`` holds exp(g), whose logarithm the program takes."""
 
     gate: Value
     factor: bool

@@ -1,4 +1,4 @@
-"""Scratch memory of one execution: where its uninitialised buffers come from, so that they can be counted and poisoned."""
+"""Scratch memory of one execution: where uninitialised buffers come from, so that they are counted and poisoned."""
 
 from __future__ import annotations
 

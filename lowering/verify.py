@@ -58,7 +58,7 @@ class Inputs:
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         return (self.q, self.k, self.v, self.g, self.beta, self.initial_state)
 
 

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kdacompile.patterns.cuts import NoCut, minimum_cut
+from kdacompile.patterns.cuts import MAX_INPUTS, NoCut, minimum_cut
 from kdacompile.patterns.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns.regions import Exit, Group, is_soft
-from kdacompile.patterns.roles import Hypothesis, hypotheses
+from kdacompile.patterns.roles import Hypothesis, frames, has_role, hypotheses
 from kdacompile.patterns.vocabulary import LAYOUT
 
 SMALLEST_VISIBLE = 1e-2
@@ -112,10 +112,11 @@ def _cuts(group: Group, output: Value, state: Value | None) -> Iterator[list[Val
     seen: set[tuple[int, ...]] = set()
     targets = [output] if state is None else [output, state]
     for key_size in _key_sizes(group, sizes, state):
+        readings = frames(output, state, key_size)
         for raw_state, grouped in ((True, True), (True, False), (False, False)):
             eligible = _eligible(sizes, key_size, raw_state=raw_state, grouped=grouped)
             try:
-                cut = minimum_cut(targets, group.ops, eligible)
+                cut = _cut_with_roles(targets, group, eligible, readings)
             except NoCut:
                 continue
             for variant in (cut, _pushed(cut, group, eligible)):
@@ -123,6 +124,20 @@ def _cuts(group: Group, output: Value, state: Value | None) -> Iterator[list[Val
                 if key not in seen:
                     seen.add(key)
                     yield variant
+
+
+def _cut_with_roles(
+    targets: list[Value], group: Group, eligible: Callable[[Value], bool], readings: list[dict[str, int]]
+) -> list[Value]:
+    """The minimum cut among values that could have a role; sizes alone may suggest one that no reading allows."""
+    banned: set[Value] = set()
+    for _ in range(MAX_INPUTS):
+        cut = minimum_cut(targets, group.ops, lambda value: value not in banned and eligible(value))
+        odd = [value for value in cut if not has_role(value, readings)]
+        if not odd:
+            return cut
+        banned.update(odd)
+    raise NoCut("no role fits what enters the region")
 
 
 def _eligible(sizes: Counter[int], key_size: int, *, raw_state: bool, grouped: bool) -> Callable[[Value], bool]:

@@ -154,6 +154,19 @@ def _labelings(value: Value, role: str, sizes: dict[str, int]) -> Iterator[tuple
         yield "".join(text), known
 
 
+def frames(output: Value, state: Value | None, key_size: int) -> list[dict[str, int]]:
+    """Sizes of the letters under every reading of the results, K included."""
+    found = [sizes for _, sizes in _labelings(output, "o", {})]
+    if state is not None:
+        found = [known for sizes in found for _, known in _labelings(state, "final_state", sizes)]
+    return [{**sizes, "K": sizes.get("K", key_size)} for sizes in found]
+
+
+def has_role(value: Value, frames_: Sequence[dict[str, int]]) -> bool:
+    """True if ``value`` could be anything at all under one of ``frames``."""
+    return any(next(_labelings(value, role, sizes), None) for role in LETTERS for sizes in frames_)
+
+
 _USUAL = ("BTHK", "BHTK", "BTHV", "BHTV", "BHKV", "BHVK", "BTH", "BHT")
 
 

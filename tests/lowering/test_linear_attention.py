@@ -17,6 +17,11 @@ ROWS = [(gate, delta) for gate in ("none", "head", "token", "channel") for delta
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14}
 
 
+def present(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -59,7 +64,7 @@ def test_gates_of_any_strength(gate: str, delta: bool, gate_form: str, strength:
 def test_constant_gates(gate: str, g: float) -> None:
     case = Case(gate, True, 130)
     inputs = make_inputs(case)
-    inputs = replace(inputs, g=torch.full_like(inputs.g, g))
+    inputs = replace(inputs, g=torch.full_like(present(inputs.g), g))
     o, state = run_linear_attention(*inputs.tensors(), scale=case.scale, delta=True, gate=gate)
     expected_o, expected_state = oracle(case, inputs)
     assert relative_error(o, expected_o) < 2e-6
@@ -80,8 +85,8 @@ def test_no_tokens(gate: str, delta: bool) -> None:
     inputs = make_inputs(case)
     o, state = run_linear_attention(*inputs.tensors(), scale=1.0, delta=delta, gate=gate)
     assert o.shape == (2, 0, 2, 32)
-    assert torch.equal(state, inputs.initial_state)
-    assert state.data_ptr() != inputs.initial_state.data_ptr()
+    assert torch.equal(state, present(inputs.initial_state))
+    assert state.data_ptr() != present(inputs.initial_state).data_ptr()
     verify(run_linear_attention, Case(gate, delta, lengths=(0, 0)), tolerance=0)
 
 
@@ -92,8 +97,8 @@ def test_outputs_do_not_see_the_future(gate: str, delta: bool, functional: bool)
     inputs = make_inputs(case)
     later = make_inputs(replace(case, seed=1))
 
-    def run(*given: Tensor | None) -> Tensor:
-        tensors = [x if x is None else x.clone().requires_grad_(functional) for x in given]
+    def run(*given: Any) -> Tensor:
+        tensors: list[Any] = [x if x is None else x.clone().requires_grad_(functional) for x in given]
         return run_linear_attention(*tensors, scale=0.5, delta=delta, gate=gate)[0].detach()
 
     base = run(*inputs.tensors())
@@ -101,8 +106,8 @@ def test_outputs_do_not_see_the_future(gate: str, delta: bool, functional: bool)
         mixed = []
         for name in ("q", "k", "v", "g", "beta"):
             ours, theirs = getattr(inputs, name), getattr(later, name)
-            per_token = ours is not None and ours.dim() > 1
-            mixed.append(torch.cat((ours[:, :t], theirs[:, t:]), 1) if per_token else ours)
+            constant = ours is None or ours.dim() == 1
+            mixed.append(ours if constant else torch.cat((present(ours)[:, :t], present(theirs)[:, t:]), 1))
         assert torch.equal(run(*mixed, inputs.initial_state)[:, :t], base[:, :t])
 
 
@@ -111,20 +116,20 @@ def test_one_token_step(gate: str, delta: bool) -> None:
     for gate_form, strength in (("log", "mild"), ("factor", "mild"), ("log", "reset"), ("factor", "reset")):
         case = Case(gate, delta, 1, gate_form=gate_form, strength=strength, value_heads=4)
         inputs = make_inputs(case)
-        state = inputs.initial_state.clone()
+        state = present(inputs.initial_state).clone()
         o, final = run_linear_attention_step(
             *inputs.tensors(), scale=case.scale, delta=delta, gate=gate, gate_form=gate_form
         )
         expected_o, expected_state = oracle(case, inputs)
         assert relative_error(o, expected_o) < 1e-6
         assert relative_error(final, expected_state) < 1e-6
-        assert torch.equal(state, inputs.initial_state)
+        assert torch.equal(state, present(inputs.initial_state))
 
 
 @pytest.mark.parametrize("functional", [False, True])
 def test_inputs_are_left_alone_and_results_are_fresh(functional: bool) -> None:
     case = Case("token", True, 64, batch=1, heads=1, value_heads=1)
-    inputs = [x.requires_grad_(functional) for x in make_inputs(case).tensors()]
+    inputs: list[Any] = [present(x).requires_grad_(functional) for x in make_inputs(case).tensors()]
     before = [x.detach().clone() for x in inputs]
     o, state = run_linear_attention(*inputs, scale=1.0, delta=True, gate="token")
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
@@ -137,7 +142,7 @@ def test_inputs_are_left_alone_and_results_are_fresh(functional: bool) -> None:
 def test_strided_inputs() -> None:
     case = Case("channel", True, 100)
     inputs = make_inputs(case)
-    turned = [x if x is None else x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs.tensors()]
+    turned: list[Any] = [x if x is None else x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs.tensors()]
     o, _ = run_linear_attention(*turned, scale=case.scale, delta=True, gate="channel")
     assert relative_error(o, oracle(case, inputs)[0]) < 2e-6
 
@@ -146,7 +151,7 @@ def test_repeated_keys_keep_the_inverse_accurate() -> None:
     """Equal keys with beta 1 make the powers of A_kk explode; a Neumann series would lose every digit."""
     case = Case("none", True, 128)
     inputs = make_inputs(case)
-    inputs = replace(inputs, k=inputs.k[:, :1].expand_as(inputs.k), beta=torch.ones_like(inputs.beta))
+    inputs = replace(inputs, k=inputs.k[:, :1].expand_as(inputs.k), beta=torch.ones_like(present(inputs.beta)))
     o, state = run_linear_attention(*inputs.tensors(), scale=case.scale, delta=True, gate="none")
     expected_o, expected_state = oracle(case, inputs)
     assert relative_error(o, expected_o) < 1e-5
@@ -166,7 +171,7 @@ def test_repeated_keys_keep_the_inverse_accurate() -> None:
 )
 def test_arguments_outside_the_contract(change: dict[str, Any]) -> None:
     inputs = make_inputs(Case("token", True, 20))
-    arguments = {"scale": 1.0, "delta": True, "gate": "token", **change}
+    arguments: dict[str, Any] = {"scale": 1.0, "delta": True, "gate": "token", **change}
     with pytest.raises(ArgumentError):
         run_linear_attention(*inputs.tensors(), **arguments)
 
@@ -176,6 +181,12 @@ def test_bad_cu_seqlens(bounds: list[int]) -> None:
     inputs = make_inputs(Case("token", True, 20, batch=1, initial_state=False))
     with pytest.raises(ArgumentError):
         run_linear_attention(*inputs.tensors(), scale=1.0, delta=True, gate="token", cu_seqlens=torch.tensor(bounds))
+
+
+def test_half_precision_is_the_callers_business() -> None:
+    inputs = make_inputs(Case("token", True, 20, dtype=torch.bfloat16))
+    with pytest.raises(ArgumentError):
+        run_linear_attention(*inputs.tensors(), scale=1.0, delta=True, gate="token")
 
 
 def test_step_takes_one_token() -> None:

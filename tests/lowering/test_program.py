@@ -1,4 +1,4 @@
-"""The IR: builder, validator and its typed errors, the textual form and generated source (goldens), stages, combine, rounding."""
+"""The IR: builder, validator and typed errors, text and generated source (goldens), stages, combine, rounding."""
 
 from __future__ import annotations
 
@@ -88,12 +88,14 @@ def test_combine_folds_to_the_final_state(gate: str, delta: bool) -> None:
     """Summaries of all chunks, merged pairwise as a tree, applied to the initial state, give the scan's result."""
     case = Case(gate, delta, 64, dtype=torch.float64)
     inputs = make_inputs(case)
+    assert inputs.initial_state is not None
     program = linear_attention_program(gate, delta)
+    assert program.carry is not None and program.carry.combine is not None
     combine = program.carry.combine
     layout = dense_layout(2, 64, 2, 16)
-    g = inputs.g.expand(2, 64, 2) if gate == "head" else inputs.g
+    g = inputs.g.expand(2, 64, 2) if inputs.g is not None and gate == "head" else inputs.g
     tensors = {"k": inputs.k, "v": inputs.v, "g": g, "beta": inputs.beta}
-    run = {"dims": {"C": 16, "K": 32, "V": 32}, "dtype": torch.float64}
+    run: dict[str, Any] = {"dims": {"C": 16, "K": 32, "V": 32}, "dtype": torch.float64}
     parts = Executable(combine.summary)(tensors, layout, **run)
     merge = Executable(combine.merge)
     steps = [{name: x[:, n : n + 1] for name, x in parts.items()} for n in range(4)]
@@ -113,8 +115,14 @@ def test_rounding_of_planned_buffers() -> None:
     case = Case("channel", True, 128)
     inputs = make_inputs(case)
     program = linear_attention_program("channel", True)
-    tensors = dict(zip(("q", "k", "v", "g", "beta", "initial_state"), inputs.tensors(), strict=True))
-    run = {"dims": {"C": 64, "K": 32, "V": 32}, "dtype": torch.float32, "scalars": {"scale": case.scale}}
+    tensors: dict[str, Tensor | None] = dict(
+        zip(("q", "k", "v", "g", "beta", "initial_state"), inputs.tensors(), strict=True)
+    )
+    run: dict[str, Any] = {
+        "dims": {"C": 64, "K": 32, "V": 32},
+        "dtype": torch.float32,
+        "scalars": {"scale": case.scale},
+    }
     layout = dense_layout(2, 128, 2, 64)
     names = ("W", "U", "V_new", "A_qk", "Q_gated", "K_decayed")
     rounded = Executable(program, dict.fromkeys(names, torch.bfloat16))(tensors, layout, **run)
@@ -154,7 +162,7 @@ def test_generic_cumsum_and_gram_without_a_group() -> None:
     b.store("sums", b.add(b.cumsum(g), b.cumsum(g, reverse=True)))
     b.store("gram", b.gated_gram(x, x, g, strict=False), per=Per.STEP)
     x, g = torch.randn(1, 8, 1, 4), -torch.rand(1, 8, 1, 4)
-    run = {"dims": {"C": 8, "K": 4}, "dtype": torch.float32}
+    run: dict[str, Any] = {"dims": {"C": 8, "K": 4}, "dtype": torch.float32}
     out = Executable(b.build())({"x": x, "g": g}, dense_layout(1, 8, 1, 8), **run)
     torch.testing.assert_close(out["sums"], g.sum(1, keepdim=True).expand_as(g))
     total = g.cumsum(1)[0, :, 0]
@@ -198,8 +206,10 @@ def test_builder_refuses_a_bad_carry() -> None:
 
 def test_combine_has_to_fit_the_carry() -> None:
     program = linear_attention_program("channel", True)
-    other = linear_attention_program("none", False).carry.combine
-    mixed = replace(program.carry.combine, merge=other.merge)
+    other = linear_attention_program("none", False)
+    assert program.carry is not None and program.carry.combine is not None
+    assert other.carry is not None and other.carry.combine is not None
+    mixed = replace(program.carry.combine, merge=other.carry.combine.merge)
     with pytest.raises(CarryError):
         validate(replace(program, carry=replace(program.carry, combine=mixed)))
 
