@@ -39,7 +39,7 @@ class Splice:
         self.shadow = shadow
         self.fused = fused
         self.place = {node: index for index, node in enumerate(self.graph.nodes)}
-        self.dying: set[fx.Node] = {op.node for op in fused.candidate.ops if op.node in self.place}
+        self.dying = self.region_nodes()
         self.final = fused.final_state
         buffer = shadow.written[self.final.value][0] if self.final and self.final.value in shadow.written else None
         self.state_in_place = self.final is not None and self.final.value.node is buffer
@@ -47,6 +47,15 @@ class Splice:
         self.redirected = [fused.output, self.final] if self.final and redirect_state else [fused.output]
         self.stores: list[tuple[fx.Node, fx.Node]] = []
         """Copies of the final state into a buffer that are made again after the op: (copy, buffer)."""
+
+    def region_nodes(self) -> set[fx.Node]:
+        """Nodes whose work the op takes over, with those that only pass a value of the region on (a cast to its own dtype)."""
+        ops = self.fused.candidate.ops
+        nodes = {op.node for op in ops}
+        writes = {mutation.node for mutation in self.shadow.mutations}
+        names = {node for op in ops for value in op.outs for node, _ in self.shadow.names.get(value, [])}
+        nodes |= names - writes
+        return {node for node in nodes if node in self.place and node.op in ("call_function", "call_method")}
 
     # -- checks ---------------------------------------------------------------------------------------------------
     def check(self) -> fx.Node:

@@ -154,17 +154,25 @@ def _labelings(value: Value, role: str, sizes: dict[str, int]) -> Iterator[tuple
         yield "".join(text), known
 
 
+INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "rate")
+
+
 def frames(output: Value, state: Value | None, key_size: int) -> list[dict[str, int]]:
-    """Sizes of the letters under every reading of the results, K included."""
-    found = [sizes for _, sizes in _labelings(output, "o", {})]
+    """Sizes of the letters under the usual readings of the results (the unusual ones if there is no other), K included."""
+    found = [(_oddity(letters), sizes) for letters, sizes in _labelings(output, "o", {})]
     if state is not None:
-        found = [known for sizes in found for _, known in _labelings(state, "final_state", sizes)]
-    return [{**sizes, "K": sizes.get("K", key_size)} for sizes in found]
+        found = [
+            (odd + _oddity(letters), known)
+            for odd, sizes in found
+            for letters, known in _labelings(state, "final_state", sizes)
+        ]
+    least = min((odd for odd, _ in found), default=0)
+    return [{**sizes, "K": sizes.get("K", key_size)} for odd, sizes in found if odd == least]
 
 
-def has_role(value: Value, frames_: Sequence[dict[str, int]]) -> bool:
-    """True if ``value`` could be anything at all under one of ``frames``."""
-    return any(next(_labelings(value, role, sizes), None) for role in LETTERS for sizes in frames_)
+def has_role(value: Value, readings: Sequence[dict[str, int]]) -> bool:
+    """True if ``value`` could be any input at all under one of the readings."""
+    return any(next(_labelings(value, role, sizes), None) for role in INPUTS for sizes in readings)
 
 
 _USUAL = ("BTHK", "BHTK", "BTHV", "BHTV", "BHKV", "BHVK", "BTH", "BHT")
@@ -201,7 +209,7 @@ def hypotheses(cut: Sequence[Value], output: Value, state: Value | None, region:
             return
         value = cut[index]
         used = {placement.role for placement in taken}
-        for role in ("q", "k", "v", "g", "beta", "initial_state", "rate"):
+        for role in INPUTS:
             if role in used or (gates[value] and role != "g"):
                 continue
             for letters, known in _labelings(value, role, sizes):
