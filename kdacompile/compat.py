@@ -73,7 +73,7 @@ def is_detach(node: fx.Node | None) -> bool:
     if node is None:
         return False
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name.split(".")[0] in ("detach", "detach_", "data") or (name == "getattr" and node.args[1] == "data")
+    return name.split(".")[0] in ("detach", "detach_", "_get_data_attr") or (name == "getattr" and node.args[1] == "data")
 
 
 _AUTOCAST = {"_enter_autocast", "_exit_autocast"}
@@ -86,9 +86,15 @@ def is_mode_switch(node: fx.Node) -> bool:
 
 
 def grad_mode_after(node: fx.Node, before: bool) -> bool:
+    """Grad mode once ``node`` has run."""
     if getattr(node.target, "__name__", "") == "_set_grad_enabled":
         return bool(node.args[0])
     return before
+
+
+def inference_mode_change(node: fx.Node) -> int:
+    """+1 where the graph enters inference mode, -1 where it leaves it."""
+    return {"_enter_inference_mode": 1, "_exit_inference_mode": -1}.get(getattr(node.target, "__name__", ""), 0)
 
 
 _WRITING_FUNCTIONS: tuple[Callable[..., Any], ...] = (operator.setitem,)

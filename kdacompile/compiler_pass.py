@@ -14,8 +14,10 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.collect import emit
 from kdacompile.patterns.absorb import absorb
-from kdacompile.patterns.candidates import Candidate, Obstacle, candidates
+from kdacompile.patterns.blockers import find_blockers
+from kdacompile.patterns.candidates import Candidate, candidates
 from kdacompile.patterns.ir import Graph, Op
+from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.match import Fused, from_hypothesis
 from kdacompile.patterns.regions import Group, find_groups
 from kdacompile.proof import Verdict, Verdicts
@@ -101,32 +103,52 @@ class _Work:
         with self.timed("match"):
             groups = find_groups(shadow)
         for group in groups:
-            fused = self.recognise(shadow, group)
-            if fused is not None:
-                self.rewrite(shadow, fused)
+            self.visit(shadow, group)
+        self.reject_blocked(shadow)
         if self.matches:
             self.gm.graph.lint()
             self.gm.recompile()
 
-    def recognise(self, shadow: Graph, group: Group) -> Fused | None:
-        """The first candidate of a group that is proven; else the most telling reason goes into the report."""
+    def visit(self, shadow: Graph, group: Group) -> None:
+        """Rewrite the first candidate of a group that is proven and can be spliced; else report the most telling reason."""
         obstacles: list[Obstacle] = []
         refused: list[tuple[Candidate, Verdict]] = []
+        unspliced: list[Rejection] = []
         for found in candidates(shadow, group):
             if isinstance(found, Obstacle):
                 obstacles.append(found)
                 continue
-            with self.timed("proof"):
-                verdict = verdicts(found, wide=self.settings.verify == "wide")
-            if verdict.hypothesis is not None:
-                with self.timed("absorb"):
-                    fused = from_hypothesis(found, verdict.hypothesis, verdict.max_error)
-                    return absorb(fused, keep_upcasts=self.settings.precision == "fp32")
-            refused.append((found, verdict))
-            if len(refused) >= MAX_CANDIDATES:
+            verdict = self.judge(found)
+            if verdict.hypothesis is None:
+                refused.append((found, verdict))
+            else:
+                failure = self.rewrite(shadow, self.fuse(found, verdict))
+                if failure is None:
+                    return
+                unspliced.append(failure)
+            if len(refused) + len(unspliced) >= MAX_CANDIDATES:
                 break
-        self.reject(group, obstacles, refused)
-        return None
+        if unspliced:
+            self.rejections.append(unspliced[0])
+        else:
+            self.reject(group, obstacles, refused)
+
+    def judge(self, candidate: Candidate) -> Verdict:
+        with self.timed("proof"):
+            return verdicts(candidate, wide=self.settings.verify == "wide")
+
+    def fuse(self, candidate: Candidate, verdict: Verdict) -> Fused:
+        assert verdict.hypothesis is not None
+        with self.timed("absorb"):
+            fused = from_hypothesis(candidate, verdict.hypothesis, verdict.max_error)
+            return absorb(fused, keep_upcasts=self.settings.precision == "fp32")
+
+    def reject_blocked(self, shadow: Graph) -> None:
+        """Near misses without a region: say which operator stands in the way."""
+        if not self.matches and not self.rejections:
+            for found in find_blockers(shadow):
+                source = source_of(found.op.node if found.op else None)
+                self.rejections.append(Rejection("linear_attention", found.reason, source, found.code))
 
     def reject(self, group: Group, obstacles: list[Obstacle], refused: list[tuple[Candidate, Verdict]]) -> None:
         if refused:
@@ -138,22 +160,25 @@ class _Work:
             first = obstacles[0]
             op = first.op or group.anchors[-1]
             self.rejections.append(Rejection("linear_attention", first.reason, source_of(op.node), first.code))
+        elif len(group.anchors) > 2:
+            reason = "what enters and leaves does not fit the roles of the recurrence"
+            self.rejections.append(Rejection("linear_attention", reason, source_of(group.anchors[-1].node), "roles"))
 
-    def rewrite(self, shadow: Graph, fused: Fused) -> None:
+    def rewrite(self, shadow: Graph, fused: Fused) -> Rejection | None:
+        """Splice the op in; a rejection if the graph around the region does not allow it."""
         name = fused.pattern.name
         source = source_of(_innermost(fused))
         if name in self.settings.disable:
-            self.rejections.append(Rejection(name, "switched off by kda.disable", source, "disabled"))
-            return
+            return Rejection(name, "switched off by kda.disable", source, "disabled")
         splice = Splice(self.gm, shadow, fused)
         with self.timed("rewrite"):
             try:
                 op = splice.apply(splice.check())
             except CannotSplice as error:
-                self.rejections.append(Rejection(name, error.reason, source, error.code))
-                return
+                return Rejection(name, error.reason, source, error.code)
         roles = {role: _describe(fused, role) for role in fused.inputs}
         self.matches.append(Match(name, fused.mode, source, roles, fused.max_error, op, fused.absorbed))
+        return None
 
     def report(self) -> GraphReport:
         return GraphReport(tuple(self.matches), tuple(self.rejections), self.nodes, self.seconds)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 import kdacompile.ops  # noqa: F401  (defines torch.ops.kdacompile)
-from kdacompile import compat
+from kdacompile import compat, gradient
 from kdacompile.patterns.ir import Graph
 from kdacompile.patterns.match import Fused
 from kdacompile.patterns.roles import LETTERS, Placement
@@ -40,6 +40,9 @@ class Splice:
         self.fused = fused
         self.place = {node: index for index, node in enumerate(self.graph.nodes)}
         self.dying = self.region_nodes()
+        self.zones = gradient.zones(gm.graph)
+        self.detached = False
+        """No result of the region wants a gradient although an input does: the op gets its inputs detached."""
         self.final = fused.final_state
         buffer = shadow.written[self.final.value][0] if self.final and self.final.value in shadow.written else None
         self.state_in_place = self.final is not None and self.final.value.node is buffer
@@ -71,9 +74,10 @@ class Splice:
             default=len(self.place) - 1,
         )
         written = [self.place[m.node] for m in self.shadow.mutations if m.node in self.dying]
-        target = next(node for node, index in self.place.items() if index == first_use)
         if ready >= first_use:
             raise CannotSplice("order", "a result is used before all inputs exist")
+        first_use = self.insertion_point(ready, first_use)
+        target = list(self.place)[first_use]
         self.check_stores(first_use)
         self.check_inputs(first_use)
         self.check_aliases(first_use, written)
@@ -102,14 +106,27 @@ class Splice:
                     raise CannotSplice("order", "the stored state is read before all inputs of the region exist")
 
     def check_grad(self) -> None:
-        ops = self.fused.candidate.core
-        if not any(_requires_grad(placement.value.node) for placement in self.fused.inputs.values()):
+        """Gradients must get through the region everywhere or nowhere; then ``detached`` says which."""
+        if not any(gradient.wants_gradient(placement.value.node) for placement in self.fused.inputs.values()):
             return
-        if len({op.grad for op in ops}) > 1:
-            raise CannotSplice("grad", "gradients are switched off in part of the region")
-        for op in self.fused.candidate.ops:
-            if compat.is_detach(op.node):
-                raise CannotSplice("grad", "the region detaches a value from the gradient")
+        results = [self.fused.output, self.final] if self.final else [self.fused.output]
+        self.detached = not any(gradient.wants_gradient(placement.value.node) for placement in results)
+        if self.detached:
+            return
+        writes = [m.node for m in self.shadow.mutations if m.node in self.dying]
+        written = {self.shadow.storages.get(node.args[0]) for node in writes}
+        unsure = [node for node, storage in self.shadow.storages.items() if storage in written]
+        if gradient.cutting_nodes(self.dying, unsure) or not all(self.zones[node][0] for node in writes):
+            raise CannotSplice("grad", "gradients are cut in part of the region")
+
+    def insertion_point(self, ready: int, first_use: int) -> int:
+        """The last place up to the first use of a result where the op lets gradients through as the region did."""
+        zone = self.zones[self.fused.output.value.node]
+        for node in reversed(list(self.place)[ready + 1 : first_use + 1]):
+            grad, inference = self.zones[node]
+            if inference <= zone[1] and (grad or self.detached or not zone[0]):
+                return self.place[node]
+        raise CannotSplice("grad", "gradients are switched off where all inputs of the region exist")
 
     def names(self, placement: Placement) -> list[tuple[fx.Node, int]]:
         """The nodes through which a value of the region is read, with the position from which they stand for it."""
@@ -180,6 +197,8 @@ class Splice:
 
     def canonical(self, placement: Placement) -> fx.Node:
         node = placement.value.node
+        if self.detached and gradient.wants_gradient(node):
+            node = self.method(node, "detach")
         for name, args in placement.steps(self.fused.sizes):
             node = self.method(node, name, *args)
         return node
@@ -291,7 +310,3 @@ def _hint(size: Any) -> int:
 def _rank(node: fx.Node) -> int:
     return compat.example_value(node).dim()
 
-
-def _requires_grad(node: fx.Node) -> bool:
-    value = compat.example_value(node)
-    return bool(getattr(value, "requires_grad", True))

@@ -68,7 +68,7 @@ class _Recorder(TorchDispatchMode):
         self.storages: list[_Storage] = []
         self.node: Any = None
         self.position = 0
-        self.grad = True
+        self.grad = torch.is_grad_enabled()
         self.values = 0
 
     # -- values -------------------------------------------------------------------------------------------------

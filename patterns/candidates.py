@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kdacompile.patterns.cuts import MAX_INPUTS, NoCut, minimum_cut
 from kdacompile.patterns.ir import Graph, Op, Value, ancestors
+from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Exit, Group, is_soft
 from kdacompile.patterns.roles import Hypothesis, frames, has_role, hypotheses
 from kdacompile.patterns.vocabulary import LAYOUT
@@ -44,15 +45,6 @@ class Candidate:
     @property
     def outputs(self) -> list[Value]:
         return [self.output] if self.final_state is None else [self.output, self.final_state]
-
-
-@dataclass(frozen=True)
-class Obstacle:
-    """Why a region that looked like linear attention was left alone."""
-
-    code: str
-    reason: str
-    op: Op | None = None
 
 
 def candidates(graph: Graph, group: Group) -> Iterator[Candidate | Obstacle]:

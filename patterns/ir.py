@@ -54,7 +54,7 @@ class Op:
     position: int = 0
     """That node's place in the Dynamo graph."""
     grad: bool = True
-    """Grad mode at that point of the Dynamo graph, as far as the graph itself sets it."""
+    """Grad mode at that point of the Dynamo graph."""
 
     @property
     def name(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import pytest
@@ -17,7 +17,7 @@ ROWS = [(gate, delta) for gate in ("none", "head", "token", "channel") for delta
 
 
 @contextmanager
-def sync_is_an_error() -> Iterator[None]:
+def sync_is_an_error() -> Generator[None, None, None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
