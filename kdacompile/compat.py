@@ -73,7 +73,9 @@ def is_detach(node: fx.Node | None) -> bool:
     if node is None:
         return False
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name.split(".")[0] in ("detach", "detach_", "_get_data_attr") or (name == "getattr" and node.args[1] == "data")
+    return name.split(".")[0] in ("detach", "detach_", "_get_data_attr") or (
+        name == "getattr" and node.args[1] == "data"
+    )
 
 
 _AUTOCAST = {"_enter_autocast", "_exit_autocast"}
@@ -116,6 +118,11 @@ def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
     for part in str(node.target).split("."):
         value = getattr(value, part, None)
     return value
+
+
+def is_literal(node: fx.Node) -> bool:
+    """``torch.tensor`` of plain numbers: a constant whose data stand in the graph's text."""
+    return node.target in (torch.tensor, torch.as_tensor) and not node.all_input_nodes
 
 
 def is_graph_constant(node: fx.Node) -> bool:

@@ -60,13 +60,18 @@ def _spreads(node: fx.Node) -> bool:
     values = [compat.example_value(arg) for arg in node.all_input_nodes]
     out = compat.example_value(node)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return len(tensors) == 2 and isinstance(out, torch.Tensor) and all(out.dim() > 2 and _grows(t, out) for t in tensors)
+    return (
+        len(tensors) == 2 and isinstance(out, torch.Tensor) and all(out.dim() > 2 and _grows(t, out) for t in tensors)
+    )
 
 
 def _grows(factor: torch.Tensor, out: torch.Tensor) -> bool:
     """True if ``factor`` is broadcast: it lacks a dimension of ``out`` or has it with size one."""
     padded = (1,) * (out.dim() - factor.dim()) + tuple(factor.shape)
-    return any(isinstance(a, int) and a == 1 and not (isinstance(b, int) and b == 1) for a, b in zip(padded, out.shape, strict=True))
+    return any(
+        isinstance(a, int) and a == 1 and not (isinstance(b, int) and b == 1)
+        for a, b in zip(padded, out.shape, strict=True)
+    )
 
 
 def run(gm: fx.GraphModule, settings: Settings) -> GraphReport:
@@ -207,6 +212,6 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def source_of(node: fx.Node | None) -> str:
-    """"file:line" of the user's code a node came from, for the report only."""
+    """ "file:line" of the user's code a node came from, for the report only."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "") if node is not None else []
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else "unknown"

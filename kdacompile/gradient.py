@@ -7,13 +7,14 @@ graph where an in-place write makes an example value say what is true only later
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.patterns.ir import Op, Value
 
 Zone = tuple[bool, int]
 """Grad mode, and how many inference modes are open."""
@@ -36,19 +37,19 @@ def wants_gradient(node: fx.Node) -> bool:
     return any(tensor.requires_grad for tensor in _tensors(compat.example_value(node)))
 
 
-def cutting_nodes(region: Iterable[fx.Node], rewritten: Iterable[fx.Node]) -> list[fx.Node]:
-    """Nodes of ``region`` through which a gradient of their inputs does not get.
-
-    ``rewritten`` are buffers written in place somewhere: what is known of them holds after the last write only.
-    """
-    unsure = set(rewritten)
-    found: list[fx.Node] = []
-    for node in region:
-        outs = [tensor for tensor in _tensors(compat.example_value(node)) if tensor.is_floating_point()]
-        enters = any(wants_gradient(arg) for arg in node.all_input_nodes if arg not in unsure)
-        if compat.is_detach(node) or (outs and enters and not any(tensor.requires_grad for tensor in outs)):
-            found.append(node)
-    return found
+def is_cut(ops: Iterable[Op], inputs: Iterable[Value], names: Mapping[Value, Sequence[tuple[fx.Node, int]]]) -> bool:
+    """True if a gradient of ``inputs`` gets lost on its way through ``ops``; ``names`` are the nodes behind values."""
+    reached = {value for value in inputs if value.node is not None and wants_gradient(value.node)}
+    for op in sorted(ops, key=lambda op: op.outs[0].index):
+        if not any(value in reached for value in op.reads):
+            continue
+        for value in op.outs:
+            if not value.dtype.is_floating_point:
+                continue
+            reached.add(value)
+            if not all(wants_gradient(node) for node, _ in names.get(value, ())):
+                return True
+    return False
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

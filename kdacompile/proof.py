@@ -82,7 +82,9 @@ def prove(candidate: Candidate, *, wide: bool = False) -> Verdict:
             return _prove(candidate, runner, wide=wide)
         except LaneError as error:
             if not runner.go_whole():
-                return Verdict(None, 0.0, f"batch rows or heads are treated differently and the region is large ({error})")
+                return Verdict(
+                    None, 0.0, f"batch rows or heads are treated differently and the region is large ({error})"
+                )
         except EvaluationError as error:
             return Verdict(None, 0.0, f"the region does not run on probes: {error}")
 
@@ -103,7 +105,9 @@ def _prove(candidate: Candidate, runner: _Runner, *, wide: bool) -> Verdict:
         if verdict.hypothesis is not None:
             return verdict
         best, closest = verdict.max_error, f"{_describe(hypothesis)}: {verdict.reason}"
-    return Verdict(None, best, f"the region does not compute the recurrence (closest: {closest}, relative error {best:.1e})")
+    return Verdict(
+        None, best, f"the region does not compute the recurrence (closest: {closest}, relative error {best:.1e})"
+    )
 
 
 def _describe(hypothesis: Hypothesis) -> str:
@@ -122,7 +126,12 @@ def _first_run(
     """Region outputs on inputs that suit any role, shared by the hypotheses that agree on batch and heads."""
     sizes = runner.sizes(hypothesis)
     shapes = {placement.value: tuple(placement.run_shape(sizes)) for placement in hypothesis.inputs}
-    full = {p.value: [p.value.shape[i] if c == "=" else s for i, (c, s) in enumerate(zip(p.letters, shapes[p.value], strict=True))] for p in hypothesis.inputs}
+    full = {
+        p.value: [
+            p.value.shape[i] if c == "=" else s for i, (c, s) in enumerate(zip(p.letters, shapes[p.value], strict=True))
+        ]
+        for p in hypothesis.inputs
+    }
     key = tuple(shapes[value] for value in candidate.cut)
     if key not in drawn:
         generator = torch.Generator().manual_seed(len(drawn))
@@ -154,7 +163,9 @@ def _arguments(hypothesis: Hypothesis, inputs: dict[Value, Tensor]) -> dict[str,
 
 
 def _reference(hypothesis: Hypothesis, inputs: dict[Value, Tensor], steps: int | None = None) -> tuple[Tensor, Tensor]:
-    return token_recurrence(**_arguments(hypothesis, inputs), delta=hypothesis.delta, scale=hypothesis.scale, steps=steps)  # type: ignore[arg-type]
+    return token_recurrence(
+        **_arguments(hypothesis, inputs), delta=hypothesis.delta, scale=hypothesis.scale, steps=steps
+    )  # type: ignore[arg-type]
 
 
 def _fit(hypothesis: Hypothesis, inputs: dict[Value, Tensor], results: list[Tensor]) -> tuple[Hypothesis | None, float]:
@@ -213,7 +224,12 @@ def _with_constant_decay(hypothesis: Hypothesis, candidate: Candidate, runner: _
         decay = hypothesis.final_state.to_canonical(results[1])[0, :, 0, 0]
     else:
         return None
-    if not torch.isfinite(decay).all() or (decay < 0).any() or (decay > 1 + 1e-9).any() or (decay - 1).abs().max() < 1e-12:
+    if (
+        not torch.isfinite(decay).all()
+        or (decay < 0).any()
+        or (decay > 1 + 1e-9).any()
+        or (decay - 1).abs().max() < 1e-12
+    ):
         return None
     claim = hypothesis.with_(gate="head", decay=tuple(decay.tolist()))
     probe = next(_probes(claim, sizes, wide=False))
@@ -259,7 +275,9 @@ def _probes(hypothesis: Hypothesis, sizes: dict[str, int], *, wide: bool) -> Ite
         yield {p.value: p.from_canonical(draw[p.role]) for p in hypothesis.inputs}
 
 
-def _draw(placement: Placement, hypothesis: Hypothesis, sizes: dict[str, int], kind: str, generator: torch.Generator) -> Tensor:
+def _draw(
+    placement: Placement, hypothesis: Hypothesis, sizes: dict[str, int], kind: str, generator: torch.Generator
+) -> Tensor:
     role = placement.role
     shape = [sizes[letter] if letter in placement.letters else 1 for letter in LETTERS[role]]
     full = [sizes[letter] for letter in LETTERS[role]]

@@ -57,7 +57,7 @@ class Splice:
         nodes = {op.node for op in ops}
         writes = {mutation.node for mutation in self.shadow.mutations}
         names = {node for op in ops for value in op.outs for node, _ in self.shadow.names.get(value, [])}
-        nodes |= names - writes
+        nodes |= (names - writes) | self.shadow.dead
         return {node for node in nodes if node in self.place and node.op in ("call_function", "call_method")}
 
     # -- checks ---------------------------------------------------------------------------------------------------
@@ -114,9 +114,9 @@ class Splice:
         if self.detached:
             return
         writes = [m.node for m in self.shadow.mutations if m.node in self.dying]
-        written = {self.shadow.storages.get(node.args[0]) for node in writes}
-        unsure = [node for node, storage in self.shadow.storages.items() if storage in written]
-        if gradient.cutting_nodes(self.dying, unsure) or not all(self.zones[node][0] for node in writes):
+        inputs = [placement.value for placement in self.fused.inputs.values()]
+        cut = gradient.is_cut(self.fused.candidate.ops, inputs, self.shadow.names)
+        if cut or not all(self.zones[node][0] for node in writes):
             raise CannotSplice("grad", "gradients are cut in part of the region")
 
     def insertion_point(self, ready: int, first_use: int) -> int:
@@ -149,7 +149,9 @@ class Splice:
             for mutation in self.shadow.mutations:
                 same = mutation.storage == self.shadow.storages.get(node)
                 if same and mutation.node not in self.dying and made < mutation.position < before:
-                    raise CannotSplice("mutation", f"{placement.role} is overwritten before the region's results are used")
+                    raise CannotSplice(
+                        "mutation", f"{placement.role} is overwritten before the region's results are used"
+                    )
 
     def check_aliases(self, before: int, written: Sequence[int]) -> None:
         """Buffers the region fills in place must not be read elsewhere, except as its outputs."""
@@ -254,7 +256,9 @@ class Splice:
         }
         namespace = torch.ops.kdacompile
         if fused.mode == "step":
-            return self.with_meta(self.graph.call_function(namespace.linear_attention_step.default, tuple(tensors), options), like)
+            return self.with_meta(
+                self.graph.call_function(namespace.linear_attention_step.default, tuple(tensors), options), like
+            )
         options["chunk_size"] = 0
         call = self.graph.call_function(namespace.linear_attention.default, (*tensors, None), options)
         return self.with_meta(call, like)
@@ -309,4 +313,3 @@ def _hint(size: Any) -> int:
 
 def _rank(node: fx.Node) -> int:
     return compat.example_value(node).dim()
-

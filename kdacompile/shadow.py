@@ -156,7 +156,11 @@ class _Recorder(TorchDispatchMode):
 
     def write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An in-place operator: record its functional twin, then thread the result back into the buffer."""
-        written = [a for a, spec in zip(args, func._schema.arguments, strict=False) if spec.alias_info is not None and spec.alias_info.is_write]
+        written = [
+            a
+            for a, spec in zip(args, func._schema.arguments, strict=False)
+            if spec.alias_info is not None and spec.alias_info.is_write
+        ]
         if len(written) != 1 or written[0] is not args[0] or not isinstance(args[0], torch.Tensor):
             raise NotImplementedError(f"{func} writes more than its first argument")
         self.value_of(args[0])
@@ -167,12 +171,16 @@ class _Recorder(TorchDispatchMode):
             new = self.cast_to(values[1], alias.value)
         elif name in ("zero_", "fill_"):
             filler = 0.0 if name == "zero_" else values[1]
-            new = self.emit(aten.full_like.default, (alias.value, filler), {}, [(alias.value.shape, alias.value.dtype)])[0]
+            new = self.emit(
+                aten.full_like.default, (alias.value, filler), {}, [(alias.value.shape, alias.value.dtype)]
+            )[0]
             new.const = not isinstance(filler, Value) or filler.const
         else:
             packet = getattr(aten, name.removesuffix("_"))
             twin = getattr(packet, func._overloadname)
-            new = self.emit(twin, values, _map_tensors(kwargs, self.value_of), [(alias.value.shape, alias.value.dtype)])[0]
+            new = self.emit(
+                twin, values, _map_tensors(kwargs, self.value_of), [(alias.value.shape, alias.value.dtype)]
+            )[0]
         self.thread_back(alias, new)
         return args[0]
 
@@ -320,6 +328,12 @@ class _Replay:
         if compat.is_opaque_call(node) or not self.loadable(node):
             self.env[node] = self.opaque(node)
             return
+        if compat.is_literal(node):
+            with compat.no_fake_modes():
+                data = torch.tensor(node.args[0], dtype=node.kwargs.get("dtype"))
+            self.env[node] = self.stand_in(data, node)
+            self.hold_constant(self.env[node], data)
+            return
         marks = len(self.recorder.graph.ops)
         try:
             self.env[node] = self.replay(node)
@@ -361,8 +375,11 @@ class _Replay:
             return
         self.env[node] = self.stand_in(value, node)
         if compat.is_graph_constant(node):
-            held = self.recorder.value_of(self.env[node])
-            held.const, held.payload = True, value
+            self.hold_constant(self.env[node], value)
+
+    def hold_constant(self, stand_in: torch.Tensor, data: torch.Tensor) -> None:
+        held = self.recorder.value_of(stand_in)
+        held.const, held.payload = True, data
 
     def name_value(self, node: fx.Node) -> None:
         """Remember which Dynamo node yields a value, and on which storage it sits."""
@@ -392,15 +409,18 @@ class _Replay:
 
 
 def _drop_unread(graph: Graph) -> None:
-    """Remove what nothing reads: re-taken views and the copies autograd formulas make."""
+    """Remove what nothing reads: re-taken views, the copies autograd formulas make, writes to a buffer no longer read."""
     keep: list[Op] = []
+    dropped: set[Any] = set()
     for op in reversed(graph.ops):
         if any(value.users or value in graph.outputs or value in graph.written for value in op.outs):
             keep.append(op)
             continue
+        dropped.add(op.node)
         for value in op.reads:
             value.users.remove(op)
     graph.ops = keep[::-1]
+    graph.dead = dropped - {op.node for op in keep}
 
 
 def node_position(node: fx.Node) -> int:
@@ -414,7 +434,10 @@ def _to_meta(tree: Any) -> Any:
         items = [_to_meta(item) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, dict):
-        return {key: (torch.device("meta") if key == "device" and item is not None else _to_meta(item)) for key, item in tree.items()}
+        return {
+            key: (torch.device("meta") if key == "device" and item is not None else _to_meta(item))
+            for key, item in tree.items()
+        }
     return tree
 
 

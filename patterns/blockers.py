@@ -26,7 +26,9 @@ def find_blockers(graph: Graph) -> Iterator[Obstacle]:
     for op in graph.ops:
         if _blocks(op) and op in after and op in before and op.name not in seen:
             seen.add(op.name)
-            yield Obstacle("operator", f"{op.name} stands between products of activations, and probes cannot judge it", op)
+            yield Obstacle(
+                "operator", f"{op.name} stands between products of activations, and probes cannot judge it", op
+            )
 
 
 def _blocks(op: Op) -> bool:

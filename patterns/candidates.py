@@ -83,7 +83,9 @@ def _carried_on(exit_: Exit, *, last_first: bool) -> list[Value]:
         op = value.op
         assert op is not None
         data = [read for read in op.reads if not read.const]
-        simple = op.name in LAYOUT or op.name in ("slice", "select") or (op.name in ("mul", "div", "neg") and len(data) == 1)
+        simple = (
+            op.name in LAYOUT or op.name in ("slice", "select") or (op.name in ("mul", "div", "neg") and len(data) == 1)
+        )
         if runs and simple and data[0] is runs[-1][-1]:
             runs[-1].append(value)
         else:
@@ -211,7 +213,9 @@ def _obstacle(ops: set[Op], group: Group, outputs: list[Value]) -> Obstacle | No
             for value in op.outs:
                 outside = next((user for user in value.users if user not in ops), None)
                 if outside is not None and value not in outputs:
-                    return Obstacle("escape", f"an intermediate value of the region is read by {outside.name} outside it", op)
+                    return Obstacle(
+                        "escape", f"an intermediate value of the region is read by {outside.name} outside it", op
+                    )
     return None
 
 

@@ -125,7 +125,9 @@ def _execute(op: Op, tensors: list[Tensor], args: Any = None) -> list[Tensor]:
     queue = iter(tensors)
     args = map_values(op.args if args is None else args, lambda _: next(queue))
     kwargs = map_values(op.kwargs, lambda _: next(queue))
-    kwargs = {name: item for name, item in kwargs.items() if name not in ("device", "layout", "pin_memory", "memory_format")}
+    kwargs = {
+        name: item for name, item in kwargs.items() if name not in ("device", "layout", "pin_memory", "memory_format")
+    }
     if isinstance(kwargs.get("dtype"), torch.dtype):
         kwargs["dtype"] = _float64(kwargs["dtype"])
     elif op.name in ("arange", "eye", "linspace", "scalar_tensor") and op.out.dtype.is_floating_point:

@@ -141,7 +141,11 @@ def find_groups(graph: Graph) -> list[Group]:
         group.ops.add(op)
         if is_anchor(op):
             group.anchors.append(op)
-    found = [g for g in groups.values() if len(g.anchors) >= 2 and any(a.name in CONTRACTIONS or a.name == "sum" for a in g.anchors)]
+    found = [
+        g
+        for g in groups.values()
+        if len(g.anchors) >= 2 and any(a.name in CONTRACTIONS or a.name == "sum" for a in g.anchors)
+    ]
     for group in found:
         group.exits = _exits(graph, group, masks)
     return found
@@ -151,7 +155,9 @@ def _exits(graph: Graph, group: Group, masks: dict[Op, int]) -> list[Exit]:
     sinks: dict[int, list[Value]] = {}
     for op in group.ops:
         for value in op.outs:
-            leaves = value in graph.outputs or value in graph.written or any(user not in group.ops for user in value.users)
+            leaves = (
+                value in graph.outputs or value in graph.written or any(user not in group.ops for user in value.users)
+            )
             if leaves:
                 sinks.setdefault(masks[op], []).append(value)
     # A value read outside *and* followed by others of its own anchor set shares their exit: the separators take care of it.

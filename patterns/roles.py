@@ -203,7 +203,9 @@ def hypotheses(cut: Sequence[Value], output: Value, state: Value | None, region:
     gates = {value: gate_like(value, region) for value in cut}
     found: list[Hypothesis] = []
 
-    def assign(index: int, taken: tuple[Placement, ...], sizes: dict[str, int], penalty: int, ends: tuple[Placement, ...]) -> None:
+    def assign(
+        index: int, taken: tuple[Placement, ...], sizes: dict[str, int], penalty: int, ends: tuple[Placement, ...]
+    ) -> None:
         if index == len(cut):
             found.extend(_complete(taken, ends, sizes, penalty, gates))
             return
@@ -250,5 +252,12 @@ def _complete(
     output, final = ends[0], ends[1] if len(ends) > 1 else None
     for delta in (True, False):
         yield Hypothesis(
-            inputs, output, final, {**dict.fromkeys("BTHGKV", 1), **sizes}, _gate_kind(gate, sizes), form, delta, penalty=penalty
+            inputs,
+            output,
+            final,
+            {**dict.fromkeys("BTHGKV", 1), **sizes},
+            _gate_kind(gate, sizes),
+            form,
+            delta,
+            penalty=penalty,
         )

@@ -28,7 +28,9 @@ def _of(op: Op) -> frozenset[int]:
         grown = {d for d in range(len(shape)) if shape[d] > 1 and (d < offset or source.shape[d - offset] == 1)}
         return frozenset(grown | {d + offset for d in source.uniform})
     if op.name in POINTWISE and op.reads:
-        return frozenset(d for d in range(len(shape)) if shape[d] > 1 and all(_same(v, d - len(shape)) for v in op.reads))
+        return frozenset(
+            d for d in range(len(shape)) if shape[d] > 1 and all(_same(v, d - len(shape)) for v in op.reads)
+        )
     source_dims = op.reads[0].uniform if len(op.reads) == 1 else frozenset()
     if not source_dims:
         return frozenset()

@@ -40,7 +40,9 @@ CONTRACTIONS = frozenset({"bmm", "baddbmm", "mm", "addmm"})
 SCANS = frozenset({"cumsum"})
 SOLVES = frozenset({"linalg_solve_triangular", "linalg_inv_ex"})
 
-UPSTREAM = frozenset("rsqrt sqrt sigmoid softplus log_sigmoid_forward silu gt lt ge le log1p log linalg_vector_norm".split())
+UPSTREAM = frozenset(
+    "rsqrt sqrt sigmoid softplus log_sigmoid_forward silu gt lt ge le log1p log linalg_vector_norm".split()
+)
 """What the rules of ``patterns/absorb`` additionally understand, each in its own way."""
 
 FLOAT_MASKS = frozenset({"masked_fill", "where"})

@@ -61,7 +61,9 @@ class Layer(nn.Module):
         return x + self.out(self.mixed(x).to(x.dtype).flatten(-2))
 
 
-def delta_arguments(batch: int = 2, length: int = 5, heads: int = 2, size: int = 4, seed: int = 0) -> tuple[Tensor, ...]:
+def delta_arguments(
+    batch: int = 2, length: int = 5, heads: int = 2, size: int = 4, seed: int = 0
+) -> tuple[Tensor, ...]:
     """q, k, v, g, beta for ``gated_delta_loop``."""
     rng = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(batch, length, heads, size, generator=rng) for _ in range(3))
@@ -84,7 +86,9 @@ def codes(report: Report) -> set[str]:
     return {rejection.code for rejection in report.rejections}
 
 
-def run_both(fn: Function, arguments: Sequence[Tensor], inner: str = "eager", **keywords: Any) -> tuple[Any, Any, Report]:
+def run_both(
+    fn: Function, arguments: Sequence[Tensor], inner: str = "eager", **keywords: Any
+) -> tuple[Any, Any, Report]:
     """Results of the compiled and of the plain function on equal copies, with the report."""
     with collecting() as report:
         ours = compiled(fn, inner, **keywords)(*copies(arguments))

@@ -164,7 +164,7 @@ CUTS = (
     all_without_gradient,
     all_in_inference_of_a_copy,
 )
-REWRITTEN = {all_in_inference_of_a_copy, gate_detached_inside}
+REWRITTEN = {all_in_inference_of_a_copy, all_without_gradient, gate_detached_inside}
 
 
 @pytest.mark.parametrize("fn", CUTS, ids=lambda fn: fn.__name__)
