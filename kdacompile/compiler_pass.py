@@ -127,7 +127,7 @@ class _Work:
             if verdict.hypothesis is None:
                 refused.append((found, verdict))
             else:
-                failure = self.rewrite(shadow, self.fuse(found, verdict))
+                failure = self.rewrite(shadow, self.fuse(shadow, found, verdict))
                 if failure is None:
                     return
                 unspliced.append(failure)
@@ -142,11 +142,11 @@ class _Work:
         with self.timed("proof"):
             return verdicts(candidate, wide=self.settings.verify == "wide")
 
-    def fuse(self, candidate: Candidate, verdict: Verdict) -> Fused:
+    def fuse(self, shadow: Graph, candidate: Candidate, verdict: Verdict) -> Fused:
         assert verdict.hypothesis is not None
         with self.timed("absorb"):
             fused = from_hypothesis(candidate, verdict.hypothesis, verdict.max_error)
-            return absorb(fused, keep_upcasts=self.settings.precision == "fp32")
+            return absorb(fused, shadow, keep_upcasts=self.settings.precision == "fp32")
 
     def reject_blocked(self, shadow: Graph) -> None:
         """Near misses without a region: say which operator stands in the way."""

@@ -16,7 +16,7 @@ from torch import fx
 
 import kdacompile.ops  # noqa: F401  (defines torch.ops.kdacompile)
 from kdacompile import compat, gradient
-from kdacompile.patterns.ir import Graph
+from kdacompile.patterns.ir import Graph, ancestors
 from kdacompile.patterns.match import Fused
 from kdacompile.patterns.roles import LETTERS, Placement
 
@@ -179,10 +179,15 @@ class Splice:
             args = {role: self.canonical(placement) for role, placement in fused.inputs.items()}
             args["g"] = self.gate(args.get("g"), args.pop("rate", None), args["v"])
             args["beta"] = self.full_beta(args.get("beta"), args["v"])
-            call = self.call_op(args, like)
-            self.redirect(fused.output, self.getitem(call, 0, like), like)
-            if self.final is not None:
-                self.place_state(self.getitem(call, 1, like), self.final)
+            args.update(self.gate_parameters(args))
+            if self.overwrites_cache(before):
+                call = self.call_in_place(args, like)
+                self.redirect(fused.output, call, like)
+            else:
+                call = self.call_op(args, like)
+                self.redirect(fused.output, self.getitem(call, 0, like), like)
+                if self.final is not None:
+                    self.place_state(self.getitem(call, 1, like), self.final)
         self.erase()
         return str(call.target).removesuffix(".default").replace(".", "::")
 
@@ -241,10 +246,64 @@ class Splice:
     def full_beta(self, node: fx.Node | None, v: fx.Node) -> fx.Node | None:
         return None if node is None else self.expanded(node, v, "BTH")
 
+    def overwrites_cache(self, before: fx.Node) -> bool:
+        """True if the step's only use of the new state is to overwrite the old one: then it can be done in place."""
+        state = self.fused.inputs.get("initial_state")
+        if state is None or self.final is None or self.fused.mode != "step" or self.wants_gradient():
+            return False
+        cache = state.value.node
+        if state.steps(self.fused.sizes) or self.final.letters != state.letters or cache.op != "placeholder":
+            return False
+        if self.state_in_place:
+            return self.final.value.node is cache
+        copies = {user for _, user in self.later_users(self.final)} | {copy for copy, _ in self.stores}
+        stores = all(copy.target == "copy_" and copy.args[0] is cache and not copy.users for copy in copies)
+        if not copies or not stores:
+            return False
+        last = max(self.place[copy] for copy in copies)
+        between = (user for user in cache.users if user in self.place and user not in copies | self.dying)
+        if any(self.place[before] <= self.place[user] <= last for user in between):
+            return False
+        self.dying |= copies
+        return True
+
+    def wants_gradient(self) -> bool:
+        return any(gradient.wants_gradient(placement.value.node) for placement in self.fused.inputs.values())
+
+    def call_in_place(self, args: dict[str, Any], like: fx.Node) -> fx.Node:
+        names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+        op = torch.ops.kdacompile.linear_attention_step_.default
+        tensors = tuple(args.get(name) for name in names)
+        return self.with_meta(self.graph.call_function(op, tensors, self.options(like)), like)
+
+    def gate_parameters(self, args: dict[str, Any]) -> dict[str, fx.Node]:
+        """A_log as [H] and dt_bias as [H] or, for a gate per channel, [H, K]."""
+        sizes, found = self.fused.sizes, {}
+        if "A_log" in args:
+            found["A_log"] = self.method(args["A_log"], "expand", sizes["H"])
+        if "dt_bias" in args:
+            bias = args["dt_bias"]
+            per_channel = self.fused.gate == "channel"
+            bias = bias if per_channel else self.method(bias, "squeeze", 1)
+            found["dt_bias"] = self.method(bias, "expand", *((sizes["H"], sizes["K"]) if per_channel else (sizes["H"],)))
+        return found
+
     def call_op(self, args: dict[str, Any], like: fx.Node) -> fx.Node:
         fused = self.fused
         tensors = [args.get(name) for name in ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")]
-        options: dict[str, Any] = {
+        options = self.options(like)
+        namespace = torch.ops.kdacompile
+        if fused.mode == "step":
+            return self.with_meta(
+                self.graph.call_function(namespace.linear_attention_step.default, tuple(tensors), options), like
+            )
+        options["chunk_size"] = 0
+        call = self.graph.call_function(namespace.linear_attention.default, (*tensors, None), options)
+        return self.with_meta(call, like)
+
+    def options(self, like: fx.Node) -> dict[str, Any]:
+        fused = self.fused
+        return {
             "scale": fused.scale,
             "delta": fused.delta,
             "gate": fused.gate,
@@ -254,14 +313,6 @@ class Splice:
             "qk_l2norm_eps": fused.qk_l2norm_eps,
             "out_dtype": compat.example_value(like).dtype,
         }
-        namespace = torch.ops.kdacompile
-        if fused.mode == "step":
-            return self.with_meta(
-                self.graph.call_function(namespace.linear_attention_step.default, tuple(tensors), options), like
-            )
-        options["chunk_size"] = 0
-        call = self.graph.call_function(namespace.linear_attention.default, (*tensors, None), options)
-        return self.with_meta(call, like)
 
     def getitem(self, call: fx.Node, index: int, like: fx.Node) -> fx.Node:
         return self.with_meta(self.graph.call_function(operator.getitem, (call, index)), like)
@@ -297,11 +348,21 @@ class Splice:
             self.method(buffer, "copy_", self.laid_out(final, state, final.value.node))
         self.redirect(final, state, final.value.node)
 
+    def absorbed_nodes(self) -> set[fx.Node]:
+        """Nodes between the op's inputs and the region."""
+        inputs = {placement.value for placement in self.fused.inputs.values()}
+        ops = ancestors(self.fused.candidate.cut, inputs.__contains__)
+        nodes = {op.node for op in ops}
+        return {node for node in nodes if node in self.place and node.op in ("call_function", "call_method")}
+
     def erase(self) -> None:
-        """Erase what only the region needed, its in-place writes included."""
+        """Erase what only the region and what was absorbed above it needed, the region's in-place writes included."""
         writes = {m.node for m in self.shadow.mutations}
+        absorbed = self.absorbed_nodes()
         for node in reversed(list(self.graph.nodes)):
-            if node in self.dying and node.op in ("call_function", "call_method"):
+            if node in absorbed and not node.users and node not in writes and not compat.writes_first_argument(node):
+                self.graph.erase_node(node)
+            elif node in self.dying and node.op in ("call_function", "call_method"):
                 removable = not node.users and (node in writes or not compat.writes_first_argument(node))
                 if removable:
                     self.graph.erase_node(node)

@@ -21,6 +21,8 @@ LETTERS = {
     "g": "BTHK",
     "rate": "H",
     "beta": "BTH",
+    "A_log": "H",
+    "dt_bias": "HK",
     "initial_state": "BHKV",
     "o": "BTHV",
     "final_state": "BHKV",
