@@ -17,8 +17,8 @@ from kdacompile.patterns.absorb.cone import Cone, Runner, agrees, allows, cones,
 from kdacompile.patterns.absorb.constants import number
 from kdacompile.patterns.absorb.letters import MOVES, POINTWISE
 from kdacompile.patterns.absorb.scope import Scope
-from kdacompile.patterns.ir import Value
 from kdacompile.patterns.match import Fused
+from kdacompile.patterns.roles import Placement
 
 NAMES = MOVES | POINTWISE
 ENOUGH = 2048
@@ -44,25 +44,24 @@ def absorb_activation(fused: Fused, scope: Scope, activation: Activation) -> Fus
         return None
     if "rate" in fused.inputs or fused.decay:
         return None
-    rates = _rates(g.value, scope) if activation.takes_rate else []
-    for cone in cones(g, scope, fused.sizes, NAMES, [None, *rates]):
-        if not _plausible(cone, fused, activation):
-            continue
-        scale = _scale(cone, fused, activation)
-        if scale is None:
-            continue
-        moved = {"g": cone.sources[0]}
-        if len(cone.sources) > 1:
-            moved["A_log"] = replace(cone.sources[1], role="A_log")
-        return fused.taking(f"gate_{activation.gate_fn}", moved, gate_fn=activation.gate_fn, gate_scale=scale)
+    for cone in _cones(g, scope, fused.sizes, activation):
+        scale = _scale(cone, fused, activation) if _plausible(cone, fused, activation) else None
+        if scale is not None:
+            moved = {"g": cone.sources[0]}
+            if len(cone.sources) > 1:
+                moved["A_log"] = replace(cone.sources[1], role="A_log")
+            return fused.taking(f"gate_{activation.gate_fn}", moved, gate_fn=activation.gate_fn, gate_scale=scale)
     return None
 
 
-def _rates(value: Value, scope: Scope) -> Iterator[Value]:
-    """What could be A_log: tensors an exponential reads."""
-    for found in upstream(value, allows(scope, NAMES)):
-        if any(user.name == "exp" for user in found.users) and scope.holds(found):
-            yield found
+def _cones(gate: Placement, scope: Scope, sizes: dict[str, int], activation: Activation) -> Iterator[Cone]:
+    """Cones with a rate first: without one, ``rate * x`` would be the logit."""
+    if activation.takes_rate:
+        above = upstream(gate.value, allows(scope, NAMES))
+        rates = [value for value in above if any(user.name == "exp" for user in value.users) and scope.holds(value)]
+        if rates:
+            yield from cones(gate, scope, sizes, NAMES, rates)
+    yield from cones(gate, scope, sizes, NAMES)
 
 
 def _plausible(cone: Cone, fused: Fused, activation: Activation) -> bool:
@@ -135,4 +134,3 @@ def _fitted(have: Tensor, want: Tensor, sign: int) -> float:
 
 def _numel(shape: list[int]) -> int:
     return torch.Size(shape).numel()
-

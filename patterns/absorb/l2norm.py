@@ -75,5 +75,10 @@ def probes(shape: list[int], eps: float) -> list[Tensor]:
     noise = torch.randn(shape, generator=generator, dtype=torch.float64)
     holes = noise * (torch.rand([*shape[:-1], 1], generator=generator, dtype=torch.float64) > 0.5)
     unit = (eps / shape[-1]) ** 0.5
-    return [noise, holes, torch.zeros_like(noise), *(noise * unit * size for size in (1e-3, 0.3, 1.0, 30.0)), noise * 1e4]
-
+    return [
+        noise,
+        holes,
+        torch.zeros_like(noise),
+        *(noise * unit * size for size in (1e-3, 0.3, 1.0, 30.0)),
+        noise * 1e4,
+    ]
