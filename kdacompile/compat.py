@@ -40,12 +40,21 @@ def example_value(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def is_value(example: Any) -> bool:
+    """True for tensors and collections, which may hold tensors."""
+    return isinstance(example, (torch.Tensor, list, tuple)) and not isinstance(example, torch.Size)
+
+
+class NoHint(RuntimeError):
+    """A number that is known only once the graph runs."""
+
+
 def size_hint(size: Any) -> Any:
-    """The concrete size behind a symbolic one; RuntimeError for unbacked symbols."""
+    """The concrete size behind a symbolic one; raises ``NoHint`` for unbacked symbols."""
     if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         hint = size.node.hint
         if hint is None:
-            raise RuntimeError(f"{size} has no hint")
+            raise NoHint(f"{size} has no hint")
         return hint
     return size
 
@@ -110,7 +119,53 @@ def writes_first_argument(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
     name = getattr(node.target, "__name__", "")
-    return node.target in _WRITING_FUNCTIONS or (name.startswith("i") and hasattr(operator, f"__{name}__"))
+    in_place = name.startswith("i") and hasattr(operator, f"__{name}__")
+    return node.target in _WRITING_FUNCTIONS or in_place or (name.endswith("_") and not name.startswith("_"))
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """Arguments that a call nobody looks into may write."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return list(node.all_input_nodes) if _may_write(node) else []
+    if isinstance(node.target, torch._ops.OpOverload):
+        named = dict(zip((spec.name for spec in node.target._schema.arguments), node.args, strict=False))
+        given = {**named, **node.kwargs}
+        written = [spec.name for spec in node.target._schema.arguments if spec.alias_info and spec.alias_info.is_write]
+        return [arg for name in written for arg in _nodes(given.get(name))]
+    first = _nodes(node.args[0]) if node.args and writes_first_argument(node) else []
+    return [*first, *_nodes(node.kwargs.get("out"))]
+
+
+def _nodes(tree: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(tree, found.append)
+    return found
+
+
+def _may_write(node: fx.Node) -> bool:
+    """True if a higher-order operator writes its arguments: by its name, or in a body of its own."""
+    if "mutation" in str(node.target):
+        return True
+    owner = node.graph.owning_module
+    bodies = [attribute(owner, arg) for arg in node.all_input_nodes if arg.op == "get_attr"]
+    return any(
+        writes_first_argument(inner)
+        for body in bodies
+        if isinstance(body, fx.GraphModule)
+        for inner in body.graph.nodes
+        if inner.op in ("call_function", "call_method")
+    )
+
+
+_TRANSFORMS = frozenset(
+    "_vmap_increment_nesting _jvp_increment_nesting _grad_increment_nesting _func_increment_nesting "
+    "push_dynamic_layer_stack _enter_dual_level".split()
+)
+
+
+def transforms(graph: fx.Graph) -> bool:
+    """True if the graph runs under a transform of torch.func, whose tensors are not what their shapes say."""
+    return any(getattr(node.target, "__name__", "") in _TRANSFORMS for node in graph.nodes)
 
 
 def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,8 +18,8 @@ from kdacompile.patterns.absorb import absorb
 from kdacompile.patterns.blockers import find_blockers
 from kdacompile.patterns.candidates import Candidate, candidates
 from kdacompile.patterns.ir import Graph, Op
-from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.match import Fused, from_hypothesis
+from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Group, find_groups
 from kdacompile.proof import Verdict, Verdicts
 from kdacompile.report import GraphReport, Match, Rejection, enforce
@@ -38,7 +39,7 @@ verdicts = Verdicts()
 
 
 def worth_a_look(graph: fx.Graph) -> bool:
-    """A cheap test of the calls present: linear attention has at least two products of activations, one of them summed."""
+    """A cheap test of the calls: linear attention has at least two products of activations, one of them summed."""
     found = summed = 0
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method"):
@@ -60,18 +61,19 @@ def _spreads(node: fx.Node) -> bool:
     values = [compat.example_value(arg) for arg in node.all_input_nodes]
     out = compat.example_value(node)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return (
-        len(tensors) == 2 and isinstance(out, torch.Tensor) and all(out.dim() > 2 and _grows(t, out) for t in tensors)
-    )
+    if len(tensors) != 2 or not isinstance(out, torch.Tensor) or out.dim() < 3:
+        return False
+    return all(_grows(factor, out) for factor in tensors)
 
 
 def _grows(factor: torch.Tensor, out: torch.Tensor) -> bool:
     """True if ``factor`` is broadcast: it lacks a dimension of ``out`` or has it with size one."""
     padded = (1,) * (out.dim() - factor.dim()) + tuple(factor.shape)
-    return any(
-        isinstance(a, int) and a == 1 and not (isinstance(b, int) and b == 1)
-        for a, b in zip(padded, out.shape, strict=True)
-    )
+    return any(_is_one(a) and not _is_one(b) for a, b in zip(padded, out.shape, strict=True))
+
+
+def _is_one(size: Any) -> bool:
+    return not isinstance(size, torch.SymInt) and size == 1
 
 
 def run(gm: fx.GraphModule, settings: Settings) -> GraphReport:
@@ -95,7 +97,7 @@ class _Work:
         self.nodes = len(gm.graph.nodes)
 
     @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
+    def timed(self, phase: str) -> Generator[None]:
         start = time.perf_counter()
         try:
             yield
@@ -103,6 +105,10 @@ class _Work:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def run(self) -> None:
+        if compat.transforms(self.gm.graph):
+            reason = "the graph runs under a transform of torch.func (vmap, grad, jvp)"
+            self.rejections.append(Rejection("linear_attention", reason, "unknown", "transform"))
+            return
         with self.timed("shadow"):
             shadow = make_shadow(self.gm)
         with self.timed("match"):
@@ -115,7 +121,9 @@ class _Work:
             self.gm.recompile()
 
     def visit(self, shadow: Graph, group: Group) -> None:
-        """Rewrite the first candidate of a group that is proven and can be spliced; else report the most telling reason."""
+        """Rewrite the first candidate of a group that is proven and can be spliced; else report the most telling
+        reason.
+        """
         obstacles: list[Obstacle] = []
         refused: list[tuple[Candidate, Verdict]] = []
         unspliced: list[Rejection] = []

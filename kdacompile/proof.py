@@ -1,15 +1,17 @@
 """The proof: a region is believed to be the recurrence only if it computes the recurrence's numbers.
 
-The region is run in float64 on random inputs and compared, token by token, with the token recurrence. Inputs cover mild
-and strong gates, gates of 0 and -inf, zero keys, and closed and open write gates; no value of the user's model is ever
-used. Where the region itself is not finite (a spelling that overflows) there is nothing to compare: the recurrence is.
-Operators that random inputs could miss (thresholds, tiny constants) never reach this file: ``patterns`` turns them away.
+The region is run in float64 on random inputs and compared, token by token, with the token recurrence. Inputs cover
+mild and strong gates, gates of 0 and -inf, zero keys, and closed and open write gates; no value of the user's model is
+ever used. Where the region itself is not finite (a spelling that overflows) there is nothing to compare: the
+recurrence is. Operators that random inputs could miss (thresholds, tiny constants) never reach this file: ``patterns``
+turns them away.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -63,16 +65,11 @@ class _Runner:
 
     def go_whole(self) -> bool:
         """Give up on cutting lanes down; False if the region is too large to run as it is."""
-        largest = max((out.numel for out in map(_Numel, self.candidate.ops)), default=0)
+        largest = max(math.prod(out.shape) for op in self.candidate.ops for out in op.outs)
         if self.whole or largest > WHOLE_LIMIT:
             return False
         self.whole = True
         return True
-
-
-class _Numel:
-    def __init__(self, op: object) -> None:
-        self.numel = max(torch.Size(out.shape).numel() for out in op.outs)  # type: ignore[attr-defined]
 
 
 def prove(candidate: Candidate, *, wide: bool = False) -> Verdict:
@@ -92,8 +89,10 @@ def prove(candidate: Candidate, *, wide: bool = False) -> Verdict:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Probes are many small operators: waking other threads for each costs more than it brings, tenfold on a busy machine."""
+def _one_thread() -> Generator[None]:
+    """Probes are many small operators: waking other threads for each costs more than it brings, tenfold on a busy
+    machine.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -157,28 +156,33 @@ def _first_run(
     return drawn[key]
 
 
-def _arguments(hypothesis: Hypothesis, inputs: dict[Value, Tensor]) -> dict[str, Tensor | None]:
-    """Canonical recurrence arguments from region inputs."""
-    by_role: dict[str, Tensor | None] = dict.fromkeys(("q", "k", "v", "g", "beta", "initial_state"))
-    by_role |= {p.role: p.to_canonical(inputs[p.value]) for p in hypothesis.inputs}
-    g = by_role.pop("g")
-    rate = by_role.pop("rate", None)
-    if g is not None and rate is not None:
-        g = g * rate[:, None]
-    if hypothesis.decay:
-        heads = by_role["v"].shape[2]  # type: ignore[union-attr]
-        decay = torch.tensor(hypothesis.decay, dtype=torch.float64)[:heads].reshape(1, 1, -1, 1)
-    elif g is None:
-        decay = None
-    else:
-        decay = g.exp() if hypothesis.gate_form == "log" else g
-    return {**by_role, "decay": decay}
-
-
 def _reference(hypothesis: Hypothesis, inputs: dict[Value, Tensor], steps: int | None = None) -> tuple[Tensor, Tensor]:
+    """What the recurrence computes from the region's inputs."""
+    given = {p.role: p.to_canonical(inputs[p.value]) for p in hypothesis.inputs}
     return token_recurrence(
-        **_arguments(hypothesis, inputs), delta=hypothesis.delta, scale=hypothesis.scale, steps=steps
-    )  # type: ignore[arg-type]
+        given["q"],
+        given["k"],
+        given["v"],
+        _decay(hypothesis, given),
+        given.get("beta"),
+        given.get("initial_state"),
+        delta=hypothesis.delta,
+        scale=hypothesis.scale,
+        steps=steps,
+    )
+
+
+def _decay(hypothesis: Hypothesis, given: dict[str, Tensor]) -> Tensor | None:
+    """The decay factor per token, head and channel (broadcast where the gate is)."""
+    if hypothesis.decay:
+        heads = given["v"].shape[2]
+        return torch.tensor(hypothesis.decay, dtype=torch.float64)[:heads].reshape(1, 1, -1, 1)
+    g = given.get("g")
+    if g is None:
+        return None
+    if "rate" in given:
+        g = g * given["rate"][:, None]
+    return g.exp() if hypothesis.gate_form == "log" else g
 
 
 def _fit(hypothesis: Hypothesis, inputs: dict[Value, Tensor], results: list[Tensor]) -> tuple[Hypothesis | None, float]:
@@ -207,7 +211,7 @@ def _tidy(scale: float, key_size: int) -> float:
 
 
 def token_error(have: Tensor, want: Tensor) -> float:
-    """Largest relative error of a token [B, T, ...], where ``have`` is finite (tokens far below the rest count less)."""
+    """Largest relative error of a token [B, T, ...] where ``have`` is finite; tokens far below the rest count less."""
     finite = torch.isfinite(have)
     if not finite.any():
         return float("inf")
@@ -280,7 +284,7 @@ def _probe_fully(hypothesis: Hypothesis, runner: _Runner, *, wide: bool) -> Verd
 
 
 def _probes(hypothesis: Hypothesis, sizes: dict[str, int], *, wide: bool) -> Iterator[dict[Value, Tensor]]:
-    """Region inputs: ordinary, strong gates, gates of exactly 0 and -inf with zero keys, open and closed beta, large v."""
+    """Region inputs: ordinary, strong gates, gates of 0 and -inf with zero keys and open or closed beta, large v."""
     kinds = ("ordinary", "strong", "edges", "large")
     for seed, kind in enumerate(kinds * (4 if wide else 1)):
         generator = torch.Generator().manual_seed(100 + seed)

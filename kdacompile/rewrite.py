@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-import kdacompile.ops  # noqa: F401  (defines torch.ops.kdacompile)
 from kdacompile import compat, gradient
+from kdacompile.ops.definitions import linear_attention, linear_attention_step, linear_attention_step_
 from kdacompile.patterns.ir import Graph, ancestors
 from kdacompile.patterns.match import Fused
 from kdacompile.patterns.roles import LETTERS, Placement
@@ -52,7 +52,9 @@ class Splice:
         """Copies of the final state into a buffer that are made again after the op: (copy, buffer)."""
 
     def region_nodes(self) -> set[fx.Node]:
-        """Nodes whose work the op takes over, with those that only pass a value of the region on (a cast to its own dtype)."""
+        """Nodes whose work the op takes over, with those that only pass a value of the region on (a cast to its own
+        dtype).
+        """
         ops = self.fused.candidate.ops
         nodes = {op.node for op in ops}
         writes = {mutation.node for mutation in self.shadow.mutations}
@@ -69,10 +71,8 @@ class Splice:
             raise CannotSplice("overlap", "an input was rewritten by an earlier match")
         ready = max((self.place[node] for node in inputs), default=-1)
         self.collect_stores(ready)
-        first_use = min(
-            (self.place[user] for placement in self.redirected for _, user in self.later_users(placement)),
-            default=len(self.place) - 1,
-        )
+        uses = [self.place[user] for placement in self.redirected for _, user in self.later_users(placement)]
+        first_use = min([*uses, *self.state_reads()], default=len(self.place) - 1)
         written = [self.place[m.node] for m in self.shadow.mutations if m.node in self.dying]
         if ready >= first_use:
             raise CannotSplice("order", "a result is used before all inputs exist")
@@ -94,6 +94,18 @@ class Splice:
                 if isinstance(buffer, fx.Node) and buffer is not name:
                     self.stores.append((user, buffer))
         self.dying.update(copy for copy, _ in self.stores)
+
+    def state_reads(self) -> list[int]:
+        """Where the buffer that the region keeps its state in is read once the region is done with it."""
+        if self.final is None or not self.state_in_place:
+            return []
+        storage = self.shadow.storages.get(self.final.value.node)
+        writes = [self.place[m.node] for m in self.shadow.mutations if m.storage == storage and m.node in self.dying]
+        views = [node for node, own in self.shadow.storages.items() if own == storage and node in self.place]
+        reads = {self.place[user] for view in views for user in view.users if user not in self.dying}
+        if any(min(writes) < read < max(writes) for read in reads):
+            raise CannotSplice("alias", "the state is read between the region's writes to it")
+        return [read for read in reads if read > max(writes)]
 
     def check_stores(self, before: int) -> None:
         """Between a copy's old place and its new one nothing may touch the buffer."""
@@ -176,9 +188,12 @@ class Splice:
         """Insert the op before ``before``, redirect the outputs, erase the region. Returns the op's name."""
         fused, like = self.fused, self.fused.output.value.node
         with self.graph.inserting_before(before):
-            args = {role: self.canonical(placement) for role, placement in fused.inputs.items()}
-            args["g"] = self.gate(args.get("g"), args.pop("rate", None), args["v"])
-            args["beta"] = self.full_beta(args.get("beta"), args["v"])
+            v = self.canonical(fused.inputs["v"])
+            others = {role: placement for role, placement in fused.inputs.items() if role != "v"}
+            args: dict[str, fx.Node | None] = {role: self.canonical(item) for role, item in others.items()}
+            args["v"] = v
+            args["g"] = self.gate(args.get("g"), args.pop("rate", None), v)
+            args["beta"] = self.full_beta(args.get("beta"), v)
             args.update(self.gate_parameters(args))
             if self.overwrites_cache(before):
                 call = self.call_in_place(args, like)
@@ -206,6 +221,8 @@ class Splice:
         node = placement.value.node
         if self.detached and gradient.wants_gradient(node):
             node = self.method(node, "detach")
+        elif self.wants_gradient() and self.is_overwritten(node):
+            node = self.method(node, "clone")  # autograd keeps what the op reads
         for name, args in placement.steps(self.fused.sizes):
             node = self.method(node, name, *args)
         return node
@@ -267,14 +284,17 @@ class Splice:
         self.dying |= copies
         return True
 
+    def is_overwritten(self, node: fx.Node) -> bool:
+        storage = self.shadow.storages.get(node)
+        return any(mutation.storage == storage for mutation in self.shadow.mutations)
+
     def wants_gradient(self) -> bool:
         return any(gradient.wants_gradient(placement.value.node) for placement in self.fused.inputs.values())
 
     def call_in_place(self, args: dict[str, Any], like: fx.Node) -> fx.Node:
         names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
-        op = torch.ops.kdacompile.linear_attention_step_.default
         tensors = tuple(args.get(name) for name in names)
-        return self.with_meta(self.graph.call_function(op, tensors, self.options(like)), like)
+        return self.with_meta(self.graph.call_function(linear_attention_step_, tensors, self.options(like)), like)
 
     def gate_parameters(self, args: dict[str, Any]) -> dict[str, fx.Node]:
         """A_log as [H] and dt_bias as [H] or, for a gate per channel, [H, K]."""
@@ -285,20 +305,19 @@ class Splice:
             bias = args["dt_bias"]
             per_channel = self.fused.gate == "channel"
             bias = bias if per_channel else self.method(bias, "squeeze", 1)
-            found["dt_bias"] = self.method(bias, "expand", *((sizes["H"], sizes["K"]) if per_channel else (sizes["H"],)))
+            found["dt_bias"] = self.method(
+                bias, "expand", *((sizes["H"], sizes["K"]) if per_channel else (sizes["H"],))
+            )
         return found
 
     def call_op(self, args: dict[str, Any], like: fx.Node) -> fx.Node:
         fused = self.fused
         tensors = [args.get(name) for name in ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")]
         options = self.options(like)
-        namespace = torch.ops.kdacompile
         if fused.mode == "step":
-            return self.with_meta(
-                self.graph.call_function(namespace.linear_attention_step.default, tuple(tensors), options), like
-            )
+            return self.with_meta(self.graph.call_function(linear_attention_step, tuple(tensors), options), like)
         options["chunk_size"] = 0
-        call = self.graph.call_function(namespace.linear_attention.default, (*tensors, None), options)
+        call = self.graph.call_function(linear_attention, (*tensors, None), options)
         return self.with_meta(call, like)
 
     def options(self, like: fx.Node) -> dict[str, Any]:

@@ -4,12 +4,13 @@ The Dynamo graph is replayed on meta tensors and every ATen operator is written 
 resolved on the way, so the copy is pure single assignment: a write through a view becomes ``select_scatter`` and the
 like, and later reads see the new value. Nothing is computed, and the Dynamo graph itself stays untouched.
 
-Symbolic sizes are replaced by their hints: the shadow is one concrete instance. What holds for other sizes is the proof's
-business (it asks for several instances).
+Symbolic sizes are replaced by their hints: the shadow is one concrete instance. What holds for other sizes is the
+proof's business (it asks for several instances).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kdacompile import compat
@@ -70,6 +72,8 @@ class _Recorder(TorchDispatchMode):
         self.position = 0
         self.grad = torch.is_grad_enabled()
         self.values = 0
+        self.generations = 0
+        self.undo: list[tuple[_Storage, Value, int]] = []
 
     # -- values -------------------------------------------------------------------------------------------------
     def new_value(self, tensor: torch.Tensor, op: Op | None = None) -> Value:
@@ -98,8 +102,10 @@ class _Recorder(TorchDispatchMode):
             return value
         if alias.generation != alias.storage.generation:
             value = alias.storage.base
+            reader, self.node = self.node, None  # whoever happens to read first does not own the views
             for target, args, kwargs, shape in alias.chain:
                 value = self.emit(target, (value, *args), kwargs, [shape])[0]
+            self.node = reader
             alias.value, alias.generation = value, alias.storage.generation
         return alias.value
 
@@ -200,15 +206,40 @@ class _Recorder(TorchDispatchMode):
         value = new
         for parent, (target, args, kwargs, _) in zip(reversed(parents), reversed(alias.chain), strict=True):
             value = self.scatter(parent, target, args, kwargs, value)
-        storage.base = value
-        storage.generation += 1
+        self.overwrite(storage, value)
         alias.value, alias.generation = new, storage.generation
         if not alias.chain:
             alias.value = value
+
+    def overwrite(self, storage: _Storage, value: Value) -> None:
+        self.undo.append((storage, storage.base, storage.generation))
+        storage.base = value
+        self.generations += 1  # never used twice, so that a rolled back write leaves no alias believing it is current
+        storage.generation = self.generations
         if value.node is None:
             value.node = storage.node
         self.graph.names.setdefault(value, []).append((storage.node, self.position))
         self.graph.mutations.append(Mutation(self.node, self.position, storage.index))
+
+    # -- a call that fails half way -----------------------------------------------------------------------------
+    def mark(self) -> tuple[int, int]:
+        self.undo.clear()
+        return len(self.graph.ops), len(self.graph.mutations)
+
+    def roll_back(self, mark: tuple[int, int]) -> None:
+        """Forget the operators and writes recorded since ``mark``."""
+        for storage, base, generation in reversed(self.undo):
+            self.graph.names.pop(storage.base, None)
+            storage.base, storage.generation = base, generation
+        forgotten = set(self.graph.ops[mark[0] :])
+        for op in forgotten:
+            for value in op.reads:
+                value.users.remove(op)
+        for alias in self.aliases.values():
+            if alias.value.op in forgotten:
+                alias.generation = -1
+        del self.graph.ops[mark[0] :]
+        del self.graph.mutations[mark[1] :]
 
     def scatter(self, parent: Value, target: Any, args: Any, kwargs: Any, value: Value) -> Value:
         name = target._schema.name.removeprefix("aten::")
@@ -256,7 +287,7 @@ class _Replay:
         self.recorder = _Recorder()
         self.env: dict[fx.Node, Any] = {}
 
-    def stand_in(self, value: Any, node: fx.Node) -> Any:
+    def stand_in(self, value: Any, node: fx.Node | None) -> Any:
         """Meta tensors and plain ints for what a node is known to yield."""
         if isinstance(value, torch.Tensor):
             sizes = [self.size_of(s) for s in value.shape]
@@ -275,39 +306,45 @@ class _Replay:
             return self.size_of(value)
         if isinstance(value, torch.Size):
             return torch.Size([self.size_of(s) for s in value])
-        if isinstance(value, (list, tuple)):
-            items = [self.stand_in(item, node) for item in value]
+        if isinstance(value, (list, tuple)):  # the node yields none of them alone: a getitem will
+            items = [self.stand_in(item, None) for item in value]
             return items if isinstance(value, list) else tuple(items)
         return value
 
-    def opaque(self, node: fx.Node) -> Any:
-        value = compat.example_value(node)
-        result = self.stand_in(value, node)
-        self.clobber(node)
-        return result
+    def opaque(self, node: fx.Node) -> None:
+        """Do not look into ``node``: it reads what it is given, yields something new, and may write its arguments."""
+        for arg in node.all_input_nodes:
+            self.recorder.graph.outputs.update(map(self.recorder.value_of, _tensors(self.env.get(arg))))
+        for arg in compat.written_arguments(node):
+            for tensor in _tensors(self.env.get(arg)):
+                self.clobber(tensor)
+        try:
+            self.env[node] = self.stand_in(compat.example_value(node), node)
+        except compat.NoHint as error:  # nothing that depends on its size can be looked into either
+            log.debug("unknown: %s (%s)", node.format_node(), error)
 
-    def clobber(self, node: fx.Node) -> None:
-        """An opaque node that writes its first argument leaves an unknown value there."""
-        if not compat.writes_first_argument(node):
-            return
-        first = node.args[0] if node.args else None
-        tensor = self.env.get(first) if isinstance(first, fx.Node) else None
-        if isinstance(tensor, torch.Tensor) and id(tensor) in self.recorder.aliases:
-            storage = self.recorder.aliases[id(tensor)].storage
-            value = Value(-1 - node_position(node), storage.base.shape, storage.base.dtype)
-            self.recorder.graph.inputs.append(value)
-            storage.base = value
-            storage.generation += 1
-            self.recorder.graph.mutations.append(Mutation(node, self.recorder.position, storage.index))
+    def clobber(self, tensor: torch.Tensor) -> None:
+        """Leave an unknown value in the buffer that ``tensor`` is (a view of)."""
+        recorder = self.recorder
+        storage = recorder.aliases[id(tensor)].storage
+        recorder.values += 1
+        value = Value(recorder.values, storage.base.shape, storage.base.dtype)
+        recorder.graph.inputs.append(value)
+        recorder.overwrite(storage, value)
 
     def replay(self, node: fx.Node) -> Any:
-        args = fx.node.map_arg(node.args, self.load)
-        kwargs = fx.node.map_arg(node.kwargs, self.load)
-        args, kwargs = _to_meta(args), _to_meta(kwargs)
-        if node.op == "call_method":
-            result = getattr(args[0], node.target)(*args[1:], **kwargs)
-        else:
-            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        args = _to_meta(fx.node.map_arg(node.args, self.load))
+        kwargs = _to_meta(fx.node.map_arg(node.kwargs, self.load))
+        mark = self.recorder.mark()
+        try:
+            result = _call(node, args, kwargs)
+        except RuntimeError:
+            # Autocast, which leaves no trace on meta tensors, makes products of mixed dtypes legal.
+            wide = _widest_dtype(_tensors([args, list(kwargs.values())]))
+            if wide is None:
+                raise
+            self.recorder.roll_back(mark)
+            result = _call(node, _widened(args, wide), _widened(kwargs, wide))
         expected = compat.example_value(node)
         if isinstance(expected, torch.Tensor) and isinstance(result, torch.Tensor):
             if [self.size_of(s) for s in expected.shape] != list(result.shape):
@@ -322,28 +359,33 @@ class _Replay:
 
     def run_node(self, node: fx.Node) -> None:
         expected = compat.example_value(node)
-        if expected is not None and not isinstance(expected, (torch.Tensor, list, tuple)):
-            self.env[node] = self.stand_in(expected, node)  # sizes and other numbers
-            return
-        if compat.is_opaque_call(node) or not self.loadable(node):
-            self.env[node] = self.opaque(node)
-            return
-        if compat.is_literal(node):
+        if not compat.is_value(expected) and not compat.writes_first_argument(node):
+            self.run_plain(node, expected)
+        elif compat.is_opaque_call(node) or not self.loadable(node):
+            self.opaque(node)
+        elif compat.is_literal(node):
             with compat.no_fake_modes():
                 data = torch.tensor(node.args[0], dtype=node.kwargs.get("dtype"))
             self.env[node] = self.stand_in(data, node)
             self.hold_constant(self.env[node], data)
+        else:
+            mark = self.recorder.mark()
+            try:
+                self.env[node] = self.replay(node)
+            except REPLAY_ERRORS as error:
+                log.debug("opaque: %s (%s)", node.format_node(), error)
+                self.recorder.roll_back(mark)
+                self.opaque(node)
+
+    def run_plain(self, node: fx.Node, expected: Any) -> None:
+        """Numbers are known without running anything; what yields nothing is run for its effects only: not here."""
+        if expected is None:
+            self.opaque(node)
             return
-        marks = len(self.recorder.graph.ops)
         try:
-            self.env[node] = self.replay(node)
-        except REPLAY_ERRORS as error:
-            log.debug("opaque: %s (%s)", node.format_node(), error)
-            for op in self.recorder.graph.ops[marks:]:
-                for value in op.reads:
-                    value.users.remove(op)
-            del self.recorder.graph.ops[marks:]
-            self.env[node] = self.opaque(node)
+            self.env[node] = self.stand_in(expected, node)
+        except compat.NoHint as error:
+            log.debug("unknown: %s (%s)", node.format_node(), error)
 
     def loadable(self, node: fx.Node) -> bool:
         return all(arg in self.env or compat.example_value(arg) is not None for arg in node.all_input_nodes)
@@ -361,7 +403,7 @@ class _Replay:
                         continue
                     self.run_node(node)
                 elif node.op == "call_module":
-                    self.env[node] = self.opaque(node)
+                    self.opaque(node)
                 elif node.op == "output":
                     self.finish(node)
                 self.name_value(node)
@@ -398,10 +440,9 @@ class _Replay:
     def finish(self, node: fx.Node) -> None:
         graph = self.recorder.graph
         for arg in node.all_input_nodes:
-            loaded = self.load(arg)
-            for tensor in loaded if isinstance(loaded, (list, tuple)) else [loaded]:
-                if isinstance(tensor, torch.Tensor):
-                    graph.outputs.add(self.recorder.value_of(tensor))
+            if arg.op == "placeholder":
+                self.load(arg)
+            graph.outputs.update(map(self.recorder.value_of, _tensors(self.env.get(arg))))
         for storage in self.recorder.storages:
             if storage.generation and storage.source is not None:
                 before = next(v for v in graph.inputs if v.node is storage.source)
@@ -409,7 +450,7 @@ class _Replay:
 
 
 def _drop_unread(graph: Graph) -> None:
-    """Remove what nothing reads: re-taken views, the copies autograd formulas make, writes to a buffer no longer read."""
+    """Remove what nothing reads: re-taken views, autograd's own copies, writes to a buffer no longer read."""
     keep: list[Op] = []
     dropped: set[Any] = set()
     for op in reversed(graph.ops):
@@ -423,8 +464,26 @@ def _drop_unread(graph: Graph) -> None:
     graph.dead = dropped - {op.node for op in keep}
 
 
-def node_position(node: fx.Node) -> int:
-    return next(i for i, other in enumerate(node.graph.nodes) if other is node)
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [tensor for item in tree for tensor in _tensors(item)] if isinstance(tree, (list, tuple)) else []
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _widest_dtype(tensors: list[torch.Tensor]) -> torch.dtype | None:
+    """What floating tensors of different dtypes promote to; None if they agree."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return functools.reduce(torch.promote_types, dtypes) if len(dtypes) > 1 else None
+
+
+def _widened(tree: Any, dtype: torch.dtype) -> Any:
+    return _map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def _to_meta(tree: Any) -> Any:

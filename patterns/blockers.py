@@ -13,7 +13,8 @@ from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import is_anchor, is_soft
 
 BLOCKERS = frozenset(
-    "tanh clamp clamp_min clamp_max maximum minimum where masked_fill nan_to_num round floor ceil trunc sign abs".split()
+    "tanh clamp clamp_min clamp_max maximum minimum where masked_fill nan_to_num round floor ceil trunc sign "
+    "abs".split()
 )
 """Pointwise operators with a threshold or a saturation, as found in variants of the recurrence."""
 

@@ -220,7 +220,9 @@ def _obstacle(ops: set[Op], group: Group, outputs: list[Value]) -> Obstacle | No
 
 
 def _rounding(ops: set[Op], group: Group, cut: list[Value], outputs: list[Value]) -> Obstacle | None:
-    """A cast below the inputs' own precision in the middle of the region is part of the function; casts of results are not."""
+    """A cast below the inputs' own precision in the middle of the region is part of the function; casts of results are
+    not.
+    """
     least = min((value.dtype.itemsize for value in cut), default=0)
     for op in ops & group.ops:
         if op.name != "_to_copy" or op.out.dtype.itemsize >= least:

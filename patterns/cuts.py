@@ -1,8 +1,8 @@
 """Where a region begins: the smallest set of values that everything entering the region passes through.
 
-Linear attention has few inputs (q, k, v, a gate, beta, a state), however many tensors are derived from them on the way in
-(``k * beta``, ``v * beta``, padded, chunked, scaled copies). So the inputs are a minimum vertex cut between what the
-region must not look behind and the region itself; of several minimum cuts the earliest is taken.
+Linear attention has few inputs (q, k, v, a gate, beta, a state), however many tensors are derived from them on the way
+in (``k * beta``, ``v * beta``, padded, chunked, scaled copies). So the inputs are a minimum vertex cut between what
+the region must not look behind and the region itself; of several minimum cuts the earliest is taken.
 """
 
 from __future__ import annotations

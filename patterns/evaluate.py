@@ -1,9 +1,10 @@
 """Run a region of the shadow on chosen inputs, in float64, with batch and heads cut down where nothing mixes them.
 
-Rounding is left out on purpose: every floating dtype becomes float64, so that what is compared with the recurrence is the
-function, not its rounding. A model's real sizes would make probing slow, so inputs may come with fewer batch rows and
-heads than the graph was captured with. Sizes written into the graph (views, expands, zeros) are then scaled along. An
-operator that looks at one particular row of a reduced dimension raises ``LaneError``, and the region must be run whole.
+Rounding is left out on purpose: every floating dtype becomes float64, so that what is compared with the recurrence is
+the function, not its rounding. A model's real sizes would make probing slow, so inputs may come with fewer batch rows
+and heads than the graph was captured with. Sizes written into the graph (views, expands, zeros) are then scaled along.
+An operator that looks at one particular row of a reduced dimension raises ``LaneError``, and the region must be run
+whole.
 """
 
 from __future__ import annotations

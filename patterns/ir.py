@@ -93,7 +93,7 @@ class Graph:
     dead: set[Any] = field(default_factory=set)
     """Dynamo nodes none of whose results is read."""
     names: dict[Value, list[tuple[Any, int]]] = field(default_factory=dict)
-    """Every Dynamo node that stands for a value, with the position from which it does (a buffer: from its last write)."""
+    """Every Dynamo node that stands for a value, with the position from which it does (buffers: their last write)."""
 
 
 def map_values(tree: Any, fn: Callable[[Value], Any]) -> Any:

@@ -6,8 +6,8 @@ Per head, with state ``S`` in R^{K x V} and rows ``q_t, k_t`` in R^K, ``v_t`` in
     o_t = scale * S_t^T q_t
 
 Without the delta term the factor ``(I - b_t k_t k_t^T)`` is dropped: ``S_t = diag(exp g_t) S_{t-1} + b_t k_t v_t^T``.
-Sources: Kimi Linear (arXiv 2510.26692, eq. 1), Gated DeltaNet (arXiv 2412.06464, eq. 10), GLA (arXiv 2312.06635, eq. 3),
-Mamba-2 (arXiv 2405.21060, eq. 16), RetNet (arXiv 2307.08621, eq. 6).
+Sources: Kimi Linear (arXiv 2510.26692, eq. 1), Gated DeltaNet (arXiv 2412.06464, eq. 10), GLA (arXiv 2312.06635, eq.
+3), Mamba-2 (arXiv 2405.21060, eq. 16), RetNet (arXiv 2307.08621, eq. 6).
 
 This file is the oracle of every proof, kernel and test; it is written to be read, not to be fast.
 """

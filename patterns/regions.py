@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kdacompile.patterns.ir import Graph, Op, Value
-from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT, REGION, SCANS, SOLVES
+from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT, REGION, SCANS, SELECTIONS, SOLVES
 
 
 def is_soft(op: Op) -> bool:
@@ -82,8 +82,8 @@ def is_anchor(op: Op) -> bool:
         return len(_activations(op)) >= 2 and _spreads(op)
     if op.name == "sum":
         source = _root(op.reads[0]).op
-        while source is not None and source.name in ("masked_fill", "where", "mul") and source.name != "mul":
-            source = _root(source.reads[0]).op
+        while source is not None and source.name in SELECTIONS:
+            source = _root(next(value for value in source.reads if not value.const)).op
         return source is not None and source.name == "mul" and len(_activations(source)) >= 2
     return False
 
@@ -160,7 +160,6 @@ def _exits(graph: Graph, group: Group, masks: dict[Op, int]) -> list[Exit]:
             )
             if leaves:
                 sinks.setdefault(masks[op], []).append(value)
-    # A value read outside *and* followed by others of its own anchor set shares their exit: the separators take care of it.
     exits = [Exit(mask, separators(values, group.ops, mask, masks)) for mask, values in sinks.items()]
     return sorted(exits, key=lambda e: -e.anchors.bit_count())
 

@@ -1,7 +1,8 @@
 """Who is who: every way the tensors entering and leaving a region could be the recurrence's q, k, v, g, beta and state.
 
-Roles come from sizes and from how a tensor is used, never from names. What is still ambiguous after that (T equal to K, two
-tensors of one shape) is listed most plausible first; the proof takes the first hypothesis that computes the same numbers.
+Roles come from sizes and from how a tensor is used, never from names. What is still ambiguous after that (T equal to
+K, two tensors of one shape) is listed most plausible first; the proof takes the first hypothesis that computes the
+same numbers.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ LETTERS = {
     "o": "BTHV",
     "final_state": "BHKV",
 }
-"""The recurrence's own order of dimensions, per role. G counts key heads (H is a multiple of it); ``rate`` is a factor of
-the log gate per head (Mamba-2's A, where g = dt * A)."""
+"""The recurrence's own order of dimensions, per role. G counts key heads (H is a multiple of it); ``rate`` is a
+factor of the log gate per head (Mamba-2's A, where g = dt * A)."""
 
 # Dimensions a role may lack although they are larger than one: the tensor is then the same all along them.
 BROADCAST = {"g": "BTHK", "beta": "H"}
@@ -160,7 +161,7 @@ INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "rate")
 
 
 def frames(output: Value, state: Value | None, key_size: int) -> list[dict[str, int]]:
-    """Sizes of the letters under the usual readings of the results (the unusual ones if there is no other), K included."""
+    """Sizes of the letters, K included, under the usual readings of the results (the unusual if there is no other)."""
     found = [(_oddity(letters), sizes) for letters, sizes in _labelings(output, "o", {})]
     if state is not None:
         found = [

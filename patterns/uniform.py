@@ -1,7 +1,7 @@
 """Dimensions along which a value is the same by construction: expanded ones, and pointwise functions of those.
 
-Models expand a step size or a bias to the shape of the state before an activation; the recurrence wants the tensor before
-the expand. One entry of a uniform dimension stands for all of them.
+Models expand a step size or a bias to the shape of the state before an activation; the recurrence wants the tensor
+before the expand. One entry of a uniform dimension stands for all of them.
 """
 
 from __future__ import annotations

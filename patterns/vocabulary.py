@@ -1,17 +1,12 @@
 """Which ATen operators a linear-attention region may consist of, by what they do.
 
 Everything here is analytic (sums, products, exponentials) or moves data by fixed indices, so random probes decide
-equality. Operators with a threshold on data (where, clamp, max, compare, rounding) are deliberately absent: a region that
-holds one declines unless a rule under ``patterns/absorb`` consumes it.
+equality. Operators with a threshold on data (where, clamp, max, compare, rounding) are deliberately absent, and
+selections pass ``regions.is_soft`` only with a mask that is the same on every call. A region that holds anything else
+declines, unless a rule under ``patterns/absorb`` consumes it.
 """
 
 from __future__ import annotations
-
-VIEWS = frozenset(
-    "view _unsafe_view _reshape_alias permute transpose t unsqueeze squeeze expand alias detach select slice "
-    "split split_with_sizes unbind diagonal lift_fresh".split()
-)
-"""Operators that only rearrange or pick elements of one tensor."""
 
 LAYOUT = frozenset(
     "view _unsafe_view _reshape_alias permute transpose t unsqueeze squeeze expand alias detach clone contiguous "
@@ -19,7 +14,10 @@ LAYOUT = frozenset(
 )
 """Operators that keep every element: rearrangements, copies and casts."""
 
-PLACING = frozenset("select_scatter slice_scatter diagonal_scatter cat stack index_put constant_pad_nd".split())
+PICKING = frozenset("select slice split split_with_sizes unbind diagonal flip index index_select".split())
+"""Operators that take elements of one tensor by fixed indices."""
+
+PLACING = frozenset("select_scatter slice_scatter diagonal_scatter cat stack index_put constant_pad_nd repeat".split())
 """Operators that put tensors side by side or into a larger one."""
 
 MAKERS = frozenset(
@@ -28,22 +26,14 @@ MAKERS = frozenset(
 )
 """Operators that make tensors from sizes and numbers."""
 
-ARITHMETIC = frozenset(
-    "add sub rsub mul div neg exp exp2 sum cumsum bmm baddbmm mm addmm reciprocal pow tril triu flip index index_select repeat "
-    "linalg_solve_triangular linalg_inv_ex where masked_fill roll mv dot addcmul _conj mean square logical_not log dist".split()
-) - {"dist", "_conj", "roll", "mv", "dot", "mean", "log"}
-"""Sums, products, exponentials, triangular solves and selections by a fixed mask."""
+SELECTIONS = frozenset("where masked_fill tril triu".split())
+"""Operators that keep some elements and replace the others."""
 
-REGION = VIEWS | LAYOUT | PLACING | MAKERS | ARITHMETIC
+CONTRACTIONS = frozenset("bmm baddbmm mm addmm".split())
+SCANS = frozenset("cumsum".split())
+SOLVES = frozenset("linalg_solve_triangular linalg_inv_ex".split())
+POINTWISE = frozenset("add sub rsub mul div neg exp exp2 reciprocal pow square addcmul".split())
 
-CONTRACTIONS = frozenset({"bmm", "baddbmm", "mm", "addmm"})
-SCANS = frozenset({"cumsum"})
-SOLVES = frozenset({"linalg_solve_triangular", "linalg_inv_ex"})
-
-UPSTREAM = frozenset(
-    "rsqrt sqrt sigmoid softplus log_sigmoid_forward silu gt lt ge le log1p log linalg_vector_norm".split()
+REGION = (
+    LAYOUT | PICKING | PLACING | MAKERS | SELECTIONS | CONTRACTIONS | SCANS | SOLVES | POINTWISE | frozenset({"sum"})
 )
-"""What the rules of ``patterns/absorb`` additionally understand, each in its own way."""
-
-FLOAT_MASKS = frozenset({"masked_fill", "where"})
-"""Selections whose condition must be the same on every call."""

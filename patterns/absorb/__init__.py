@@ -1,8 +1,8 @@
 """What stands upstream of a region and belongs to the op: casts, l2norm, scale, gate activation, sigmoid, head repeats.
 
-One rule per file, its equation first. A rule moves roles up to tensors the Dynamo graph has by name and turns on the op's
-option for what lies between; it does so only where the two are the same function. Rules run until none applies: what one
-uncovers, the next may take.
+One rule per file, its equation first. A rule moves roles up to tensors the Dynamo graph has by name and turns on the
+op's option for what lies between; it does so only where the two are the same function. Rules run until none applies:
+what one uncovers, the next may take.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Cones: the operators between a role's value and a tensor further up, and what they compute.
 
-A rule that absorbs a function (l2norm, a gate activation) looks for the smallest cone above the role's value that has one
-data source and computes the rule's definition. Whether it does is decided by running the cone in float64 on probes, with
-the operators a cone may hold fixed by the rule: nothing with a threshold that the rule's probes do not cover.
+A rule that absorbs a function (l2norm, a gate activation) looks for the smallest cone above the role's value that has
+one data source and computes the rule's definition. Whether it does is decided by running the cone in float64 on
+probes, with the operators a cone may hold fixed by the rule: nothing with a threshold that the rule's probes do not
+cover.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def allows(scope: Scope, names: frozenset[str]) -> Allowed:
     return lambda op: op.name in names and scope.computes(op)
 
 
-# -- running one --------------------------------------------------------------------------------------------------------
+# -- running one
+# --------------------------------------------------------------------------------------------------------
 
 
 class Runner:

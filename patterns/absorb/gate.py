@@ -7,6 +7,7 @@ gate and runs the cone between them against the definition, densely on both side
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -17,10 +18,12 @@ from kdacompile.patterns.absorb.cone import Cone, Runner, agrees, allows, cones,
 from kdacompile.patterns.absorb.constants import number
 from kdacompile.patterns.absorb.letters import MOVES, POINTWISE
 from kdacompile.patterns.absorb.scope import Scope
+from kdacompile.patterns.ir import Value
 from kdacompile.patterns.match import Fused
 from kdacompile.patterns.roles import Placement
 
 NAMES = MOVES | POINTWISE
+FLAT = frozenset("zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor".split())
 ENOUGH = 2048
 """Probed logits per run, where the gate has that many."""
 
@@ -67,10 +70,19 @@ def _cones(gate: Placement, scope: Scope, sizes: dict[str, int], activation: Act
 def _plausible(cone: Cone, fused: Fused, activation: Activation) -> bool:
     if not any(names <= cone.names for names in activation.needs):
         return False
+    if not all(_is_flat(read) for op in cone.ops for read in op.reads if read.const):
+        return False
     logit = cone.sources[0].letters
     if fused.gate == "channel" and fused.sizes["K"] > 1 and not {"K", "*"} & set(logit):
         return False
     return len(cone.sources) == 1 or set(cone.sources[1].letters) <= set("H.")
+
+
+def _is_flat(value: Value) -> bool:
+    """True for a constant with one value throughout: a threshold of its own per channel could hide from the probes."""
+    while value.op is not None and value.op.name in MOVES:
+        value = value.op.reads[0]
+    return math.prod(value.shape) == 1 or (value.op is not None and value.op.name in FLAT)
 
 
 def _scale(cone: Cone, fused: Fused, activation: Activation) -> float | None:
@@ -116,7 +128,7 @@ def probes(cone: Cone) -> Tensor:
     constants = [number(arg) for op in cone.ops for arg in op.args]
     known = sorted({abs(c) for c in constants if c is not None and 0.0 < abs(c) < 1e4} | {20.0})
     near = [torch.linspace(-1.0, 1.0, 9, dtype=torch.float64) + side * c for c in known for side in (1.0, -1.0)]
-    dense = torch.linspace(-60.0, 60.0, 1201, dtype=torch.float64)
+    dense = torch.linspace(-60.0, 60.0, 481, dtype=torch.float64)
     far = torch.tensor([90.0, 150.0, 500.0, 1000.0], dtype=torch.float64)
     points = torch.cat([dense, *near, far, -far])
     return points[torch.randperm(len(points), generator=torch.Generator().manual_seed(3))]

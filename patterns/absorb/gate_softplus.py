@@ -2,8 +2,8 @@
 
     g = -exp(A_log) * softplus(x)                       absorbed: gate_fn="softplus", A_log (x may still hold dt_bias)
 
-``F.softplus``, its text ``where(x > 20, x, log(1 + exp(x)))`` and the like; A_log is one number per head and may be absent.
-Source: Mamba-2 (arXiv 2405.21060), Gated DeltaNet (2412.06464), Kimi Linear (2510.26692).
+``F.softplus``, its text ``where(x > 20, x, log(1 + exp(x)))`` and the like; A_log is one number per head and may be
+absent. Source: Mamba-2 (arXiv 2405.21060), Gated DeltaNet (2412.06464), Kimi Linear (2510.26692).
 """
 
 from __future__ import annotations

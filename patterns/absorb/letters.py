@@ -1,13 +1,12 @@
 """Which dimension is which, one operator further up: letters of an operand from the letters of the result.
 
-Letters are those of ``roles.Placement``: a role's letter, '.' for size one, '=' for a dimension along which the tensor is
-the same, '*' for H and K merged into one.
+Letters are those of ``roles.Placement``: a role's letter, '.' for size one, '=' for a dimension along which the tensor
+is the same, '*' for H and K merged into one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from kdacompile.patterns.ir import Op, Value
 
@@ -90,7 +89,7 @@ def split_heads(out: Value, letters: str, source: Value) -> tuple[str, int] | No
 
 
 def _segments(out: Sequence[int], source: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The smallest runs of dimensions of a view and of its operand that hold the same elements; sizes of one left out."""
+    """The smallest runs of dimensions of a view and its operand that hold the same elements, without sizes of one."""
     left = [d for d, size in enumerate(out) if size != 1]
     right = [d for d, size in enumerate(source) if size != 1]
     segments: list[tuple[list[int], list[int]]] = []
@@ -114,9 +113,3 @@ def broadcast(op: Op, letters: str, operand: Value) -> str:
     """Letters of an operand of a pointwise operator."""
     offset = len(op.out.shape) - len(operand.shape)
     return "".join("." if size == 1 else letters[offset + d] for d, size in enumerate(operand.shape))
-
-
-def is_ordered(letters: str) -> bool:
-    """True if no letter stands for two dimensions."""
-    named = sorted(letters.replace(".", "").replace("=", "").replace("*", "HK"))
-    return all(a != b for a, b in pairwise(named))

@@ -2,8 +2,9 @@
 
     q.repeat_interleave(r, dim=heads),  q[:, :, :, None].expand(.., r, ..).reshape(..)     absorbed: H = G r
 
-Value head h reads key head h // r, as the op has it. A repeat in the other order (h % G, as ``Tensor.repeat`` makes it) is
-another function; which of the two it is, is read off the view that merges heads and copies: the copies come last.
+Value head h reads key head h // r, as the op has it. A repeat in the other order (h % G, as ``Tensor.repeat`` makes
+it) is another function; which of the two it is, is read off the view that merges heads and copies: the copies come
+last.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def absorb_scale(fused: Fused, scope: Scope) -> Fused | None:
     if found is None:
         return None
     source, scale = found
-    if source.shape != op.out.shape or not scope.lets_gradients_through([op], [source]):
+    if (source.shape, source.dtype) != (op.out.shape, op.out.dtype) or not scope.lets_gradients_through([op], [source]):
         return None
     higher = climb(replace(q, value=source), scope, fused.sizes)
     if higher is None or not scope.same_device(higher.value, q.value):

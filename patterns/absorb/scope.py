@@ -27,7 +27,9 @@ class Scope:
     grad: bool
     """A result of the region wants a gradient, so gradients must get through whatever is absorbed too."""
     end: int
+    """Where the results have been read for the first time, at the latest."""
     inside: frozenset[object] = field(repr=False)
+    """Dynamo nodes whose writes come after the op has read its inputs."""
 
     @staticmethod
     def of(fused: Fused, shadow: Graph, *, keep_upcasts: bool) -> Scope:
@@ -36,8 +38,8 @@ class Scope:
             shadow,
             keep_upcasts,
             grad=any(gradient.wants_gradient(placement.value.node) for placement in results),
-            end=max((op.position for op in fused.candidate.core), default=0),
-            inside=frozenset(op.node for op in fused.candidate.ops),
+            end=max(op.position for op in [*fused.candidate.core, *(user for p in results for user in p.value.users)]),
+            inside=frozenset([*(op.node for op in fused.candidate.ops), *_stores(fused, shadow)]),
         )
 
     def crosses(self, op: Op) -> bool:
@@ -78,3 +80,11 @@ class Scope:
 
     def same_device(self, value: Value, other: Value) -> bool:
         return compat.example_value(value.node).device == compat.example_value(other.node).device
+
+
+def _stores(fused: Fused, shadow: Graph) -> list[object]:
+    """Writes of the final state itself into a buffer."""
+    if fused.final_state is None:
+        return []
+    node = fused.final_state.value.node
+    return [write.node for write in shadow.mutations if node in write.node.all_input_nodes]

@@ -41,6 +41,10 @@ def gla_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple
     return (q.unsqueeze(-2) @ state).squeeze(-2), state
 
 
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class Layer(nn.Module):
     """Projections around a mixer with q, k, v, a log gate and beta per head; the mixer's text is an argument."""
 
@@ -53,7 +57,7 @@ class Layer(nn.Module):
 
     def mixed(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, self.size)).unbind(-3)
-        gate, beta = self.gates(x).float().unflatten(-1, (2, self.heads)).unbind(-2)
+        gate, beta = wide(self.gates(x)).unflatten(-1, (2, self.heads)).unbind(-2)
         k = torch.nn.functional.normalize(k, dim=-1)
         return self.mixer(q, k, v, -torch.nn.functional.softplus(gate), beta.sigmoid())
 
