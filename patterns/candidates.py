@@ -14,11 +14,14 @@ from kdacompile.patterns.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Exit, Group, is_soft
 from kdacompile.patterns.roles import Hypothesis, frames, has_role, hypotheses
-from kdacompile.patterns.vocabulary import LAYOUT
+from kdacompile.patterns.vocabulary import LAYOUT, PICKING, PLACING
 
 SMALLEST_VISIBLE = 1e-2
 """Additive constants below this could hide from random probes (an eps), so a region may not hold one."""
 
+
+MOVES = LAYOUT | PICKING | PLACING
+"""What may happen to a result on its way out: it is laid out, cast, cut to length, put into a buffer of its own."""
 
 MAX_EXITS = 4
 """Exits of a group that are paired as output and final state."""
@@ -77,15 +80,14 @@ def _exit_pairs(exits: list[Exit]) -> Iterator[tuple[Exit, Exit | None]]:
 
 
 def _carried_on(exit_: Exit, *, last_first: bool) -> list[Value]:
-    """Separators in the order to try: runs of casts, layouts and constant factors, each from its latest value."""
+    """Separators in the order to try: runs of layouts, casts and constant factors, each from its latest value."""
     runs: list[list[Value]] = []
     for value in exit_.chain:
         op = value.op
         assert op is not None
         data = [read for read in op.reads if not read.const]
-        simple = (
-            op.name in LAYOUT or op.name in ("slice", "select") or (op.name in ("mul", "div", "neg") and len(data) == 1)
-        )
+        moves = op.name in MOVES or op.name in ("mul", "div", "neg")
+        simple = moves and len(data) == 1
         if runs and simple and data[0] is runs[-1][-1]:
             runs[-1].append(value)
         else:

@@ -22,8 +22,8 @@ from kdacompile.patterns.match import Fused
 
 RULES: tuple[Rule, ...] = (
     absorb_casts,
-    absorb_scale,
     absorb_l2norm,
+    absorb_scale,
     absorb_repeat,
     absorb_sigmoid_beta,
     absorb_softplus_gate,

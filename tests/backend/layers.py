@@ -48,7 +48,7 @@ def wide(x: Tensor) -> Tensor:
 class Layer(nn.Module):
     """Projections around a mixer with q, k, v, a log gate and beta per head; the mixer's text is an argument."""
 
-    def __init__(self, mixer: Function = gated_delta_loop, width: int = 12, heads: int = 2, size: int = 4) -> None:
+    def __init__(self, mixer: Function = gated_delta_loop, width: int = 12, heads: int = 3, size: int = 4) -> None:
         super().__init__()
         self.mixer, self.heads, self.size = mixer, heads, size
         self.qkv = nn.Linear(width, 3 * heads * size, bias=False)
@@ -65,14 +65,25 @@ class Layer(nn.Module):
         return x + self.out(self.mixed(x).to(x.dtype).flatten(-2))
 
 
-def delta_arguments(
-    batch: int = 2, length: int = 5, heads: int = 2, size: int = 4, seed: int = 0
-) -> tuple[Tensor, ...]:
+# All sizes differ: equal ones leave the roles of dimensions open, and each way to fill them takes a proof.
+BATCH, LENGTH, HEADS, KEY, VALUE = 2, 5, 3, 4, 6
+
+
+def delta_arguments(batch: int = BATCH, length: int = LENGTH, seed: int = 0) -> tuple[Tensor, ...]:
     """q, k, v, g, beta for ``gated_delta_loop``."""
     rng = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(batch, length, heads, size, generator=rng) for _ in range(3))
-    g, beta = (torch.rand(batch, length, heads, generator=rng) for _ in range(2))
+    q, k = (torch.randn(batch, length, HEADS, KEY, generator=rng) for _ in range(2))
+    v = torch.randn(batch, length, HEADS, VALUE, generator=rng)
+    g, beta = (torch.rand(batch, length, HEADS, generator=rng) for _ in range(2))
     return q, k / k.norm(dim=-1, keepdim=True), v, -g, beta
+
+
+def step_arguments(seed: int = 0) -> tuple[Tensor, ...]:
+    """q, k, v, g, state for ``gla_step``."""
+    rng = torch.Generator().manual_seed(seed)
+    q, k, v, _, _ = delta_arguments(seed=seed)
+    g = -torch.rand(BATCH, HEADS, KEY, generator=rng)
+    return q[:, 0], k[:, 0], v[:, 0], g, torch.randn(BATCH, HEADS, KEY, VALUE, generator=rng)
 
 
 def compiled(fn: Function, inner: str = "eager", **keywords: Any) -> Function:

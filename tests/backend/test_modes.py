@@ -21,6 +21,7 @@ from tests.backend.layers import (
     gradients,
     patterns,
     run_both,
+    step_arguments,
     train_both,
 )
 from tests.compare import relative_error, worst_error
@@ -193,7 +194,7 @@ def test_custom_autograd_functions_beside_the_region(inner: str) -> None:
 
 def test_a_custom_autograd_function_inside_the_region_keeps_its_backward() -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        state = torch.zeros(2, 2, 4, 4)
+        state = torch.zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
         outs: list[Tensor] = []
         for t in range(q.shape[1]):
             state = _Scaled.apply(state) * 0.5 * g[:, t].exp()[..., None, None]
@@ -274,10 +275,10 @@ def test_two_regions_side_by_side_with_one_state() -> None:
 
     def fn(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         first, state = gla_step(q, k, v, g, state)
-        second, state = gla_step(q + 1, first.tanh(), v, g, state)
+        second, state = gla_step(q + 1, k, first.tanh(), g, state)
         return first, second, state
 
-    arguments = (*(x[:, 0] for x in delta_arguments()[:3]), -torch.rand(2, 2, 4), torch.randn(2, 2, 4, 4))
+    arguments = step_arguments()
     error, gradient_error, _ = train_both(fn, arguments)
     assert max(error, gradient_error) < 1e-5
 
@@ -289,7 +290,7 @@ class Cached(nn.Module):
         super().__init__()
         self.in_place = in_place
         self.state: Tensor
-        self.register_buffer("state", torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(1)))
+        self.register_buffer("state", step_arguments(seed=1)[4])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         if not self.in_place:
@@ -305,7 +306,7 @@ class Cached(nn.Module):
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_a_buffer_is_overwritten(in_place: bool, inner: str) -> None:
     ours, plain = Cached(in_place=in_place), Cached(in_place=in_place)
-    arguments = (*(x[:, 0] for x in delta_arguments()[:3]), -torch.rand(2, 2, 4))
+    arguments = step_arguments()[:4]
     with torch.no_grad(), collecting() as report:
         run = compiled(ours, inner)
         for _ in range(3):
@@ -394,7 +395,7 @@ WRITES = (
 
 @pytest.mark.parametrize("fn", WRITES, ids=lambda fn: fn.__name__.strip("_"))
 def test_writes_around_the_region(fn: Callable[..., Any]) -> None:
-    arguments = (*(x[:, 0] for x in delta_arguments()[:3]), -torch.rand(2, 2, 4), torch.randn(2, 2, 4, 4))
+    arguments = step_arguments()
     ours, plain = ([x.clone() for x in arguments] for _ in range(2))
     with torch.no_grad(), collecting() as report:
         have = compiled(fn)(*ours)
@@ -406,7 +407,7 @@ def test_writes_around_the_region(fn: Callable[..., Any]) -> None:
 def test_gradients_after_a_compiled_step_in_place_of_a_copy() -> None:
     """The overwritten state is a computed tensor: autograd goes through the write."""
 
-    q, k, g = *(x[:, 0] for x in delta_arguments()[:2]), -torch.rand(2, 2, 4)
+    q, k, given, g, start = step_arguments()
 
     def fn(v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         cache = state * 1.0
@@ -414,7 +415,7 @@ def test_gradients_after_a_compiled_step_in_place_of_a_copy() -> None:
         cache.copy_(new)
         return out, cache
 
-    arguments = (torch.randn(2, 2, 4), torch.randn(2, 2, 4, 4))
+    arguments = (given, start)
     leaves = [x.clone().requires_grad_() for x in arguments]
     plain = [x.clone().requires_grad_() for x in arguments]
     have, want = compiled(fn)(*leaves), fn(*plain)
