@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kdacompile import ops
+    from kdacompile.backend import inductor_pass
     from kdacompile.collect import collecting
     from kdacompile.errors import KdaError, StrictError
     from kdacompile.explainer import explain
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["KdaError", "Match", "Rejection", "Report", "StrictError", "__version__", "collecting", "explain", "ops"]
+__all__ = ["KdaError", "Match", "Rejection", "Report", "StrictError", "__version__", "collecting", "explain", "inductor_pass", "ops"]
 
 # Loaded on first use, for two reasons: ``python -m kdacompile doctor`` must be able to say why ``import torch`` itself
 # fails (a torch_npu without CANN does that), and importing the package must not cost a second of torch.
@@ -30,6 +31,7 @@ _HOME = {
     "Report": "kdacompile.report",
     "collecting": "kdacompile.collect",
     "explain": "kdacompile.explainer",
+    "inductor_pass": "kdacompile.backend",
 }
 
 

@@ -11,39 +11,68 @@ from typing import Any
 import torch
 from torch import fx
 
-from kdacompile import compat, compiler_pass
+from kdacompile import compat, compiler_pass, remembered
+from kdacompile.errors import UnknownOptionError
+from kdacompile.report import GraphReport
 from kdacompile.settings import Settings, parse
 
 
 @functools.cache
 def source_fingerprint() -> str:
     """A hash of every file that decides what is rewritten and how it runs, and of the libraries' versions."""
-    digest = hashlib.sha256()
     import kdacompile.lowering
     import kdacompile.patterns
 
+    digest = hashlib.sha256()
     for package in (kdacompile, kdacompile.patterns, kdacompile.lowering):
         root = Path(str(package.__file__)).parent
-        for path in sorted(root.rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode())
-            digest.update(path.read_bytes())
+        for path in sorted(root.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(str(path.relative_to(root)).encode())
+                digest.update(path.read_bytes())
     digest.update(torch.__version__.encode())
     return digest.hexdigest()
 
 
 class KdaPass(compat.CustomGraphPass):
-    """The rewrite as Inductor's pre-grad pass. Inductor runs it on nested graphs itself, so it does not recurse."""
+    """The rewrite as Inductor's pre-grad pass. Inductor runs it on nested graphs itself, so it does not recurse.
 
-    def __init__(self, settings: Settings) -> None:
+    ``earlier`` is what the user had in that place: it runs first, and is part of the identity.
+    """
+
+    def __init__(self, settings: Settings, earlier: object = None) -> None:
         self.settings = settings
-        self.ran = False
+        self.earlier = compat.as_passes(earlier)
+        self.reports: list[GraphReport] = []
+        """One per graph the pass ran on: none if the compiled code came from a cache."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.ran = True
-        compiler_pass.run(graph.owning_module, self.settings)
+        for run in self.earlier:
+            run(graph)
+        self.reports.append(compiler_pass.run(graph.owning_module, self.settings))
+
+    def identity(self) -> str:
+        """Changes with everything that could change the result, as far as the passes before this one tell."""
+        own = f"kdacompile-{source_fingerprint()}-{self.settings.fingerprint()}"
+        return "+".join([own, *(str(compat.pass_uuid(run)) for run in self.earlier)])
 
     def uuid(self) -> Any:
-        return f"kdacompile-{source_fingerprint()}-{self.settings.fingerprint()}"
+        """The identity for Inductor; None, so that nothing is cached, if a pass before this one has none."""
+        return None if any(compat.pass_uuid(run) is None for run in self.earlier) else self.identity()
+
+
+def inductor_pass(**options: Any) -> KdaPass:
+    """The rewrite alone, for whoever drives Inductor without ``torch.compile``, as AOTInductor's users do::
+
+        program = torch.export.export(model, example)
+        configs = {"pre_grad_custom_pass": kdacompile.inductor_pass(strict=True)}
+        torch._inductor.aoti_compile_and_package(program, inductor_configs=configs)
+
+    ``options`` are the ``kda.*`` options without their prefix.
+    """
+    if "inner" in options:
+        raise UnknownOptionError(key="inner", hint=": inductor_pass() is for Inductor")
+    return KdaPass(parse(None, {f"kda.{key}": value for key, value in options.items()}))
 
 
 def kda(
@@ -68,8 +97,14 @@ def kda(
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
-    run = KdaPass(settings)
-    patches = {**settings.inductor_patches(), "pre_grad_custom_pass": run}
+    patches = settings.inductor_patches()
+    run = KdaPass(settings, patches.get(compat.PASS_OPTION, compat.inductor_option(compat.PASS_OPTION)))
+    memory = remembered.Memory(gm, run.identity())
     # torch 2.11 leaves the pass's uuid out of the AOT cache key; the tag is in it on every version.
-    with torch.compiler.config.patch(cache_key_tag=run.uuid()):  # type: ignore[attr-defined]
-        return compat.compile_fx(gm, example_inputs, config_patches=patches)
+    with compat.cache_key_tag(run.identity()):
+        compiled = compat.compile_fx(gm, example_inputs, config_patches={**patches, compat.PASS_OPTION: run})
+    if run.reports:
+        memory.keep(run.reports)
+    else:
+        memory.emit()
+    return compiled

@@ -7,11 +7,15 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = [
     "CustomGraphPass",
@@ -28,6 +32,40 @@ __all__ = [
     "size_hint",
     "writes_first_argument",
 ]
+
+
+PASS_OPTION = "pre_grad_custom_pass"
+
+
+def as_passes(given: object) -> list[Callable[[fx.Graph], object]]:
+    """The passes in an Inductor option that takes one, several (since torch 2.13) or none."""
+    if given is None:
+        return []
+    passes = list(given) if isinstance(given, (list, tuple)) else [given]
+    return [item for item in passes if callable(item)]
+
+
+def pass_uuid(run: object) -> Any:
+    """A pass's identity for caches; None for plain functions."""
+    return run.uuid() if isinstance(run, CustomGraphPass) else None
+
+
+def inductor_option(name: str) -> Any:
+    return getattr(inductor_config, name)
+
+
+def inductor_cache_dir() -> str:
+    return cache_dir()
+
+
+def disk_caches() -> bool:
+    return not inductor_config.force_disable_caches
+
+
+def cache_key_tag(tag: str) -> contextlib.AbstractContextManager[Any]:
+    """Add ``tag`` to the keys of all compile caches, beside what the user has put there."""
+    config: Any = torch.compiler.config  # its fields are installed at run time
+    return config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}")
 
 
 def is_random(target: Any) -> bool:
@@ -59,9 +97,56 @@ def size_hint(size: Any) -> Any:
     return size
 
 
-def free_symbols(size: Any) -> Any:
-    """The sympy expression of a symbolic size (the size itself if it is a plain number)."""
-    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
+def free_symbols(value: Any) -> set[Any]:
+    """The symbols in a size, in a tensor's sizes, or in those of a collection."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return set(value.node.expr.free_symbols)
+    if isinstance(value, torch.Tensor):
+        return free_symbols(tuple(value.shape))
+    if isinstance(value, (list, tuple)):
+        return {symbol for item in value for symbol in free_symbols(item)}
+    return set()
+
+
+def is_unbacked(symbol: Any) -> bool:
+    return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
+
+
+def shape_env(nodes: list[fx.Node]) -> Any:
+    """The environment that knows the graph's symbols, guards and ranges."""
+    for node in nodes:
+        value = example_value(node)
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            if isinstance(size, (torch.SymInt, torch.SymFloat)):
+                return size.node.shape_env
+    raise ValueError("the graph has no symbolic sizes")
+
+
+def backed_hints(env: Any) -> dict[Any, int]:
+    return {symbol: int(hint) for symbol, hint in env.backed_var_to_val.items() if getattr(hint, "is_integer", False)}
+
+
+def in_range(env: Any, symbol: Any, size: int) -> bool:
+    known = env.var_to_range.get(symbol)
+    return size >= 2 and (known is None or bool(known.lower <= size) and bool(size <= known.upper))
+
+
+def allowed(env: Any, sizes: dict[Any, int]) -> bool:
+    """True if ``sizes`` satisfy every guard of the graph that can be evaluated with them."""
+    numbers = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
+    numbers |= {symbol: expr.xreplace(numbers) for symbol, expr in env.replacements.items()}
+    return all(guard.expr.xreplace(numbers) == sympy.true for guard in env.guards)
+
+
+def size_at(size: Any, sizes: dict[Any, int]) -> Any:
+    """A symbolic number at an instance; raises ``NoHint`` where the instance does not settle it."""
+    if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return size
+    number = sympy.sympify(size.node.expr).xreplace({symbol: sympy.Integer(value) for symbol, value in sizes.items()})
+    if number.free_symbols:
+        raise NoHint(f"{size} is not settled")
+    kind = int if isinstance(size, torch.SymInt) else float if isinstance(size, torch.SymFloat) else bool
+    return kind(number)
 
 
 def no_fake_modes() -> contextlib.AbstractContextManager[Any]:

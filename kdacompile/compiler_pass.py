@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from kdacompile import compat
+from kdacompile import compat, trace
 from kdacompile.collect import emit
+from kdacompile.instances import Instances
 from kdacompile.patterns.absorb import absorb
 from kdacompile.patterns.blockers import find_blockers
 from kdacompile.patterns.candidates import Candidate, candidates
@@ -95,6 +96,7 @@ class _Work:
         self.rejections: list[Rejection] = []
         self.seconds: dict[str, float] = {}
         self.nodes = len(gm.graph.nodes)
+        self.instances = Instances(gm)
 
     @contextmanager
     def timed(self, phase: str) -> Generator[None]:
@@ -109,8 +111,10 @@ class _Work:
             reason = "the graph runs under a transform of torch.func (vmap, grad, jvp)"
             self.rejections.append(Rejection("linear_attention", reason, "unknown", "transform"))
             return
+        trace.before(self.gm)
         with self.timed("shadow"):
             shadow = make_shadow(self.gm)
+        trace.shadow(shadow)
         with self.timed("match"):
             groups = find_groups(shadow)
         for group in groups:
@@ -119,6 +123,7 @@ class _Work:
         if self.matches:
             self.gm.graph.lint()
             self.gm.recompile()
+            trace.after(self.gm)
 
     def visit(self, shadow: Graph, group: Group) -> None:
         """Rewrite the first candidate of a group that is proven and can be spliced; else report the most telling
@@ -132,10 +137,12 @@ class _Work:
                 obstacles.append(found)
                 continue
             verdict = self.judge(found)
+            trace.candidate(found, verdict.reason or "proven")
             if verdict.hypothesis is None:
                 refused.append((found, verdict))
             else:
-                failure = self.rewrite(shadow, self.fuse(shadow, found, verdict))
+                fused = self.fuse(shadow, found, verdict)
+                failure = self.check_sizes(shadow, fused) or self.rewrite(shadow, fused)
                 if failure is None:
                     return
                 unspliced.append(failure)
@@ -155,6 +162,19 @@ class _Work:
         with self.timed("absorb"):
             fused = from_hypothesis(candidate, verdict.hypothesis, verdict.max_error)
             return absorb(fused, shadow, keep_upcasts=self.settings.precision == "fp32")
+
+    def check_sizes(self, shadow: Graph, fused: Fused) -> Rejection | None:
+        """A rejection if the match might not hold at other values of the graph's symbolic sizes."""
+
+        def recognise(other: Graph, candidate: Candidate) -> Fused | None:
+            verdict = self.judge(candidate)
+            return None if verdict.hypothesis is None else self.fuse(other, candidate, verdict)
+
+        with self.timed("sizes"):
+            reason = self.instances.disagreement(shadow, fused, recognise)
+        if reason is None:
+            return None
+        return Rejection(fused.pattern.name, reason, source_of(_innermost(fused)), "dynamic")
 
     def reject_blocked(self, shadow: Graph) -> None:
         """Near misses without a region: say which operator stands in the way."""

@@ -8,7 +8,8 @@ disappears is still read.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Splice:
         self.shadow = shadow
         self.fused = fused
         self.place = {node: index for index, node in enumerate(self.graph.nodes)}
+        self.timeline = _timeline(shadow, self.place)
         self.dying = self.region_nodes()
         self.zones = gradient.zones(gm.graph)
         self.detached = False
@@ -61,6 +63,11 @@ class Splice:
         names = {node for op in ops for value in op.outs for node, _ in self.shadow.names.get(value, [])}
         nodes |= (names - writes) | self.shadow.dead
         return {node for node in nodes if node in self.place and node.op in ("call_function", "call_method")}
+
+    def now(self, position: int) -> int:
+        """Where a position of the graph the shadow was made of is in the graph as it is now."""
+        index = bisect_right(self.timeline, (position, len(self.place)))
+        return self.timeline[index - 1][1] if index else -1
 
     # -- checks ---------------------------------------------------------------------------------------------------
     def check(self) -> fx.Node:
@@ -126,8 +133,9 @@ class Splice:
         if self.detached:
             return
         writes = [m.node for m in self.shadow.mutations if m.node in self.dying]
-        inputs = [placement.value for placement in self.fused.inputs.values()]
-        cut = gradient.is_cut(self.fused.candidate.ops, inputs, self.shadow.names)
+        inputs = {placement.value for placement in self.fused.inputs.values()}
+        ops = self.fused.candidate.ops | ancestors(self.fused.candidate.cut, inputs.__contains__)
+        cut = gradient.is_cut(ops, inputs, self.shadow.names)
         if cut or not all(self.zones[node][0] for node in writes):
             raise CannotSplice("grad", "gradients are cut in part of the region")
 
@@ -142,7 +150,8 @@ class Splice:
 
     def names(self, placement: Placement) -> list[tuple[fx.Node, int]]:
         """The nodes through which a value of the region is read, with the position from which they stand for it."""
-        return [(node, since) for node, since in self.shadow.names.get(placement.value, []) if node in self.place]
+        names = self.shadow.names.get(placement.value, [])
+        return [(node, self.now(since)) for node, since in names if node in self.place]
 
     def later_users(self, placement: Placement) -> list[tuple[fx.Node, fx.Node]]:
         """Uses of an output outside the region: (name, user)."""
@@ -157,10 +166,10 @@ class Splice:
         """Every input must still hold, where the op is inserted, what it held when the region read it."""
         for placement in self.fused.inputs.values():
             node = placement.value.node
-            made = self.place[node] if placement.value.op is None else placement.value.op.position
+            made = self.place[node] if placement.value.op is None else self.now(placement.value.op.position)
             for mutation in self.shadow.mutations:
                 same = mutation.storage == self.shadow.storages.get(node)
-                if same and mutation.node not in self.dying and made < mutation.position < before:
+                if same and mutation.node not in self.dying and made < self.now(mutation.position) < before:
                     raise CannotSplice(
                         "mutation", f"{placement.role} is overwritten before the region's results are used"
                     )
@@ -169,7 +178,9 @@ class Splice:
         """Buffers the region fills in place must not be read elsewhere, except as its outputs."""
         stores = {copy for copy, _ in self.stores}
         dying_writes = {m.storage for m in self.shadow.mutations if m.node in self.dying and m.node not in stores}
-        outside_writes = {m.storage for m in self.shadow.mutations if m.node not in self.dying and m.position < before}
+        outside_writes = {
+            m.storage for m in self.shadow.mutations if m.node not in self.dying and self.now(m.position) < before
+        }
         if dying_writes & outside_writes:
             raise CannotSplice("mutation", "a buffer of the region is also written outside it")
         lost = {self.shadow.storages.get(source) for source, _ in self.shadow.written.values()} & dying_writes
@@ -385,6 +396,13 @@ class Splice:
                 removable = not node.users and (node in writes or not compat.writes_first_argument(node))
                 if removable:
                     self.graph.erase_node(node)
+
+
+def _timeline(shadow: Graph, place: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
+    """(position when the shadow was made, place now) of the nodes that earlier rewrites left standing, in order."""
+    known: dict[fx.Node, int] = {op.node: op.position for op in shadow.ops}
+    known |= {mutation.node: mutation.position for mutation in shadow.mutations}
+    return sorted((position, place[node]) for node, position in known.items() if node in place)
 
 
 def _hint(size: Any) -> int:

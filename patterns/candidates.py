@@ -9,7 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from kdacompile.patterns.cuts import MAX_INPUTS, NoCut, minimum_cut
+from kdacompile.patterns.evaluate import EvaluationError, constant
 from kdacompile.patterns.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Exit, Group, is_soft
@@ -63,7 +66,7 @@ def candidates(graph: Graph, group: Group) -> Iterator[Candidate | Obstacle]:
                     if key in tried:
                         continue
                     tried.add(key)
-                    yield from _candidate(group, cut, output, state)
+                    yield from read_region(group, cut, output, state)
 
 
 def _exit_pairs(exits: list[Exit]) -> Iterator[tuple[Exit, Exit | None]]:
@@ -189,7 +192,7 @@ def _pushed(cut: list[Value], group: Group, eligible: Callable[[Value], bool]) -
     return moved
 
 
-def _candidate(group: Group, cut: list[Value], output: Value, state: Value | None) -> Iterator[Candidate | Obstacle]:
+def read_region(group: Group, cut: list[Value], output: Value, state: Value | None) -> Iterator[Candidate | Obstacle]:
     stop = set(cut)
     outputs = [output] if state is None else [output, state]
     ops = ancestors(outputs, stop.__contains__)
@@ -208,7 +211,10 @@ def _obstacle(ops: set[Op], group: Group, outputs: list[Value]) -> Obstacle | No
             continue
         if not is_soft(op):
             return Obstacle("operator", f"the region contains {op.name}, which probes cannot judge", op)
-        small = _small_constant(op)
+        try:
+            small = _small_constant(op)
+        except EvaluationError as error:
+            return Obstacle("constant", f"the region adds a constant that cannot be computed here ({error})", op)
         if small:
             return Obstacle("constant", f"the region adds {small:g}, too small for probes to judge", op)
         if op in group.ops:
@@ -239,13 +245,17 @@ def _rounding(ops: set[Op], group: Group, cut: list[Value], outputs: list[Value]
 
 
 def _small_constant(op: Op) -> float:
+    """The smallest number the operator adds to data, if it is small enough to hide from probes (0 otherwise)."""
     if op.name not in ("add", "sub", "rsub"):
         return 0.0
     for arg in op.args[:2]:
-        if isinstance(arg, (int, float)) and 0 < abs(arg) < SMALLEST_VISIBLE:
-            return float(arg)
-        if isinstance(arg, Value) and arg.payload is not None and arg.payload.numel() == 1:
-            number = abs(float(arg.payload))
-            if 0 < number < SMALLEST_VISIBLE:
-                return number
+        if isinstance(arg, (int, float)):
+            sizes = torch.tensor([float(arg)], dtype=torch.float64).abs()
+        elif isinstance(arg, Value) and arg.const:
+            sizes = constant(arg).double().abs()
+        else:
+            continue
+        hidden = sizes[(sizes > 0) & (sizes < SMALLEST_VISIBLE)]
+        if hidden.numel():
+            return float(hidden.min())
     return 0.0

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from kdacompile.patterns.ir import Op, Value
 from kdacompile.patterns.regions import is_soft
 
@@ -52,7 +54,7 @@ def _walk(targets: list[Value], core: set[Op]) -> tuple[dict[Value, list[Value]]
         if value in parents:
             continue
         op = value.op
-        if op is None or not (op in core or is_soft(op)):
+        if op is None or not (op in core or (is_soft(op) and not _rounds(op))):
             parents[value] = []
             sources.append(value)
             continue
@@ -61,6 +63,14 @@ def _walk(targets: list[Value], core: set[Op]) -> tuple[dict[Value, list[Value]]
             sources.append(value)
         stack.extend(parents[value])
     return parents, sources
+
+
+def _rounds(op: Op) -> bool:
+    """True for casts to less precision: the proof runs in float64 and cannot see them, so a region ends there."""
+    if op.name != "_to_copy" or not op.reads:
+        return False
+    source, target = op.reads[0].dtype, op.out.dtype
+    return torch.promote_types(source, target) != target
 
 
 Side = tuple[Value, bool]

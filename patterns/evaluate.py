@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdacompile.patterns.ir import Op, Value, map_values
+from kdacompile.patterns.ir import Op, Value, ancestors, map_values
 
 Factors = tuple[tuple[int, int], ...]
 """One dimension as a product of (captured size, size of this run)."""
@@ -113,6 +113,11 @@ class Region:
                 self.constants[value] = lane
             else:
                 env[value] = lane
+
+
+def constant(value: Value) -> Tensor:
+    """The data of a value no input reaches; EvaluationError if it cannot be computed here."""
+    return Region(list(ancestors([value], lambda _: False)), [], [value])([])[0]
 
 
 _FILLERS = {"zeros": 0.0, "ones": 1.0, "zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0}

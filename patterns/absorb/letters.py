@@ -70,6 +70,15 @@ def regrouped(out: Value, letters: str, source: Value, sizes: dict[str, int]) ->
     return "".join(found)
 
 
+def one_head(out: Value, letters: str, source: Value) -> tuple[str, int] | None:
+    """Letters above an expand of a single key head, and how many it made of it."""
+    if len(out.shape) != len(source.shape) or letters.count("G") != 1:
+        return None
+    dim = letters.index("G")
+    text = _unexpanded(out, letters.replace("G", "="), source)
+    return (text, out.shape[dim]) if text is not None and source.shape[dim] == 1 else None
+
+
 def split_heads(out: Value, letters: str, source: Value) -> tuple[str, int] | None:
     """Letters above a view that merges key heads with copies of each: ([.., G, r, ..] -> [.., G r, ..], r)."""
     found = ["."] * len(source.shape)

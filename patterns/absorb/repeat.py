@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kdacompile.patterns.absorb.casts import climb
-from kdacompile.patterns.absorb.letters import REGROUPS, split_heads
+from kdacompile.patterns.absorb.letters import REGROUPS, one_head, split_heads
 from kdacompile.patterns.absorb.scope import Scope
 from kdacompile.patterns.match import Fused
 from kdacompile.patterns.roles import Placement
@@ -29,9 +29,9 @@ def absorb_repeat(fused: Fused, scope: Scope) -> Fused | None:
 def _before_repeat(placement: Placement, scope: Scope, sizes: dict[str, int]) -> tuple[Placement, int] | None:
     """The tensor with one head per group, and the number of copies made of each."""
     op = placement.value.op
-    if op is None or op.name not in REGROUPS or "G" not in placement.letters:
+    if op is None or op.name not in REGROUPS | {"expand"} or "G" not in placement.letters:
         return None
-    found = split_heads(op.out, placement.letters, op.reads[0])
+    found = (one_head if op.name == "expand" else split_heads)(op.out, placement.letters, op.reads[0])
     if found is None or not scope.lets_gradients_through([op], op.reads):
         return None
     letters, copies = found

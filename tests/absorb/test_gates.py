@@ -45,7 +45,6 @@ SOFTPLUS: dict[str, tuple[Gate, tuple[Tensor, ...], bool]] = {
     "token": (lambda x, a, b: -a.exp() * F.softplus(x + b), (TOKEN, RATE, BIAS), True),
     "token_upcast_rate": (lambda x, a, b: -(a.float().exp() * F.softplus(b + x.float())), (TOKEN, RATE, BIAS), True),
     "token_no_bias": (lambda x, a: -a.exp() * F.softplus(x), (TOKEN, RATE), False),
-    "token_no_rate": (lambda x: -F.softplus(x), (TOKEN,), False),
     "token_heads_first": (
         lambda x, a, b: -(a.exp()[:, None] * F.softplus(x.transpose(1, 2) + b[:, None])).transpose(1, 2),
         (TOKEN, RATE, BIAS),
@@ -62,7 +61,6 @@ SOFTPLUS: dict[str, tuple[Gate, tuple[Tensor, ...], bool]] = {
         (MERGED, RATE, BIASES.flatten()),
         True,
     ),
-    "padded_rate": (lambda x, a: F.softplus(x) * -a.exp(), (CHANNEL, RATE.view(1, 1, HEADS, 1)), False),
     "log1p": (lambda x, a: -a.exp() * torch.where(x <= 30, x.exp().log1p(), x), (TOKEN, RATE), False),
     "stable": (lambda x, a: -a.exp() * stable(x), (TOKEN, RATE), False),
     "logsigmoid": (lambda x, a: a.exp() * F.logsigmoid(-x), (TOKEN, RATE), False),

@@ -1,0 +1,84 @@
+"""Reports kept beside Inductor's caches: on a warm cache the pass does not run, and the report still says what is in it.
+
+A report is filed under the graph's text, its inputs and the pass's identity. Losing one is harmless: compiled code never
+depends on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from kdacompile import compat, compiler_pass
+from kdacompile.collect import emit
+from kdacompile.errors import ReportFormatError
+from kdacompile.report import GraphReport, Report
+
+log = logging.getLogger(__name__)
+
+
+class Memory:
+    """Where the report of one compilation is kept. Make it before the graph is rewritten."""
+
+    def __init__(self, gm: fx.GraphModule, identity: str) -> None:
+        modules = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+        self.nodes = sum(len(module.graph.nodes) for module in modules)
+        # Almost every graph of almost every model has nothing to report: for those nothing is hashed or written.
+        self.interesting = any(compiler_pass.worth_a_look(module.graph) for module in modules)
+        self.path = _file(modules, identity) if self.interesting else None
+
+    def keep(self, reports: Sequence[GraphReport]) -> None:
+        """Write down what the pass just reported."""
+        if self.path is None or not compat.disk_caches():
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
+                file.write(Report(graphs=list(reports)).to_json())
+            os.replace(file.name, self.path)  # at once: another process may be reading
+        except OSError as error:
+            log.warning("the report could not be kept for later processes: %s", error)
+
+    def emit(self) -> None:
+        """Report what the cached code was reported to be when it was compiled."""
+        for report in self.recall() or [GraphReport(nodes=self.nodes)]:
+            matches = tuple(replace(match, from_cache=True) for match in report.matches)
+            emit(replace(report, matches=matches, seconds={}, from_cache=True))
+
+    def recall(self) -> list[GraphReport]:
+        if self.path is None or not self.path.exists():
+            return []
+        try:
+            return Report.from_json(self.path.read_text()).graphs
+        except (OSError, ReportFormatError) as error:
+            log.warning("%s is not readable: %s", self.path, error)
+            return []
+
+
+def _file(modules: Sequence[fx.GraphModule], identity: str) -> Path:
+    digest = hashlib.sha256(identity.encode())
+    digest.update(f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}".encode())
+    for module in modules:
+        digest.update(str(module.graph).encode())
+        for text in _inputs(module.graph):
+            digest.update(text.encode())
+    name = digest.hexdigest()
+    return Path(compat.inductor_cache_dir()) / "kdacompile" / name[:2] / f"{name}.json"
+
+
+def _inputs(graph: fx.Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        value = compat.example_value(node)
+        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+            strides = value.stride() if value.layout == torch.strided else None
+            yield f"{node.name} {tuple(value.shape)} {strides} {value.dtype} {value.device} {value.requires_grad}"
+        elif node.op == "placeholder":
+            yield f"{node.name} {value}"

@@ -1,0 +1,51 @@
+"""Structured trace artifacts: with ``TORCH_TRACE`` set, tlparse shows what the pass saw and what it made of it.
+
+Nothing here costs anything unless a trace is being written: torch calls the payload functions only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from kdacompile.patterns.candidates import Candidate
+from kdacompile.patterns.ir import Graph
+
+
+def before(gm: fx.GraphModule) -> None:
+    """The Dynamo graph as it came in."""
+    _artifact("before", lambda: _readable(gm))
+
+
+def after(gm: fx.GraphModule) -> None:
+    """The Dynamo graph with the ops in it."""
+    _artifact("after", lambda: _readable(gm))
+
+
+def shadow(graph: Graph) -> None:
+    """The functional copy that regions are found in."""
+    _artifact("shadow", lambda: "\n".join([f"inputs: {graph.inputs}", *map(repr, graph.ops), f"outputs: {graph.outputs}"]))
+
+
+def candidate(found: Candidate, verdict: str) -> None:
+    """A region that was put to the proof, and what came of it."""
+
+    def text() -> str:
+        ops = sorted(found.ops, key=lambda op: op.outs[0].index)
+        ends = [f"inputs: {found.cut}", f"output: {found.output}", f"final state: {found.final_state}"]
+        return "\n".join([*ends, f"verdict: {verdict}", *map(repr, ops)])
+
+    _artifact("candidate", text)
+
+
+def _readable(gm: fx.GraphModule) -> str:
+    return gm.print_readable(print_output=False)
+
+
+def _artifact(name: str, text: Callable[[], str]) -> None:
+    def metadata() -> dict[str, str]:
+        return {"name": f"kdacompile_{name}", "encoding": "string"}
+
+    torch._logging.trace_structured("artifact", metadata_fn=metadata, payload_fn=text)

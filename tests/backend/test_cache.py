@@ -1,0 +1,185 @@
+"""Compile caches on disk: hits where nothing changed, and never an old result after a change. Each run is a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from kdacompile import backend, remembered
+from kdacompile.collect import collecting
+from kdacompile.settings import Settings
+from tests.backend.layers import compiled, delta_arguments, gated_delta_loop, patterns
+
+ROOT = Path(__file__).parents[2]
+LATE_PASSES = not torch.__version__.startswith("2.11.")  # later versions ask the cache first
+
+
+def run(variant: str, cache: Path) -> dict[str, Any]:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    environment.pop("TORCHINDUCTOR_FORCE_DISABLE_CACHES", None)
+    command = [sys.executable, "-m", "tests.backend.cached_run", variant]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that one process has filled."""
+    cache = tmp_path_factory.mktemp("inductor")
+    first = run("plain", cache)
+    assert (first["hits"], first["misses"]) == (0, 1)
+    assert first["matches"] == ["gated_delta_rule"]
+    assert first["from_cache"] == [False]
+    assert (first["ratio"], first["gradient_ratio"]) == (1.0, 1.0)
+    return cache
+
+
+@pytest.mark.slow
+def test_unchanged_code_hits_the_cache_and_keeps_its_report(warm: Path) -> None:
+    again = run("plain", warm)
+    assert (again["hits"], again["misses"]) == (1, 0)
+    assert (again["ratio"], again["gradient_ratio"]) == (1.0, 1.0)
+    assert again["matches"] == ["gated_delta_rule"]
+    assert again["from_cache"] == [LATE_PASSES]
+
+
+@pytest.mark.slow
+def test_changed_code_misses_the_cache(warm: Path) -> None:
+    changed = run("changed", warm)
+    assert (changed["hits"], changed["misses"]) == (0, 1)
+    assert (changed["ratio"], changed["gradient_ratio"]) == (2.0, 2.0)
+
+
+@pytest.mark.slow
+def test_changed_settings_miss_the_cache(warm: Path) -> None:
+    assert run("settings", warm)["misses"] == 1
+
+
+@pytest.mark.slow
+def test_the_fingerprint_is_what_prevents_a_stale_result(warm: Path) -> None:
+    """The control: the same change with the old fingerprint is served the old code (or, where the pass runs before the
+    cache is asked, a miss)."""
+    stale = run("stale", warm)
+    assert stale["ratio"] == (1.0 if stale["hits"] else 2.0)
+
+
+def test_every_source_file_is_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import kdacompile.patterns
+
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr(kdacompile.patterns, "__file__", str(tmp_path / "__init__.py"))
+    fingerprints: set[str] = set()
+    for text in ("", "x = 1", "x = 2"):
+        (tmp_path / "rule.py").write_text(text)
+        (tmp_path / "__pycache__").mkdir(exist_ok=True)
+        (tmp_path / "__pycache__" / "rule.pyc").write_text(str(len(fingerprints)))
+        fingerprints.add(backend.source_fingerprint.__wrapped__())
+    assert len(fingerprints) == 3
+    assert backend.source_fingerprint.__wrapped__() in fingerprints
+
+
+# -- the pass beside other passes -----------------------------------------------------------------------------------
+
+
+class AddOne(torch._inductor.custom_graph_pass.CustomGraphPass):
+    """Adds one to what the graph returns."""
+
+    def __init__(self, name: str = "one") -> None:
+        self.name = name
+
+    def __call__(self, graph: fx.Graph) -> None:
+        add_one(graph)
+
+    def uuid(self) -> str:
+        return self.name
+
+
+def add_one(graph: fx.Graph) -> None:
+    output = next(iter(reversed(graph.nodes)))
+    for value in output.all_input_nodes:
+        with graph.inserting_before(output):
+            more = graph.call_function(torch.add, (value, 1))
+        more.meta = dict(value.meta)
+        output.replace_input_with(value, more)
+
+
+@pytest.mark.parametrize("theirs", [AddOne(), add_one])
+def test_the_users_own_pass_runs_too(theirs: Any) -> None:
+    with torch.no_grad(), collecting() as report:
+        run = compiled(gated_delta_loop, "inductor", options={"pre_grad_custom_pass": theirs})
+        out = run(*delta_arguments())
+    assert patterns(report) == ["gated_delta_rule"]
+    assert torch.allclose(out, gated_delta_loop(*delta_arguments()) + 1, atol=1e-5)
+
+
+def test_the_users_pass_from_the_global_configuration_runs_too() -> None:
+    with torch.no_grad(), collecting() as report, torch._inductor.config.patch(pre_grad_custom_pass=AddOne()):
+        out = compiled(gated_delta_loop, "inductor")(*delta_arguments())
+    assert patterns(report) == ["gated_delta_rule"]
+    assert torch.allclose(out, gated_delta_loop(*delta_arguments()) + 1, atol=1e-5)
+
+
+def test_the_identity_includes_the_users_pass() -> None:
+    identities = {backend.KdaPass(Settings(), earlier).uuid() for earlier in (None, AddOne("a"), AddOne("b"), add_one)}
+    assert len(identities) == 4
+    assert None in identities  # add_one has no identity, so nothing may be cached
+
+
+# -- remembered reports -----------------------------------------------------------------------------------------------
+
+
+def graph_of(fn: Any, *arguments: Tensor) -> fx.GraphModule:
+    held: list[fx.GraphModule] = []
+
+    def keep(gm: fx.GraphModule, _: Any) -> Any:
+        held.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=keep, dynamic=False)(*arguments)
+    return held[0]
+
+
+def test_a_report_is_kept_and_recalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    gm = graph_of(gated_delta_loop, *delta_arguments())
+    memory = remembered.Memory(gm, "v1")
+    with collecting() as report:
+        kept = backend.compiler_pass.run(gm, Settings())
+    with torch._inductor.config.patch(force_disable_caches=False):
+        memory.keep([kept])
+    assert memory.recall() == [kept]
+    with collecting() as recalled:
+        memory.emit()
+    assert [graph.from_cache for graph in recalled.graphs] == [True]
+    assert patterns(recalled) == patterns(report)
+    assert "from cache" in str(recalled)
+
+
+def test_a_report_is_only_for_its_own_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    short, long = (graph_of(gated_delta_loop, *delta_arguments(length=length)) for length in (3, 4))
+    paths = [remembered.Memory(gm, name).path for gm, name in ((short, "v1"), (long, "v1"), (short, "v2"))]
+    assert len(set(paths)) == 3
+
+
+def test_a_lost_or_broken_report_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    memory = remembered.Memory(graph_of(gated_delta_loop, *delta_arguments()), "v1")
+    assert memory.recall() == []
+    assert memory.path is not None
+    memory.path.parent.mkdir(parents=True)
+    memory.path.write_text("{")
+    with collecting() as report:
+        memory.emit()
+    assert [(graph.from_cache, graph.matches) for graph in report.graphs] == [(True, ())]
+    assert report.graphs[0].nodes > 10

@@ -1,0 +1,139 @@
+"""Models without linear attention: bit-identical to Inductor, not a graph more, and nothing of ours but one cheap look."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kdacompile import backend, compiler_pass, shadow
+from kdacompile.collect import collecting
+from tests.backend.layers import compiled, delta_arguments, gated_delta_loop, patterns
+from tests.compare import tensors
+
+Function = Callable[..., Any]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def eager_attention_with_rope(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    place = torch.arange(q.shape[-2])[:, None] / 10000.0 ** (torch.arange(0, q.shape[-1], 2) / q.shape[-1])
+    cos, sin = place.cos().repeat(1, 2), place.sin().repeat(1, 2)
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    scores = rotated(q) @ rotated(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
+    mask = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril()
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+def graph_break(x: Tensor) -> Tensor:
+    y = x.relu() * 2
+    torch._dynamo.graph_break()
+    return y @ y.transpose(-1, -2)
+
+
+HEADS = tuple(torch.randn(2, 3, 6, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+MODELS: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
+    "mlp": (nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)), (torch.randn(4, 12),)),
+    "conv": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2)), (torch.randn(2, 3, 9, 9),)),
+    "attention": (attention, HEADS),
+    "eager_attention_with_rope": (eager_attention_with_rope, HEADS),
+    "norms": (nn.Sequential(nn.LayerNorm(12), nn.RMSNorm(12), nn.Softmax(-1)), (torch.randn(4, 12),)),
+    "graph_break": (graph_break, (torch.randn(2, 5, 5),)),
+}
+
+
+@pytest.fixture
+def shadows(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """The graphs a shadow was built of."""
+    built: list[torch.fx.GraphModule] = []
+
+    def counting(gm: torch.fx.GraphModule, *rest: Any) -> Any:
+        built.append(gm)
+        return shadow.make_shadow(gm, *rest)
+
+    monkeypatch.setattr(compiler_pass, "make_shadow", counting)
+    return built
+
+
+def graphs_of(fn: Function, arguments: tuple[Tensor, ...], compiler: Any) -> tuple[Any, int]:
+    count = 0
+
+    def counting(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        nonlocal count
+        count += 1
+        return compiler(gm, inputs)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return torch.compile(fn, backend=counting, dynamic=False)(*arguments), count
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bit_identical_to_inductor(name: str, shadows: list[torch.fx.GraphModule]) -> None:
+    fn, arguments = MODELS[name]
+    if isinstance(fn, nn.Module):
+        fn.eval()
+    with collecting() as report:
+        ours, our_graphs = graphs_of(fn, arguments, backend.kda)
+    theirs, their_graphs = graphs_of(fn, arguments, torch._inductor.compile)
+    assert all(torch.equal(x, y) for x, y in zip(tensors(ours), tensors(theirs), strict=True))
+    assert our_graphs == their_graphs
+    assert not report.matches
+    if name not in ("eager_attention_with_rope", "attention"):  # products of activations deserve a look
+        assert not shadows
+
+
+def test_a_shadow_is_built_where_a_look_pays(shadows: list[torch.fx.GraphModule]) -> None:
+    with torch.no_grad():
+        compiled(gated_delta_loop)(*delta_arguments())
+    assert len(shadows) == 1
+
+
+def test_the_log_says_what_matched(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.no_grad(), caplog.at_level(logging.INFO, logger="kdacompile"):
+        compiled(gated_delta_loop)(*delta_arguments())
+    text = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith("kdacompile"))
+    assert "matched gated_delta_rule (sequence)" in text
+
+
+def test_torch_logs_knows_our_name() -> None:
+    logger = logging.getLogger("kdacompile")
+    level, handlers = logger.level, list(logger.handlers)
+    try:
+        torch._logging.set_logs(modules={"kdacompile": logging.DEBUG})
+        assert logging.getLogger("kdacompile.compiler_pass").isEnabledFor(logging.DEBUG)
+    finally:
+        torch._logging.set_logs()
+        logger.setLevel(level)
+        logger.handlers = handlers
+
+
+def test_structured_trace_artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: dict[str, str] = {}
+
+    def record(name: str, metadata_fn: Function = dict, payload_fn: Function = str, **_: Any) -> None:
+        if name == "artifact" and "kdacompile" in metadata_fn().get("name", ""):
+            written[metadata_fn()["name"]] = payload_fn()
+
+    monkeypatch.setattr(torch._logging, "trace_structured", record)
+    with torch.no_grad(), collecting() as report:
+        compiled(gated_delta_loop)(*delta_arguments())
+    assert patterns(report) == ["gated_delta_rule"]
+    assert set(written) == {f"kdacompile_{name}" for name in ("before", "shadow", "candidate", "after")}
+    assert "kdacompile.linear_attention" in written["kdacompile_after"]
+    assert "kdacompile.linear_attention" not in written["kdacompile_before"]
+    assert "select" in written["kdacompile_shadow"]
+    assert "verdict: proven" in written["kdacompile_candidate"]
+
