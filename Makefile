@@ -51,7 +51,7 @@ check: lint
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: check
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 matrix: $(TEST_STAMP)
 	$(BIN)/python -m tests.matrix

@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["KdaError", "Match", "Rejection", "Report", "StrictError", "__version__", "collecting", "explain", "inductor_pass", "ops"]
+__all__ = [
+    "KdaError",
+    "Match",
+    "Rejection",
+    "Report",
+    "StrictError",
+    "__version__",
+    "collecting",
+    "explain",
+    "inductor_pass",
+    "ops",
+]
 
 # Loaded on first use, for two reasons: ``python -m kdacompile doctor`` must be able to say why ``import torch`` itself
 # fails (a torch_npu without CANN does that), and importing the package must not cost a second of torch.

@@ -20,11 +20,11 @@ from kdacompile.settings import Settings, parse
 @functools.cache
 def source_fingerprint() -> str:
     """A hash of every file that decides what is rewritten and how it runs, and of the libraries' versions."""
-    import kdacompile.lowering
-    import kdacompile.patterns
+    import kdacompile
+    from kdacompile import lowering, patterns
 
     digest = hashlib.sha256()
-    for package in (kdacompile, kdacompile.patterns, kdacompile.lowering):
+    for package in (kdacompile, patterns, lowering):
         root = Path(str(package.__file__)).parent
         for path in sorted(root.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
@@ -49,6 +49,7 @@ class KdaPass(compat.CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for run in self.earlier:
             run(graph)
+        assert graph.owning_module is not None  # Inductor's always have one
         self.reports.append(compiler_pass.run(graph.owning_module, self.settings))
 
     def identity(self) -> str:
@@ -93,7 +94,7 @@ def kda(
         return gm.forward
     from torch._dynamo.backends.debugging import aot_eager
 
-    return aot_eager(gm, example_inputs)
+    return aot_eager(gm, list(example_inputs))
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch._guards import tracing
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
@@ -35,6 +36,14 @@ __all__ = [
 
 
 PASS_OPTION = "pre_grad_custom_pass"
+
+
+def compile_fx(gm: fx.GraphModule, inputs: Sequence[Any], config_patches: dict[str, Any]) -> Callable[..., Any]:
+    """Inductor itself; a graph module in gives a function back."""
+    from torch._inductor import compile_fx as inductor  # slow to import
+
+    compiled: Any = inductor.compile_fx(gm, inputs, config_patches=config_patches)
+    return compiled
 
 
 def as_passes(given: object) -> list[Callable[[fx.Graph], object]]:
@@ -128,7 +137,7 @@ def backed_hints(env: Any) -> dict[Any, int]:
 
 def in_range(env: Any, symbol: Any, size: int) -> bool:
     known = env.var_to_range.get(symbol)
-    return size >= 2 and (known is None or bool(known.lower <= size) and bool(size <= known.upper))
+    return size >= 2 and (known is None or (bool(known.lower <= size) and bool(size <= known.upper)))
 
 
 def allowed(env: Any, sizes: dict[Any, int]) -> bool:
@@ -223,7 +232,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 
 def _nodes(tree: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
-    fx.node.map_arg(tree, found.append)
+    map_arg(tree, found.append)
     return found
 
 
@@ -232,7 +241,7 @@ def _may_write(node: fx.Node) -> bool:
     if "mutation" in str(node.target):
         return True
     owner = node.graph.owning_module
-    bodies = [attribute(owner, arg) for arg in node.all_input_nodes if arg.op == "get_attr"]
+    bodies = [attribute(owner, arg) for arg in node.all_input_nodes if owner is not None and arg.op == "get_attr"]
     return any(
         writes_first_argument(inner)
         for body in bodies
@@ -253,7 +262,7 @@ def transforms(graph: fx.Graph) -> bool:
     return any(getattr(node.target, "__name__", "") in _TRANSFORMS for node in graph.nodes)
 
 
-def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+def attribute(gm: fx.GraphModule | None, node: fx.Node) -> Any:
     value: Any = gm
     for part in str(node.target).split("."):
         value = getattr(value, part, None)
@@ -265,28 +274,33 @@ def is_literal(node: fx.Node) -> bool:
     return node.target in (torch.tensor, torch.as_tensor) and not node.all_input_nodes
 
 
+def dtype_argument(node: fx.Node) -> torch.dtype | None:
+    dtype = node.kwargs.get("dtype")
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
 def is_graph_constant(node: fx.Node) -> bool:
     """Tensors Dynamo lifted from literals (``torch.tensor([...])`` and the like): the same on every call."""
     return node.op == "get_attr" and str(node.target).startswith("_tensor_constant")
 
 
 @contextlib.contextmanager
-def fake_mode_of(node: fx.Node) -> Iterator[Any]:
+def fake_mode_of(node: fx.Node) -> Generator[Any]:
     """Enter the fake mode the node's example value lives in."""
     value = example_value(node)
     mode = getattr(value, "fake_mode", None)
     if mode is None:
         yield None
         return
-    with torch._guards.tracing(None), mode:
+    with tracing(None), mode:
         yield mode
 
 
 def propagate_fake(node: fx.Node, like: fx.Node) -> None:
     """Give a node we inserted the example value its operator computes on its inputs' example values."""
     key = "example_value" if "example_value" in like.meta else "val"
-    args = fx.node.map_arg(node.args, example_value)
-    kwargs = fx.node.map_arg(node.kwargs, example_value)
+    args = map_arg(node.args, example_value)
+    kwargs = map_arg(node.kwargs, example_value)
     with _disable_current_modes(), fake_mode_of(like):
         if node.op == "call_method":
             node.meta[key] = getattr(args[0], str(node.target))(*args[1:], **kwargs)

@@ -1,9 +1,9 @@
-"""Symbolic sizes: a match must hold at every size the compiled graph will be called with, not only at the one at hand.
+"""Symbolic sizes: a match must hold at every size the compiled graph will be called with, not only at today's.
 
-The shadow is one concrete instance of the graph, at the sizes it was captured with, and a proof speaks about that instance
-alone. So where a region has symbolic sizes it is read and proven again at others that the graph's guards allow: once near
-the captured sizes, and once beyond every number the region's code mentions (a window of 256 tokens does not show at 20).
-The same Dynamo nodes must play the same roles with the same options, or the region declines.
+The shadow is one concrete instance of the graph, at the sizes it was captured with, and a proof speaks about that
+instance alone. So where a region has symbolic sizes it is read and proven again at others that the graph's guards
+allow: once near the captured sizes, and once beyond every number the region's code mentions (a window of 256 tokens
+does not show at 20). The same Dynamo nodes must play the same roles with the same options, or the region declines.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CannotInstantiate(Exception):
 
 
 class Instances:
-    """Shadows of one graph at other sizes. Make it before the graph is rewritten; a shadow is built when first needed."""
+    """Shadows of one graph at other sizes, built when first needed."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
@@ -63,7 +63,8 @@ class Instances:
             for sizes in others:
                 reason = self.compare(shadow, fused, sizes, recognise)
                 if reason is not None:
-                    return f"{reason} (at {', '.join(f'{symbol} = {sizes[symbol]}' for symbol in sorted(symbols, key=str))})"
+                    where = ", ".join(f"{symbol} = {sizes[symbol]}" for symbol in sorted(symbols, key=str))
+                    return f"{reason} (at {where})"
         except CannotInstantiate as error:
             return str(error)
         return None
@@ -93,7 +94,7 @@ class Instances:
 
 
 def other_sizes(env: Any, symbols: Iterable[Any], numbers: Iterable[int]) -> Iterator[Sizes]:
-    """Sizes near the captured ones, then as far out as ``numbers`` ask for; each of ``symbols`` differs from its hint."""
+    """Sizes near the captured ones, then as far out as ``numbers`` ask for; all of ``symbols`` get other values."""
     hints = compat.backed_hints(env)
     wanted = sorted(symbols, key=str)
     near = _first_allowed(env, hints, wanted, lambda hint, turn: [hint + step for step in _rotated(_STEPS, turn)])
@@ -118,7 +119,9 @@ def _rotated(steps: tuple[int, ...], turn: int) -> tuple[int, ...]:
     return (*steps[turn:], *steps[:turn])
 
 
-def _first_allowed(env: Any, hints: Sizes, symbols: list[Any], choices: Callable[[int, int], list[int]]) -> Sizes | None:
+def _first_allowed(
+    env: Any, hints: Sizes, symbols: list[Any], choices: Callable[[int, int], list[int]]
+) -> Sizes | None:
     """The first assignment that differs in every symbol and that the guards allow."""
     options = [
         [size for size in choices(hints[symbol], turn) if size != hints[symbol] and compat.in_range(env, symbol, size)]
@@ -137,7 +140,9 @@ def _diagonally(options: list[list[int]]) -> Iterator[tuple[int, ...]]:
     for reach in range(1, longest + 1):
         cut = [choice[:reach] for choice in options]
         for picked in itertools.product(*cut):
-            if any(len(choice) >= reach and choice[reach - 1] == size for choice, size in zip(options, picked, strict=True)):
+            if any(
+                len(choice) >= reach and choice[reach - 1] == size for choice, size in zip(options, picked, strict=True)
+            ):
                 yield picked
 
 
@@ -151,9 +156,8 @@ def _numbers(nodes: Iterable[fx.Node]) -> set[int]:
         elif isinstance(item, (list, tuple)):
             for part in item:
                 visit(part)
-        elif isinstance(item, (int, float)) and not isinstance(item, bool) and 2 <= abs(item) < math.inf:
-            if isinstance(item, int) or abs(item) <= FARTHEST:
-                found.add(math.ceil(abs(item)))
+        elif isinstance(item, (int, float)) and 2 <= abs(item) <= (FARTHEST if isinstance(item, float) else math.inf):
+            found.add(math.ceil(abs(item)))
 
     for node in nodes:
         if node.op in ("call_function", "call_method"):

@@ -1,7 +1,7 @@
-"""Reports kept beside Inductor's caches: on a warm cache the pass does not run, and the report still says what is in it.
+"""Reports kept beside Inductor's caches: on a warm cache the pass does not run, and there is still something to report.
 
-A report is filed under the graph's text, its inputs and the pass's identity. Losing one is harmless: compiled code never
-depends on it.
+A report is filed under the graph's text, its inputs and the pass's identity. Losing one is harmless: compiled code
+never depends on it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ def after(gm: fx.GraphModule) -> None:
 
 def shadow(graph: Graph) -> None:
     """The functional copy that regions are found in."""
-    _artifact("shadow", lambda: "\n".join([f"inputs: {graph.inputs}", *map(repr, graph.ops), f"outputs: {graph.outputs}"]))
+    _artifact(
+        "shadow", lambda: "\n".join([f"inputs: {graph.inputs}", *map(repr, graph.ops), f"outputs: {graph.outputs}"])
+    )
 
 
 def candidate(found: Candidate, verdict: str) -> None:

@@ -1,7 +1,7 @@
 """Compile one function in a fresh process and print what happened, for test_cache.py.
 
-Arguments: ``plain``, ``settings`` (another kda.* option), ``stale`` (the rewrite changes but its fingerprint does not: what
-the fingerprint guards against) or ``changed`` (both change, as when a file is edited).
+Its argument: ``plain``, ``stale`` (the rewrite changes but its fingerprint does not: what the fingerprint guards
+against) or ``changed`` (both change, as when a file is edited).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(variant: str) -> None:
     if variant == "changed":
         fingerprint = backend.source_fingerprint()
         backend.source_fingerprint = lambda: f"{fingerprint} edited"  # type: ignore[assignment]
-    options = {"kda.verify": "wide"} if variant == "settings" else {"kda.expect": {"gated_delta_rule": 1}}
+    options: Any = {"kda.expect": {"gated_delta_rule": 1}}
     arguments = [x.requires_grad_() for x in delta_arguments()]
     with collecting() as report:
         run = torch.compile(gated_delta_loop, backend="kda", fullgraph=True, options=options)

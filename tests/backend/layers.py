@@ -1,4 +1,4 @@
-"""Small models with linear attention inside, and the check that compiling them changes nothing but the code that runs."""
+"""Small models with linear attention inside, and helpers that run them compiled and plain."""
 
 from __future__ import annotations
 
@@ -89,8 +89,9 @@ def step_arguments(seed: int = 0) -> tuple[Tensor, ...]:
 def compiled(fn: Function, inner: str = "eager", **keywords: Any) -> Function:
     """``torch.compile(fn, backend="kda")`` in a process that has forgotten everything compiled before."""
     torch._dynamo.reset()
-    options = {"kda.inner": inner, **keywords.pop("options", {})}
-    return torch.compile(fn, backend="kda", options=options, **{"fullgraph": True, "dynamic": False, **keywords})
+    options: Any = {"kda.inner": inner, **keywords.pop("options", {})}
+    keywords = {"fullgraph": True, "dynamic": False, **keywords}
+    return torch.compile(fn, backend="kda", options=options, **keywords)
 
 
 def patterns(report: Report) -> list[str]:
@@ -117,7 +118,8 @@ def gradients(outputs: Any, wanted: Sequence[Tensor]) -> list[Tensor]:
     for out in tensors(outputs):
         loss = loss + (out.float() * torch.randn(out.shape, generator=rng)).sum()
     found = torch.autograd.grad(loss, wanted, allow_unused=True)
-    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(wanted, found, strict=True)]
+    pairs: Any = zip(wanted, found, strict=True)
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in pairs]
 
 
 def train_both(

@@ -1,4 +1,4 @@
-"""Models without linear attention: bit-identical to Inductor, not a graph more, and nothing of ours but one cheap look."""
+"""Models without linear attention: bit-identical to Inductor, not a graph more, one cheap look of ours."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def graph_break(x: Tensor) -> Tensor:
 HEADS = tuple(torch.randn(2, 3, 6, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
 MODELS: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "mlp": (nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)), (torch.randn(4, 12),)),
-    "conv": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2)), (torch.randn(2, 3, 9, 9),)),
+    "conv": (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2)),
+        (torch.randn(2, 3, 9, 9),),
+    ),
     "attention": (attention, HEADS),
     "eager_attention_with_rope": (eager_attention_with_rope, HEADS),
     "norms": (nn.Sequential(nn.LayerNorm(12), nn.RMSNorm(12), nn.Softmax(-1)), (torch.randn(4, 12),)),
@@ -136,4 +139,3 @@ def test_structured_trace_artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "kdacompile.linear_attention" not in written["kdacompile_before"]
     assert "select" in written["kdacompile_shadow"]
     assert "verdict: proven" in written["kdacompile_candidate"]
-

@@ -75,12 +75,12 @@ def loop(
     return torch.stack(outs, dim=1)
 
 
-def detached_half_way(*arguments: Tensor) -> Tensor:
-    return loop(*arguments, between=lambda t, s: s.detach() if t == 2 else s)
+def detached_half_way(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    return loop(q, k, v, g, beta, between=lambda t, s: s.detach() if t == 2 else s)
 
 
-def data_half_way(*arguments: Tensor) -> Tensor:
-    return loop(*arguments, between=lambda t, s: s.data if t == 2 else s)
+def data_half_way(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    return loop(q, k, v, g, beta, between=lambda t, s: s.data if t == 2 else s)
 
 
 def gate_detached_inside(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -151,7 +151,8 @@ def all_without_gradient(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tenso
 
 def all_in_inference_of_a_copy(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """Everything that enters is cut: the region's inputs want no gradient."""
-    return loop(*(x.detach() for x in (q, k, v, g, beta))) + v
+    q, k, w, g, beta = (x.detach() for x in (q, k, v, g, beta))
+    return loop(q, k, w, g, beta) + v
 
 
 CUTS = (

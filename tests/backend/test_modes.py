@@ -29,8 +29,10 @@ from tests.compare import relative_error, worst_error
 DELTA = ["gated_delta_rule"]
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("mode", "inner"),
+    [(torch.no_grad, "eager"), (torch.inference_mode, "eager"), (torch.inference_mode, "inductor")],
+)
 def test_without_autograd(mode: Callable[[], Any], inner: str) -> None:
     with mode():
         ours, plain, report = run_both(Layer(), [torch.randn(2, 5, 12)], inner)
@@ -152,7 +154,7 @@ def test_activation_checkpoint(inner: str) -> None:
 
 def _nested() -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
     first, second = Layer(), Layer()
-    region = torch.compiler.nested_compile_region(Layer.forward)
+    region: Any = torch.compiler.nested_compile_region(Layer.forward)
     return lambda x: region(second, region(first, x)), (*first.parameters(), *second.parameters())
 
 
@@ -182,7 +184,7 @@ class _Scaled(torch.autograd.Function):
         return grads[0] * 5
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_custom_autograd_functions_beside_the_region(inner: str) -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         return _Scaled.apply(gated_delta_loop(q, k, _Scaled.apply(v), g, beta))  # type: ignore[no-any-return]
@@ -224,7 +226,8 @@ def test_vmap_is_left_alone() -> None:
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacfwd])
 def test_function_transforms(transform: Callable[..., Any]) -> None:
     def fn(*arguments: Tensor) -> Tensor:
-        return transform(lambda v: gated_delta_loop(*arguments[:2], v, *arguments[3:]).sin().sum())(arguments[2])
+        q, k, v, g, beta = arguments
+        return transform(lambda x: gated_delta_loop(q, k, x, g, beta).sin().sum())(v)
 
     with torch.no_grad():
         ours, plain, _ = run_both(fn, delta_arguments(batch=1, length=3))
@@ -234,7 +237,7 @@ def test_function_transforms(transform: Callable[..., Any]) -> None:
 # -- dropout, two regions, buffers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_dropout_of_nothing(inner: str) -> None:
     class Dropped(Layer):
         def forward(self, x: Tensor) -> Tensor:
@@ -259,7 +262,7 @@ def test_dropout_on_the_way_in_keeps_its_random_numbers() -> None:
     assert worst_error(ours, fn(*delta_arguments())) < 1e-5
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_two_regions_one_feeding_the_other(inner: str) -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         first = gated_delta_loop(q, k, v, g, beta)

@@ -62,8 +62,8 @@ def no_dimensions(x: Tensor) -> Tensor:
 
 @odd
 def lists_of_tensors(x: Tensor) -> list[Tensor]:
-    pieces = list(x.unbind(1)) + list(x.split([1, 2, 2], dim=1))
-    return torch._foreach_add(pieces, 1.0) + [torch.stack(pieces[:3])]
+    pieces = list(x.unbind(1))
+    return [*torch._foreach_add(pieces, 1.0), torch.stack(pieces[:3]), *x.split([1, 2], dim=1)]
 
 
 @odd
@@ -101,7 +101,7 @@ def diagonals_written(x: Tensor) -> Tensor:
 
 @odd
 def strided_by_hand(x: Tensor) -> Tensor:
-    y = x.contiguous()
+    y = x.clone()
     window = y.as_strided((3, 4), (2, 1), 1)
     window.add_(1)
     return window, y  # type: ignore[return-value]
@@ -154,7 +154,7 @@ def scan(x: Tensor) -> Tensor:
 def map_over_batch(x: Tensor) -> Tensor:
     from torch._higher_order_ops.map import map as run
 
-    return run(lambda row: row.sin(), x)
+    return run(lambda row, *_: row.sin(), x)  # type: ignore[no-any-return]
 
 
 @odd
@@ -209,7 +209,12 @@ def cumulative(x: Tensor) -> Any:
 @odd
 def broadcast_and_meshes(x: Tensor) -> Any:
     a, b = torch.meshgrid(torch.arange(3), torch.arange(4), indexing="ij")
-    return torch.broadcast_tensors(x, x[:1]), a + b, torch.cartesian_prod(a[:, 0], b[0]), torch.block_diag(x[0, 0], x[1, 1])
+    return (
+        torch.broadcast_tensors(x, x[:1]),
+        a + b,
+        torch.cartesian_prod(a[:, 0], b[0]),
+        torch.block_diag(x[0, 0], x[1, 1]),
+    )
 
 
 @odd
