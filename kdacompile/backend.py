@@ -46,6 +46,11 @@ class KdaPass(compat.CustomGraphPass):
         self.reports: list[GraphReport] = []
         """One per graph the pass ran on: none if the compiled code came from a cache."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch 2.11 hashes the pickled pass into its cache keys: neither reports (they hold timings) nor less than the
+        # whole identity may be in it.
+        return _revive, (self.settings, self.earlier, self.identity())
+
     def __call__(self, graph: fx.Graph) -> None:
         for run in self.earlier:
             run(graph)
@@ -60,6 +65,11 @@ class KdaPass(compat.CustomGraphPass):
     def uuid(self) -> Any:
         """The identity for Inductor; None, so that nothing is cached, if a pass before this one has none."""
         return None if any(compat.pass_uuid(run) is None for run in self.earlier) else self.identity()
+
+
+def _revive(settings: Settings, earlier: object, identity: str) -> KdaPass:
+    del identity  # that of the process that pickled; this one has its own
+    return KdaPass(settings, earlier)
 
 
 def inductor_pass(**options: Any) -> KdaPass:

@@ -332,7 +332,7 @@ class Splice:
         return self.with_meta(call, like)
 
     def options(self, like: fx.Node) -> dict[str, Any]:
-        fused = self.fused
+        fused, dtype = self.fused, compat.example_value(like).dtype
         return {
             "scale": fused.scale,
             "delta": fused.delta,
@@ -341,7 +341,8 @@ class Splice:
             "gate_scale": fused.gate_scale,
             "sigmoid_beta": fused.sigmoid_beta,
             "qk_l2norm_eps": fused.qk_l2norm_eps,
-            "out_dtype": compat.example_value(like).dtype,
+            # Left out where it is v's own: AOTInductor of torch 2.11 hands dtypes to Python ops under the wrong number.
+            "out_dtype": None if dtype == compat.example_value(fused.inputs["v"].value.node).dtype else dtype,
         }
 
     def getitem(self, call: fx.Node, index: int, like: fx.Node) -> fx.Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from kdacompile import backend, remembered
 from kdacompile.collect import collecting
+from kdacompile.report import GraphReport
 from kdacompile.settings import Settings
 from tests.backend.layers import compiled, delta_arguments, gated_delta_loop, patterns
 
@@ -136,6 +138,14 @@ def test_the_identity_includes_the_users_pass() -> None:
     identities = {backend.KdaPass(Settings(), earlier).uuid() for earlier in (None, AddOne("a"), AddOne("b"), add_one)}
     assert len(identities) == 4
     assert None in identities  # add_one has no identity, so nothing may be cached
+
+
+def test_pickling_is_identity() -> None:
+    first, second = backend.KdaPass(Settings()), backend.KdaPass(Settings())
+    second.reports.append(GraphReport(seconds={"shadow": 1.0}))
+    assert pickle.dumps(first) == pickle.dumps(second)
+    assert pickle.dumps(first) != pickle.dumps(backend.KdaPass(Settings(strict=True)))
+    assert pickle.loads(pickle.dumps(first)).uuid() == first.uuid()
 
 
 # -- remembered reports -----------------------------------------------------------------------------------------------
