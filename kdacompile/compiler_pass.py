@@ -34,7 +34,7 @@ MAX_CANDIDATES = 24
 """Candidates proven per group before it is left alone."""
 
 _PRODUCTS = frozenset("matmul __matmul__ bmm baddbmm einsum mm sum mv inner".split())
-_OUTER = frozenset("mul __mul__ multiply imul".split())
+_OUTER = frozenset("mul __mul__ multiply imul addcmul addcmul_".split())
 
 verdicts = Verdicts()
 
@@ -60,6 +60,8 @@ def worth_a_look(graph: fx.Graph) -> bool:
 def _spreads(node: fx.Node) -> bool:
     """True for products larger than both factors (outer products)."""
     values = [compat.example_value(arg) for arg in node.all_input_nodes]
+    if len(values) == 3:  # addcmul: what the product is added to
+        values = values[1:]
     out = compat.example_value(node)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if len(tensors) != 2 or not isinstance(out, torch.Tensor) or out.dim() < 3:

@@ -8,6 +8,7 @@ state. Exits are told apart by which anchors they depend on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -51,40 +52,34 @@ def _is_weight(value: Value) -> bool:
     return value.param or (value.op is None and not value.const and len(value.shape) == 2)
 
 
-def _activations(op: Op) -> list[Value]:
+def _activations(operands: list[Value]) -> list[Value]:
     """Distinct data operands: constants, parameters and repeats of the same value do not count."""
-    roots = [_root(value) for value in op.reads]
+    roots = [_root(value) for value in operands]
     return list(dict.fromkeys(root for root in roots if not root.const and not root.param))
 
 
-def _spreads(op: Op) -> bool:
+def _spreads(factors: list[Value], out: Value) -> bool:
     """An outer product: the result is larger than both factors."""
-    if len(op.reads) != 2:
-        return False
-    size = [1, 1]
-    for index, value in enumerate(op.reads):
-        for length in value.shape:
-            size[index] *= length
-    total = 1
-    for length in op.out.shape:
-        total *= length
-    return total > size[0] and total > size[1]
+    return len(factors) == 2 and all(math.prod(out.shape) > math.prod(value.shape) for value in factors)
 
 
 def is_anchor(op: Op) -> bool:
     if op.out.const or not is_soft(op):
         return False
     if op.name in CONTRACTIONS:
-        return len(_activations(op)) >= 2
+        return len(_activations(op.reads)) >= 2
     if op.name in SCANS or op.name in SOLVES:
         return True
     if op.name == "mul":
-        return len(_activations(op)) >= 2 and _spreads(op)
+        return len(_activations(op.reads)) >= 2 and _spreads(op.reads, op.out)
+    if op.name == "addcmul":
+        factors = list(op.args[1:3])
+        return len(_activations(factors)) >= 2 and _spreads(factors, op.out)
     if op.name == "sum":
         source = _root(op.reads[0]).op
         while source is not None and source.name in SELECTIONS:
             source = _root(next(value for value in source.reads if not value.const)).op
-        return source is not None and source.name == "mul" and len(_activations(source)) >= 2
+        return source is not None and source.name == "mul" and len(_activations(source.reads)) >= 2
     return False
 
 

@@ -22,10 +22,7 @@ def gla_outer_setitem(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     return out
 
 
-MANY = tuple(n for n in LENGTHS if n > 1)  # one token: not recognised yet
-
-
-@spelling("gla", "q k v alpha state", scale=1.0, returns_state=True, lengths=MANY)
+@spelling("gla", "q k v alpha state", scale=1.0, returns_state=True, lengths=LENGTHS)
 def gla_factor_addcmul(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     outs = []
     for t in range(q.shape[1]):
