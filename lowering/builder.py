@@ -73,6 +73,9 @@ class Builder:
     def log(self, x: Value, name: str = "") -> Value:
         return self._op(OpKind.LOG, (x,), name)
 
+    def neg(self, x: Value, name: str = "") -> Value:
+        return self._op(OpKind.NEG, (x,), name)
+
     def cumsum(self, x: Value, *, reverse: bool = False, name: str = "") -> Value:
         """Sums over rows ``<= i``, or with ``reverse`` over rows ``> i`` (exclusive: no difference is needed)."""
         return self._op(OpKind.CUMSUM, (x,), name, reverse=reverse)

@@ -17,7 +17,14 @@ from .ir import Carry, Op, OpKind, Per, Program, Value
 from .schedule import DecayGroup, Node, schedule
 from .stages import Section
 
-_ELEMENTWISE = {OpKind.ADD: "add", OpKind.SUB: "sub", OpKind.MUL: "mul", OpKind.EXP: "exp", OpKind.LOG: "log"}
+_ELEMENTWISE = {
+    OpKind.ADD: "add",
+    OpKind.SUB: "sub",
+    OpKind.MUL: "mul",
+    OpKind.EXP: "exp",
+    OpKind.LOG: "log",
+    OpKind.NEG: "neg",
+}
 _COMMUTES = (OpKind.ADD, OpKind.MUL)
 
 
@@ -39,7 +46,7 @@ def expression(op: Op, refs: list[str], out: str = "") -> str:
     into = f", out={out}" if out else ""
     alpha = ", alpha=-1" if op.attr("negate", False) else ""
     match op.kind:
-        case OpKind.ADD | OpKind.SUB | OpKind.MUL | OpKind.EXP | OpKind.LOG:
+        case OpKind.ADD | OpKind.SUB | OpKind.MUL | OpKind.EXP | OpKind.LOG | OpKind.NEG:
             return f"torch.{_ELEMENTWISE[op.kind]}({', '.join(refs)}{into})"
         case OpKind.DOT:
             a, b = (f"{ref}.mT" if op.attr(f"trans_{i}", False) else ref for i, ref in zip("ab", refs[:2], strict=True))

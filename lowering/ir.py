@@ -63,6 +63,7 @@ class OpKind(str, Enum):
     MUL = "mul"
     EXP = "exp"
     LOG = "log"
+    NEG = "neg"
     CUMSUM = "cumsum"
     REDUCE = "reduce"
     TRANSPOSE = "transpose"
@@ -243,6 +244,7 @@ _ARITY = {
     OpKind.MUL: (2, 2),
     OpKind.EXP: (1, 1),
     OpKind.LOG: (1, 1),
+    OpKind.NEG: (1, 1),
     OpKind.CUMSUM: (1, 1),
     OpKind.REDUCE: (1, 1),
     OpKind.TRANSPOSE: (1, 1),
@@ -264,7 +266,7 @@ def infer(kind: OpKind, inputs: tuple[Value, ...], attrs: dict[str, Attr], where
         dtype = _same_dtype(types, where)
         a, b = types
         return TileType(_broadcast(a.rows, b.rows, where), _broadcast(a.cols, b.cols, where), dtype)
-    if kind in (OpKind.SCALE, OpKind.EXP, OpKind.LOG, OpKind.CUMSUM):
+    if kind in (OpKind.SCALE, OpKind.EXP, OpKind.LOG, OpKind.NEG, OpKind.CUMSUM):
         return types[0]
     if kind is OpKind.CAST:
         return TileType(types[0].rows, types[0].cols, DType(attrs["to"]))

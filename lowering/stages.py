@@ -1,12 +1,15 @@
-"""From a program to stages: what runs for all steps at once, and what has to wait for the carry.
+"""Stages and buffers: a program as runs of work on one unit, and the tensors that cross between them.
 
-The split is the simplest one that is useful to every target: **prologue** (free of the carry, all steps in parallel),
-**scan** (what the next carry waits for) and **epilogue** (reads the carry but nothing waits for it, so again all
-steps in parallel).
+The coarsest split is useful to every target: **prologue** (free of the carry, all steps in parallel), **scan** (what
+the next carry waits for) and **epilogue** (reads the carry but nothing waits for it, so again all steps in parallel).
+The torch executor runs these three as they are (see ``schedule.py``). Where products and everything else live on
+different cores, ``lowering/plan`` cuts each of them further, by unit.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -14,6 +17,7 @@ from functools import cache
 import sympy
 
 from .ir import Dim, DType, Op, OpKind, Program, Value
+from .target import Unit
 
 VIEWS = (OpKind.TRANSPOSE, OpKind.CARRY, OpKind.STORE, OpKind.LOAD)
 
@@ -24,32 +28,99 @@ class Section(str, Enum):
     EPILOGUE = "epilogue"
 
 
+class Scope(str, Enum):
+    """How long a buffer's contents matter, and so where it is kept."""
+
+    PORT = "port"  # the caller's tensor
+    CARRY = "carry"  # the carried tile, resident on its unit for the whole scan
+    TENSOR = "tensor"  # one tile per lane and step, written by one section and read by another
+    WORKSPACE = "workspace"  # one tile per core group, overwritten every step: where two units meet inside a section
+    LOCAL = "local"  # made and read by one unit inside one section, and so kept in its own memory
+
+
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor that crosses a stage: one tile per element of ``layout``'s leading axes."""
+    """A tensor that crosses a stage.
+
+    ``shape`` and ``dtype`` are those of one tile; ``layout`` says what there is one tile of: "tokens", "step" or
+    "lane" as for ports, "group" for a workspace. ``reason`` says why a buffer is kept in the accumulation dtype.
+    ``producer`` and ``consumers`` are stage names. A workspace has ``copies`` (two where a step's tile is still read
+    while the next step's is written), ``tiles`` along the value columns, a ``lifetime`` (first write and last read, as
+    positions in the step) and, per tile and copy, a byte ``addresses`` entry. ``streamed``: handed over row by row.
+    """
 
     name: str
     shape: tuple[Dim, Dim]
     dtype: DType
     layout: str
+    scope: Scope = Scope.TENSOR
+    producer: str = ""
+    consumers: tuple[str, ...] = ()
+    reason: str = ""
+    tiles: int = 1
+    copies: int = 1
+    lifetime: tuple[int, int] | None = None
+    addresses: tuple[int, ...] = ()
+    streamed: bool = False
 
     @property
     def elements(self) -> sympy.Expr:
-        return _dim(self.shape[0]) * _dim(self.shape[1])
+        return size(self.shape[0]) * size(self.shape[1])
+
+    def bytes(self, sizes: Mapping[str, int], width: int) -> int:
+        """Bytes of one tile, with ``sizes`` for the symbols and ``width`` bytes an element."""
+        return evaluate(self.elements, sizes) * width
+
+
+@dataclass(frozen=True)
+class Task:
+    """One op, or one part of a macro-op, on one unit.
+
+    ``part`` is empty for a whole op. ``inputs`` are what it reads with lossless widening left out: a tile that was
+    loaded narrow is read narrow and widened on arrival.
+    """
+
+    op: Op
+    unit: Unit
+    inputs: tuple[Value, ...]
+    output: Value
+    part: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.output.name
+
+    def __str__(self) -> str:
+        if not self.part:
+            return str(self.op)
+        words = ", ".join(str(value) for value in self.inputs)
+        return f"{self.output} = {self.op.kind.value}.{self.part}({words}) : {self.output.type}"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of ops with one domain; ``flops`` and ``bytes`` per lane and step, in C, K, V, io_bytes and acc_bytes."""
+    """A run of tasks on one unit with one domain.
 
-    name: Section
-    ops: tuple[Op, ...]
+    ``domain``: ("lane", "step") where all steps run at once, ("lane",) inside the scan. ``rounding``: values rounded
+    to the inputs' dtype here. ``flops`` and ``bytes`` per lane and step, in the program's symbols, io_bytes and
+    acc_bytes. ``shift``: tasks (by name) that work for a step this many steps after the stage's own.
+    """
+
+    name: str
+    section: Section
+    unit: Unit
+    tasks: tuple[Task, ...]
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     domain: tuple[str, ...]
     rounding: tuple[str, ...]
     flops: sympy.Expr
     bytes: sympy.Expr
+    shift: Mapping[str, int]
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return tuple(dict.fromkeys(task.op for task in self.tasks))
 
 
 @cache
@@ -76,42 +147,6 @@ def sections(program: Program) -> dict[Op, Section]:
     return placed
 
 
-@cache
-def stages(program: Program) -> tuple[Stage, ...]:
-    """The non-empty sections as stages, with what crosses them."""
-    placed = sections(program)
-    return tuple(_stage(program, section) for section in Section if section in placed.values())
-
-
-def _stage(program: Program, section: Section) -> Stage:
-    placed = sections(program)
-    ops = tuple(op for op in program.ops if placed[op] is section)
-    made = {op.output for op in ops if op.output is not None}
-    reads: dict[str, Buffer] = {}
-    writes: dict[str, Buffer] = {}
-    for op in ops:
-        if op.kind in (OpKind.LOAD, OpKind.STORE):
-            port = program.port(str(op.attr("port")))
-            target = reads if op.kind is OpKind.LOAD else writes
-            target[port.name] = Buffer(port.name, port.type.shape, port.type.dtype, port.per.value)
-        for value in op.inputs:
-            if value not in made:
-                reads[value.name] = _buffer(value)
-    used_outside = {value for op in program.ops if placed[op] is not section for value in op.inputs}
-    for value in made & used_outside:
-        writes[value.name] = _buffer(value)
-    carry = program.carry
-    if carry is not None and section is Section.SCAN:
-        reads[carry.init] = Buffer(carry.init, carry.type.shape, carry.type.dtype, "lane")
-        writes[carry.final] = Buffer(carry.final, carry.type.shape, carry.type.dtype, "lane")
-    crossing = tuple(sorted(reads.values(), key=_name)), tuple(sorted(writes.values(), key=_name))
-    moved = sum((_bytes(buffer) for side in crossing for buffer in side), sympy.Integer(0))
-    rounding = tuple(op.result.name for op in ops if op.kind is OpKind.CAST)
-    domain = ("lane",) if section is Section.SCAN else ("lane", "step")
-    flops = sum((op_flops(op) for op in ops), sympy.Integer(0))
-    return Stage(section, ops, *crossing, domain, rounding, sympy.expand(flops), sympy.expand(moved))
-
-
 def op_flops(op: Op) -> sympy.Expr:
     """Multiplies and adds of one op on one tile, counted as the algorithm needs them (triangles as triangles)."""
     if op.kind in (*VIEWS, OpKind.CAST, OpKind.EYE, OpKind.MASK):
@@ -120,29 +155,33 @@ def op_flops(op: Op) -> sympy.Expr:
         a = op.inputs[0].type
         inner = a.rows if op.attr("trans_a", False) else a.cols
         rows, cols = op.result.type.shape
-        return 2 * _dim(rows) * _dim(cols) * _dim(inner)
+        return 2 * size(rows) * size(cols) * size(inner)
     if op.kind is OpKind.GATED_GRAM:
         rows, cols = op.inputs[0].type.shape
-        pairs = _dim(rows) * (_dim(rows) + (-1 if op.attr("strict", False) else 1)) / 2
-        return 2 * pairs * _dim(cols)
+        pairs = size(rows) * (size(rows) + (-1 if op.attr("strict", False) else 1)) / 2
+        return 2 * pairs * size(cols)
     if op.kind is OpKind.UNIT_LOWER_INVERSE:
-        n = _dim(op.result.type.rows)
+        n = size(op.result.type.rows)
         return n * (n - 1) * (n - 2) / 3
     source = op.inputs[0].type if op.kind is OpKind.REDUCE else op.result.type
-    return _dim(source.rows) * _dim(source.cols)
+    return size(source.rows) * size(source.cols)
 
 
-def _dim(dim: Dim) -> sympy.Expr:
-    return sympy.Symbol(dim, positive=True, integer=True) if isinstance(dim, str) else sympy.Integer(dim)
+def symbol(name: str) -> sympy.Symbol:
+    return sympy.Symbol(name, positive=True, integer=True)
 
 
-def _bytes(buffer: Buffer) -> sympy.Expr:
-    return buffer.elements * sympy.Symbol(f"{buffer.dtype.value}_bytes", positive=True, integer=True)
+def size(dim: Dim) -> sympy.Expr:
+    """A dimension as a formula; a macro-op's own buffers have dimensions like ``C*(C/16 - 1)/2``."""
+    if isinstance(dim, int):
+        return sympy.Integer(dim)
+    if dim.isidentifier():
+        return symbol(dim)
+    names = {name: symbol(name) for name in re.findall(r"[A-Za-z_]\w*", dim)}
+    return sympy.sympify(dim, locals=names)
 
 
-def _buffer(value: Value) -> Buffer:
-    return Buffer(value.name, value.type.shape, value.type.dtype, "step")
-
-
-def _name(buffer: Buffer) -> str:
-    return buffer.name
+def evaluate(formula: sympy.Expr, sizes: Mapping[str, int]) -> int:
+    """A formula's value, rounded up."""
+    value = formula.subs({symbol(name): n for name, n in sizes.items()})
+    return int(sympy.ceiling(value))

@@ -27,9 +27,10 @@ from kdacompile.lowering.executor import Executable
 from kdacompile.lowering.ir import DType, Op, OpKind, Per, Program, TileType, Value
 from kdacompile.lowering.layout import dense_layout
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
+from kdacompile.lowering.plan import plan
 from kdacompile.lowering.run import run_linear_attention
 from kdacompile.lowering.scratch import Scratch
-from kdacompile.lowering.stages import Section, sections, stages
+from kdacompile.lowering.stages import Section, sections
 from kdacompile.lowering.text import to_text
 from kdacompile.lowering.validate import validate
 from kdacompile.lowering.verify import Case, make_inputs, oracle, relative_error, verify
@@ -74,7 +75,7 @@ def test_sections_leave_only_what_the_carry_waits_for() -> None:
 
 
 def test_stage_costs() -> None:
-    prologue, scan, epilogue = stages(linear_attention_program("none", True))
+    prologue, scan, epilogue = plan(linear_attention_program("none", True), "cpu").stages
     C, K, V = (sympy.Symbol(name, positive=True, integer=True) for name in "CKV")
     assert sympy.expand(scan.flops - 4 * C * K * V) == 0
     assert sympy.expand(epilogue.flops - (2 * C * K * V + 2 * C * C * V)) == 0

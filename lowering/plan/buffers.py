@@ -1,0 +1,258 @@
+"""The buffer plan: every tensor that crosses a stage, in which dtype and why, how long, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from ..ir import DType, OpKind, Value
+from ..stages import Buffer, Scope, Section, Task
+from ..target import Unit
+from .split import Graph
+
+_LINEAR = (OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.SCALE, OpKind.NEG, OpKind.MASK, OpKind.TRANSPOSE)
+
+
+@dataclass(frozen=True)
+class PlacedRun:
+    """A stage before it is one: its name and section, and where its tasks stand in the section's order."""
+
+    name: str
+    section: Section
+    unit: Unit
+    tasks: tuple[Task, ...]
+    shift: Mapping[str, int]
+    start: int
+
+
+class Rule:
+    """Which dtype a value crosses in.
+
+    What Vec makes for a product is narrow already: its cast is part of the program. A sum that Cube hands up is fp32
+    and stays so for the reasons named here; where every reader rounds it to the inputs' dtype anyway, it crosses in it.
+    """
+
+    def __init__(self, graph: Graph, *, narrow: bool, narrow_update: bool) -> None:
+        self.graph, self.narrow, self.narrow_update = graph, narrow, narrow_update
+
+    def dtype(self, value: Value) -> tuple[DType, str]:
+        if value.type.dtype is DType.IO:
+            return DType.IO, ""
+        if not self.narrow:
+            return DType.ACC, "as made"
+        if 1 in value.type.shape:
+            return DType.ACC, "one number a row: nothing to gain"
+        reason = self._why_wide(value)
+        return (DType.ACC, reason) if reason else (DType.IO, "")
+
+    def _why_wide(self, value: Value) -> str:
+        for task in self.graph.readers(value):
+            reason = self._reader_needs(task, value)
+            if reason:
+                return reason
+        return ""
+
+    def _reader_needs(self, task: Task, value: Value) -> str:
+        """Why ``task`` needs ``value`` wide, or nothing where it (or what it makes) is rounded anyway."""
+        if task.op.kind is OpKind.CAST:
+            return ""
+        others = [v for v in task.inputs if v != value]
+        if task.output == self.graph.step:
+            if task.op.kind is OpKind.ADD and self.narrow_update:
+                return ""
+            return "goes into the fp32 master state"
+        if self.graph.carry in others:
+            return "scales the fp32 master state"
+        if task.op.kind is OpKind.UNIT_LOWER_INVERSE:
+            return "the triangular inverse amplifies its error"
+        if task.op.kind is OpKind.GATED_GRAM or task.op.kind in _LINEAR:
+            return self._why_wide(task.output)
+        return f"{task.op.kind.value} of a rounded number is not a rounded {task.op.kind.value}"
+
+
+def buffers(graph: Graph, runs: Sequence[PlacedRun], rule: Rule, tiles: int) -> list[Buffer]:
+    """Every buffer of a plan, ports first; workspaces have no addresses yet."""
+    home: dict[Task, PlacedRun] = {}
+    for run in runs:
+        for task in run.tasks:
+            home.setdefault(task, run)
+    crossing = (_crossing(task, run, home, graph, rule, tiles) for task, run in home.items())
+    return _ports(graph, runs, home) + [buffer for buffer in crossing if buffer is not None]
+
+
+def is_cheap(graph: Graph, task: Task) -> bool:
+    """Made from the caller's tensors by next to nothing: a stage that wants it makes it again."""
+    from_ports = all(v not in graph.made and v != graph.carry for v in task.inputs)
+    return from_ports and task.unit is Unit.VEC and task.op.kind in (OpKind.SCALE, OpKind.TRANSPOSE)
+
+
+def _crossing(
+    task: Task, run: PlacedRun, home: Mapping[Task, PlacedRun], graph: Graph, rule: Rule, tiles: int
+) -> Buffer | None:
+    value = task.output
+    if value == graph.step:
+        return _state(value, run, home, graph, tiles)
+    readers = [t for t in graph.readers(value) if home[t] is run or task not in home[t].tasks]
+    elsewhere = tuple(dict.fromkeys(home[t].name for t in readers if home[t] is not run))
+    columns = tiles if "V" in value.type.shape else 1
+    if all(home[t].section is run.section and t.unit is task.unit for t in readers):
+        operand = any(t.op.kind is OpKind.DOT and value in t.inputs[:2] for t in readers)
+        if not elsewhere and not (run.unit is Unit.CUBE and operand):
+            return None
+        where = elsewhere or (run.name,)
+        return Buffer(
+            value.name, value.type.shape, value.type.dtype, "group", Scope.LOCAL, run.name, where, "", columns
+        )
+    dtype, reason = rule.dtype(value)
+    if any(home[t].section is not run.section for t in readers):
+        return Buffer(value.name, value.type.shape, dtype, "step", Scope.TENSOR, run.name, elsewhere, reason)
+    lifetime, copies = _lifetime(task, run, [t for t in readers if home[t].unit is not run.unit], home)
+    return Buffer(
+        value.name,
+        value.type.shape,
+        dtype,
+        "group",
+        Scope.WORKSPACE,
+        run.name,
+        elsewhere,
+        reason,
+        columns,
+        copies,
+        lifetime,
+    )
+
+
+def _state(value: Value, run: PlacedRun, home: Mapping[Task, PlacedRun], graph: Graph, tiles: int) -> Buffer:
+    """The carry: resident where it is stepped, unless another section reads it as it is."""
+    assert graph.program.carry is not None
+    carry = graph.program.carry
+    readers = tuple(t for v in (value, graph.carry) if v is not None for t in graph.readers(v))
+    elsewhere = tuple(dict.fromkeys(home[t].name for t in readers if home[t].section is not run.section))
+    scope = Scope.TENSOR if elsewhere else Scope.CARRY
+    layout = "step" if elsewhere else "group"
+    reason = "the master state never leaves as anything less"
+    return Buffer(carry.name, value.type.shape, DType.ACC, layout, scope, run.name, elsewhere, reason, tiles)
+
+
+def _lifetime(
+    task: Task, run: PlacedRun, readers: Sequence[Task], home: Mapping[Task, PlacedRun]
+) -> tuple[tuple[int, int], int]:
+    """First write and last read as positions in the section's order, and how many copies that takes.
+
+    A task that works s steps ahead of its stage writes s periods early; a position past the end is the next period's.
+    """
+    period = 1 + max(r.start + len(r.tasks) - 1 for r in home.values() if r.section is run.section)
+
+    def when(t: Task) -> int:
+        return home[t].start + home[t].tasks.index(t) - period * home[t].shift.get(t.name, 0)
+
+    first, last = when(task), max(when(t) for t in readers)
+    lift = -(first // period) * period
+    return (first + lift, last + lift), 1 + (last - first) // period
+
+
+def _ports(graph: Graph, runs: Sequence[PlacedRun], home: Mapping[Task, PlacedRun]) -> list[Buffer]:
+    """The caller's tensors, with the stages that read or write them."""
+    program = graph.program
+    found: list[Buffer] = []
+    scan = next((run for task, run in home.items() if task.output == graph.step), None)
+    for op in program.ops:
+        if op.kind is OpKind.LOAD:
+            port = program.port(str(op.attr("port")))
+            readers = tuple(run.name for run in runs if any(op.result in t.inputs for t in run.tasks))
+            found.append(Buffer(port.name, port.type.shape, port.type.dtype, port.per.value, Scope.PORT, "", readers))
+        elif op.kind is OpKind.STORE:
+            port = program.port(str(op.attr("port")))
+            made = graph.made.get(op.inputs[0])
+            writer = "" if made is None else home[made].name
+            found.append(Buffer(port.name, port.type.shape, port.type.dtype, port.per.value, Scope.PORT, writer))
+    if program.carry is not None and scan is not None:
+        carry = program.carry
+        for name, sides in ((carry.init, ("", (scan.name,))), (carry.final, (scan.name, ()))):
+            found.append(Buffer(name, carry.type.shape, DType.ACC, "lane", Scope.PORT, *sides))
+    return found
+
+
+# ---- addresses
+
+
+def allocate(
+    workspaces: Sequence[Buffer], period: int, sizes: Mapping[str, int], widths: Mapping[DType, int], *, reuse: bool
+) -> tuple[list[Buffer], int]:
+    """Give every workspace its addresses; returns them with the bytes of all.
+
+    Without ``reuse`` every tile and copy has its own, in the order they are first written. With it, tiles of the value
+    columns are laid out alike, one after the other, and inside one tile buffers share bytes unless they are alive at
+    once (a task that reads one and writes the other counts as both). All orders of first-fit are tried, so the result
+    is the least that any first-fit finds; :func:`floor_bytes` is what no allocation can go below.
+    """
+    ordered = sorted(workspaces, key=lambda b: b.lifetime or (0, 0))
+    ordered = [b for b in ordered if _wraps(b, period)] + [b for b in ordered if not _wraps(b, period)]
+    need = {b.name: b.bytes(sizes, widths[b.dtype]) for b in ordered}
+    if not reuse:
+        placed, top = [], 0
+        for b in ordered:
+            count = b.tiles * b.copies
+            placed.append(replace(b, addresses=tuple(top + i * need[b.name] for i in range(count))))
+            top += count * need[b.name]
+        return placed, top
+    best, height = _pack(ordered, need, period)
+    tiles = max((b.tiles for b in ordered), default=1)
+    placed = []
+    for b in ordered:
+        copies = [best[b.name] + i * need[b.name] for i in range(b.copies)]
+        placed.append(replace(b, addresses=tuple(t * height + at for t in range(b.tiles) for at in copies)))
+    return placed, tiles * height
+
+
+def _pack(ordered: Sequence[Buffer], need: Mapping[str, int], period: int) -> tuple[dict[str, int], int]:
+    best: dict[str, int] = {}
+    height = -1
+    floor = floor_bytes(ordered, need, period)
+    orders = permutations(ordered) if len(ordered) <= 7 else iter([tuple(ordered)])
+    for order in orders:
+        at: dict[str, int] = {}
+        for b in order:
+            taken = sorted(
+                (at[o.name], at[o.name] + need[o.name] * o.copies)
+                for o in order
+                if o.name in at and overlap(b, o, period)
+            )
+            at[b.name] = _first_gap(taken, need[b.name] * b.copies)
+        top = max((at[b.name] + need[b.name] * b.copies for b in order), default=0)
+        if height < 0 or top < height:
+            best, height = at, top
+        if height <= floor:
+            break
+    return best, max(height, 0)
+
+
+def _first_gap(taken: Sequence[tuple[int, int]], need: int) -> int:
+    at = 0
+    for lo, hi in taken:
+        if lo - at >= need:
+            break
+        at = max(at, hi)
+    return at
+
+
+def floor_bytes(workspaces: Sequence[Buffer], need: Mapping[str, int], period: int) -> int:
+    """The most bytes alive at one position: below it no assignment of addresses exists for these lifetimes."""
+    return max(
+        (sum(need[b.name] * b.copies for b in workspaces if _alive(b, at, period)) for at in range(period)), default=0
+    )
+
+
+def overlap(a: Buffer, b: Buffer, period: int) -> bool:
+    return any(_alive(a, at, period) and _alive(b, at, period) for at in range(period))
+
+
+def _alive(b: Buffer, at: int, period: int) -> bool:
+    assert b.lifetime is not None
+    first, last = b.lifetime
+    return any(first <= at + k * period <= last for k in range(last // period + 1))
+
+
+def _wraps(b: Buffer, period: int) -> bool:
+    return b.lifetime is not None and b.lifetime[1] >= period

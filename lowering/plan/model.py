@@ -1,0 +1,238 @@
+"""The plan of a program on a target: stages, buffers, hand-overs, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import ArgumentError
+from ..ir import DType, Program
+from ..stages import Buffer, Scope, Section, Stage
+from ..target import Target, target_of
+from .assemble import make_stage, name_runs, order_scan
+from .buffers import PlacedRun, Rule, allocate, buffers, floor_bytes
+from .split import Graph, Run, arrange, circuit_bound, fewest_runs, hand_overs, in_order, place
+from .units import legalise, tasks
+
+WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
+DEFAULTS = {"B": 1, "T": 4096, "H": 16, "K": 128, "V": 128, "C": 64}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the planner may do. The defaults are the optimised plan; :data:`NAIVE` is the text as it stands.
+
+    ``hoist``: work free of the carry leaves the scan. ``accumulate``: sums of products form in Cube's accumulator.
+    ``pipeline``: tasks of neighbouring steps may share a stage. ``narrow``: what every reader rounds anyway crosses in
+    the inputs' dtype; ``narrow_update``: the carry's change too (it costs accuracy). ``reuse``: buffers whose lifetimes
+    do not meet share addresses. ``outputs``: "scan", "epilogue", or "auto" for fewer hand-overs, then fewer bytes.
+    """
+
+    hoist: bool = True
+    accumulate: bool = True
+    pipeline: bool = True
+    narrow: bool = True
+    narrow_update: bool = False
+    reuse: bool = True
+    outputs: str = "auto"
+
+
+NAIVE = Options(
+    hoist=False, accumulate=False, pipeline=False, narrow=False, narrow_update=False, reuse=False, outputs="scan"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program on a target at one shape; made by :func:`plan`.
+
+    ``program`` is the program as the target computes it: run on the torch executor with :attr:`rounding` it gives the
+    plan's numbers. ``sizes`` binds its symbols, and B, T and H; ``io`` names the inputs' dtype. ``period`` is the
+    number of tasks in a step of the scan, the clock of the workspaces' lifetimes.
+    """
+
+    program: Program
+    target: Target
+    options: Options
+    sizes: Mapping[str, int]
+    io: str
+    stages: tuple[Stage, ...]
+    buffers: tuple[Buffer, ...]
+    handovers: int
+    lower_bound: int
+    workspace_bytes: int
+    floor_bytes: int
+    period: int
+
+    def section(self, section: Section) -> tuple[Stage, ...]:
+        return tuple(stage for stage in self.stages if stage.section is section)
+
+    def buffer(self, name: str) -> Buffer:
+        for buffer in self.buffers:
+            if buffer.name == name:
+                return buffer
+        raise ArgumentError(f"no buffer {name!r} in this plan; it has {', '.join(b.name for b in self.buffers)}")
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles the value columns are cut into."""
+        return self.sizes["V"] // self.sizes["BV"] if "BV" in self.sizes else 1
+
+    @property
+    def workspaces(self) -> tuple[Buffer, ...]:
+        """What crosses units inside the scan."""
+        return tuple(
+            b
+            for b in self.buffers
+            if b.scope is Scope.WORKSPACE and any(b.producer == s.name for s in self.section(Section.SCAN))
+        )
+
+    @property
+    def tensors(self) -> tuple[Buffer, ...]:
+        """What one section leaves for another in global memory: one tile per lane and step."""
+        return tuple(b for b in self.buffers if b.scope is Scope.TENSOR)
+
+    @property
+    def outer_handovers(self) -> int:
+        """Changes of unit a step outside the scan, where steps are independent and hide them behind each other."""
+        sides = (self.section(Section.PROLOGUE), self.section(Section.EPILOGUE))
+        return sum(max(len(stages) - 1, 0) for stages in sides)
+
+    @property
+    def crossings(self) -> int:
+        """Tiles that change unit inside the scan, a step."""
+        return sum(b.tiles for b in self.workspaces)
+
+    @property
+    def crossing_bytes(self) -> int:
+        """Bytes those tiles have, a step: each is written once and read at least once."""
+        return sum(self.bytes(b) * b.tiles for b in self.workspaces)
+
+    @property
+    def rounding(self) -> dict[str, DType]:
+        """Values that are rounded to a narrower dtype where they are made, for the torch executor."""
+        values = {v.name: v for v in self.program.values()}
+        casts = {name for stage in self.stages for name in stage.rounding if name in values}
+        narrowed = {b.name for b in self.buffers if b.dtype is DType.IO and b.scope is not Scope.PORT}
+        return dict.fromkeys(sorted(casts | (narrowed & values.keys())), DType.IO)
+
+    def bytes(self, buffer: Buffer) -> int:
+        """Bytes of one tile of ``buffer``."""
+        return buffer.bytes(self.tile_sizes, self.widths[buffer.dtype])
+
+    @property
+    def widths(self) -> dict[DType, int]:
+        return {DType.IO: WIDTHS[self.io], DType.ACC: 4}
+
+    @property
+    def tile_sizes(self) -> dict[str, int]:
+        """Sizes as one task sees them: V is the tile of the value columns."""
+        return {**self.sizes, "V": self.sizes.get("BV", self.sizes.get("V", 1))}
+
+
+def plan(
+    program: Program,
+    target: str | Target,
+    optimise: bool | Options = True,
+    *,
+    io: str = "bf16",
+    **sizes: int,
+) -> Plan:
+    """Plan ``program`` for ``target``.
+
+    ``optimise``: True, False (the text as it stands: nothing hoisted, merged or narrowed, no address shared) or
+    :class:`Options`. ``io``: the inputs' dtype, bf16, fp16 or fp32. ``sizes``: B, T, H and the program's own symbols
+    (C, K, V); BV tiles the value columns.
+    """
+    options = optimise if isinstance(optimise, Options) else (Options() if optimise else NAIVE)
+    machine = target_of(target)
+    if io not in WIDTHS:
+        raise ArgumentError(f"io must be one of {', '.join(WIDTHS)}, got {io!r}")
+    bound = _bind(program, sizes)
+    legal = legalise(program, machine, accumulate=options.accumulate)
+    if options.outputs == "auto" and machine.outputs != "auto":
+        options = replace(options, outputs=machine.outputs)
+    if options.outputs == "auto":
+        plans = [_plan(legal, machine, replace(options, outputs=o), bound, io) for o in ("scan", "epilogue")]
+        return min(plans, key=lambda p: (p.handovers, sum(p.bytes(b) for b in p.tensors)))
+    return _plan(legal, machine, options, bound, io)
+
+
+def _bind(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
+    used = {d for port in (*program.inputs, *program.outputs) for d in port.type.shape if isinstance(d, str)}
+    used |= {d for value in program.values() for d in value.type.shape if isinstance(d, str) and d.isidentifier()}
+    known = used | {"B", "T", "H", "BV"}
+    if unknown := sizes.keys() - known:
+        raise ArgumentError(f"{', '.join(sorted(unknown))}: not a size of {program.name}; it has {sorted(known)}")
+    bound = {**{name: n for name, n in DEFAULTS.items() if name in known}, **sizes}
+    if missing := used - bound.keys():
+        raise ArgumentError(f"{program.name} needs a value for {', '.join(sorted(missing))}")
+    if any(n < 1 for n in bound.values()) or bound.get("V", 1) % bound.get("BV", 1):
+        raise ArgumentError(f"sizes are positive and BV divides V, got {bound}")
+    return bound
+
+
+def _plan(program: Program, target: Target, options: Options, sizes: Mapping[str, int], io: str) -> Plan:
+    graph = Graph(program, tasks(program, target))
+    placed = place(graph, hoist=options.hoist, outputs=Section(options.outputs))
+    by_section = {s: [t for t in graph.tasks if placed[t] is s] for s in Section}
+    cut: dict[Section, list[Run]] = {}
+    for section, inside in by_section.items():
+        if not options.hoist:
+            cut[section] = in_order(inside)
+        elif section is Section.SCAN and graph.carry is not None:
+            cut[section] = arrange(graph, inside, pipeline=options.pipeline)
+        else:
+            cut[section] = fewest_runs(graph, inside)
+    rule = Rule(graph, narrow=options.narrow, narrow_update=options.narrow_update)
+    tiles = sizes["V"] // sizes["BV"] if "BV" in sizes else 1
+    widths = {DType.IO: WIDTHS[io], DType.ACC: 4}
+    seen = {**sizes, "V": sizes.get("BV", sizes.get("V", 1))}
+    if options.reuse:
+        cut = order_scan(graph, cut, rule, tiles, seen, widths)
+    runs = name_runs(graph, cut)
+    found = buffers(graph, runs, rule, tiles)
+    found, total, floor = _with_addresses(found, runs, seen, widths, reuse=options.reuse)
+    scan = cut[Section.SCAN]
+    return Plan(
+        program=program,
+        target=target,
+        options=options,
+        sizes=dict(sizes),
+        io=io,
+        stages=tuple(make_stage(run, found, program) for run in runs),
+        buffers=tuple(found),
+        handovers=hand_overs(scan),
+        lower_bound=circuit_bound(graph, by_section[Section.SCAN]),
+        workspace_bytes=total,
+        floor_bytes=floor,
+        period=sum(len(run.tasks) for run in scan),
+    )
+
+
+def _with_addresses(
+    found: Sequence[Buffer],
+    runs: Sequence[PlacedRun],
+    sizes: Mapping[str, int],
+    widths: Mapping[DType, int],
+    *,
+    reuse: bool,
+) -> tuple[list[Buffer], int, int]:
+    """Addresses for the workspaces of every section (each has its own kernel, so each starts at 0).
+
+    Returns the buffers, the bytes of the scan's workspace and the bytes no allocation could go below.
+    """
+    total = floor = 0
+    addressed: dict[str, Buffer] = {}
+    for section in Section:
+        inside = [run for run in runs if run.section is section]
+        names = {run.name for run in inside}
+        period = sum(len(run.tasks) for run in inside)
+        mine = [b for b in found if b.scope is Scope.WORKSPACE and b.producer in names]
+        placed, bytes = allocate(mine, period, sizes, widths, reuse=reuse)
+        addressed.update({b.name: b for b in placed})
+        if section is Section.SCAN:
+            need = {b.name: b.bytes(sizes, widths[b.dtype]) for b in mine}
+            tiles = max((b.tiles for b in mine), default=1)
+            total, floor = bytes, tiles * floor_bytes(mine, need, period)
+    return [addressed.get(b.name, b) if b.scope is Scope.WORKSPACE else b for b in found], total, floor

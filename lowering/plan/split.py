@@ -1,0 +1,203 @@
+"""The stage split: which tasks stay in the scan, and the fewest changes of unit they can be run with.
+
+A *hand-over* is a change of unit between consecutive stages of the scan, per step, the wrap to the next step included.
+
+Why the number found is the least. In a steady state of any schedule that runs h changes of unit a step, give every
+task the position ``h * (step it is late by) + (index of its stage)``. A task that reads another's result has to stand
+at the same position or later, minus h for each step the result is carried over; and a position's parity is its unit's.
+These are difference constraints: they have a solution exactly if no cycle of dependences demands more than it is
+given, and cycles are closed by the carry alone. So h changes suffice if and only if no way from a reader of the carry
+to the carry's next value, closed into a ring, changes unit more than h times (and h >= 2 where both units have work in
+the scan). :func:`circuit_bound` computes that maximum; :func:`arrange` finds positions for it. The tests compare both
+with an exhaustive search over all orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..ir import OpKind, Program, Value
+from ..stages import Section, Task
+from ..target import Unit
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring tasks of one unit. ``shift``: tasks that work for a later step than the run's own, by how many."""
+
+    unit: Unit
+    tasks: tuple[Task, ...]
+    shift: dict[str, int] = field(default_factory=dict[str, int])
+
+
+class Graph:
+    """Who makes and who reads the values of a list of tasks; the carry's value comes from the step before."""
+
+    def __init__(self, program: Program, tasks: Sequence[Task]) -> None:
+        self.program = program
+        self.tasks = tuple(tasks)
+        self.made = {task.output: task for task in tasks}
+        self.step = None if program.carry is None else program.carry.step
+        self.carry = next((op.result for op in program.ops if op.kind is OpKind.CARRY), None)
+
+    def before(self, task: Task) -> tuple[Task, ...]:
+        """The tasks whose results of the same step ``task`` reads."""
+        return tuple(self.made[v] for v in task.inputs if v in self.made)
+
+    def readers(self, value: Value) -> tuple[Task, ...]:
+        return tuple(task for task in self.tasks if value in task.inputs)
+
+    def reads_carry(self, task: Task) -> bool:
+        return self.carry is not None and self.carry in task.inputs
+
+    def edges(self) -> list[tuple[Task, Task, int]]:
+        """(earlier, later, steps in between)."""
+        within = [(a, b, 0) for b in self.tasks for a in self.before(b)]
+        stepper = None if self.step is None else self.made.get(self.step)
+        across = [] if stepper is None else [(stepper, b, 1) for b in self.tasks if self.reads_carry(b)]
+        return within + across
+
+
+def place(graph: Graph, *, hoist: bool, outputs: Section) -> dict[Task, Section]:
+    """The section of every task.
+
+    ``hoist``: what is free of the carry leaves the scan. ``outputs``: where to put what reads the carry but nothing
+    waits for (EPILOGUE or SCAN). A product goes where the sum it is accumulated into is formed, and a cast to the
+    inputs' dtype where its operand is made.
+    """
+    if graph.carry is None:
+        return dict.fromkeys(graph.tasks, Section.PROLOGUE)
+    if not hoist:
+        return dict.fromkeys(graph.tasks, Section.SCAN)
+    dependent: set[Task] = set()
+    for task in graph.tasks:
+        if graph.reads_carry(task) or any(t in dependent for t in graph.before(task)):
+            dependent.add(task)
+    awaited = {task for task in graph.tasks if task.output == graph.step}
+    for task in reversed(graph.tasks):
+        if task in awaited:
+            awaited.update(graph.before(task))
+    placed: dict[Task, Section] = {}
+    for task in graph.tasks:
+        if task not in dependent:
+            placed[task] = Section.PROLOGUE
+        elif task in awaited or _narrows_scan_value(graph, task, awaited & dependent):
+            placed[task] = Section.SCAN
+        else:
+            placed[task] = outputs
+    for task in reversed(graph.tasks):
+        if task.unit is Unit.CUBE and task.op.kind is OpKind.DOT and len(task.inputs) == 3:
+            placed[graph.made[task.inputs[2]]] = placed[task]
+    return placed
+
+
+def _narrows_scan_value(graph: Graph, task: Task, scan: set[Task]) -> bool:
+    if task.op.kind is not OpKind.CAST:
+        return False
+    source = task.inputs[0]
+    made = graph.made.get(graph.step if source == graph.carry and graph.step is not None else source)
+    return made is not None and made in scan and made.unit is task.unit
+
+
+def in_order(tasks: Iterable[Task]) -> list[Run]:
+    """Runs of the tasks just as they stand."""
+    runs: list[list[Task]] = []
+    for task in tasks:
+        if runs and runs[-1][-1].unit is task.unit:
+            runs[-1].append(task)
+        else:
+            runs.append([task])
+    return [Run(run[0].unit, tuple(run)) for run in runs]
+
+
+def fewest_runs(graph: Graph, tasks: Sequence[Task]) -> list[Run]:
+    """The fewest runs of a section without a ring: from either unit, always do all that can be done before changing.
+
+    Doing more of what is ready never delays anything, so this is the least for the unit it starts with.
+    """
+    units = list(dict.fromkeys(task.unit for task in tasks))
+    options = [_closure_runs(graph, tasks, start) for start in sorted(units, reverse=True)]
+    return min(options, key=len, default=[])
+
+
+def _closure_runs(graph: Graph, tasks: Sequence[Task], start: Unit) -> list[Run]:
+    waiting, done = list(tasks), {t for t in graph.tasks if t not in tasks}
+    unit, runs = start, list[Run]()
+    while waiting:
+        run: list[Task] = []
+        for task in waiting:
+            if task.unit is unit and all(t in done for t in graph.before(task)):
+                run.append(task)
+                done.add(task)
+        waiting = [task for task in waiting if task not in done]
+        if run:
+            runs.append(Run(unit, tuple(run)))
+        unit = Unit.VEC if unit is Unit.CUBE else Unit.CUBE
+    return runs
+
+
+def hand_overs(runs: Sequence[Run]) -> int:
+    """Changes of unit around the ring of runs."""
+    return sum(a.unit is not b.unit for a, b in zip(runs, [*runs[1:], *runs[:1]], strict=True))
+
+
+def circuit_bound(graph: Graph, tasks: Sequence[Task]) -> int:
+    """The least hand-overs any schedule of these scan tasks can have; see the module's text."""
+    units = {task.unit for task in tasks}
+    if len(units) < 2:
+        return 0
+    most = 2
+    for start in (task for task in tasks if graph.reads_carry(task)):
+        changes: dict[Task, int] = {start: 0}
+        for task in tasks:
+            ways = [changes[t] + (t.unit is not task.unit) for t in graph.before(task) if t in changes]
+            if ways:
+                changes[task] = max([*ways, changes.get(task, 0)])
+        for task, count in changes.items():
+            if task.output == graph.step:
+                most = max(most, count + (task.unit is not start.unit))
+    return most
+
+
+def arrange(graph: Graph, tasks: Sequence[Task], *, pipeline: bool) -> list[Run]:
+    """Stages of the scan with the fewest hand-overs; ``pipeline`` allows tasks of several steps side by side.
+
+    Without it a step's tasks stay together, except that the first and the last run merge across the wrap where they
+    are of one unit: what the next step begins with is done when this one ends.
+    """
+    runs = _rotate(fewest_runs(graph, tasks))
+    if not pipeline:
+        return runs
+    least = circuit_bound(graph, tasks)
+    return _positions(graph, tasks, least) if least < hand_overs(runs) else runs
+
+
+def _rotate(runs: list[Run]) -> list[Run]:
+    if len(runs) < 3 or runs[0].unit is not runs[-1].unit:
+        return runs
+    first, *middle, last = runs
+    return [*middle, Run(last.unit, (*last.tasks, *first.tasks), {task.name: 1 for task in first.tasks})]
+
+
+def _positions(graph: Graph, tasks: Sequence[Task], h: int) -> list[Run]:
+    """The earliest solution of the difference constraints for h changes of unit (even runs on Cube, odd on Vec)."""
+    inside = set(tasks)
+    edges = [(a, b, d) for a, b, d in graph.edges() if a in inside and b in inside]
+    parity = {Unit.CUBE: 0, Unit.VEC: 1}
+    at = {task: parity[task.unit] for task in tasks}
+    changed = True
+    while changed:  # ends: circuit_bound has shown that no cycle is positive
+        changed = False
+        for a, b, distance in edges:
+            least = at[a] - distance * h
+            least += (least - parity[b.unit]) % 2
+            if least > at[b]:
+                at[b], changed = least, True
+    latest = max(position // h for position in at.values())
+    runs: list[Run] = []
+    for slot in range(h):
+        here = sorted((t for t in tasks if at[t] % h == slot), key=lambda t: -at[t])
+        shift = {t.name: latest - at[t] // h for t in here if at[t] // h != latest}
+        runs.append(Run(Unit.CUBE if slot % 2 == 0 else Unit.VEC, tuple(here), shift))
+    return [run for run in runs if run.tasks]

@@ -1,0 +1,250 @@
+"""A program made fit for its target's units, and each of its ops put on one.
+
+Cube multiplies two narrow tiles, accumulates into its own fp32 result and casts on store; it neither subtracts nor
+starts from a tile that Vec made. So for such a target
+
+* operands of products are narrowed by a visible ``cast``, which is where rounding happens;
+* ``acc - x @ y`` becomes ``acc + (-x) @ y``, with the sign moved into whatever Vec computes upstream;
+* ``acc + x @ y`` stays one product where ``acc`` is itself a product nobody else reads, and is a product and an
+  addition on Vec where it is not (the fp32 carry is on Vec: Cube's accumulator cannot be loaded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..ir import Attr, DType, Op, OpKind, Program, TileType, Value, infer
+from ..stages import Task
+from ..target import Target, Unit
+from ..validate import validate
+
+SUB_CHUNK = 16  # rows of a sub-chunk of the two-level gated Gram matrix: one fractal of the Cube
+
+
+def legalise(program: Program, target: Target, *, accumulate: bool = True) -> Program:
+    """``program`` as ``target`` computes it; the same program for a target that is one process of torch.
+
+    ``accumulate=False`` gives every product a result of its own, as a text that knows no accumulation does.
+    """
+    if target.name == "cpu":
+        return program
+    return _Legaliser(program, target.split, accumulate).run()
+
+
+def tasks(program: Program, target: Target) -> tuple[Task, ...]:
+    """The ops that compute, in program order, with macro-ops cut at their changes of unit."""
+    found: list[Task] = []
+    on_cube: set[Value] = set()
+    shared: dict[tuple[Value, Value], Value] = {}
+    for op in program.ops:
+        if op.kind in (OpKind.LOAD, OpKind.STORE, OpKind.CARRY) or is_widening(op):
+            continue
+        if target.split and op.kind is OpKind.GATED_GRAM:
+            found += _gram_parts(program, op, shared)
+            continue
+        unit = _unit(op, on_cube) if target.split else Unit.CORE
+        if unit is Unit.CUBE:
+            on_cube.add(op.result)
+        found.append(Task(op, unit, tuple(narrow_source(program, v) for v in op.inputs), op.result))
+    return tuple(found)
+
+
+def is_product(op: Op) -> bool:
+    """A product Cube takes: a matrix by a matrix (a single row or column is Vec's, and keeps fp32)."""
+    if op.kind is not OpKind.DOT:
+        return False
+    a, b = op.inputs[0].type, op.inputs[1].type
+    return 1 not in (*a.shape, *b.shape)
+
+
+def is_widening(op: Op) -> bool:
+    """A cast that loses nothing: its reader widens on arrival."""
+    return op.kind is OpKind.CAST and op.inputs[0].type.dtype is DType.IO
+
+
+def narrow_source(program: Program, value: Value) -> Value:
+    """What ``value`` was before lossless widening."""
+    op = program.producer(value)
+    return op.inputs[0] if is_widening(op) else value
+
+
+def _unit(op: Op, on_cube: set[Value]) -> Unit:
+    cast_on_store = op.kind is OpKind.CAST and op.inputs[0] in on_cube
+    return Unit.CUBE if is_product(op) or cast_on_store else Unit.VEC
+
+
+def _gram_parts(program: Program, op: Op, shared: dict[tuple[Value, Value], Value]) -> list[Task]:
+    """``gated_gram`` by its changes of unit; ``shared`` has the scaled columns other Gram matrices use too.
+
+    One gate per channel: Vec scales rows and columns around the start of every sub-chunk, Cube multiplies, Vec fills
+    the diagonal blocks and selects the triangle. One gate per token: Cube multiplies what was loaded, Vec scales.
+    """
+    x, y, gate = (narrow_source(program, v) for v in op.inputs)
+    rows, cols = op.inputs[0].type.shape
+    parts: list[Task] = []
+    raw = Value(f"{op.result.name}_raw", TileType(rows, rows, DType.ACC))
+    left, right = x, y
+    if gate.type.cols != 1 or x.type.dtype is not DType.IO:
+        left = Value(f"{op.result.name}_rows", TileType(rows, cols, DType.IO))
+        scaled = (x, gate) if gate.type.cols != 1 else (x,)
+        parts.append(Task(op, Unit.VEC, scaled, left, "rows"))
+    if gate.type.cols != 1:
+        if (y, gate) not in shared:
+            right = Value(f"{y.name}_cols", TileType(f"{rows}*({rows}/{SUB_CHUNK} - 1)/2", cols, DType.IO))
+            parts.append(Task(op, Unit.VEC, (y, gate), right, "cols"))
+            shared[y, gate] = right
+        right = shared[y, gate]
+    parts.append(Task(op, Unit.CUBE, (left, right), raw, "product"))
+    finish = (raw, x, y, gate) if gate.type.cols != 1 else (raw, gate)
+    parts.append(Task(op, Unit.VEC, finish, op.result, "triangle"))
+    return parts
+
+
+class _Legaliser:
+    def __init__(self, program: Program, split: bool, accumulate: bool) -> None:
+        self.program, self.split, self.accumulate = program, split, accumulate
+        self.ops: list[Op] = []
+        self.new: dict[Value, Value] = {}  # value of the old program -> of the new one
+        self.producer: dict[Value, Op] = {}  # of the new program
+        self.names = {value.name for value in program.values()}
+        self.narrowed: dict[Value, Value] = {}
+        self.negated: dict[Value, Value] = {}
+        self.readers: dict[Value, int] = {}
+        for op in program.ops:
+            for value in op.inputs:
+                self.readers[value] = self.readers.get(value, 0) + 1
+
+    def run(self) -> Program:
+        operands = {v for op in self.program.ops if is_product(op) for v in op.inputs[:2]}
+        for op in self.program.ops:
+            if op.kind is OpKind.DOT:
+                self.new[op.result] = self.dot(op)
+            elif op.kind in (OpKind.ADD, OpKind.SUB) and (total := self.sum(op)) is not None:
+                self.new[op.result] = total
+            else:
+                inputs = tuple(self.new[v] for v in op.inputs)
+                made = self.append(Op(op.kind, inputs, op.output, op.attrs))
+                if op.output is None:
+                    continue
+                self.new[op.output] = made
+            if op.result in operands:  # narrowed where it is made, by the unit that made it
+                self.narrow_down(self.new[op.result])
+        carry = self.program.carry
+        if carry is not None:
+            carry = replace(carry, step=self.new[carry.step])
+        program = replace(self.program, ops=tuple(self.ops), carry=carry)
+        program = replace(program, ops=_live(program))
+        validate(program)
+        return program
+
+    def dot(self, op: Op) -> Value:
+        if not is_product(op):
+            inputs = tuple(self.new[v] for v in op.inputs)
+            return self.append(Op(op.kind, inputs, op.output, op.attrs))
+        x, y = (self.new[v] for v in op.inputs[:2])
+        acc = self.new[op.inputs[2]] if len(op.inputs) == 3 else None
+        attrs = dict(op.attrs)
+        if not self.split:
+            return self.product(op, x, y, acc, attrs, op.result.name)
+        negate = bool(attrs.pop("negate", False))
+        chained = acc is not None and self._chains(op.inputs[2], acc)
+        if acc is not None and not chained:
+            raw = self.product(op, x, y, None, attrs, self.fresh(_product_name(op)))
+            kind = OpKind.SUB if negate else OpKind.ADD
+            return self.emit(kind, (acc, raw), op.result.name)
+        if negate:
+            x = self.negative(x)
+        return self.product(op, x, y, acc, attrs, op.result.name)
+
+    def _chains(self, old: Value, acc: Value) -> bool:
+        made = self.producer[acc]
+        return self.accumulate and self.readers[old] == 1 and made.kind is OpKind.DOT and is_product(made)
+
+    def sum(self, op: Op) -> Value | None:
+        """``acc + x @ y`` or ``acc - x @ y`` written as two ops, as one product where Cube can form it."""
+        if not self.split:
+            return None
+        pairs = [op.inputs] if op.kind is OpKind.SUB else [op.inputs, op.inputs[::-1]]
+        for acc, term in pairs:
+            made = self.producer[self.new[term]]
+            if len(made.inputs) == 2 and self._chains(acc, self.new[acc]) and self._chains(term, self.new[term]):
+                x, y = (self._wide(v) for v in made.inputs)
+                x = self.negative(x) if op.kind is OpKind.SUB else x
+                return self.product(made, x, y, self.new[acc], dict(made.attrs), op.result.name)
+        return None
+
+    def product(self, op: Op, x: Value, y: Value, acc: Value | None, attrs: dict[str, Attr], name: str) -> Value:
+        operands = (self.narrow_down(x), self.narrow_down(y))
+        return self.emit(op.kind, operands if acc is None else (*operands, acc), name, **attrs)
+
+    def narrow_down(self, x: Value) -> Value:
+        """``x`` in the inputs' dtype; what was loaded in it is taken as it was."""
+        if x.type.dtype is DType.IO:
+            return x
+        made = self.producer[x]
+        if is_widening(made):
+            return made.inputs[0]
+        if x not in self.narrowed:
+            self.narrowed[x] = self.emit(OpKind.CAST, (x,), self.fresh(f"{x.name}_io"), to=DType.IO.value)
+        return self.narrowed[x]
+
+    def negative(self, x: Value) -> Value:
+        """``-x``, with the sign moved through products to where Vec can take it at no price."""
+        if x in self.negated:
+            return self.negated[x]
+        made = self.producer[x]
+        if made.kind is OpKind.CAST and not is_widening(made):
+            return self.negative(made.inputs[0])
+        if is_product(made) and len(made.inputs) == 2:
+            wide = [self._wide(v) for v in made.inputs]
+            at = 1 if self._cost(wide[1]) < self._cost(wide[0]) else 0
+            wide[at] = self.negative(wide[at])
+            result = self.product(made, wide[0], wide[1], None, dict(made.attrs), self.fresh(f"{x.name}_neg"))
+        else:
+            result = self.emit(OpKind.NEG, (x,), self.fresh(f"{x.name}_neg"))
+        self.negated[x] = result
+        return result
+
+    def _wide(self, value: Value) -> Value:
+        made = self.producer[value]
+        return made.inputs[0] if made.kind is OpKind.CAST else value
+
+    def _cost(self, value: Value) -> tuple[bool, bool]:
+        """Negating is free on what Vec makes for this product alone, and a tensor more on what is loaded or shared."""
+        made = self.producer[value]
+        return (made.kind in (OpKind.LOAD, OpKind.CARRY), self.readers.get(value, 0) > 1)
+
+    def emit(self, kind: OpKind, inputs: tuple[Value, ...], name: str, **attrs: Attr) -> Value:
+        value = Value(name, infer(kind, inputs, attrs, name))
+        return self.append(Op(kind, inputs, value, tuple(sorted(attrs.items()))))
+
+    def append(self, op: Op) -> Value:
+        self.ops.append(op)
+        if op.output is None:
+            return op.inputs[0]
+        self.producer[op.output] = op
+        self.names.add(op.output.name)
+        return op.output
+
+    def fresh(self, name: str) -> str:
+        fresh, n = name, 0
+        while fresh in self.names:
+            n += 1
+            fresh = f"{name}_{n}"
+        return fresh
+
+
+def _product_name(op: Op) -> str:
+    """A name for the product inside ``acc + x @ y``: the change of a carry is called by what it changes."""
+    name = op.result.name
+    return f"d{name.removesuffix('_next')}" if name.endswith("_next") else f"{name}_product"
+
+
+def _live(program: Program) -> tuple[Op, ...]:
+    needed = set() if program.carry is None else {program.carry.step}
+    kept: list[Op] = []
+    for op in reversed(program.ops):
+        if op.output is None or op.output in needed or op.kind is OpKind.CARRY:
+            needed.update(op.inputs)
+            kept.append(op)
+    return tuple(reversed(kept))

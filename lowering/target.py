@@ -1,0 +1,182 @@
+"""What a plan knows about a machine: its units, where they meet, how much each memory holds, how fast each path is.
+
+Every figure carries its source. A figure that nobody has published is a labelled assumption, and figures that rest on
+one are to be read as rankings, not as times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .errors import ArgumentError
+
+KIB = 1024
+
+
+class Unit(str, Enum):
+    """Where an op runs. CUBE multiplies matrices, VEC does everything else; CORE is a core that does both."""
+
+    CUBE = "cube"
+    VEC = "vec"
+    CORE = "core"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number with its unit and where it comes from."""
+
+    value: float
+    unit: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.value:g} {self.unit} ({self.source})"
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes a second of one path for a transfer of n bytes: ``peak * n / (half + n)``, per core."""
+
+    peak: Figure
+    half: Figure
+
+    def seconds(self, bytes: float) -> float:
+        return 0.0 if bytes <= 0 else (self.half.value + bytes) / self.peak.value
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine.
+
+    ``units``: the kinds of core that share one task, in no order. With more than one, every change of unit is a
+    hand-over through ``meeting`` ("global": memory behind all caches, "chip": a buffer on chip, "register": no price).
+    ``memories``: capacity in bytes by name, of ONE core of the unit that owns it (see ``owner``). ``groups``: how many
+    tasks run at once; each group has one CUBE and ``vec_cores`` VEC cores. ``outputs``: where its kernels compute what
+    reads the carry but nothing waits for, "scan" or "epilogue"; "auto" leaves it to the planner.
+    """
+
+    name: str
+    title: str
+    units: tuple[Unit, ...]
+    meeting: str
+    groups: Figure
+    vec_cores: int = 1
+    memories: Mapping[str, Figure] = field(default_factory=dict[str, Figure])
+    rates: Mapping[str, Figure] = field(default_factory=dict[str, Figure])
+    paths: Mapping[str, Bandwidth] = field(default_factory=dict[str, Bandwidth])
+    outputs: str = "auto"
+
+    @property
+    def split(self) -> bool:
+        """Whether products and everything else run on different cores."""
+        return len(self.units) > 1
+
+    def capacity(self, memory: str) -> int | None:
+        """Bytes of one core's ``memory``, or None where nothing is known."""
+        figure = self.memories.get(memory)
+        return None if figure is None else int(figure.value)
+
+
+_COMPILER = "reference: limits of the Ascend compiler"
+_FITTED = "reference: fitted on one core of a 910B3"
+
+
+def _kib(count: float, source: str) -> Figure:
+    return Figure(count * KIB, "bytes", source)
+
+
+def _path(peak_gib: float, half: float, source: str) -> Bandwidth:
+    return Bandwidth(Figure(peak_gib * KIB**3, "bytes/s", source), Figure(half, "bytes", source))
+
+
+_ASCEND_MEMORIES = {
+    "UB": _kib(192, _COMPILER),
+    "L1": _kib(512, _COMPILER),
+    "L0A": _kib(64, _COMPILER),
+    "L0B": _kib(64, _COMPILER),
+    "L0C": _kib(128, _COMPILER),
+}
+_ASCEND_RATES = {
+    "clock": Figure(1.8e9, "Hz", "reference: 20 cores give 295 TFLOP/s in bf16"),
+    "cube_block": Figure(1, "cycles a 16x16x16 product", "reference: mad = 6 + ceil(m/16) ceil(k/16) ceil(n/16)"),
+    "cube_start": Figure(6, "cycles a product", "reference: mad = 6 + ceil(m/16) ceil(k/16) ceil(n/16)"),
+    "vec_lanes": Figure(64, "fp32 lanes/cycle", "reference: 64, or 32 for two operands"),
+    "vec_start": Figure(30, "cycles an operation", "reference: 16 to 43; the middle is taken"),
+    "sync": Figure(1e-6, "s a hand-over", "assumption: nothing is published"),
+}
+_ASCEND_PATHS = {
+    "GM->UB": _path(247, 30643, _FITTED),
+    "GM->L1": _path(28.6, 1107, _FITTED),
+    "UB->GM": _path(28.2, 1755, _FITTED),
+    "L0C->GM": _path(41.3, 29104, _FITTED),
+}
+
+ASCEND910B = Target(
+    "ascend910b",
+    "Ascend 910B (A2, A3)",
+    (Unit.CUBE, Unit.VEC),
+    "global",
+    Figure(20, "core groups", "reference: 20 or 24 by model; 910B3 has 20"),
+    vec_cores=2,
+    memories=_ASCEND_MEMORIES,
+    rates=_ASCEND_RATES,
+    paths=_ASCEND_PATHS,
+)
+ASCEND910_95 = Target(
+    "ascend910_95",
+    "Ascend 910_95 (next generation)",
+    (Unit.CUBE, Unit.VEC),
+    "chip",
+    Figure(20, "core groups", "assumption: as the 910B3"),
+    vec_cores=2,
+    memories=_ASCEND_MEMORIES,
+    rates=_ASCEND_RATES,
+    paths=_ASCEND_PATHS,
+)
+_NVIDIA = "NVIDIA H100/H200 data sheet"
+CUDA_SM90 = Target(
+    "cuda_sm90",
+    "NVIDIA Hopper (H200)",
+    (Unit.CORE,),
+    "register",
+    Figure(132, "multiprocessors", _NVIDIA),
+    memories={
+        "shared": _kib(227, _NVIDIA + ", per block"),
+        "registers": _kib(256, _NVIDIA + ", per multiprocessor"),
+    },
+    rates={
+        "matrix": Figure(745e12, "FLOP/s", "measured: bf16 matmul, 700 to 790 on the whole chip"),
+        "launch": Figure(3e-6, "s a kernel", "assumption"),
+    },
+    paths={
+        "memory": Bandwidth(
+            Figure(4.27e12, "bytes/s", "measured: copy, the whole chip"), Figure(0, "bytes", "whole chip, long copies")
+        )
+    },
+)
+CPU = Target(
+    "cpu",
+    "CPU (torch executor)",
+    (Unit.CORE,),
+    "register",
+    Figure(1, "process", "torch spreads one call over its threads itself"),
+    outputs="epilogue",
+)
+
+TARGETS: Mapping[str, Target] = {t.name: t for t in (ASCEND910B, ASCEND910_95, CUDA_SM90, CPU)}
+_ALIASES = {"ascend": "ascend910b", "npu": "ascend910b", "cuda": "cuda_sm90"}
+
+
+def target_of(target: str | Target) -> Target:
+    """A target by name (aliases: ascend, npu, cuda)."""
+    if isinstance(target, Target):
+        return target
+    name = _ALIASES.get(target, target)
+    if name not in TARGETS:
+        raise ArgumentError(f"no such target: {target!r}; known are {', '.join((*TARGETS, *_ALIASES))}")
+    return TARGETS[name]
