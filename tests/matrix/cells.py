@@ -11,15 +11,19 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# Torch-private: a backend that runs graphs as they are and counts them.
+from torch._dynamo.testing import CompileCounter
 from transformers import PreTrainedModel
 
-import kdacompile
+from kdacompile.backend import kda
+from kdacompile.collect import collecting
 from kdacompile.errors import KdaError
 from kdacompile.report import Report
 from tests.compare import relative_error
@@ -39,11 +43,12 @@ class Numbers:
 NUMBERS = {
     "fp32": Numbers(torch.float32, "match", error=1e-5),
     "bf16": Numbers(torch.bfloat16, "match", ratio=1.5),
-    # The bound is eager's own error. Two roundings of equal quality differ by chance; 5 % is that chance.
+    # The bound is eager's own error; 5 % is the chance in which two roundings of equal quality differ.
     "bf16-up": Numbers(torch.bfloat16, "fp32", ratio=1.05),
 }
 LENGTHS = (17, 64, 100, 128, 256, 1000)
 MODES = {"prefill": "sequence", "step": "step"}
+STEP_BATCH, STEP_DRAWS = 16, 8
 INNERS = ("eager", "aot_eager", "inductor")
 
 
@@ -92,25 +97,26 @@ def measure(cell: Cell) -> Row:
 def _measure(cell: Cell) -> Row:
     case, numbers = cell.case, NUMBERS[cell.numbers]
     model = case.build(numbers.dtype)
-    own = _arguments(cell, model)
+    draws = _draws(cell, model)
+    compiled = _Compiled(model, {"kda.inner": cell.inner, "kda.precision": numbers.precision})
     started = time.perf_counter()
-    report = _explained(model, own, options={"kda.inner": cell.inner, "kda.precision": numbers.precision})
+    first = _logits(compiled, draws[:1])
     seconds = time.perf_counter() - started
-    eager = _logits(model, _arguments(cell, model))
-    ours, ratio = report.result[0], None
-    error = relative_error(ours, eager)
+    ours = torch.cat([*first, *_logits(compiled, draws[1:])])
+    eager = torch.cat(_logits(model, draws))
+    error, ratio = relative_error(ours, eager), None
     if numbers.ratio is not None:
         exact_model = copy.deepcopy(model).double()
-        exact = _logits(exact_model, _arguments(cell, exact_model))
+        exact = torch.cat(_logits(exact_model, _draws(cell, exact_model)))
         error = relative_error(ours, exact)
         ratio = error / max(relative_error(eager, exact), 1e-12)
-    matched = sum((m.pattern, m.mode) == (case.pattern, MODES[cell.what]) for m in report.matches)
-    breaks = report.graph_count - _graphs_alone(cell.model, cell.what, cell.length)
+    matched = sum((m.pattern, m.mode) == (case.pattern, MODES[cell.what]) for m in compiled.report.matches)
+    breaks = compiled.graphs - _graphs_alone(cell.model, cell.what, cell.length)
     row = Row(cell, matched, breaks, error, ratio, seconds)
-    problems = list(judge(row, len(report.matches)))
+    problems = list(judge(row, len(compiled.report.matches)))
     if matched < case.layers:
-        problems += [str(rejection) for rejection in report.rejections]
-    return Row(cell, matched, breaks, error, ratio, seconds, tuple(problems))
+        problems += [str(rejection) for rejection in compiled.report.rejections]
+    return replace(row, problems=tuple(problems))
 
 
 def judge(row: Row, all_matches: int) -> Iterator[str]:
@@ -128,25 +134,45 @@ def judge(row: Row, all_matches: int) -> Iterator[str]:
         yield f"{row.ratio} times eager's error, {bounds.ratio} allowed"
 
 
-def _logits(model: PreTrainedModel, kwargs: dict[str, Any]) -> Tensor:
+class _Compiled:
+    """A model compiled by the backend with these options; counts graphs and keeps the reports."""
+
+    def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
+        torch._dynamo.reset()
+        self.options = options
+        self.graphs = 0
+        self.report = Report()
+        self.model = torch.compile(model, backend=self.backend, dynamic=False)
+
+    def backend(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.graphs += 1
+        return kda(graph, inputs, options=self.options)
+
+    def __call__(self, **kwargs: Any) -> Any:
+        with collecting() as report:
+            result = self.model(**kwargs)
+        self.report.graphs += report.graphs
+        return result
+
+
+def _logits(model: Callable[..., Any], draws: list[dict[str, Any]]) -> list[Tensor]:
+    """The logits of every draw. The caches in ``draws`` are left as they are."""
     with torch.no_grad():
-        return model(**kwargs)[0]
+        return [model(**copy.deepcopy(kwargs))[0] for kwargs in draws]
 
 
-def _explained(model: PreTrainedModel, kwargs: dict[str, Any], **how: Any) -> Report:
-    torch._dynamo.reset()
-    with torch.no_grad():
-        return kdacompile.explain(model, **how)(**kwargs)
+def _draws(cell: Cell, model: PreTrainedModel) -> list[dict[str, Any]]:
+    """What the model is called with: once in general.
 
-
-def _arguments(cell: Cell, model: PreTrainedModel) -> dict[str, Any]:
-    if cell.what == "step":
-        return cell.case.step_inputs(model, prompt=cell.length)
-    return cell.case.prefill_inputs(model, cell.length, cache=True)
-
-
-def _eager_capture(graph: torch.fx.GraphModule, inputs: list[Any], **_: Any) -> Callable[..., Any]:
-    return graph.forward
+    The error of bf16 is chance. A prefill averages it over all its tokens, a step has one token: it is drawn anew, in a
+    larger batch, until the average says as much.
+    """
+    if cell.what == "prefill":
+        return [cell.case.prefill_inputs(model, cell.length, cache=True)]
+    many = NUMBERS[cell.numbers].ratio is not None
+    first = cell.case.step_inputs(model, prompt=cell.length, batch=STEP_BATCH if many else 2)
+    seeds = range(1, STEP_DRAWS if many else 1)
+    return [first, *({**first, "input_ids": cell.case.tokens(1, STEP_BATCH, seed=seed)} for seed in seeds)]
 
 
 @cache
@@ -154,4 +180,7 @@ def _graphs_alone(name: str, what: str, length: int) -> int:
     """How many graphs the model gives a backend that does nothing."""
     cell = Cell(name, length, "fp32", what, "eager")
     model = cell.case.build()
-    return _explained(model, _arguments(cell, model), backend=_eager_capture).graph_count
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    _logits(torch.compile(model, backend=counter, dynamic=False), _draws(cell, model))
+    return counter.frame_count
