@@ -84,6 +84,20 @@ class Builder:
         """Sum over the rows."""
         return self._op(OpKind.REDUCE, (x,), name)
 
+    def row_sum(self, x: Value, name: str = "") -> Value:
+        """Sum over the columns."""
+        return self._op(OpKind.ROW_SUM, (x,), name)
+
+    def row_max(self, x: Value, name: str = "") -> Value:
+        """Largest of each row's columns, but no less than the dtype's lowest finite number.
+
+        A row of ``-inf`` (nothing to attend to) then has a maximum that can be subtracted from it.
+        """
+        return self._op(OpKind.ROW_MAX, (x,), name)
+
+    def max(self, x: Value, y: Value, name: str = "") -> Value:
+        return self._op(OpKind.MAX, (x, y), name)
+
     def transpose(self, x: Value, name: str = "") -> Value:
         return self._op(OpKind.TRANSPOSE, (x,), name)
 

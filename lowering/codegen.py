@@ -25,6 +25,14 @@ _ELEMENTWISE = {
     OpKind.LOG: "log",
     OpKind.NEG: "neg",
 }
+_UNARY = {
+    OpKind.CAST: "{}",
+    OpKind.TRANSPOSE: "{}.mT",
+    OpKind.REDUCE: "{}.sum(1, keepdim=True)",
+    OpKind.ROW_SUM: "{}.sum(-1, keepdim=True)",
+    OpKind.ROW_MAX: "tiles.row_max({})",
+    OpKind.UNIT_LOWER_INVERSE: "tiles.unit_lower_inverse({})",
+}
 _COMMUTES = (OpKind.ADD, OpKind.MUL)
 
 
@@ -45,6 +53,8 @@ def expression(op: Op, refs: list[str], out: str = "") -> str:
     """One op as a torch call on ``refs``, into ``out`` if given (elementwise ops and products only)."""
     into = f", out={out}" if out else ""
     alpha = ", alpha=-1" if op.attr("negate", False) else ""
+    if op.kind in _UNARY:
+        return _UNARY[op.kind].format(refs[0])
     match op.kind:
         case OpKind.ADD | OpKind.SUB | OpKind.MUL | OpKind.EXP | OpKind.LOG | OpKind.NEG:
             return f"torch.{_ELEMENTWISE[op.kind]}({', '.join(refs)}{into})"
@@ -55,18 +65,12 @@ def expression(op: Op, refs: list[str], out: str = "") -> str:
             return f"torch.bmm({a}, {b}{into})" + (".neg()" if alpha else "")
         case OpKind.SCALE:
             return f"{refs[0]} * rt.scalars[{op.attr('by')!r}]"
-        case OpKind.CAST:
-            return refs[0]
-        case OpKind.TRANSPOSE:
-            return f"{refs[0]}.mT"
-        case OpKind.REDUCE:
-            return f"{refs[0]}.sum(1, keepdim=True)"
+        case OpKind.MAX:
+            return f"torch.maximum({', '.join(refs)})"
         case OpKind.CUMSUM:
             return f"tiles.cumsum({refs[0]}, reverse={bool(op.attr('reverse', False))})"
         case OpKind.MASK:
             return f"tiles.lower({refs[0]}, strict={bool(op.attr('strict', False))})"
-        case OpKind.UNIT_LOWER_INVERSE:
-            return f"tiles.unit_lower_inverse({refs[0]})"
         case OpKind.EYE:
             return f"rt.eye({op.attr('dim')!r})"
         case _:

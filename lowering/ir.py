@@ -66,6 +66,9 @@ class OpKind(str, Enum):
     NEG = "neg"
     CUMSUM = "cumsum"
     REDUCE = "reduce"
+    ROW_SUM = "row_sum"
+    ROW_MAX = "row_max"
+    MAX = "max"
     TRANSPOSE = "transpose"
     EYE = "eye"
     MASK = "mask"
@@ -247,6 +250,9 @@ _ARITY = {
     OpKind.NEG: (1, 1),
     OpKind.CUMSUM: (1, 1),
     OpKind.REDUCE: (1, 1),
+    OpKind.ROW_SUM: (1, 1),
+    OpKind.ROW_MAX: (1, 1),
+    OpKind.MAX: (2, 2),
     OpKind.TRANSPOSE: (1, 1),
     OpKind.EYE: (0, 0),
     OpKind.MASK: (1, 1),
@@ -262,7 +268,7 @@ def infer(kind: OpKind, inputs: tuple[Value, ...], attrs: dict[str, Attr], where
     if not low <= len(inputs) <= high:
         raise TileShapeError(f"{kind.value} takes {low} to {high} operands, got {len(inputs)}", where)
     types = tuple(value.type for value in inputs)
-    if kind in (OpKind.ADD, OpKind.SUB, OpKind.MUL):
+    if kind in (OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.MAX):
         dtype = _same_dtype(types, where)
         a, b = types
         return TileType(_broadcast(a.rows, b.rows, where), _broadcast(a.cols, b.cols, where), dtype)
@@ -272,6 +278,8 @@ def infer(kind: OpKind, inputs: tuple[Value, ...], attrs: dict[str, Attr], where
         return TileType(types[0].rows, types[0].cols, DType(attrs["to"]))
     if kind is OpKind.REDUCE:
         return TileType(1, types[0].cols, types[0].dtype)
+    if kind in (OpKind.ROW_SUM, OpKind.ROW_MAX):
+        return TileType(types[0].rows, 1, types[0].dtype)
     if kind is OpKind.TRANSPOSE:
         return TileType(types[0].cols, types[0].rows, types[0].dtype)
     if kind is OpKind.EYE:

@@ -163,7 +163,8 @@ def op_flops(op: Op) -> sympy.Expr:
     if op.kind is OpKind.UNIT_LOWER_INVERSE:
         n = size(op.result.type.rows)
         return n * (n - 1) * (n - 2) / 3
-    source = op.inputs[0].type if op.kind is OpKind.REDUCE else op.result.type
+    reduces = op.kind in (OpKind.REDUCE, OpKind.ROW_SUM, OpKind.ROW_MAX)
+    source = op.inputs[0].type if reduces else op.result.type
     return size(source.rows) * size(source.cols)
 
 

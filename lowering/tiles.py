@@ -27,3 +27,15 @@ def unit_lower_inverse(x: Tensor) -> Tensor:
     """``(I + strict lower triangle)^-1``; what is above the diagonal, and on it, is not read."""
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
     return torch.linalg.solve_triangular(x, eye, upper=False, unitriangular=True)
+
+
+def row_max(x: Tensor) -> Tensor:
+    """Largest of each row, but no less than the lowest finite number."""
+    return x.amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).min)
+
+
+def shared_product(x: Tensor, y: Tensor) -> Tensor:
+    """``x @ y`` for ``[B, heads, rows, cols]`` tensors; where one side has one head, it is read once for all heads."""
+    if y.shape[1] == 1 and x.shape[1] > 1:
+        return (x.flatten(1, 2) @ y.squeeze(1)).unflatten(1, x.shape[1:3])
+    return x @ y

@@ -31,7 +31,9 @@ from kdacompile.ops.errors import DoubleBackwardError
 Op = Callable[..., Any]
 Kernels = Mapping[DispatchKey, Kernel]
 
-DIFFERENTIABLE = 8  # q, k, v, g, beta, state, A_log, dt_bias: the leading arguments of every op
+# The leading arguments of every op: q, k, v, g, beta, state, A_log, dt_bias; or q, q_rope, latent, k_rope, w_uk, w_uv,
+# mask, sinks.
+DIFFERENTIABLE = 8
 
 
 class _Recorded(torch.autograd.Function):
@@ -60,6 +62,15 @@ class _Recorded(torch.autograd.Function):
         return (None, None, None, *(next(gradients) if want else None for want in needed))
 
 
+class _RecordedWithResults(_Recorded):
+    """The same for a backward op that wants the op's results too, between the gradients and the inputs."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _Recorded.setup_context(ctx, inputs, output)
+        ctx.save_for_backward(*output, *inputs[3:])
+
+
 class _Gradients(torch.autograd.Function):
     """Run a backward op whose result someone may differentiate again; that derivative is an error, never zero.
 
@@ -81,13 +92,14 @@ class _Gradients(torch.autograd.Function):
         raise DoubleBackwardError(op=ctx.backward_op.name())
 
 
-def functional_autograd(op: Any, backward_op: Any, kernels: Kernels) -> Kernel:
-    """The autograd kernel of a functional op."""
+def functional_autograd(op: Any, backward_op: Any, kernels: Kernels, *, keeps_results: bool = False) -> Kernel:
+    """The autograd kernel of a functional op; ``keeps_results``: its backward op reads them."""
+    recorded = _RecordedWithResults if keeps_results else _Recorded
 
     def autograd(keyset: DispatchKeySet, *tensors: Tensor | None, **options: Any) -> Any:
         if needs_derivative(tensors):
             refuse_dtensors(op, tensors)
-            return record(_Recorded, op, backward_op, options, *tensors)
+            return record(recorded, op, backward_op, options, *tensors)
         kernel, below = next_kernel(keyset, kernels)
         with below_autograd():
             if kernel is not None:

@@ -30,8 +30,8 @@ GATES = ("none", "head", "token", "channel")
 GATE_FNS = ("log", "factor", "softplus", "sigmoid", "logsigmoid")
 PARAMETRIC_GATE_FNS = ("softplus", "sigmoid")  # those that read A_log and dt_bias
 
-_FLOATS = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
-_FLOAT_NAMES = "bfloat16, float16, float32 or float64"
+FLOATS = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+FLOAT_NAMES = "bfloat16, float16, float32 or float64"
 
 Size = int | torch.SymInt
 Shape = Sequence[Size]
@@ -95,7 +95,7 @@ def check_step(
         q, k, v, g, beta, state, A_log, dt_bias, state_name, None, gate, gate_fn, gate_scale, qk_l2norm_eps, symbolic
     )
     length = q.shape[1]
-    if _differ(length, 1, symbolic):
+    if differ(length, 1, symbolic):
         raise StepLengthError(length=length)
 
 
@@ -128,39 +128,39 @@ def _check_operands(
         raise RankError(name="q", expected=4, layout="[B, T, H, K]", actual=tuple(q.shape))
     if v.dim() != 4:
         raise RankError(name="v", expected=4, layout="[B, T, HV, V]", actual=tuple(v.shape))
-    if q.dtype not in _FLOATS:
-        raise DtypeError(name="q", expected=_FLOAT_NAMES, actual=q.dtype)
+    if q.dtype not in FLOATS:
+        raise DtypeError(name="q", expected=FLOAT_NAMES, actual=q.dtype)
     batch, length, heads, key_dim = q.shape
     _, _, value_heads, value_dim = v.shape
-    _check(k, "k", (batch, length, heads, key_dim), "[B, T, H, K]", device, symbolic)
-    _check(v, "v", (batch, length, value_heads, value_dim), "[B, T, HV, V]", device, symbolic)
+    check_tensor(k, "k", (batch, length, heads, key_dim), "[B, T, H, K]", device, symbolic)
+    check_tensor(v, "v", (batch, length, value_heads, value_dim), "[B, T, HV, V]", device, symbolic)
     known = not symbolic or (type(heads) is int and type(value_heads) is int)
     if known and (heads < 1 or value_heads < 1 or value_heads % heads):
         raise HeadGroupError(heads=heads, value_heads=value_heads)
     if beta is not None:
-        _check(beta, "beta", (batch, length, value_heads), "[B, T, HV]", device, symbolic)
+        check_tensor(beta, "beta", (batch, length, value_heads), "[B, T, HV]", device, symbolic)
     if state is not None:
         expected = (batch if sequences is None else sequences, value_heads, key_dim, value_dim)
         layout = "[B, HV, K, V]" if sequences is None else "[N, HV, K, V], N sequences in cu_seqlens"
-        _check(state, state_name, expected, layout, device, symbolic, any_float=True)
+        check_tensor(state, state_name, expected, layout, device, symbolic, any_float=True)
     check_gate(g is not None, A_log is not None, dt_bias is not None, gate, gate_fn, gate_scale)
     if qk_l2norm_eps and not qk_l2norm_eps > 0.0:  # written so that NaN is refused too
         raise OptionError(name="qk_l2norm_eps", expected="0 (off) or positive", actual=qk_l2norm_eps)
     if g is None:
         return
     if gate == "channel":
-        _check(g, "g", (batch, length, value_heads, key_dim), "[B, T, HV, K]", device, symbolic)
+        check_tensor(g, "g", (batch, length, value_heads, key_dim), "[B, T, HV, K]", device, symbolic)
     elif gate == "token":
-        _check(g, "g", (batch, length, value_heads), "[B, T, HV]", device, symbolic)
+        check_tensor(g, "g", (batch, length, value_heads), "[B, T, HV]", device, symbolic)
     else:
-        _check(g, "g", (value_heads,), "[HV]", device, symbolic)
+        check_tensor(g, "g", (value_heads,), "[HV]", device, symbolic)
     if A_log is not None:
-        _check(A_log, "A_log", (value_heads,), "[HV]", device, symbolic)
+        check_tensor(A_log, "A_log", (value_heads,), "[HV]", device, symbolic)
     if dt_bias is not None:
         if gate == "channel":
-            _check(dt_bias, "dt_bias", (value_heads, key_dim), "[HV, K]", device, symbolic)
+            check_tensor(dt_bias, "dt_bias", (value_heads, key_dim), "[HV, K]", device, symbolic)
         else:
-            _check(dt_bias, "dt_bias", (value_heads,), "[HV]", device, symbolic)
+            check_tensor(dt_bias, "dt_bias", (value_heads,), "[HV]", device, symbolic)
 
 
 def check_gate(has_g: bool, has_A_log: bool, has_dt_bias: bool, gate: str, gate_fn: str, gate_scale: float) -> None:
@@ -182,7 +182,7 @@ def check_gate(has_g: bool, has_A_log: bool, has_dt_bias: bool, gate: str, gate_
         raise GateParameterError(gate_fn=gate_fn, problem=f"gate_scale must be >= 0, got {gate_scale}")
 
 
-def _check(
+def check_tensor(
     x: Tensor,
     name: str,
     expected: Shape,
@@ -192,8 +192,8 @@ def _check(
     any_float: bool = False,
 ) -> None:
     """Dtype, device and shape of one tensor."""
-    if x.dtype not in _FLOATS and not (any_float and x.dtype.is_floating_point):
-        raise DtypeError(name=name, expected="floating point" if any_float else _FLOAT_NAMES, actual=x.dtype)
+    if x.dtype not in FLOATS and not (any_float and x.dtype.is_floating_point):
+        raise DtypeError(name=name, expected="floating point" if any_float else FLOAT_NAMES, actual=x.dtype)
     if x.device != device:
         raise DeviceError(name=name, expected=device, actual=x.device)
     if symbolic:
@@ -210,7 +210,7 @@ def _check(
 def _check_packing(cu_seqlens: Tensor, q: Tensor, symbolic: bool) -> None:
     """Sizes always; the values where reading them costs no synchronisation, that is on the CPU."""
     batch, length = q.shape[:2]
-    if _differ(batch, 1, symbolic):
+    if differ(batch, 1, symbolic):
         raise CuSeqlensError(problem=f"packs its sequences along T and needs B = 1, got B = {batch}")
     on_cpu = cu_seqlens.device.type == "cpu"
     if not on_cpu and cu_seqlens.device != q.device:
@@ -233,7 +233,7 @@ def _check_packing(cu_seqlens: Tensor, q: Tensor, symbolic: bool) -> None:
         raise CuSeqlensError(problem=f"must end at T = {length}, ends at {bounds[-1]}")
 
 
-def _differ(a: Size, b: Size, symbolic: bool) -> bool:
+def differ(a: Size, b: Size, symbolic: bool) -> bool:
     return _static_mismatch(a, b) if symbolic else a != b
 
 

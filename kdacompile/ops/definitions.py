@@ -7,11 +7,14 @@
 ``..._backward``                         the gradients of the two functional ops, as a list of the wanted
 ======================================  ==================================================================
 
+The ops of MLA are in :mod:`kdacompile.ops.mla_definitions`.
+
 Importing this module registers them. :func:`add_kernel` is how a device gets a kernel of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,7 +45,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _AUTOCAST_KEYS = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastXPU": "xpu", "AutocastPrivateUse1": None}
 
 _library = torch.library.Library("kdacompile", "DEF")
-_kernels: dict[str, dict[DispatchKey, Kernel]] = {name: {} for name in _SCHEMAS}
+_kernels: dict[str, dict[DispatchKey, Kernel]] = {}
 
 
 def add_kernel(name: str, device: str, kernel: Kernel) -> None:
@@ -51,11 +54,11 @@ def add_kernel(name: str, device: str, kernel: Kernel) -> None:
     _kernels[name][getattr(DispatchKey, device)] = kernel
 
 
-def _define(name: str, kernel: Kernel, fake: Kernel) -> Any:
-    _library.define(name + _SCHEMAS[name], tags=_TAGS)
+def define(name: str, schema: str, kernel: Kernel, fake: Kernel) -> Any:
+    """Register a semantic op: its composite kernel, its fake, and what autocast and vmap make of it."""
+    _library.define(name + schema, tags=_TAGS)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
-    for key in (DispatchKey.CPU, DispatchKey.CUDA):
-        _kernels[name][key] = kernel
+    _kernels[name] = dict.fromkeys((DispatchKey.CPU, DispatchKey.CUDA), kernel)
     torch.library.register_fake(f"kdacompile::{name}", fake, lib=_library)
     op = getattr(torch.ops.kdacompile, name).default
     for key, device in _AUTOCAST_KEYS.items():
@@ -85,19 +88,34 @@ def _refuse_vmap(op: Any) -> Kernel:
     return vmap
 
 
-linear_attention = _define("linear_attention", kernels.sequence_kernel, fakes.sequence_fake)
-linear_attention_step = _define("linear_attention_step", kernels.step_kernel, fakes.step_fake)
-linear_attention_step_ = _define("linear_attention_step_", kernels.inplace_step_kernel, fakes.inplace_step_fake)
-linear_attention_backward = _define("linear_attention_backward", kernels.sequence_backward_kernel, fakes.backward_fake)
-linear_attention_step_backward = _define(
+def _linear_attention_op(name: str, kernel: Kernel, fake: Kernel) -> Any:
+    return define(name, _SCHEMAS[name], kernel, fake)
+
+
+linear_attention = _linear_attention_op("linear_attention", kernels.sequence_kernel, fakes.sequence_fake)
+linear_attention_step = _linear_attention_op("linear_attention_step", kernels.step_kernel, fakes.step_fake)
+linear_attention_step_ = _linear_attention_op(
+    "linear_attention_step_", kernels.inplace_step_kernel, fakes.inplace_step_fake
+)
+linear_attention_backward = _linear_attention_op(
+    "linear_attention_backward", kernels.sequence_backward_kernel, fakes.backward_fake
+)
+linear_attention_step_backward = _linear_attention_op(
     "linear_attention_step_backward", kernels.step_backward_kernel, fakes.backward_fake
 )
 
 
-def _register_autograd() -> None:
-    def register(name: str, kernel: Kernel, key: str = "Autograd") -> None:
-        _library.impl(name, kernel, key, with_keyset=True)
+def register(name: str, kernel: Kernel, key: str = "Autograd") -> None:
+    """Serve op ``name`` on a key above the backends; the kernel gets the call's key set first."""
+    _library.impl(name, kernel, key, with_keyset=True)
 
+
+def backend_kernels(name: str) -> Mapping[DispatchKey, Kernel]:
+    """The kernels of op ``name`` by device, as :func:`add_kernel` leaves them."""
+    return _kernels[name]
+
+
+def _register_autograd() -> None:
     for op, backward_op in (
         (linear_attention, linear_attention_backward),
         (linear_attention_step, linear_attention_step_backward),

@@ -74,6 +74,18 @@ class StateError(OpError, ValueError):
     template = "{problem}"
 
 
+class LatentWeightsError(OpError, ValueError):
+    """The weights that expand a latent come in pairs, and the rotated parts of query and key too."""
+
+    template = "{given} is given without {missing}: {reason}"
+
+
+class PagedCacheError(OpError, ValueError):
+    """A paged cache, its table or its lengths do not fit together, or cannot do what was asked of them."""
+
+    template = "{problem}"
+
+
 class OptionError(OpError, ValueError):
     """An option that is not a tensor has a value outside its range."""
 
@@ -89,7 +101,7 @@ class VmapError(OpError, NotImplementedError):
 class DoubleBackwardError(OpError, NotImplementedError):
     """A second derivative was requested; the backward ops are not differentiable."""
 
-    template = "{op} is not differentiable: second derivatives of linear attention are not implemented"
+    template = "{op} is not differentiable: second derivatives are not implemented"
 
 
 class DistributedTensorError(OpError, NotImplementedError):

@@ -1,0 +1,134 @@
+"""The public functions over the MLA op: defaults, splitting, squeezing; everything else is the op's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kdacompile.ops import mla_definitions
+from kdacompile.ops.errors import OptionError, RankError, SizeError
+
+
+def mla(
+    q: Tensor,
+    q_rope: Tensor | None,
+    latent: Tensor,
+    k_rope: Tensor | None,
+    w_uk: Tensor | None = None,
+    w_uv: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
+    return_lse: bool = False,
+    form: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Multi-head latent attention: every head's keys and values are expanded from one latent per token.
+
+    Per head, with the latent ``c_s`` and one rotated key ``r_s`` for all heads::
+
+        k_s = [w_uk c_s | r_s]      v_s = w_uv c_s
+        o_t = softmax_s(scale * [q_t | q_rope_t] . k_s + mask_ts) v
+
+    as in DeepSeek-V2 (arXiv 2405.04434, section 2.1). Two forms compute it, to the last rounding the same: *expanded*
+    takes the latent through the weights, block by block; *absorbed* takes the query through ``w_uk`` and the result
+    through ``w_uv``, and every head attends to the latent itself. The cheaper one is chosen per call from its sizes.
+
+    Args:
+        q: ``[B, T, H, N]``, the part of the queries that is not rotated. bfloat16, float16, float32 or float64, any
+            strides. Without weights ``[B, T, H, R]``: absorbed already.
+        q_rope: ``[B, T, H, D]``, the rotated part; None together with ``k_rope`` (no positions).
+        latent: ``[B, S, R]``, or with ``block_table`` pages of it, ``[P, page, R]``, of any page size.
+        k_rope: ``[B, S, D]``, or pages of it: shared by all heads.
+        w_uk, w_uv: ``[H, N, R]`` and ``[H, V, R]``, the two halves of kv_b_proj, views are welcome; both or none.
+        scale: factor on the scores; default ``(N + D) ** -0.5``. It has no default without weights, whose N is lost.
+        causal: query t of T sees the tokens up to ``length - T + t``, the last query sees all.
+        mask: bool (True: may be seen) or a float to add, ``[B | 1, H | 1, T | 1, S]``.
+        sinks: ``[H]``, a logit per head that takes part in the softmax's denominator alone.
+        lengths: ``[B]`` int32 or int64: how many of the S tokens each request has; 0 is legal. What lies past the
+            length may be anything, NaN included. On the CPU the values are checked.
+        block_table: ``[B, pages]`` int32 or int64: the pages of each request. Entries past its last page may be
+            anything.
+        return_lse: also return the natural logarithm of the sum of the scores' exponentials, over the keys alone.
+        form: "auto", "absorbed" or "expanded".
+        out_dtype: dtype of o; default q's.
+
+    Returns:
+        o ``[B, T, H, V]`` (``[B, T, H, R]`` without weights), and with ``return_lse`` lse ``[B, H, T]`` in float32
+        (float64 if q or the latent is). A query that sees no token gives 0 and lse +inf. All arithmetic is float32
+        (float64). Differentiable in all float operands, except from a paged cache.
+
+    Raises:
+        kdacompile.ops.errors.OpError: one class per mistake, each also a ValueError or a TypeError.
+    """
+    if scale is None:
+        if w_uk is None:
+            raise OptionError(name="scale", expected="a number: without w_uk it has no default", actual=None)
+        scale = (q.shape[-1] + (0 if q_rope is None else q_rope.shape[-1])) ** -0.5
+    o, lse = mla_definitions.mla(
+        q,
+        q_rope,
+        latent,
+        k_rope,
+        w_uk,
+        w_uv,
+        mask,
+        sinks,
+        lengths,
+        block_table,
+        scale=scale,
+        causal=causal,
+        form=form,
+        out_dtype=out_dtype,
+    )
+    return (o, lse) if return_lse else o
+
+
+def mla_decode(
+    q: Tensor,
+    cache: Tensor,
+    *,
+    rank: int,
+    scale: float,
+    lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Decoding over a latent cache with the weights absorbed by the caller, in FlashMLA's terms.
+
+    Args:
+        q: ``[B, T, H, R + D]``: ``q_nope`` taken through ``w_uk``, then the rotated part. T is 1, or the tokens of a
+            speculative step.
+        cache: ``[B, S, R + D]``, or with ``block_table`` ``[P, page, R + D]`` or ``[P, page, 1, R + D]``.
+        rank: R; the first R columns of the cache are the values.
+        scale: ``(N + D) ** -0.5`` of the head before absorption, times mscale ** 2 where YaRN is used.
+
+    The other arguments and the results are those of :func:`mla`; o is ``[B, T, H, R]``.
+    """
+    if cache.dim() == 4 and cache.shape[2] == 1:
+        cache = cache.squeeze(2)
+    for name, x, dims in (("q", q, 4), ("cache", cache, 3)):
+        if x.dim() != dims:
+            raise RankError(name=name, expected=dims, layout="[..., R + D]", actual=tuple(x.shape))
+    width = cache.shape[-1]
+    if not 0 < rank <= width or q.shape[-1] != width:
+        raise SizeError(name="q", expected=(*q.shape[:3], width), layout=f"R = {rank} <= R + D", actual=tuple(q.shape))
+    q_rope, k_rope = (q[..., rank:], cache[..., rank:]) if rank < width else (None, None)
+    return mla(
+        q[..., :rank],
+        q_rope,
+        cache[..., :rank],
+        k_rope,
+        scale=scale,
+        lengths=lengths,
+        block_table=block_table,
+        causal=causal,
+        return_lse=return_lse,
+        out_dtype=out_dtype,
+    )
