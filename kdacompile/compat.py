@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._guards import tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -25,6 +26,7 @@ __all__ = [
     "example_value",
     "grad_mode_after",
     "is_detach",
+    "is_functorch_wrapped_tensor",
     "is_mode_switch",
     "is_opaque_call",
     "is_random",

@@ -66,7 +66,7 @@ def check_cpu() -> Check:
     compiler = next((path for path in candidates if path), None)
     if not compiler:
         return Check("CPU", "missing", "no C++ compiler: Inductor cannot build CPU kernels", "install g++ or clang++")
-    return Check("CPU", "ok", f"{os.cpu_count()} cores; {compiler} for Inductor's kernels")
+    return Check("CPU", "ok", f"{os.cpu_count()} cores; {compiler} for Inductor's kernels and our own")
 
 
 def check_cuda() -> Check:

@@ -42,14 +42,20 @@ def dense_layout(batch: int, length: int, heads: int, chunk: int) -> Layout:
     return Layout(batch, length, heads, chunk, steps, ((0, steps),))
 
 
-def packed_layout(cu_seqlens: Tensor, length: int, heads: int, chunk: int) -> Layout:
-    """Sequences back to back in one batch entry; each starts on a chunk of its own."""
+def sequence_bounds(cu_seqlens: Tensor, length: int) -> list[int]:
+    """The bounds of packed sequences, checked."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ArgumentError("cu_seqlens must be a vector of int32 or int64 with at least one entry")
     bounds = cu_seqlens.tolist()
-    lengths = [end - start for start, end in pairwise(bounds)]
-    if bounds[0] != 0 or bounds[-1] != length or any(n < 0 for n in lengths):
+    if bounds[0] != 0 or bounds[-1] != length or any(end < start for start, end in pairwise(bounds)):
         raise ArgumentError(f"cu_seqlens must rise from 0 to the number of tokens ({length}), got {bounds}")
+    return bounds
+
+
+def packed_layout(cu_seqlens: Tensor, length: int, heads: int, chunk: int) -> Layout:
+    """Sequences back to back in one batch entry; each starts on a chunk of its own."""
+    bounds = sequence_bounds(cu_seqlens, length)
+    lengths = [end - start for start, end in pairwise(bounds)]
     counts = [-(-n // chunk) for n in lengths]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     segments = tuple((end - count, end) for end, count in zip(ends, counts, strict=True))

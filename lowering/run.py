@@ -6,8 +6,10 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor  # torch-private: belongs in compat
 
+from kdacompile.compat import is_functorch_wrapped_tensor
+
+from .cpu import run_recurrence, runs_recurrence
 from .errors import ArgumentError
 from .executor import Executable
 from .layout import Layout, dense_layout, packed_layout
@@ -63,6 +65,10 @@ def run_linear_attention(
     the log gate or, with ``gate_form="factor"``, its exponential; beta ``[B, T, HV]``; initial_state ``[B, HV, K,
     V]``. With ``cu_seqlens`` (B = 1) the states are ``[sequences, HV, K, V]``. Everything is computed in q's dtype.
     Returns o ``[B, T, HV, V]`` and the final state.
+
+    On a CPU and without gradients this is the C kernel of the recurrence, which knows no chunks, if the machine can
+    compile it; else the torch executor. The executor it is as well where ``scratch``, the source of its buffers, is
+    given.
     """
     sequences = _check(q, k, v, g, beta, initial_state, gate, gate_form, cu_seqlens)
     batch, length, _, width = q.shape
@@ -70,6 +76,12 @@ def run_linear_attention(
     if length == 0:
         return _nothing(v, initial_state, (sequences, heads, width, v.shape[3]), q.dtype)
     functional = _needs_functional(q, k, v, g, beta, initial_state)
+    if not functional and scratch is None and runs_recurrence(q):
+        choose_chunk(chunk_size, length, q.device)  # for its check: a chunk changes nothing here
+        return run_recurrence(
+            q, k, v, g, beta, initial_state,
+            scale=scale, delta=delta, gate=gate, gate_form=gate_form, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
     chunk = choose_chunk(chunk_size, length, q.device)
     if cu_seqlens is None:
         layout = dense_layout(batch, length, heads, chunk)
@@ -99,7 +111,10 @@ def run_linear_attention_step(
     _check(q, k, v, g, beta, initial_state, gate, gate_form, None)
     if q.shape[1] != 1:
         raise ArgumentError(f"a step takes one token, got {q.shape[1]}")
-    scratch = None if _needs_functional(q, k, v, g, beta, initial_state) else Scratch()
+    functional = _needs_functional(q, k, v, g, beta, initial_state)
+    if not functional and runs_recurrence(q):
+        return run_recurrence(q, k, v, g, beta, initial_state, scale=scale, delta=delta, gate=gate, gate_form=gate_form)
+    scratch = None if functional else Scratch()
     layout = dense_layout(q.shape[0], 1, v.shape[2], 1)
     return _execute(q, k, v, g, beta, initial_state, scale, delta, gate, gate_form, "token", layout, scratch)
 

@@ -1,4 +1,8 @@
-"""The executor against the fp64 token recurrence: every row of the family, lengths, chunk sizes, gates and packings."""
+"""The executor against the fp64 token recurrence: every row of the family, lengths, chunk sizes, gates and packings.
+
+``verify`` hands out scratch memory, so it is the executor that runs; tests that call the entry points themselves run
+once with the executor and once with the CPU's kernel.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kdacompile.lowering import ArgumentError, run_linear_attention, run_linear_attention_step
+from kdacompile.lowering import ArgumentError, run, run_linear_attention, run_linear_attention_step
+from kdacompile.lowering.cpu import runs_recurrence
 from kdacompile.lowering.verify import Case, make_inputs, oracle, relative_error, verify
 
 ROWS = [(gate, delta) for gate in ("none", "head", "token", "channel") for delta in (True, False)]
@@ -28,6 +33,17 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["executor", "recurrence"])
+def _target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "executor":
+        monkeypatch.setattr(run, "runs_recurrence", lambda q: False)
+    elif not runs_recurrence(torch.zeros(1, 1, 1, 4)):
+        pytest.skip("no C compiler")
+
+
+both_targets = pytest.mark.usefixtures("_target")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -59,6 +75,7 @@ def test_gates_of_any_strength(gate: str, delta: bool, gate_form: str, strength:
     verify(run_linear_attention, replace(case, lengths=(70, 80)), tolerance=2e-6)
 
 
+@both_targets
 @pytest.mark.parametrize("g", [-1000.0, -5.0, -80.0, -float("inf"), 0.0])
 @pytest.mark.parametrize("gate", ["head", "token", "channel"])
 def test_constant_gates(gate: str, g: float) -> None:
@@ -79,6 +96,7 @@ def test_widths_and_grouped_heads(gate: str, heads: tuple[int, int], widths: tup
     verify(run_linear_attention, case, tolerance=2e-6)
 
 
+@both_targets
 @pytest.mark.parametrize(("gate", "delta"), ROWS)
 def test_no_tokens(gate: str, delta: bool) -> None:
     case = Case(gate, delta, 0)
@@ -90,6 +108,7 @@ def test_no_tokens(gate: str, delta: bool) -> None:
     verify(run_linear_attention, Case(gate, delta, lengths=(0, 0)), tolerance=0)
 
 
+@both_targets
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize(("gate", "delta"), ROWS)
 def test_outputs_do_not_see_the_future(gate: str, delta: bool, functional: bool) -> None:
@@ -97,20 +116,21 @@ def test_outputs_do_not_see_the_future(gate: str, delta: bool, functional: bool)
     inputs = make_inputs(case)
     later = make_inputs(replace(case, seed=1))
 
-    def run(*given: Any) -> Tensor:
+    def output(*given: Any) -> Tensor:
         tensors: list[Any] = [x if x is None else x.clone().requires_grad_(functional) for x in given]
         return run_linear_attention(*tensors, scale=0.5, delta=delta, gate=gate)[0].detach()
 
-    base = run(*inputs.tensors())
+    base = output(*inputs.tensors())
     for t in (1, 15, 63, 64, 77, 149):
         mixed = []
         for name in ("q", "k", "v", "g", "beta"):
             ours, theirs = getattr(inputs, name), getattr(later, name)
             constant = ours is None or ours.dim() == 1
             mixed.append(ours if constant else torch.cat((present(ours)[:, :t], present(theirs)[:, t:]), 1))
-        assert torch.equal(run(*mixed, inputs.initial_state)[:, :t], base[:, :t])
+        assert torch.equal(output(*mixed, inputs.initial_state)[:, :t], base[:, :t])
 
 
+@both_targets
 @pytest.mark.parametrize(("gate", "delta"), ROWS)
 def test_one_token_step(gate: str, delta: bool) -> None:
     for gate_form, strength in (("log", "mild"), ("factor", "mild"), ("log", "reset"), ("factor", "reset")):
@@ -126,6 +146,7 @@ def test_one_token_step(gate: str, delta: bool) -> None:
         assert torch.equal(state, present(inputs.initial_state))
 
 
+@both_targets
 @pytest.mark.parametrize("functional", [False, True])
 def test_inputs_are_left_alone_and_results_are_fresh(functional: bool) -> None:
     case = Case("token", True, 64, batch=1, heads=1, value_heads=1)
@@ -139,6 +160,7 @@ def test_inputs_are_left_alone_and_results_are_fresh(functional: bool) -> None:
     assert state.untyped_storage().data_ptr() not in storages
 
 
+@both_targets
 def test_strided_inputs() -> None:
     case = Case("channel", True, 100)
     inputs = make_inputs(case)
@@ -147,6 +169,7 @@ def test_strided_inputs() -> None:
     assert relative_error(o, oracle(case, inputs)[0]) < 2e-6
 
 
+@both_targets
 def test_repeated_keys_keep_the_inverse_accurate() -> None:
     """Equal keys with beta 1 make the powers of A_kk explode; a Neumann series would lose every digit."""
     case = Case("none", True, 128)
@@ -158,6 +181,7 @@ def test_repeated_keys_keep_the_inverse_accurate() -> None:
     assert relative_error(state, expected_state) < 1e-5
 
 
+@both_targets
 @pytest.mark.parametrize(
     "change",
     [
@@ -176,6 +200,7 @@ def test_arguments_outside_the_contract(change: dict[str, Any]) -> None:
         run_linear_attention(*inputs.tensors(), **arguments)
 
 
+@both_targets
 @pytest.mark.parametrize("bounds", [[0, 10], [1, 20], [0, 15, 10, 20]])
 def test_bad_cu_seqlens(bounds: list[int]) -> None:
     inputs = make_inputs(Case("token", True, 20, batch=1, initial_state=False))

@@ -1,0 +1,97 @@
+"""C source to functions, with the C compiler of the machine: once a machine, then from Inductor's cache folder.
+
+The source includes no header of torch, so a compilation takes half a second, where Inductor's take ten. It reaches
+torch's thread pool through ``torch_parallel_for``, which libtorch exports under its stable C interface.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from kdacompile import compat
+
+log = logging.getLogger(__name__)
+
+_SECONDS = 60.0  # a compilation may take before it is given up
+
+# What torch found the CPU to be able to do -> flags, bytes of a register, registers of a strip's row (see the source).
+# Not -march=native: the cache folder may be shared by machines that differ.
+_TARGETS = {
+    "AVX512": (("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"), 64, 4),
+    "AVX2": (("-mavx2", "-mfma"), 32, 2),
+}
+_ANY_TARGET = ((), 16, 2)
+
+
+class CannotCompile(Exception):
+    """The C kernels are not available, and why."""
+
+
+@cache
+def parallel_for() -> ctypes._NamedFuncPointer:
+    """``torch_parallel_for(begin, end, grain, function, context)``: at::parallel_for behind the stable C interface."""
+    folder = Path(torch.__file__).parent / "lib"
+    path = next((path for path in sorted(folder.glob("libtorch_cpu.*")) if path.suffix in (".so", ".dylib")), None)
+    try:
+        function = ctypes.CDLL(str(path)).torch_parallel_for
+    except (OSError, AttributeError) as error:
+        raise CannotCompile(f"this torch has no torch_parallel_for: {error}") from error
+    function.argtypes = [*(ctypes.c_int64,) * 3, ctypes.c_void_p, ctypes.c_char_p]
+    function.restype = ctypes.c_int
+    return function
+
+
+@cache
+def library(source: str, real: str) -> ctypes.CDLL:
+    """The compiled form of ``source`` (a file of this folder) for ``real`` "float" or "double"."""
+    text = (Path(__file__).parent / source).read_bytes()
+    flags, register, registers = _TARGETS.get(torch.backends.cpu.get_cpu_capability(), _ANY_TARGET)
+    command = [
+        *(compiler_path(), "-x", "c", "-std=gnu11", "-O3", "-fno-math-errno", "-shared", "-fPIC", *flags),
+        *(f"-DREAL={real}", f"-DVECTOR_BYTES={register}", f"-DVECTORS={registers}"),
+    ]
+    key = hashlib.sha256(repr((text, command, platform.machine())).encode()).hexdigest()
+    try:
+        path = Path(compat.inductor_cache_dir(), "kdacompile", f"{Path(source).stem}-{key[:32]}.so")
+        if not (path.exists() and compat.disk_caches()):
+            _compile(command, text, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CannotCompile(f"the library cannot be made or loaded: {error}") from error
+
+
+def compiler_path() -> str:
+    """The C compiler; a C++ compiler will do, and Inductor has need of one anyway."""
+    candidates = (os.environ.get("CC"), "cc", "gcc", "clang", os.environ.get("CXX"), "g++", "clang++")
+    found = next((path for name in candidates if name and (path := shutil.which(name))), None)
+    if found is None:
+        raise CannotCompile("no C compiler")
+    return found
+
+
+def _compile(command: list[str], text: bytes, path: Path) -> None:
+    """Compile beside ``path`` and move into place, so that no other process ever sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder, path.name)
+        try:
+            subprocess.run(
+                [*command, "-", "-o", str(made)], input=text, capture_output=True, check=True, timeout=_SECONDS
+            )
+        except subprocess.CalledProcessError as error:
+            raise CannotCompile(f"{command[0]} failed: {error.stderr.decode(errors='replace')}") from error
+        except subprocess.TimeoutExpired as error:
+            raise CannotCompile(f"{command[0]} took longer than {_SECONDS:.0f} s") from error
+        made.replace(path)
+    log.debug("compiled %s with %s", path, command[0])

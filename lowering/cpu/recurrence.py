@@ -1,0 +1,123 @@
+"""The C kernel of the token recurrence (``recurrence.c``) on tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import struct
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..layout import sequence_bounds
+from .compiler import CannotCompile, library, parallel_for
+
+log = logging.getLogger(__name__)
+
+MAX_KEY_WIDTH = 512
+"""A strip of the state lives on the thread's stack."""
+
+_ROWS = 4  # as in the source
+_NAMES = {torch.float32: "float", torch.float64: "double"}
+_TASK_ELEMENTS = 1 << 18  # state elements times tokens worth waking a thread for, some 20 us
+
+# struct problem of the source: operands (pointer and strides), pointers, sizes, scale
+_PROBLEM = struct.Struct("@20q 4q 7q d")
+_NOTHING = (0, 0, 0, 0)
+
+
+class _Kernel:
+    def __init__(self, real: str) -> None:
+        compiled = library("recurrence.c", real)
+        compiled.strip_width.restype = ctypes.c_int64
+        self.compiled = compiled  # keeps the library loaded
+        self.function = ctypes.cast(compiled.linear_attention, ctypes.c_void_p)
+        self.width: int = compiled.strip_width()
+        self.parallel_for = parallel_for()
+
+    def __call__(self, problem: bytes, lanes: int, tokens: int, key_width: int, value_width: int) -> None:
+        """Run all strips of ``lanes`` (sequence, head) pairs with ``tokens`` tokens each."""
+        grain = max(1, _TASK_ELEMENTS // max(1, tokens * key_width * self.width))
+        if self.parallel_for(0, lanes * -(-value_width // self.width), grain, self.function, problem):
+            raise RuntimeError("torch_parallel_for failed")
+
+
+@cache
+def _kernel(dtype: torch.dtype) -> _Kernel | None:
+    try:
+        return _Kernel(_NAMES[dtype])
+    except CannotCompile as error:
+        log.info("the CPU runs linear attention through torch operators: %s", error)
+        return None
+
+
+def runs_recurrence(q: Tensor) -> bool:
+    """Whether :func:`run_recurrence` takes keys like ``q`` on this machine; the first question compiles the kernel."""
+    width = q.shape[-1]
+    fits = q.device.type == "cpu" and width % _ROWS == 0 and 0 < width <= MAX_KEY_WIDTH and q.dtype in _NAMES
+    return fits and _kernel(q.dtype) is not None
+
+
+def run_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    scale: float,
+    delta: bool,
+    gate: str,
+    gate_form: str = "log",
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`kdacompile.lowering.run_linear_attention`, on plain tensors of one dtype and without gradients."""
+    kernel = _kernel(q.dtype)
+    assert kernel is not None  # the caller asked runs_recurrence
+    batch, length, _, key_width = q.shape
+    heads, value_width = v.shape[2:]
+    bounds = None if cu_seqlens is None else torch.tensor(sequence_bounds(cu_seqlens, length))
+    sequences = batch if bounds is None else len(bounds) - 1
+    decay = torch.exp(g) if g is not None and gate_form == "log" else g
+    # Every tensor is held by a name until the kernel is done: it is given addresses.
+    q, k, v = _in_rows(q), _in_rows(k), _in_rows(v)
+    decay = _in_rows(decay) if decay is not None and gate == "channel" else decay
+    initial_state = None if initial_state is None else initial_state.to(q.dtype).contiguous()
+    out = torch.empty((batch, length, heads, value_width), dtype=q.dtype)
+    final = torch.empty((sequences, heads, key_width, value_width), dtype=q.dtype)
+    problem = _PROBLEM.pack(
+        *_operand(q),
+        *_operand(k),
+        *_operand(v),
+        *_operand(decay),
+        *_operand(beta),
+        0 if initial_state is None else initial_state.data_ptr(),
+        out.data_ptr(),
+        final.data_ptr(),
+        0 if bounds is None else bounds.data_ptr(),
+        length,
+        heads,
+        heads // q.shape[2],
+        key_width,
+        value_width,
+        gate == "channel",
+        delta,
+        scale,
+    )
+    kernel(problem, sequences * heads, batch * length // max(1, sequences), key_width, value_width)
+    return out, final
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """``x`` with its last dimension contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _operand(x: Tensor | None) -> tuple[int, ...]:
+    """Address and strides of batch, token and head; one value a head serves all tokens."""
+    if x is None:
+        return _NOTHING
+    strides = x.stride()
+    return (x.data_ptr(), 0, 0, strides[0]) if len(strides) == 1 else (x.data_ptr(), *strides[:3])
