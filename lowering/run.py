@@ -57,14 +57,16 @@ def run_linear_attention(
     chunk_size: int = 0,
     cu_seqlens: Tensor | None = None,
     gate_form: str = "log",
+    norm_eps: float = 0.0,
     scratch: Scratch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Linear attention over a sequence; see ``linear_attention.py`` for the mathematics.
 
     q, k ``[B, T, H, K]``, v ``[B, T, HV, V]``, g by ``gate``: None | ``[HV]`` | ``[B, T, HV]`` | ``[B, T, HV, K]``,
     the log gate or, with ``gate_form="factor"``, its exponential; beta ``[B, T, HV]``; initial_state ``[B, HV, K,
-    V]``. With ``cu_seqlens`` (B = 1) the states are ``[sequences, HV, K, V]``. Everything is computed in q's dtype.
-    Returns o ``[B, T, HV, V]`` and the final state.
+    V]``. With ``cu_seqlens`` (B = 1) the states are ``[sequences, HV, K, V]``. With ``norm_eps`` q and k are
+    normalised first, see :func:`l2norm`. Everything is computed in q's dtype. Returns o ``[B, T, HV, V]`` and the
+    final state.
 
     On a CPU and without gradients this is the C kernel of the recurrence, which knows no chunks, if the machine can
     compile it; else the torch executor. The executor it is as well where ``scratch``, the source of its buffers, is
@@ -80,8 +82,9 @@ def run_linear_attention(
         choose_chunk(chunk_size, length, q.device)  # for its check: a chunk changes nothing here
         return run_recurrence(
             q, k, v, g, beta, initial_state,
-            scale=scale, delta=delta, gate=gate, gate_form=gate_form, cu_seqlens=cu_seqlens,
+            scale=scale, delta=delta, gate=gate, gate_form=gate_form, norm_eps=norm_eps, cu_seqlens=cu_seqlens,
         )  # fmt: skip
+    q, k = l2norm(q, norm_eps), l2norm(k, norm_eps)
     chunk = choose_chunk(chunk_size, length, q.device)
     if cu_seqlens is None:
         layout = dense_layout(batch, length, heads, chunk)
@@ -106,17 +109,31 @@ def run_linear_attention_step(
     delta: bool,
     gate: str,
     gate_form: str = "log",
+    norm_eps: float = 0.0,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """One token (T = 1) through the recurrence itself; arguments and results as in :func:`run_linear_attention`."""
+    """One token (T = 1) through the recurrence itself; arguments and results as in :func:`run_linear_attention`.
+
+    With ``overwrite`` the state returned may be ``initial_state``, overwritten once everything else was read; or not.
+    """
     _check(q, k, v, g, beta, initial_state, gate, gate_form, None)
     if q.shape[1] != 1:
         raise ArgumentError(f"a step takes one token, got {q.shape[1]}")
     functional = _needs_functional(q, k, v, g, beta, initial_state)
     if not functional and runs_recurrence(q):
-        return run_recurrence(q, k, v, g, beta, initial_state, scale=scale, delta=delta, gate=gate, gate_form=gate_form)
+        return run_recurrence(
+            q, k, v, g, beta, initial_state,
+            scale=scale, delta=delta, gate=gate, gate_form=gate_form, norm_eps=norm_eps, overwrite=overwrite,
+        )  # fmt: skip
+    q, k = l2norm(q, norm_eps), l2norm(k, norm_eps)
     scratch = None if functional else Scratch()
     layout = dense_layout(q.shape[0], 1, v.shape[2], 1)
     return _execute(q, k, v, g, beta, initial_state, scale, delta, gate, gate_form, "token", layout, scratch)
+
+
+def l2norm(x: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(sum(x * x) + eps)`` over the last dimension: a zero row stays zero. ``x`` itself if eps is 0."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps) if eps else x
 
 
 def _execute(

@@ -62,9 +62,10 @@ def inplace_step_kernel(
         gate_scale=options["gate_scale"], qk_l2norm_eps=options["qk_l2norm_eps"],
     )  # fmt: skip
     check_writable(state)
-    o, new_state = step_forward(q, k, v, g, beta, state, A_log, dt_bias, **options)
-    # o was computed before the state is overwritten, so inputs that share memory with the state are read in time.
-    state.copy_(new_state)
+    o, new_state = step_forward(q, k, v, g, beta, state, A_log, dt_bias, overwrite=True, **options)
+    # Whoever overwrites the state has read everything else before, inputs that share memory with the state too.
+    if new_state is not state:
+        state.copy_(new_state)
     return o.to(v.dtype if out_dtype is None else out_dtype).contiguous()
 
 

@@ -1,9 +1,10 @@
 """What the semantic ops compute, as a composition of differentiable torch functions.
 
 The op takes tensors as a model has them. This file brings them into the form the lowering runs, in this order:
-one compute dtype (float64 if q, k or v is float64, else float32), l2norm of q and k, gate activation, sigmoid of beta.
-The recurrence itself is :mod:`kdacompile.lowering`'s. Nothing here is in place and nothing reads a value on the host,
-so ``torch.func.vjp`` differentiates it (the backward ops do) and CUDA graphs capture it.
+one compute dtype (float64 if q, k or v is float64, else float32), gate activation, sigmoid of beta. l2norm of q and k
+and the recurrence itself are :mod:`kdacompile.lowering`'s. Nothing here is in place unless ``overwrite`` asks for it,
+and nothing reads a value on the host, so ``torch.func.vjp`` differentiates it (the backward ops do) and CUDA graphs
+capture it.
 
 Gate functions, ``g`` as given to the log decay it stands for:
 
@@ -29,11 +30,6 @@ def compute_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
     """The dtype of the arithmetic and of the state: float64 when q, k or v is, else float32."""
     double = torch.float64
     return double if q.dtype is double or k.dtype is double or v.dtype is double else torch.float32
-
-
-def l2norm(x: Tensor, eps: float) -> Tensor:
-    """``x * rsqrt(sum(x * x) + eps)`` over the last dimension: eps is added to the sum, so a zero row stays zero."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
 
 
 def log_gate(
@@ -79,7 +75,7 @@ def sequence_forward(
 ) -> tuple[Tensor, Tensor]:
     """o ``[B, T, HV, V]`` and the final state ``[N, HV, K, V]``, both in the compute dtype."""
     q, k, v, g, beta, initial_state = _prepare(
-        q, k, v, g, beta, initial_state, A_log, dt_bias, gate, gate_fn, gate_scale, sigmoid_beta, qk_l2norm_eps
+        q, k, v, g, beta, initial_state, A_log, dt_bias, gate, gate_fn, gate_scale, sigmoid_beta
     )
     if q.shape[1] == 0:
         return _no_tokens(k, v, initial_state, cu_seqlens)
@@ -96,6 +92,7 @@ def sequence_forward(
         delta=delta,
         gate=gate,
         gate_form="factor" if gate_fn == "factor" else "log",
+        norm_eps=qk_l2norm_eps,
         chunk_size=chunk_size,
         cu_seqlens=cu_seqlens,
     )
@@ -118,10 +115,14 @@ def step_forward(
     gate_scale: float,
     sigmoid_beta: bool,
     qk_l2norm_eps: float,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """One token: o ``[B, 1, HV, V]`` and the state after it ``[B, HV, K, V]``, both in the compute dtype."""
+    """One token: o ``[B, 1, HV, V]`` and the state after it ``[B, HV, K, V]``, both in the compute dtype.
+
+    With ``overwrite`` the state returned may be ``initial_state`` itself.
+    """
     q, k, v, g, beta, initial_state = _prepare(
-        q, k, v, g, beta, initial_state, A_log, dt_bias, gate, gate_fn, gate_scale, sigmoid_beta, qk_l2norm_eps
+        q, k, v, g, beta, initial_state, A_log, dt_bias, gate, gate_fn, gate_scale, sigmoid_beta
     )
     return lowering.run_linear_attention_step(
         q,
@@ -134,6 +135,8 @@ def step_forward(
         delta=delta,
         gate=gate,
         gate_form="factor" if gate_fn == "factor" else "log",
+        norm_eps=qk_l2norm_eps,
+        overwrite=overwrite,
     )
 
 
@@ -150,12 +153,9 @@ def _prepare(
     gate_fn: str,
     gate_scale: float,
     sigmoid_beta: bool,
-    qk_l2norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     dtype = compute_dtype(q, k, v)
     q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
-    if qk_l2norm_eps > 0.0:
-        q, k = l2norm(q, qk_l2norm_eps), l2norm(k, qk_l2norm_eps)
     if g is not None:
         A_log = None if A_log is None else _cast(A_log, dtype)
         dt_bias = None if dt_bias is None else _cast(dt_bias, dtype)

@@ -6,6 +6,8 @@
  *     S_t = diag(a_t) S_{t-1} + k_t u_t^T
  *     o_t = scale S_t^T q_t
  *
+ * where q and k may first be normalised, x / sqrt(sum(x * x) + eps): a factor on u and o, and on what is recalled.
+ *
  * A value column never reads another, so the state is cut into strips of columns that stay in the first-level cache for
  * the whole sequence: every token takes two passes over a strip, and the only memory traffic is the operands. A CPU has
  * no matrix unit for which the products of the chunked form would pay; the recurrence needs fewer operations and no
@@ -41,12 +43,30 @@ struct problem {
     const int64_t *bounds;               /* [sequences + 1] of packed sequences, or null: one to a batch entry */
     int64_t length, heads, heads_per_key, K, V;
     int64_t decay_per_channel, delta;
-    double scale;
+    double scale, norm_eps;              /* norm_eps 0: q and k are taken as they are */
 };
 
 static const real *at(const struct operand *x, int64_t batch, int64_t token, int64_t head)
 {
     return x->data + batch * x->batch + token * x->token + head * x->head;
+}
+
+/* 1 / sqrt(sum(x * x) + eps), or 1 if eps is 0. */
+static real inverse_norm(const real *x, int64_t K, double eps)
+{
+    enum { SUMS = 16 };
+    real sums[SUMS] = {0}, sum = (real)eps;
+    int64_t i = 0;
+    if (eps == 0)
+        return 1;
+    for (; i + SUMS <= K; i += SUMS)
+        for (int r = 0; r < SUMS; r++)
+            sums[r] += x[i + r] * x[i + r];
+    for (; i < K; i++)
+        sums[0] += x[i] * x[i];
+    for (int r = 0; r < SUMS; r++)
+        sum += sums[r];
+    return (real)(1 / __builtin_sqrt((double)sum));
 }
 
 /* What the state holds for a key: S^T key. */
@@ -124,6 +144,8 @@ static void run_strip(const struct problem *p, int64_t sequence, int64_t head, i
         const real *key = at(&p->k, batch, t, head / p->heads_per_key);
         const real *decay = p->decay.data ? at(&p->decay, batch, t, head) : same_decay;
         const real beta = p->beta.data ? *at(&p->beta, batch, t, head) : (real)1;
+        const real query_factor = (real)p->scale * inverse_norm(query, p->K, p->norm_eps);
+        const real key_factor = inverse_norm(key, p->K, p->norm_eps);
         vector u[VECTORS], out[VECTORS];
 
         if (p->decay.data && !p->decay_per_channel) {
@@ -138,13 +160,13 @@ static void run_strip(const struct problem *p, int64_t sequence, int64_t head, i
                 key_decayed[i] = key[i] * decay[i];
             recall(state, key_decayed, p->K, known);
             for (int j = 0; j < VECTORS; j++)
-                u[j] -= known[j];
+                u[j] -= key_factor * known[j];
         }
         for (int j = 0; j < VECTORS; j++)
-            u[j] *= beta;
+            u[j] *= key_factor * beta;
         update(state, decay, key, query, p->K, u, out);
         for (int j = 0; j < VECTORS; j++)
-            out[j] *= (real)p->scale;
+            out[j] *= query_factor;
         write_row(out, p->out + ((batch * p->length + t) * p->heads + head) * p->V + column, columns);
     }
     for (int64_t i = 0; i < p->K; i++)

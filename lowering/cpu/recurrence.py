@@ -20,10 +20,10 @@ MAX_KEY_WIDTH = 512
 
 _ROWS = 4  # as in the source
 _NAMES = {torch.float32: "float", torch.float64: "double"}
-_TASK_ELEMENTS = 1 << 18  # state elements times tokens worth waking a thread for, some 20 us
+_TASK_ELEMENTS = 1 << 16  # state elements times tokens worth waking a thread for, some 10 us
 
-# struct problem of the source: operands (pointer and strides), pointers, sizes, scale
-_PROBLEM = struct.Struct("@20q 4q 7q d")
+# struct problem of the source: operands (pointer and strides), pointers, sizes, scale and norm_eps
+_PROBLEM = struct.Struct("@20q 4q 7q 2d")
 _NOTHING = (0, 0, 0, 0)
 
 
@@ -71,9 +71,14 @@ def run_recurrence(
     delta: bool,
     gate: str,
     gate_form: str = "log",
+    norm_eps: float = 0.0,
     cu_seqlens: Tensor | None = None,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`kdacompile.lowering.run_linear_attention`, on plain tensors of one dtype and without gradients."""
+    """As :func:`kdacompile.lowering.run_linear_attention`, on plain tensors of one dtype and without gradients.
+
+    ``overwrite``: the final state takes the place of ``initial_state`` where that is contiguous memory of its own.
+    """
     kernel = _kernel(q.dtype)
     assert kernel is not None  # the caller asked runs_recurrence
     batch, length, _, key_width = q.shape
@@ -86,7 +91,10 @@ def run_recurrence(
     decay = _in_rows(decay) if decay is not None and gate == "channel" else decay
     initial_state = None if initial_state is None else initial_state.to(q.dtype).contiguous()
     out = torch.empty((batch, length, heads, value_width), dtype=q.dtype)
-    final = torch.empty((sequences, heads, key_width, value_width), dtype=q.dtype)
+    if overwrite and initial_state is not None and not _share_memory(initial_state, (q, k, v, decay, beta)):
+        final = initial_state  # a strip is read whole before it is written
+    else:
+        final = torch.empty((sequences, heads, key_width, value_width), dtype=q.dtype)
     problem = _PROBLEM.pack(
         *_operand(q),
         *_operand(k),
@@ -105,6 +113,7 @@ def run_recurrence(
         gate == "channel",
         delta,
         scale,
+        norm_eps,
     )
     kernel(problem, sequences * heads, batch * length // max(1, sequences), key_width, value_width)
     return out, final
@@ -113,6 +122,11 @@ def run_recurrence(
 def _in_rows(x: Tensor) -> Tensor:
     """``x`` with its last dimension contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _share_memory(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
+    own = x.untyped_storage().data_ptr()
+    return any(other is not None and other.untyped_storage().data_ptr() == own for other in others)
 
 
 def _operand(x: Tensor | None) -> tuple[int, ...]:

@@ -13,14 +13,15 @@ from tests.ops.cases import GATE_FNS, GATES, assert_close, make_case, oracle
 FAMILY = [("none", "log"), *((gate, fn) for gate in GATES[1:] for fn in GATE_FNS)]
 
 
+@pytest.mark.parametrize("key_dim", [5, 8])  # of no kernel, of the CPU's
 @pytest.mark.parametrize("delta", [True, False], ids=["delta", "plain"])
 @pytest.mark.parametrize(("gate", "gate_fn"), FAMILY)
-def test_every_gate(gate: str, gate_fn: str, delta: bool) -> None:
-    case = make_case(gate=gate, gate_fn=gate_fn, delta=delta, length=21)
+def test_every_gate(gate: str, gate_fn: str, delta: bool, key_dim: int) -> None:
+    case = make_case(gate=gate, gate_fn=gate_fn, delta=delta, length=21, key_dim=key_dim)
     assert_close(case.run(), oracle(case), 1e-5)
     double = case.to(torch.float64)
     assert_close(double.run(), oracle(double), 1e-12)
-    step = make_case(gate=gate, gate_fn=gate_fn, delta=delta, length=1)
+    step = make_case(gate=gate, gate_fn=gate_fn, delta=delta, length=1, key_dim=key_dim)
     assert_close(step.run_step(), oracle(step), 1e-5)
     assert_close(step.to(torch.float64).run_step(), oracle(step), 1e-12)
 

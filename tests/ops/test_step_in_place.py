@@ -16,9 +16,10 @@ def _step(case: Case, state: Tensor) -> Tensor:
     return torch.ops.kdacompile.linear_attention_step_(q, k, v, g, beta, state, A_log, dt_bias, **options)
 
 
+@pytest.mark.parametrize("key_dim", [5, 8])  # of no kernel, of the CPU's
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_the_state_is_overwritten_in_its_dtype(dtype: torch.dtype) -> None:
-    case = make_case(length=1)
+def test_the_state_is_overwritten_in_its_dtype(dtype: torch.dtype, key_dim: int) -> None:
+    case = make_case(length=1, key_dim=key_dim)
     case = case.with_tensors(initial_state=case.tensors["initial_state"].to(dtype))
     expected = oracle(case)
     state = case.tensors["initial_state"].clone()
@@ -41,11 +42,13 @@ def test_a_slot_of_a_cache_is_written_and_nothing_else() -> None:
     assert bool((cache[0] == 7.0).all()) and bool((cache[2] == 7.0).all())
 
 
-def test_inputs_that_share_memory_with_the_state_are_read_first() -> None:
-    case = make_case(length=1, groups=1, heads=1, key_dim=3, value_dim=3, batch=1)
-    memory = case.tensors["initial_state"].clone()
-    aliased = case.with_tensors(v=memory[:, :, 0].unsqueeze(1))
-    expected = oracle(aliased.with_tensors(initial_state=memory.clone(), v=aliased.tensors["v"].clone()))
+@pytest.mark.parametrize("size", [3, 8])  # of no kernel, of the CPU's
+@pytest.mark.parametrize("role", ["q", "k", "v", "g"])
+def test_inputs_that_share_memory_with_the_state_are_read_first(role: str, size: int) -> None:
+    case = make_case(length=1, groups=1, heads=1, key_dim=size, value_dim=size, batch=1, gate_fn="factor")
+    memory = torch.rand_like(case.tensors["initial_state"])
+    aliased = case.with_tensors(**{role: memory[:, :, 0].unsqueeze(1)})
+    expected = oracle(aliased.with_tensors(initial_state=memory.clone(), **{role: aliased.tensors[role].clone()}))
     assert_close((_step(aliased, memory), memory), expected, 1e-5)
 
 
