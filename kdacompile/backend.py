@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kdacompile import compat, compiler_pass, remembered
+from kdacompile import compat, compiler_pass, held, remembered
 from kdacompile.errors import UnknownOptionError
 from kdacompile.report import GraphReport
 from kdacompile.settings import Settings, parse
@@ -95,21 +95,54 @@ def kda(
 ) -> Callable[..., Any]:
     """The backend function; ``mode`` and ``options`` as torch.compile hands them over (see ``settings.parse``)."""
     settings = parse(mode, options)
-    if settings.inner == "inductor":
+    tables = _tables(gm, example_inputs, settings)
+    if settings.inner == "inductor" and not tables:
         return _inductor(gm, example_inputs, settings)
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            compiler_pass.run(module, settings)
-    if settings.inner == "eager":
-        return gm.forward
+    plain = held.copy_of(gm) if tables else gm
+    reports = [
+        compiler_pass.run(module, settings, tables if module is gm else None)
+        for module in gm.modules()
+        if isinstance(module, fx.GraphModule)
+    ]
+    compiled = _INNER[settings.inner](gm, example_inputs, settings)
+    names = {name for report in reports for match in report.matches for name in match.holds}
+    return held.guarded(compiled, plain, {node: tables[node] for node in tables if node.name in names})
+
+
+def _tables(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> held.Tables:
+    """Inputs whose values a match may hold. None beside passes of the user's own: those run first, inside Inductor."""
+    if not compiler_pass.worth_a_look(gm.graph) or (settings.inner == "inductor" and _pass(settings).earlier):
+        return {}
+    return held.tables(gm, example_inputs)
+
+
+def _pass(settings: Settings) -> KdaPass:
+    given = settings.inductor_patches().get(compat.PASS_OPTION, compat.inductor_option(compat.PASS_OPTION))
+    return KdaPass(settings, given)
+
+
+def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
+    return gm.forward
+
+
+def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
     from torch._dynamo.backends.debugging import aot_eager
 
     return aot_eager(gm, list(example_inputs))
 
 
+def _rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
+    """Inductor on a graph that is rewritten already."""
+    with compat.cache_key_tag(_pass(settings).identity()):
+        return compat.compile_fx(gm, example_inputs, config_patches=settings.inductor_patches())
+
+
+_INNER = {"inductor": _rewritten, "eager": _eager, "aot_eager": _aot_eager}
+
+
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
     patches = settings.inductor_patches()
-    run = KdaPass(settings, patches.get(compat.PASS_OPTION, compat.inductor_option(compat.PASS_OPTION)))
+    run = _pass(settings)
     memory = remembered.Memory(gm, run.identity())
     # torch 2.11 leaves the pass's uuid out of the AOT cache key; the tag is in it on every version.
     with compat.cache_key_tag(run.identity()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import re
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -38,6 +39,21 @@ __all__ = [
 
 
 PASS_OPTION = "pre_grad_custom_pass"
+
+
+_OWN_ATTRIBUTE = re.compile(r"(\._buffers\[[^\]]*\]|\.\w+)$")
+
+
+def owner(node: fx.Node) -> str:
+    """Which module (or globals) a graph input is kept by, as Dynamo's source names it; "" for arguments of the call."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return ""
+    name: Any = source.name() if callable(source.name) else source.name
+    where = source.guard_source() if callable(source.guard_source) else source.guard_source
+    if "MODULE" not in where.name and "GLOBAL" not in where.name:
+        return ""
+    return "G" if where.name == "GLOBAL" else _OWN_ATTRIBUTE.sub("", str(name))
 
 
 def compile_fx(gm: fx.GraphModule, inputs: Sequence[Any], config_patches: dict[str, Any]) -> Callable[..., Any]:

@@ -14,19 +14,21 @@ from torch import fx
 
 from kdacompile import compat, trace
 from kdacompile.collect import emit
+from kdacompile.held import Tables
 from kdacompile.instances import Instances
 from kdacompile.patterns.absorb import absorb
 from kdacompile.patterns.blockers import find_blockers
 from kdacompile.patterns.candidates import Candidate, candidates
-from kdacompile.patterns.ir import Graph, Op
+from kdacompile.patterns.ir import Graph, Op, ancestors
 from kdacompile.patterns.match import Fused, from_hypothesis
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Group, find_groups
-from kdacompile.proof import Verdict, Verdicts
+from kdacompile.proof import Verdict
 from kdacompile.report import GraphReport, Match, Rejection, enforce
 from kdacompile.rewrite import CannotSplice, Splice
 from kdacompile.settings import Settings
 from kdacompile.shadow import make_shadow
+from kdacompile.verdicts import Verdicts
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +81,11 @@ def _is_one(size: Any) -> bool:
     return not isinstance(size, torch.SymInt) and size == 1
 
 
-def run(gm: fx.GraphModule, settings: Settings) -> GraphReport:
-    """Rewrite ``gm`` in place; emits and returns the report."""
-    work = _Work(gm, settings)
+def run(gm: fx.GraphModule, settings: Settings, tables: Tables | None = None) -> GraphReport:
+    """Rewrite ``gm`` in place; emits and returns the report. ``tables`` are inputs whose values matches may rely on:
+    the caller sees to it that they hold (``Match.holds``).
+    """
+    work = _Work(gm, settings, tables or {})
     if worth_a_look(gm.graph):
         work.run()
     report = work.report()
@@ -91,9 +95,11 @@ def run(gm: fx.GraphModule, settings: Settings) -> GraphReport:
 
 
 class _Work:
-    def __init__(self, gm: fx.GraphModule, settings: Settings) -> None:
+    def __init__(self, gm: fx.GraphModule, settings: Settings, tables: Tables) -> None:
         self.gm = gm
         self.settings = settings
+        self.tables = tables
+        self.held: Tables = {}
         self.matches: list[Match] = []
         self.rejections: list[Rejection] = []
         self.seconds: dict[str, float] = {}
@@ -114,18 +120,33 @@ class _Work:
             self.rejections.append(Rejection("linear_attention", reason, "unknown", "transform"))
             return
         trace.before(self.gm)
+        self.search()
+        if any(node.users for node in self.tables):
+            self.search_with_tables()
+        if self.matches:
+            self.gm.graph.lint()
+            self.gm.recompile()
+            trace.after(self.gm)
+
+    def search(self) -> None:
         with self.timed("shadow"):
-            shadow = make_shadow(self.gm)
+            shadow = make_shadow(self.gm, held=self.held)
         trace.shadow(shadow)
         with self.timed("match"):
             groups = find_groups(shadow)
         for group in groups:
             self.visit(shadow, group)
         self.reject_blocked(shadow)
-        if self.matches:
-            self.gm.graph.lint()
-            self.gm.recompile()
-            trace.after(self.gm)
+
+    def search_with_tables(self) -> None:
+        """Once more with the values of tables, for what does not hold without them."""
+        without, self.rejections = self.rejections, []
+        matched = len(self.matches)
+        self.held = self.tables
+        self.instances = Instances(self.gm, self.tables)
+        self.search()
+        if len(self.matches) == matched:
+            self.rejections = without
 
     def visit(self, shadow: Graph, group: Group) -> None:
         """Rewrite the first candidate of a group that is proven and can be spliced; else report the most telling
@@ -212,8 +233,16 @@ class _Work:
             except CannotSplice as error:
                 return Rejection(name, error.reason, source, error.code)
         roles = {role: _describe(fused, role) for role in fused.inputs}
-        self.matches.append(Match(name, fused.mode, source, roles, fused.max_error, op, fused.absorbed))
+        holds = tuple(node.name for node in self.relied_on(fused))
+        self.matches.append(Match(name, fused.mode, source, roles, fused.max_error, op, fused.absorbed, holds=holds))
         return None
+
+    def relied_on(self, fused: Fused) -> list[fx.Node]:
+        """Inputs of the graph whose values the match holds constant."""
+        inputs = {placement.value for placement in fused.inputs.values()}
+        results = fused.candidate.outputs
+        read = {value.node for op in ancestors(results, inputs.__contains__) for value in op.reads if value.const}
+        return [node for node in self.held if node in read]
 
     def report(self) -> GraphReport:
         return GraphReport(tuple(self.matches), tuple(self.rejections), self.nodes, self.seconds)

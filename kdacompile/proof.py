@@ -9,7 +9,6 @@ turns them away.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -18,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kdacompile.patterns import tables
 from kdacompile.patterns.candidates import Candidate
 from kdacompile.patterns.evaluate import EvaluationError, LaneError, Region
-from kdacompile.patterns.ir import Value, map_values
+from kdacompile.patterns.ir import Value
 from kdacompile.patterns.recurrence import token_recurrence
 from kdacompile.patterns.roles import LETTERS, Hypothesis, Placement
 
@@ -50,6 +50,26 @@ class _Runner:
         self.candidate = candidate
         self.region = Region(list(candidate.ops), candidate.cut, candidate.outputs)
         self.whole = False
+
+    def tables(self) -> list[Value]:
+        """Constants of the region that come with data: literals, and what a module owns."""
+        return list({read: None for op in self.region.ops for read in op.reads if read.payload is not None})
+
+    def with_exact_tables(self, logs: Tensor) -> _Runner | None:
+        """The same region with decay tables as they were before rounding (``logs``: log decay per head); None if some
+        constant of the region is none of these.
+        """
+        instead: dict[Value, Tensor] = {}
+        for value in self.tables():
+            assert value.payload is not None
+            found = tables.ideal(value.payload.detach().cpu(), logs)
+            if found is None:
+                return None
+            instead[value] = found
+        other = _Runner(self.candidate)
+        other.region = Region(list(self.candidate.ops), self.candidate.cut, self.candidate.outputs, instead)
+        other.whole = self.whole
+        return other
 
     def sizes(self, hypothesis: Hypothesis, *, heads: bool = False) -> dict[str, int]:
         sizes = dict(hypothesis.sizes)
@@ -107,13 +127,14 @@ def _prove(candidate: Candidate, runner: _Runner, *, wide: bool) -> Verdict:
     for hypothesis in candidate.hypotheses[:MAX_HYPOTHESES]:
         inputs, results = _first_run(candidate, hypothesis, runner, drawn)
         fitted, error = _fit(hypothesis, inputs, results)
-        if fitted is None and hypothesis.gate == "none":
-            fitted = _with_constant_decay(hypothesis, candidate, runner)
+        fitting = runner
+        if fitted is None and hypothesis.gate == "none" and _starts_alike(hypothesis, inputs, results):
+            fitted, fitting = _with_constant_decay(hypothesis, runner)
         if fitted is None:
             if error < best:
                 best, closest = error, _describe(hypothesis)
             continue
-        verdict = _probe_fully(fitted, runner, wide=wide)
+        verdict = _probe_fully(fitted, fitting, wide=wide)
         if verdict.hypothesis is not None:
             return verdict
         best, closest = verdict.max_error, f"{_describe(hypothesis)}: {verdict.reason}"
@@ -224,8 +245,36 @@ def token_error(have: Tensor, want: Tensor) -> float:
 # -- constant decays --------------------------------------------------------------------------------------------------
 
 
-def _with_constant_decay(hypothesis: Hypothesis, candidate: Candidate, runner: _Runner) -> Hypothesis | None:
-    """Read a decay per head that the graph makes from constants off the region's answer to one impulse."""
+def _starts_alike(hypothesis: Hypothesis, inputs: dict[Value, Tensor], results: list[Tensor]) -> bool:
+    """False if the first token, which no decay has touched yet, is another than the hypothesis has it."""
+    if hypothesis.role("initial_state"):
+        return True
+    want, _ = _reference(hypothesis, inputs, 1)
+    have = hypothesis.output.to_canonical(results[0])[:, :1]
+    scale = (have * want).sum() / (want * want).sum()
+    return token_error(have, want * scale) < 1e-2
+
+
+def _with_constant_decay(hypothesis: Hypothesis, runner: _Runner) -> tuple[Hypothesis | None, _Runner]:
+    """The hypothesis with a decay per head that the graph makes from constants, and the runner it holds for: the
+    constants may be decay tables, rounded to the dtype they are kept in.
+    """
+    response = _response(hypothesis, runner)
+    if response is None:
+        return None, runner
+    fitted = _with_decay(hypothesis, response[0], runner)
+    if fitted is None and runner.tables() and bool((response[0] > 0).all()):
+        logs = _log_decay(response)
+        exact = runner.with_exact_tables(logs) if torch.isfinite(logs).all() else None
+        if exact is not None:
+            return _with_decay(hypothesis, logs.exp(), exact), exact
+    return fitted, runner
+
+
+def _response(hypothesis: Hypothesis, runner: _Runner) -> Tensor | None:
+    """What is left of the first token's write (one-token steps: of the given state) one, two, .. tokens later, per
+    head: ``[tokens, H]``.
+    """
     sizes = runner.sizes(hypothesis, heads=True)
     draws = {p.role: torch.ones([sizes[x] for x in LETTERS[p.role]], dtype=torch.float64) for p in hypothesis.inputs}
     for role in ("k", "v", "initial_state"):
@@ -236,20 +285,28 @@ def _with_constant_decay(hypothesis: Hypothesis, candidate: Candidate, runner: _
     results = runner({p.value: p.from_canonical(draws[p.role]) for p in hypothesis.inputs})
     if sizes["T"] > 1:
         output = hypothesis.output.to_canonical(results[0])
-        decay = output[0, 1, :, 0] / output[0, 0, :, 0]
-    elif hypothesis.final_state is not None and "initial_state" in draws:
-        decay = hypothesis.final_state.to_canonical(results[1])[0, :, 0, 0]
-    else:
-        return None
-    if (
-        not torch.isfinite(decay).all()
-        or (decay < 0).any()
-        or (decay > 1 + 1e-9).any()
-        or (decay - 1).abs().max() < 1e-12
-    ):
+        return output[0, 1:, :, 0] / output[0, :1, :, 0]
+    if hypothesis.final_state is not None and "initial_state" in draws:
+        return hypothesis.final_state.to_canonical(results[1])[:1, :, 0, 0]
+    return None
+
+
+def _log_decay(response: Tensor) -> Tensor:
+    """Log decay per head from all of a response, later tokens weighing more: their rounding errs less per token."""
+    tokens = torch.arange(1, len(response) + 1, dtype=torch.float64)[:, None]
+    clear = (response > 1e-3).cummin(dim=0).values  # a NaN ends what can be read
+    clear[0] = True
+    weight = tokens.square() * clear
+    return (response.clamp_min(1e-30).log() / tokens * weight).where(clear, 0.0).sum(0) / weight.sum(0)
+
+
+def _with_decay(hypothesis: Hypothesis, decay: Tensor, runner: _Runner) -> Hypothesis | None:
+    """The hypothesis with this decay per head, if the first tokens agree with it."""
+    in_range = bool(torch.isfinite(decay).all()) and bool((decay >= 0).all()) and bool((decay <= 1 + 1e-9).all())
+    if not in_range or (decay - 1).abs().max() < 1e-12:
         return None
     claim = hypothesis.with_(gate="head", decay=tuple(decay.tolist()))
-    probe = next(_probes(claim, sizes, wide=False))
+    probe = next(_probes(claim, runner.sizes(hypothesis, heads=True), wide=False))
     fitted, _ = _fit(claim, probe, runner(probe))
     return fitted
 
@@ -320,57 +377,3 @@ def _draw(
     elif kind == "large":
         noise = noise * 1e3
     return noise.expand(full)
-
-
-# -- verdicts by structure --------------------------------------------------------------------------------------------
-
-
-def structural_hash(candidate: Candidate) -> str:
-    """The same for regions that differ only in which tensors of the model they read."""
-    numbers: dict[Value, str] = {value: f"in{i}" for i, value in enumerate(candidate.cut)}
-    digest = hashlib.sha256()
-    for value in candidate.cut:
-        digest.update(f"{value.shape}".encode())
-    for op in sorted(candidate.ops, key=lambda item: item.outs[0].index):
-        for index, value in enumerate(op.outs):
-            numbers[value] = f"v{len(numbers)}.{index}"
-
-        def name(value: Value) -> str:
-            if value.payload is not None:
-                data = value.payload.detach().cpu().contiguous().flatten().tolist()
-                return f"c{hashlib.sha256(repr(data).encode()).hexdigest()}"
-            return numbers.get(value, f"?{value.index}")
-
-        args = map_values(op.args, name)
-        kwargs = {key: item for key, item in map_values(op.kwargs, name).items() if key != "device"}
-        digest.update(f"{op.target}{args}{kwargs}{[(out.shape) for out in op.outs]}".encode())
-    digest.update(" ".join(numbers.get(value, "?") for value in candidate.outputs).encode())
-    return digest.hexdigest()
-
-
-class Verdicts:
-    """Verdicts of this process, by structure: the layers of a model share one."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[str, bool], tuple[Verdict, list[Value]]] = {}
-
-    def __call__(self, candidate: Candidate, *, wide: bool = False) -> Verdict:
-        key = structural_hash(candidate), wide
-        values = [*candidate.cut, *candidate.outputs]
-        if key not in self.known:
-            self.known[key] = prove(candidate, wide=wide), values
-        verdict, theirs = self.known[key]
-        if verdict.hypothesis is None or theirs is values:
-            return verdict
-        swap = dict(zip(theirs, values, strict=True))
-        hypothesis = verdict.hypothesis
-
-        def move(placement: Placement) -> Placement:
-            return Placement(placement.role, swap[placement.value], placement.letters)
-
-        moved = hypothesis.with_(
-            inputs=tuple(move(p) for p in hypothesis.inputs),
-            output=move(hypothesis.output),
-            final_state=move(hypothesis.final_state) if hypothesis.final_state else None,
-        )
-        return Verdict(moved, verdict.max_error, verdict.reason, verdict.probes)

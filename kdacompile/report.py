@@ -31,6 +31,7 @@ class Match:
     op: str  # the semantic op that replaced the region
     absorbed: tuple[str, ...] = ()  # what upstream was fused into it: l2norm, gate activation, casts, ...
     from_cache: bool = False  # the verdict was remembered, not proven anew
+    holds: tuple[str, ...] = ()  # tensors of the model whose values are part of the proof; compared at every call
 
     def __str__(self) -> str:
         lines = [f"{self.pattern} ({self.mode}) at {self.source}"]
@@ -39,6 +40,8 @@ class Match:
             lines.append("    " + ", ".join(f"{role} = {value}" for role, value in self.roles.items()))
         if self.absorbed:
             lines.append("    absorbed: " + ", ".join(self.absorbed))
+        if self.holds:
+            lines.append("    holds while these keep their values: " + ", ".join(self.holds))
         return "\n".join(lines)
 
 
@@ -177,8 +180,8 @@ def graph_from_dict(graph: Mapping[str, Any]) -> GraphReport:
     )
 
 
-def _match_from_dict(absorbed: Iterable[str], **fields: Any) -> Match:
-    return Match(absorbed=tuple(absorbed), **fields)
+def _match_from_dict(absorbed: Iterable[str], holds: Iterable[str] = (), **fields: Any) -> Match:
+    return Match(absorbed=tuple(absorbed), holds=tuple(holds), **fields)
 
 
 def merge(rejections: Iterable[Rejection]) -> list[Rejection]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,14 +32,16 @@ log = logging.getLogger(__name__)
 REPLAY_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError, KeyError)
 
 SizeOf = Callable[[Any], int]
+Held = Mapping[fx.Node, torch.Tensor]
 
 
 class _Replay:
     """Runs a Dynamo graph under the recorder."""
 
-    def __init__(self, gm: fx.GraphModule, size_of: SizeOf) -> None:
+    def __init__(self, gm: fx.GraphModule, size_of: SizeOf, held: Held) -> None:
         self.gm = gm
         self.size_of = size_of
+        self.held = held
         self.recorder = Recorder()
         self.env: dict[fx.Node, Any] = {}
 
@@ -110,6 +112,8 @@ class _Replay:
     def load(self, node: fx.Node) -> Any:
         if node not in self.env:
             self.env[node] = self.stand_in(compat.example_value(node), node)
+            if node in self.held:
+                self.hold_constant(self.env[node], self.held[node])
             self.name_value(node)
         return self.env[node]
 
@@ -257,9 +261,11 @@ def _to_meta(tree: Any) -> Any:
     return tree
 
 
-def make_shadow(gm: fx.GraphModule, size_of: SizeOf = compat.size_hint) -> Graph:
-    """The shadow of ``gm``; ``size_of`` maps symbolic sizes to the instance's ints (default: their hints)."""
-    return _Replay(gm, size_of).run()
+def make_shadow(gm: fx.GraphModule, size_of: SizeOf = compat.size_hint, held: Held | None = None) -> Graph:
+    """The shadow of ``gm``; ``size_of`` maps symbolic sizes to the instance's ints (default: their hints). Inputs in
+    ``held`` are taken for constants with these data: whoever does that must see to it that they are.
+    """
+    return _Replay(gm, size_of, held or {}).run()
 
 
 __all__ = ["Graph", "make_shadow"]

@@ -10,7 +10,7 @@ whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,15 @@ def _float64(dtype: torch.dtype) -> torch.dtype:
 class Region:
     """Operators between ``inputs`` and ``outputs``, ready to run many times."""
 
-    def __init__(self, ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        inputs: Sequence[Value],
+        outputs: Sequence[Value],
+        instead: Mapping[Value, Tensor] | None = None,
+    ) -> None:
+        """``instead`` gives constants other data than the graph's."""
+        self.instead = instead or {}
         self.inputs = list(inputs)
         self.outputs = list(outputs)
         self.ops = sorted(ops, key=lambda op: op.outs[0].index)
@@ -92,7 +100,7 @@ class Region:
         if value in env:
             return env[value]
         if value.payload is not None:
-            data = value.payload.detach().cpu()
+            data = self.instead.get(value, value.payload).detach().cpu()
             return _Lane(data.to(_float64(data.dtype)), tuple(map(_plain, data.shape)))
         if value in self.constants:
             return self.constants[value]

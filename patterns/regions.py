@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kdacompile.patterns.ir import Graph, Op, Value
-from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT, REGION, SCANS, SELECTIONS, SOLVES
+from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT, PICKING, REGION, SCANS, SELECTIONS, SOLVES
 
 
 def is_soft(op: Op) -> bool:
@@ -48,8 +48,14 @@ def _root(value: Value) -> Value:
 
 
 def _is_weight(value: Value) -> bool:
-    """Parameters, and matrices that enter the graph as such: a product with one is a projection."""
-    return value.param or (value.op is None and not value.const and len(value.shape) == 2)
+    """Parameters, rows picked from one (experts), and matrices that enter the graph as such: a product with one is a
+    projection.
+    """
+    if value.op is None and not value.const and len(value.shape) == 2:
+        return True
+    while value.op is not None and value.op.name in PICKING:
+        value = _root(value.op.reads[0])
+    return value.param
 
 
 def _activations(operands: list[Value]) -> list[Value]:

@@ -42,10 +42,6 @@ def eager_capture(graph: torch.fx.GraphModule, inputs: list[Any], **_: Any) -> A
 def check(case: ModelCase, model: PreTrainedModel, own: dict[str, Any], theirs: dict[str, Any], mode: str) -> Report:
     expected = call(model, theirs)
     report = explained(model, own)
-    if mode == "sequence" and case.decay_in_buffers:  # nothing in the graph says that the buffers agree: a decline
-        assert not report.matches and report.rejections, str(report)
-        assert relative_error(report.result[0], expected) <= BOUND
-        return report
     assert [(m.pattern, m.mode) for m in report.matches] == [(case.pattern, mode)] * case.layers, str(report)
     assert relative_error(report.result[0], expected) <= BOUND
     return report

@@ -239,7 +239,6 @@ class ModelCase:
     config: Callable[[], PreTrainedConfig]
     model_class: str | None = None  # None: AutoModelForCausalLM
     cache_argument: str = "past_key_values"
-    decay_in_buffers: bool = False  # prefill reads four buffers that only their values show to be one decay
     breaks_by_itself: bool = False  # its sparse indexer or its hyper-connections cut the graph under any backend
 
     def build(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
@@ -317,6 +316,6 @@ _ALL = (
     ModelCase("nemotron_h", "simple_gla", 2, _nemotron_h),
     ModelCase("granitemoehybrid", "simple_gla", 1, _granitemoehybrid),
     ModelCase("zamba2", "simple_gla", 3, _zamba2),
-    ModelCase("minimax", "retention", 1, _minimax, decay_in_buffers=True),
+    ModelCase("minimax", "retention", 1, _minimax),
 )
 CASES: dict[str, ModelCase] = {case.name: case for case in _ALL}
