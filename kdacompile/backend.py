@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 
-from kdacompile import compat, compiler_pass, held, remembered
+from kdacompile import compat, compiler_pass, held, lift, remembered
 from kdacompile.errors import UnknownOptionError
+from kdacompile.fingerprint import source_fingerprint
 from kdacompile.report import GraphReport
 from kdacompile.settings import Settings, parse
 
-
-@functools.cache
-def source_fingerprint() -> str:
-    """A hash of every file that decides what is rewritten and how it runs, and of the libraries' versions."""
-    import kdacompile
-    from kdacompile import lowering, patterns
-
-    digest = hashlib.sha256()
-    for package in (kdacompile, patterns, lowering):
-        root = Path(str(package.__file__)).parent
-        for path in sorted(root.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                digest.update(str(path.relative_to(root)).encode())
-                digest.update(path.read_bytes())
-    digest.update(torch.__version__.encode())
-    return digest.hexdigest()
+lift.install()  # Dynamo captures before it calls the backend, so importing the backend is the moment
 
 
 class KdaPass(compat.CustomGraphPass):
@@ -54,8 +36,9 @@ class KdaPass(compat.CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for run in self.earlier:
             run(graph)
-        assert graph.owning_module is not None  # Inductor's always have one
-        self.reports.append(compiler_pass.run(graph.owning_module, self.settings))
+        gm = graph.owning_module
+        assert gm is not None  # Inductor's always have one
+        self.reports.append(compiler_pass.run(gm, self.settings, lifted=tuple(lift.lifted_matches(gm))))
 
     def identity(self) -> str:
         """Changes with everything that could change the result, as far as the passes before this one tell."""
@@ -100,7 +83,7 @@ def kda(
         return _inductor(gm, example_inputs, settings)
     plain = held.copy_of(gm) if tables else gm
     reports = [
-        compiler_pass.run(module, settings, tables if module is gm else None)
+        compiler_pass.run(module, settings, tables if module is gm else None, lifted=tuple(lift.lifted_matches(module)))
         for module in gm.modules()
         if isinstance(module, fx.GraphModule)
     ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,25 +82,37 @@ def _is_one(size: Any) -> bool:
     return not isinstance(size, torch.SymInt) and size == 1
 
 
-def run(gm: fx.GraphModule, settings: Settings, tables: Tables | None = None) -> GraphReport:
-    """Rewrite ``gm`` in place; emits and returns the report. ``tables`` are inputs whose values matches may rely on:
-    the caller sees to it that they hold (``Match.holds``).
+def run(
+    gm: fx.GraphModule, settings: Settings, tables: Tables | None = None, lifted: Sequence[Match] = ()
+) -> GraphReport:
+    """Rewrite ``gm`` in place; emits and returns the report, with what was ``lifted`` before capture.
+
+    ``tables`` are inputs whose values matches may rely on: the caller sees to it that they hold (``Match.holds``).
     """
-    work = _Work(gm, settings, tables or {})
-    if worth_a_look(gm.graph):
-        work.run()
-    report = work.report()
+    report = rewrite(gm, settings, tables)
+    report = replace(report, matches=(*lifted, *report.matches))
     emit(report)
     enforce(report, settings)
     return report
 
 
+def rewrite(
+    gm: fx.GraphModule, settings: Settings, tables: Tables | None = None, *, keep_strides: bool = True
+) -> GraphReport:
+    """Rewrite ``gm`` in place and say what was done. Without ``keep_strides`` results come as the ops lay them out."""
+    work = _Work(gm, settings, tables or {}, keep_strides=keep_strides)
+    if worth_a_look(gm.graph):
+        work.run()
+    return work.report()
+
+
 class _Work:
-    def __init__(self, gm: fx.GraphModule, settings: Settings, tables: Tables) -> None:
+    def __init__(self, gm: fx.GraphModule, settings: Settings, tables: Tables, *, keep_strides: bool) -> None:
         self.gm = gm
         self.settings = settings
         self.tables = tables
         self.held: Tables = {}
+        self.keep_strides = keep_strides
         self.matches: list[Match] = []
         self.rejections: list[Rejection] = []
         self.seconds: dict[str, float] = {}
@@ -226,7 +239,7 @@ class _Work:
         source = source_of(_innermost(fused))
         if name in self.settings.disable:
             return Rejection(name, "switched off by kda.disable", source, "disabled")
-        splice = Splice(self.gm, shadow, fused)
+        splice = Splice(self.gm, shadow, fused, keep_strides=self.keep_strides)
         with self.timed("rewrite"):
             try:
                 op = splice.apply(splice.check())

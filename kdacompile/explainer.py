@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 
 from kdacompile.collect import collecting
 from kdacompile.report import GraphBreak, Report
+from kdacompile.settings import Settings, parse
 
 Backend = Callable[..., Any]
 _serial = itertools.count(1)
@@ -72,6 +73,11 @@ class _Probe:
         self.backend, self.mode, self.options = backend, mode, options
         self.graphs = 0
         self.breaks: list[GraphBreak] = []
+
+    @property
+    def kdacompile_settings(self) -> Settings:
+        """What capture may do for this backend: see ``lift.hook``."""
+        return parse(self.mode, self.options)
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         self.graphs += 1

@@ -32,7 +32,7 @@ class Memory:
         modules = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
         self.nodes = sum(len(module.graph.nodes) for module in modules)
         # Almost every graph of almost every model has nothing to report: for those nothing is hashed or written.
-        self.interesting = any(compiler_pass.worth_a_look(module.graph) for module in modules)
+        self.interesting = any(map(_is_interesting, modules))
         self.path = _file(modules, identity) if self.interesting else None
 
     def keep(self, reports: Sequence[GraphReport]) -> None:
@@ -61,6 +61,10 @@ class Memory:
         except (OSError, ReportFormatError) as error:
             log.warning("%s is not readable: %s", self.path, error)
             return []
+
+
+def _is_interesting(module: fx.GraphModule) -> bool:
+    return compiler_pass.worth_a_look(module.graph) or any(map(compat.is_own_op, module.graph.nodes))
 
 
 def _file(modules: Sequence[fx.GraphModule], identity: str) -> Path:

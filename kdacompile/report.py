@@ -32,10 +32,13 @@ class Match:
     absorbed: tuple[str, ...] = ()  # what upstream was fused into it: l2norm, gate activation, casts, ...
     from_cache: bool = False  # the verdict was remembered, not proven anew
     holds: tuple[str, ...] = ()  # tensors of the model whose values are part of the proof; compared at every call
+    lifted: str = ""  # the function that was replaced before it was captured, if one was
 
     def __str__(self) -> str:
         lines = [f"{self.pattern} ({self.mode}) at {self.source}"]
         lines.append(f"    runs as {self.op}, max error {self.max_error:.1e}" + _cached(self.from_cache))
+        if self.lifted:
+            lines.append(f"    lifted: {self.lifted} is replaced before capture, so one graph serves every length")
         if self.roles:
             lines.append("    " + ", ".join(f"{role} = {value}" for role, value in self.roles.items()))
         if self.absorbed:

@@ -34,8 +34,9 @@ class CannotSplice(Exception):
 class Splice:
     """One rewrite: ``check`` everything, then ``apply``."""
 
-    def __init__(self, gm: fx.GraphModule, shadow: Graph, fused: Fused) -> None:
+    def __init__(self, gm: fx.GraphModule, shadow: Graph, fused: Fused, *, keep_strides: bool = True) -> None:
         self.gm = gm
+        self.keep_strides = keep_strides
         self.graph = gm.graph
         self.shadow = shadow
         self.fused = fused
@@ -356,7 +357,8 @@ class Splice:
         if compat.example_value(node).dtype != want.dtype:
             node = self.method(node, "to", want.dtype)
         have = compat.example_value(node)
-        if [str(s) for s in have.stride()] == [str(s) for s in want.stride()] or want.numel() == 0:
+        same = [str(s) for s in have.stride()] == [str(s) for s in want.stride()]
+        if same or want.numel() == 0 or not self.keep_strides:
             return node
         order = sorted(range(want.dim()), key=lambda d: (-_hint(want.stride(d)), d))
         node = self.method(node, "permute", *order)

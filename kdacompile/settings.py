@@ -47,6 +47,7 @@ class Settings:
     precision: Precision = "match"
     inner: Inner = "inductor"
     disable: tuple[str, ...] = ()
+    lift: bool = True
     inductor_options: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
 
     def inductor_patches(self) -> dict[str, Any]:
@@ -138,6 +139,7 @@ _OWN_OPTIONS: dict[str, Callable[[str, object], Any]] = {
     "kda.precision": _choice(Precision),  # absorb upcasts of the inputs ("match"), or keep computing in fp32
     "kda.inner": _choice(Inner),  # the compiler of everything that is not rewritten
     "kda.disable": _pattern_names,  # patterns never to rewrite
+    "kda.lift": _boolean,  # replace proven functions before they are captured, so that one graph serves all lengths
 }
 
 

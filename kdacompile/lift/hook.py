@@ -1,0 +1,152 @@
+"""Where Dynamo is about to inline a function: put the proven replacement there instead.
+
+Only for regions compiled with this backend; every other backend, eager mode and ``torch.export`` see the function
+itself, which is never touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kdacompile import compat
+from kdacompile.errors import KdaError
+from kdacompile.lift.calls import Call, Group, describe
+from kdacompile.lift.errors import Unliftable
+from kdacompile.lift.identity import Identity, has_loop, identify, is_trusted
+from kdacompile.lift.lifting import Lifted, Lifts
+from kdacompile.settings import Settings, parse
+
+log = logging.getLogger(__name__)
+
+lifts = Lifts()
+_identities: WeakKeyDictionary[types.FunctionType, Identity] = WeakKeyDictionary()
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format)
+
+
+def install() -> None:
+    """Start looking at calls; harmless to repeat."""
+    if not _installed:
+        _installed.append(True)
+        compat.on_function_call(consult)
+
+
+_installed: list[bool] = []
+
+
+def consult(fn: types.FunctionType, site: compat.CallSite) -> Any:
+    """The replaced call's result, or None to let Dynamo inline the function."""
+    if not _plausible(fn.__code__) or is_trusted(str(fn.__module__)):
+        return None
+    settings = _settings(site)
+    if settings is None or not settings.lift or site.under_transform():
+        return None
+    try:
+        return _lift(fn, site, settings)
+    except Unliftable as error:
+        log.info("not lifted: %s: %s", fn.__qualname__, error.reason)
+        return None
+
+
+@functools.cache
+def _plausible(code: types.CodeType) -> bool:
+    """A function of several arguments with a loop of its own: without one, capture does not grow with the length."""
+    several = code.co_argcount + code.co_kwonlyargcount >= 3 or bool(code.co_flags & inspect.CO_VARARGS)
+    return several and not code.co_filename.startswith("<kdacompile lift") and has_loop(code)
+
+
+def _settings(site: compat.CallSite) -> Settings | None:
+    """The settings if the region is compiled with this backend."""
+    from kdacompile.backend import kda
+
+    for backend, given in site.backend():
+        own = getattr(backend, "kdacompile_settings", None)
+        if isinstance(own, Settings):
+            return own
+        if backend is kda:
+            try:
+                return parse(given.get("mode"), given.get("options"))
+            except KdaError:
+                return None  # the backend will say so itself
+    return None
+
+
+def _lift(fn: types.FunctionType, site: compat.CallSite, settings: Settings) -> Any:
+    tensors: list[Any] = []
+    call = _call(fn, site, tensors)
+    if len(tensors) < 3:
+        return None
+    identity = _identity(fn)
+    found = lifts.find(fn, identity, call, settings)
+    if not isinstance(found, Lifted):
+        log.info("not lifted: %s: %s", fn.__qualname__, found.reason)
+        return None
+    if not _takes(found, tensors, site) or not _guard(identity, site):
+        return None
+    log.info("lifted %s at %s", found.verdict.function, found.verdict.source)
+    return site.call(found.run, tensors)
+
+
+def _identity(fn: types.FunctionType) -> Identity:
+    """What ``fn`` is, now; looked at anew whenever something it depends on was exchanged."""
+    known = _identities.get(fn)
+    if known is None or not known.holds():
+        known = _identities[fn] = identify(fn)
+    return known
+
+
+def _call(fn: types.FunctionType, site: compat.CallSite, tensors: list[Any]) -> Call:
+    """The arguments of the call; Dynamo's variables for the tensors go to ``tensors``, in the call's order."""
+    bound = inspect.signature(fn, follow_wrapped=False).bind(*site.args, **site.kwargs)
+    kinds = {name: parameter.kind for name, parameter in inspect.signature(fn, follow_wrapped=False).parameters.items()}
+
+    def read(name: str, variable: Any) -> Any:
+        example = site.example(variable)
+        if example is not None:
+            tensors.append(variable)
+            return describe(example)
+        value, known = site.constant(variable)
+        if not known or not isinstance(value, _PLAIN):
+            raise Unliftable(f"{name} is neither a tensor nor a plain value")
+        return value
+
+    by_name = {inspect.Parameter.KEYWORD_ONLY}
+    if not any(kinds[name] is inspect.Parameter.VAR_POSITIONAL for name in bound.arguments):
+        by_name.add(inspect.Parameter.POSITIONAL_OR_KEYWORD)  # defaults may have been left out in between
+    arguments: list[tuple[str, Any]] = []
+    for name, given in bound.arguments.items():
+        if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
+            items = tuple(read(name, item) for item in given)
+            arguments.append((name, Group("*", tuple(map(str, range(len(items)))), items)))
+        elif kinds[name] is inspect.Parameter.VAR_KEYWORD:
+            arguments.append((name, Group("**", tuple(given), tuple(read(key, item) for key, item in given.items()))))
+        else:
+            arguments.append((f"={name}" if kinds[name] in by_name else name, read(name, given)))
+    return Call(tuple(arguments))
+
+
+def _takes(found: Lifted, tensors: list[Any], site: compat.CallSite) -> bool:
+    """False for a length the function refuses: it shall say so itself."""
+    if found.modulus is None:
+        return True
+    index, dim = found.tokens
+    return compat.size_hint(site.example(tensors[index]).shape[dim]) % found.modulus == 0  # type: ignore[union-attr]
+
+
+def _guard(identity: Identity, site: compat.CallSite) -> bool:
+    """Guard everything the function reads, since Dynamo does not get to see it read."""
+    for read in identity.reads:
+        if read.cell is not None:
+            guarded = site.guard_cell(read.owner, read.cell)
+        else:
+            guarded = site.guard_global(read.owner.__globals__, read.name, read.attributes)
+        if not guarded:
+            log.info("not lifted: %s of %s cannot be guarded", read.name, read.owner.__qualname__)
+            return False
+    return True

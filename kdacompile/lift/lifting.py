@@ -1,0 +1,207 @@
+"""From a function and a call to its replacement: captured, rewritten, written down, compared, remembered.
+
+A function is lifted for one call pattern if
+
+1. what it is can be pinned down (``identity``),
+2. at several batches and lengths its graph, rewritten by the same pass and the same proof as any model's graph, is one
+   and the same straight line of code around the semantic op (``capture``, ``template``),
+3. that code gives what the function gives at every length at which the function could change its mind (``verify``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import math
+import types
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kdacompile.fingerprint import source_fingerprint
+from kdacompile.lift import replacement as namespace
+from kdacompile.lift import store, template, verify
+from kdacompile.lift.calls import Call, Sizes, TensorArg, open_dimensions
+from kdacompile.lift.capture import RUN_ERRORS, Captured, bound, capture
+from kdacompile.lift.errors import Unliftable, WrongLayout
+from kdacompile.lift.identity import Identity
+from kdacompile.lift.probes import roles
+from kdacompile.lift.store import Verdict
+from kdacompile.report import Match
+from kdacompile.settings import Settings
+
+_FILENAME = "<kdacompile lift {key}>"
+_BATCHES = (2, 3, 7)
+
+
+@dataclass(frozen=True)
+class Lifted:
+    """A replacement ready to be called with the call's tensors, in order."""
+
+    run: Callable[..., Any]
+    verdict: Verdict
+
+    @property
+    def modulus(self) -> int | None:
+        """The function takes only lengths divisible by it; None: every length."""
+        return self.verdict.modulus
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Where the length stands: (tensor, dimension)."""
+        return self.verdict.tokens
+
+    @property
+    def matches(self) -> tuple[Match, ...]:
+        return tuple(Match(**item) for item in self.verdict.matches)
+
+
+class Lifts:
+    """Verdicts of this process, backed by those on disk."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Lifted | Verdict] = {}
+
+    def find(self, fn: types.FunctionType, identity: Identity, call: Call, settings: Settings) -> Lifted | Verdict:
+        """The replacement for ``fn`` under ``call``, or the verdict that says why there is none."""
+        reason = "no layout of its arguments fits"
+        for opened in open_dimensions(call):
+            key = _key(identity, opened, settings)
+            if key not in self.known:
+                self.known[key] = self._settle(key, fn, identity, opened, settings)
+            found = self.known[key]
+            if isinstance(found, Lifted) or not found.wrong_layout:
+                return found
+            reason = found.reason
+        return Verdict(fn.__qualname__, source_of(fn), reason=reason)
+
+    def known_by(self, key: str) -> Lifted | None:
+        """The replacement that code under this key belongs to."""
+        found = self.known.get(key)
+        return found if isinstance(found, Lifted) else None
+
+    def _settle(
+        self, key: str, fn: types.FunctionType, identity: Identity, call: Call, settings: Settings
+    ) -> Lifted | Verdict:
+        verdict = store.load(key)
+        if verdict is None:
+            try:
+                verdict = prove(fn, identity, call, settings)
+            except Unliftable as error:
+                wrong = isinstance(error, WrongLayout)
+                verdict = Verdict(fn.__qualname__, source_of(fn), reason=error.reason, wrong_layout=wrong)
+            store.save(key, verdict)
+        return load(key, verdict) if verdict.text else verdict
+
+
+def _key(identity: Identity, call: Call, settings: Settings) -> str:
+    policy = (settings.precision, settings.verify, settings.disable)
+    text = "\n".join([identity.digest, call.text, repr(policy), source_fingerprint()])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def source_of(fn: types.FunctionType) -> str:
+    return f"{fn.__code__.co_filename}:{fn.__code__.co_firstlineno}"
+
+
+def load(key: str, verdict: Verdict) -> Lifted:
+    """Compile a verdict's text; errors and profiles show it under a name of its own."""
+    filename = _FILENAME.format(key=key)
+    scope = dict(vars(namespace))
+    exec(compile(verdict.text, filename, "exec"), scope)
+    linecache.cache[filename] = (len(verdict.text), None, verdict.text.splitlines(keepends=True), filename)
+    return Lifted(scope[template.NAME], verdict)
+
+
+def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Settings) -> Verdict:
+    """Capture, rewrite and compare; raises ``Unliftable`` where that does not come out."""
+    numbers = identity.numbers | call.numbers()
+    tried = verify.lengths(numbers)
+    captured = captures(fn, call, numbers, settings)
+    found = roles(captured[-1].graph)
+    text = template.write([each.graph for each in captured], [each.sizes for each in captured], call)
+    original, narrow = bound(fn, call), _fewer_heads(call)
+    other = load("draft", Verdict("", "", text)).run
+    batch = _BATCHES[0]
+    try:
+        error, taken = _compare_all(bound(fn, narrow), other, narrow, found, tried)
+    except RUN_ERRORS:  # it knows its own number of heads
+        narrow = call
+        error, taken = _compare_all(original, other, call, found, tried)
+    modulus = _modulus(tried, taken, numbers)
+    verify.compare_gradients(bound(fn, narrow), other, narrow, found, taken[len(taken) // 2], batch)
+    if modulus:
+        text = template.write([each.graph for each in captured], [each.sizes for each in captured], call, modulus)
+    return Verdict(
+        fn.__qualname__,
+        source_of(fn),
+        text,
+        matches=tuple(_as_data(match, fn) for match in captured[-1].matches),
+        lengths=tuple(taken),
+        max_error=error,
+        modulus=modulus,
+        tokens=next((i, x.dims.index("T")) for i, (_, x) in enumerate(call.tensors()) if "T" in x.dims),
+    )
+
+
+def captures(fn: types.FunctionType, call: Call, numbers: AbstractSet[int], settings: Settings) -> list[Captured]:
+    """The rewritten function at three sizes: within a chunk, over an edge, at whole chunks."""
+    chunk = max((number for number in numbers if 8 <= number <= verify.LARGEST_CHUNK), default=0)
+    plans = [(5, chunk + 3, 3 * chunk), (chunk, 2 * chunk, 5 * chunk)] if chunk else [(3, 6, 11)]
+    failure: Exception | None = None
+    for plan in plans:
+        try:
+            return [capture(fn, call, sizes, settings) for sizes in _sizes(plan)]
+        except RUN_ERRORS as error:
+            failure = error
+    raise WrongLayout(f"it does not run on stand-ins: {failure}")
+
+
+def _sizes(plan: tuple[int, ...]) -> Iterator[Sizes]:
+    return ({"B": batch, "T": length} for batch, length in zip(_BATCHES, plan, strict=True))
+
+
+def _compare_all(
+    fn: Callable[..., Any], other: Callable[..., Any], call: Call, found: dict[int, str], tried: list[int]
+) -> tuple[float, list[int]]:
+    errors = {length: verify.compare(fn, other, call, found, length, _BATCHES[0]) for length in tried}
+    taken = {length: error for length, error in errors.items() if error is not None}
+    if not taken:
+        raise RuntimeError("it runs at no length")
+    return max(taken.values()), sorted(taken)
+
+
+def _modulus(tried: list[int], taken: list[int], numbers: AbstractSet[int]) -> int | None:
+    """The number that all lengths the function takes are multiples of, None if it takes every length."""
+    if len(taken) == len(tried):
+        return None
+    for number in sorted((n for n in numbers if n > 1), reverse=True):
+        if [length for length in tried if length % number == 0] == taken and len(taken) > 1:
+            return number
+    raise Unliftable("which lengths it takes is not clear")
+
+
+def _fewer_heads(call: Call) -> Call:
+    """The call with as few heads as keep the ratio between key and value heads: comparing stays cheap."""
+    tensors = [tensor for _, tensor in call.tensors() if "T" in tensor.dims and len(tensor.dims) > 2]
+    where = 3 - tensors[0].dims.index("T")
+    heads = {tensor.dims[where] for tensor in tensors if isinstance(tensor.dims[where], int)}
+    common = math.gcd(*(head for head in heads if isinstance(head, int))) if heads else 1
+    divisor = common // 2 if common % 2 == 0 else common
+    if divisor < 2:
+        return call
+
+    def narrow(tensor: TensorArg) -> TensorArg:
+        at = where if "T" in tensor.dims else min(1, len(tensor.dims) - 1)
+        dims = [d // divisor if i == at and d in heads and isinstance(d, int) else d for i, d in enumerate(tensor.dims)]
+        return replace(tensor, dims=tuple(dims))
+
+    return call.map_tensors(narrow)
+
+
+def _as_data(match: Match, fn: types.FunctionType) -> dict[str, Any]:
+    data = asdict(match)
+    data["source"] = source_of(fn)
+    data["roles"] = dict(match.roles)
+    return data

@@ -1,0 +1,65 @@
+"""Verdicts on disk: a function proven in one process is lifted in the next before anything unrolls.
+
+One JSON file a verdict, in Inductor's cache directory, under a key of the function's identity, the call, the settings
+and our own source. Written atomically: processes may share the directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kdacompile import compat
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a function: the text of its replacement, or the reason there is none."""
+
+    function: str
+    source: str
+    text: str = ""
+    reason: str = ""
+    wrong_layout: bool = False
+    """The reason is that batch and tokens were looked for in the wrong dimensions."""
+    matches: tuple[dict[str, Any], ...] = ()
+    lengths: tuple[int, ...] = ()
+    max_error: float = 0.0
+    modulus: int | None = None
+    """The function takes only lengths divisible by it."""
+    tokens: tuple[int, int] = (0, 1)
+    """Where the length stands: (tensor, dimension)."""
+
+
+def _path(key: str) -> Path:
+    return Path(compat.inductor_cache_dir()) / "kdacompile" / "lifts" / f"{key}.json"
+
+
+def load(key: str) -> Verdict | None:
+    if not compat.disk_caches():
+        return None
+    try:
+        data = json.loads(_path(key).read_text())
+        for name in ("matches", "lengths", "tokens"):
+            data[name] = tuple(data[name])
+        return Verdict(**data)
+    except (OSError, ValueError, TypeError, KeyError):  # none, or not one of ours: prove it again
+        return None
+
+
+def save(key: str, verdict: Verdict) -> None:
+    if not compat.disk_caches():
+        return
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "w") as file:
+            json.dump(asdict(verdict), file)
+        os.replace(name, path)
+    except OSError:
+        return  # a full or read-only disk: it only costs time

@@ -1,0 +1,239 @@
+"""One compilation for every length: what is lifted, what is not, and when a lift ends."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import kdacompile
+from kdacompile.collect import collecting
+from kdacompile.lift import hook, lifting, store
+from kdacompile.report import Report
+from tests.compare import relative_error
+from tests.lift import functions
+from tests.lift.functions import HEADS, KEY, VALUE
+
+LENGTHS = (20, 9, 33, 8, 16, 2, 3, 70, 129)
+
+
+def arguments(length: int, batch: int = 1, seed: int = 0) -> list[Any]:
+    rng = torch.Generator().manual_seed(seed + length)
+    q, k = (torch.randn(batch, length, HEADS, KEY, generator=rng) for _ in range(2))
+    v = torch.randn(batch, length, HEADS, VALUE, generator=rng)
+    return [q, k, v, -torch.rand(batch, length, HEADS, KEY, generator=rng)]
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No verdict of another test, or of another run."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
+    monkeypatch.setattr(store.compat, "inductor_cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(store.compat, "disk_caches", lambda: True)
+
+
+def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def model(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    return torch.compile(model, backend="kda", fullgraph=True, options={"kda.inner": "eager", **options})
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def lifted_functions() -> set[str]:
+    return {known.verdict.function for known in hook.lifts.known.values() if isinstance(known, lifting.Lifted)}
+
+
+def first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize("fn", [functions.chunked_gla, functions.recurrent_gla], ids=["chunked", "recurrent"])
+def test_one_graph_for_every_length(fn: Any) -> None:
+    run = compiled(fn)
+    with collecting() as report:
+        for length in LENGTHS:
+            args = arguments(length)
+            assert relative_error(first(run(*args)), first(fn(*args))) < 1e-5, length
+    assert graphs() == 2  # the first length as it is, then any
+    assert [match.lifted for match in report.matches] == [fn.__qualname__] * 2
+    assert {match.pattern for match in report.matches} == {"gla"}
+    assert str(functions.__file__) in report.matches[0].source
+    assert "lifted" in str(report)
+    assert Report.from_json(report.to_json()).matches == report.matches
+
+
+def test_a_length_marked_dynamic_needs_one_graph() -> None:
+    run = compiled(functions.chunked_gla)
+    for length in LENGTHS:
+        args = arguments(length)
+        for x in args:
+            torch._dynamo.mark_dynamic(x, 1)
+        assert relative_error(run(*args)[0], functions.chunked_gla(*args)[0]) < 1e-5
+    assert graphs() == 1
+
+
+def test_batches_and_states_share_a_graph() -> None:
+    run = compiled(functions.chunked_gla)
+    for index, length in enumerate(LENGTHS[:5]):
+        q, k, v, g = arguments(length, batch=2 + index)
+        state = torch.randn(2 + index, HEADS, KEY, VALUE)
+        for have, want in zip(run(q, k, v, g, state), functions.chunked_gla(q, k, v, g, state), strict=True):
+            assert relative_error(have, want) < 1e-5
+    assert graphs() == 2
+
+
+def test_one_token_is_inlined() -> None:
+    run = compiled(functions.recurrent_gla)
+    args = arguments(1)
+    assert relative_error(run(*args), functions.recurrent_gla(*args)) < 1e-5
+    assert not hook.lifts.known
+
+
+def test_gradients() -> None:
+    own, theirs = ([x.requires_grad_() for x in arguments(21)] for _ in range(2))
+    run = compiled(functions.chunked_gla)
+    seed = torch.randn(1, 21, HEADS, VALUE)
+    have = torch.autograd.grad(run(*own)[0], own, seed)
+    want = torch.autograd.grad(functions.chunked_gla(*theirs)[0], theirs, seed)
+    assert all(relative_error(x, y) < 1e-5 for x, y in zip(have, want, strict=True))
+    assert lifted_functions() == {"chunked_gla"}
+
+
+def test_a_refused_length_is_refused_by_the_function() -> None:
+    run = compiled(functions.whole_chunks_only)
+    for length in (16, 24, 64):
+        args = arguments(length)
+        assert relative_error(run(*args), functions.whole_chunks_only(*args)) < 1e-5
+    assert graphs() == 2
+    with pytest.raises(Exception, match="multiple of the chunk"):
+        run(*arguments(20))
+
+
+REFUSED = {
+    functions.changes_its_mind: "length",
+    functions.writes_its_argument: "writes its arguments|mul_",
+    functions.draws: "rand_like",
+    functions.cuts_gradients: "detach",
+    functions.keeps_count: "calls, a list",
+    functions.clamps_the_state: "",
+}
+
+
+@pytest.mark.parametrize("fn", list(REFUSED), ids=lambda fn: fn.__name__)
+def test_not_lifted(fn: Any, caplog: pytest.LogCaptureFixture) -> None:
+    run = compiled(fn)
+    caplog.set_level("INFO", "kdacompile.lift")
+    for length in (6, 9):
+        own, theirs = arguments(length), arguments(length)
+        assert relative_error(run(*own), fn(*theirs)) < 1e-5
+        assert all(map(torch.equal, own, theirs))
+    assert fn.__name__ not in lifted_functions()
+    assert f"not lifted: {fn.__name__}" in caplog.text
+
+
+def test_a_branch_on_the_length_is_noticed() -> None:
+    args = arguments(120)
+    assert relative_error(compiled(functions.changes_its_mind)(*args), functions.changes_its_mind(*args)) < 1e-5
+
+
+def test_the_switch() -> None:
+    run = compiled(functions.recurrent_gla, **{"kda.lift": False})
+    run(*arguments(6))
+    assert not hook.lifts.known
+
+
+# -- only here, and only as long as it holds --------------------------------------------------------------------------
+
+
+def test_other_backends_and_export_see_the_function() -> None:
+    compiled(functions.recurrent_gla)(*arguments(6))
+    seen: list[str] = []
+
+    def other(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        seen.extend(str(node.target) for node in gm.graph.nodes)
+        return gm.forward
+
+    def model(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        return functions.recurrent_gla(q, k, v, g)
+
+    torch.compile(model, backend=other)(*arguments(6))
+
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+            return functions.recurrent_gla(q, k, v, g)
+
+    program = torch.export.export(Model(), tuple(arguments(6)), strict=True)
+    seen.extend(str(node.target) for node in program.graph.nodes)
+    assert len(seen) > 60
+    assert not any("kdacompile" in target for target in seen)
+
+
+def test_a_changed_global_ends_the_lift(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = compiled(functions.recurrent_retention)
+    args = arguments(6)[:3]
+    assert relative_error(run(*args), functions.recurrent_retention(*args)) < 1e-5
+    monkeypatch.setattr(functions, "sharpness", 0.25)
+    assert relative_error(run(*args), functions.recurrent_retention(*args)) < 1e-5
+    assert graphs() == 2
+
+
+def test_a_changed_helper_ends_the_lift(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = compiled(functions.recurrent_gla)
+    args = arguments(6)
+    run(*args)
+    monkeypatch.setattr(functions, "normalized", lambda x: -x)
+    assert relative_error(run(*args), functions.recurrent_gla(*args)) < 1e-5
+    assert graphs() == 2
+
+
+def test_a_verdict_is_remembered_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(12)
+    compiled(functions.recurrent_gla)(*args)
+    torch._dynamo.reset()
+    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
+
+    def prove(*_: Any) -> Any:
+        raise AssertionError("proven twice")
+
+    monkeypatch.setattr(lifting, "prove", prove)
+    with collecting() as report:
+        assert relative_error(compiled(functions.recurrent_gla)(*args), functions.recurrent_gla(*args)) < 1e-5
+    assert [match.lifted for match in report.matches] == ["recurrent_gla"]
+
+
+def test_an_edited_source_is_another_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper with one sign flipped between two runs: the stored verdict is about another function."""
+    path = tmp_path / "edited_functions.py"
+    source = Path(str(functions.__file__)).read_text()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    args = arguments(6)
+    for text in (source, source.replace("return x * torch.rsqrt", "return -x * torch.rsqrt")):
+        path.write_text(text)
+        module = importlib.import_module("edited_functions")
+        importlib.invalidate_caches()
+        module = importlib.reload(module)
+        torch._dynamo.reset()
+        monkeypatch.setattr(hook, "lifts", lifting.Lifts())
+        assert relative_error(compiled(module.recurrent_gla)(*args), module.recurrent_gla(*args)) < 1e-5
+        assert len(list(tmp_path.rglob("*.json"))) == 1 + (text is not source)
+
+
+def test_explain_lifts_too() -> None:
+    report = kdacompile.explain(lambda *args: functions.recurrent_gla(*args))(*arguments(9))
+    assert [match.lifted for match in report.matches] == ["recurrent_gla"]
+    report = kdacompile.explain(lambda *args: functions.recurrent_gla(*args), options={"kda.lift": False})(
+        *arguments(9)
+    )
+    assert [match.lifted for match in report.matches] == [""]
