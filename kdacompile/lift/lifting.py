@@ -54,7 +54,7 @@ class Lifted:
 
     @property
     def matches(self) -> tuple[Match, ...]:
-        return tuple(Match(**item) for item in self.verdict.matches)
+        return tuple(map(_as_match, self.verdict.matches))
 
 
 class Lifts:
@@ -198,6 +198,11 @@ def _fewer_heads(call: Call) -> Call:
         return replace(tensor, dims=tuple(dims))
 
     return call.map_tensors(narrow)
+
+
+def _as_match(data: dict[str, Any]) -> Match:
+    """The reverse of ``_as_data``, after a round trip through JSON, which has no tuples."""
+    return Match(**{**data, "absorbed": tuple(data["absorbed"]), "holds": tuple(data["holds"])})
 
 
 def _as_data(match: Match, fn: types.FunctionType) -> dict[str, Any]:
