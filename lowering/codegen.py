@@ -40,10 +40,14 @@ def generate(program: Program, *, buffered: bool, rounding: Mapping[str, torch.d
     """Source of ``def run(rt)``, where ``rt`` is a :class:`~kdacompile.lowering.executor.Runtime`.
 
     ``rounding`` maps value names to the dtype their buffer is planned in; those values are rounded to it where they
-    are made (in the functional form only, whose values are never overwritten).
+    are made (in the functional form only, whose values are never overwritten). The operands and the product inside a
+    ``gated_gram`` called x are ``x_rows`` (the columns are rounded like them) and ``x_raw``.
     """
     rounding = dict(rounding or {})
-    unknown = rounding.keys() - {value.name for value in program.values()}
+    inside = {
+        f"{op.result.name}{part}" for op in program.ops if op.kind is OpKind.GATED_GRAM for part in ("_rows", "_raw")
+    }
+    unknown = rounding.keys() - {value.name for value in program.values()} - inside
     if unknown or (rounding and buffered):
         raise TileProgramError("rounding names no value, or the form is buffered", ", ".join(sorted(unknown)))
     return _Generator(program, buffered, rounding).source()
@@ -184,10 +188,7 @@ class _Generator:
         self.define(value, call, owned=port.per is Per.TOKENS)
 
     def decay_group(self, group: DecayGroup) -> None:
-        rows = "".join(
-            f"Rows({_name(op.inputs[0])}, {bool(op.attr('strict', False))}, {op.result in self.plan.lower_only}), "
-            for op in group.grams
-        )
+        rows = "".join(f"{self.rows(op)}, " for op in group.grams)
         cols = _name(group.grams[0].inputs[1]) if group.grams else "None"
         overwrite = self.buffered and self.plan.root[group.gate] in self.owned and self.last(group.gate) == self.index
         options = f"factor={group.factor}, overwrite={overwrite}"
@@ -198,6 +199,13 @@ class _Generator:
         for i, op in enumerate(group.grams):
             self.define(op.result, f"decays.grams[{i}]")
         self.emit("del decays")
+
+    def rows(self, op: Op) -> str:
+        words = [_name(op.inputs[0]), str(bool(op.attr("strict", False))), str(op.result in self.plan.lower_only)]
+        for part, field in (("_rows", "operands"), ("_raw", "product")):
+            dtype = self.rounding.get(op.result.name + part)
+            words += [f"{field}={dtype}"] if dtype else []
+        return f"Rows({', '.join(words)})"
 
     def in_place(self, op: Op) -> str:
         """The op as an overwrite of a dying operand, or ''."""

@@ -33,6 +33,9 @@ from .scratch import Scratch
 # exp() of these is exactly 0: below half of the smallest subnormal number
 EXP_FLOOR = {torch.float32: -110.0, torch.float64: -800.0}
 
+# Rows of a sub-chunk on targets with a matrix unit: blocks inside it are formed where the gates are, unrounded
+SUB_CHUNK = 16
+
 
 @dataclass(frozen=True)
 class Decays:
@@ -46,11 +49,23 @@ class Decays:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one Gram matrix. ``strict`` drops the diagonal; ``lower_only``: nobody reads the upper triangle."""
+    """The rows of one Gram matrix. ``strict`` drops the diagonal; ``lower_only``: nobody reads the upper triangle.
+
+    ``operands`` and ``product``: dtypes that a plan hands the scaled rows and columns, and their product, over in
+    (without ``scratch`` only: it is how a plan's accuracy is measured).
+    """
 
     x: Tensor
     strict: bool
     lower_only: bool = False
+    operands: torch.dtype | None = None
+    product: torch.dtype | None = None
+
+    def rounded_operand(self, x: Tensor) -> Tensor:
+        return x if self.operands is None else x.to(self.operands).to(x.dtype)
+
+    def rounded_product(self, x: Tensor) -> Tensor:
+        return x if self.product is None else x.to(self.product).to(x.dtype)
 
 
 def chunk_decays(
@@ -109,7 +124,7 @@ def _turned(cols: Tensor) -> Tensor:
 
 
 def _scalar_gram(r: Rows, cols_t: Tensor, decay: Tensor, scratch: Scratch | None) -> Tensor:
-    gram = torch.bmm(r.x, cols_t)
+    gram = r.rounded_product(torch.bmm(r.rounded_operand(r.x), cols_t))
     gram = gram * decay if scratch is None else gram.mul_(decay)
     if r.lower_only:
         return gram
@@ -172,9 +187,21 @@ def _tree_grams(tree: _Tree, rows: tuple[Rows, ...], cols: Tensor, scratch: Scra
     for half, row_decay, col_decay in tree.levels():
         x = [r.x.reshape(-1, 2, half, width)[:, 1] for r in rows]
         y = cols.reshape(-1, 2, half, width)[:, 0]
+        if half >= SUB_CHUNK and any(r.operands or r.product for r in rows):
+            gram.grow(_rounded_level(rows, x, y, row_decay, col_decay))
+            continue
         product = torch.bmm(scaled.rows(x, row_decay), scaled.cols_t(y, col_decay))
         gram.grow(product.unflatten(1, (count, half)).transpose(0, 1))
     return gram.finish()
+
+
+def _rounded_level(
+    rows: tuple[Rows, ...], x: list[Tensor], y: Tensor, row_decay: Tensor, col_decay: Tensor
+) -> Tensor:
+    """One level's products [sets, blocks, b, b] with the roundings of a plan."""
+    sets = zip(rows, x, strict=True)
+    products = (r.rounded_operand(part * row_decay) @ r.rounded_operand(y * col_decay).mT for r, part in sets)
+    return torch.stack([r.rounded_product(product) for r, product in zip(rows, products, strict=True)])
 
 
 class _Scaled:

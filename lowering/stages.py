@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from typing import cast
 
 import sympy
+from sympy.parsing.sympy_parser import parse_expr
 
 from .ir import Dim, DType, Op, OpKind, Program, Value
 from .target import Unit
@@ -179,7 +181,7 @@ def size(dim: Dim) -> sympy.Expr:
     if dim.isidentifier():
         return symbol(dim)
     names = {name: symbol(name) for name in re.findall(r"[A-Za-z_]\w*", dim)}
-    return sympy.sympify(dim, locals=names)
+    return cast(sympy.Expr, parse_expr(dim, local_dict=names))
 
 
 def evaluate(formula: sympy.Expr, sizes: Mapping[str, int]) -> int:

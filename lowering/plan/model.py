@@ -12,7 +12,7 @@ from ..target import Target, target_of
 from .assemble import make_stage, name_runs, order_scan
 from .buffers import PlacedRun, Rule, allocate, buffers, floor_bytes
 from .split import Graph, Run, arrange, circuit_bound, fewest_runs, hand_overs, in_order, place
-from .units import legalise, tasks
+from .units import is_widening, legalise, tasks
 
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
 DEFAULTS = {"B": 1, "T": 4096, "H": 16, "K": 128, "V": 128, "C": 64}
@@ -110,11 +110,15 @@ class Plan:
 
     @property
     def rounding(self) -> dict[str, DType]:
-        """Values that are rounded to a narrower dtype where they are made, for the torch executor."""
-        values = {v.name: v for v in self.program.values()}
-        casts = {name for stage in self.stages for name in stage.rounding if name in values}
-        narrowed = {b.name for b in self.buffers if b.dtype is DType.IO and b.scope is not Scope.PORT}
-        return dict.fromkeys(sorted(casts | (narrowed & values.keys())), DType.IO)
+        """What is rounded to a narrower dtype where it is made: casts, and buffers that are planned narrow.
+
+        In the terms of the torch executor (see ``codegen.generate``), and so without the columns inside a gated Gram
+        matrix, which it rounds with the rows.
+        """
+        wide = {v.name for v in self.program.values()} - {op.result.name for op in self.program.ops if is_widening(op)}
+        wide |= {t.name for stage in self.stages for t in stage.tasks if t.part in ("rows", "product")}
+        made = {name for stage in self.stages for name in stage.rounding}
+        return dict.fromkeys(sorted(made & wide), DType.IO)
 
     def bytes(self, buffer: Buffer) -> int:
         """Bytes of one tile of ``buffer``."""

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..decay import SUB_CHUNK
 from ..ir import Attr, DType, Op, OpKind, Program, TileType, Value, infer
 from ..stages import Task
 from ..target import Target, Unit
 from ..validate import validate
-
-SUB_CHUNK = 16  # rows of a sub-chunk of the two-level gated Gram matrix: one fractal of the Cube
 
 
 def legalise(program: Program, target: Target, *, accumulate: bool = True) -> Program:
