@@ -195,9 +195,7 @@ def _tree_grams(tree: _Tree, rows: tuple[Rows, ...], cols: Tensor, scratch: Scra
     return gram.finish()
 
 
-def _rounded_level(
-    rows: tuple[Rows, ...], x: list[Tensor], y: Tensor, row_decay: Tensor, col_decay: Tensor
-) -> Tensor:
+def _rounded_level(rows: tuple[Rows, ...], x: list[Tensor], y: Tensor, row_decay: Tensor, col_decay: Tensor) -> Tensor:
     """One level's products [sets, blocks, b, b] with the roundings of a plan."""
     sets = zip(rows, x, strict=True)
     products = (r.rounded_operand(part * row_decay) @ r.rounded_operand(y * col_decay).mT for r, part in sets)

@@ -41,3 +41,18 @@ class ArgumentError(LoweringError, ValueError):
 
 class VerificationError(LoweringError, AssertionError):
     """An implementation of a program or stage failed ``verify``."""
+
+
+class CapacityError(LoweringError, ValueError):
+    """A stage keeps more on chip than its core has. Says which tile is the largest and how many bytes are too many."""
+
+    def __init__(
+        self, stage: str, memory: str, buffer: str, needed: int, available: int, tiles: tuple[tuple[str, int], ...]
+    ) -> None:
+        held = ", ".join(f"{name} {size:,}" for name, size in tiles)
+        super().__init__(
+            f"{stage} needs {needed:,} bytes of {memory} and a core has {available:,}: {needed - available:,} over. "
+            f"The largest tile is {buffer}; together: {held}. A smaller chunk (C) or value tile (BV) helps"
+        )
+        self.stage, self.memory, self.buffer = stage, memory, buffer
+        self.needed, self.available, self.over = needed, available, needed - available

@@ -186,5 +186,9 @@ def size(dim: Dim) -> sympy.Expr:
 
 def evaluate(formula: sympy.Expr, sizes: Mapping[str, int]) -> int:
     """A formula's value, rounded up."""
+    if formula.is_Integer:
+        return int(formula)
+    if formula.is_Symbol:
+        return sizes[str(formula)]
     value = formula.subs({symbol(name): n for name, n in sizes.items()})
     return int(sympy.ceiling(value))

@@ -49,7 +49,7 @@ class Bandwidth:
         return 0.0 if bytes <= 0 else (self.half.value + bytes) / self.peak.value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
     """A machine.
 

@@ -10,10 +10,11 @@ import sympy
 from ..ir import DType, OpKind, Program
 from ..stages import Buffer, Scope, Section, Stage, Task, op_flops, size, symbol
 from ..target import Unit
-from .buffers import PlacedRun, Rule, buffers, floor_bytes, is_cheap
-from .split import Graph, Run
+from .buffers import Rule, allocate, buffers, is_cheap
+from .hazards import Order
+from .split import Graph, PlacedRun, Run
 
-_MOST_ORDERS = 5000  # of one stage's tasks; the family's stages have at most a few dozen
+_MOST_ORDERS = 300  # of one stage's tasks; the family's stages have a few dozen
 
 
 def name_runs(graph: Graph, cut: Mapping[Section, Sequence[Run]]) -> list[PlacedRun]:
@@ -64,9 +65,9 @@ def order_scan(
 
     def alive() -> int:
         placed = name_runs(graph, best)
-        found = scan_workspaces(buffers(graph, placed, rule, tiles), placed)
-        need = {b.name: b.bytes(sizes, widths[b.dtype]) for b in found}
-        return floor_bytes(found, need, sum(len(run.tasks) for run in best[Section.SCAN]))
+        scan = [run for run in placed if run.section is Section.SCAN]
+        found = workspaces(buffers(graph, placed, rule, tiles), scan)
+        return allocate(found, Order(graph, scan), sizes, widths, reuse=True)[1]
 
     least = alive()
     for i, run in enumerate(best[Section.SCAN]):
@@ -79,9 +80,9 @@ def order_scan(
     return best
 
 
-def scan_workspaces(found: Sequence[Buffer], runs: Sequence[PlacedRun]) -> list[Buffer]:
-    """The buffers that cross units inside the scan."""
-    names = {run.name for run in runs if run.section is Section.SCAN}
+def workspaces(found: Sequence[Buffer], runs: Sequence[PlacedRun]) -> list[Buffer]:
+    """The buffers that cross units inside these runs."""
+    names = {run.name for run in runs}
     return [b for b in found if b.scope is Scope.WORKSPACE and b.producer in names]
 
 

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import permutations
+from dataclasses import replace
+from itertools import islice, permutations
 
 from ..ir import DType, OpKind, Value
-from ..stages import Buffer, Scope, Section, Task
+from ..stages import Buffer, Scope, Task
 from ..target import Unit
-from .split import Graph
+from .hazards import Order
+from .split import Graph, PlacedRun
 
+_MOST_PACKINGS = 5040  # all orders of seven buffers
 _LINEAR = (OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.SCALE, OpKind.NEG, OpKind.MASK, OpKind.TRANSPOSE)
-
-
-@dataclass(frozen=True)
-class PlacedRun:
-    """A stage before it is one: its name and section, and where its tasks stand in the section's order."""
-
-    name: str
-    section: Section
-    unit: Unit
-    tasks: tuple[Task, ...]
-    shift: Mapping[str, int]
-    start: int
 
 
 class Rule:
@@ -106,8 +96,7 @@ def _crossing(
         )
     dtype, reason = rule.dtype(value)
     if any(home[t].section is not run.section for t in readers):
-        return Buffer(value.name, value.type.shape, dtype, "step", Scope.TENSOR, run.name, elsewhere, reason)
-    lifetime, copies = _lifetime(task, run, [t for t in readers if home[t].unit is not run.unit], home)
+        return Buffer(value.name, value.type.shape, dtype, "step", Scope.TENSOR, run.name, elsewhere, reason, columns)
     return Buffer(
         value.name,
         value.type.shape,
@@ -118,8 +107,7 @@ def _crossing(
         elsewhere,
         reason,
         columns,
-        copies,
-        lifetime,
+        lifetime=_lifetime(task, run, [t for t in readers if home[t].unit is not run.unit], home),
     )
 
 
@@ -135,13 +123,8 @@ def _state(value: Value, run: PlacedRun, home: Mapping[Task, PlacedRun], graph: 
     return Buffer(carry.name, value.type.shape, DType.ACC, layout, scope, run.name, elsewhere, reason, tiles)
 
 
-def _lifetime(
-    task: Task, run: PlacedRun, readers: Sequence[Task], home: Mapping[Task, PlacedRun]
-) -> tuple[tuple[int, int], int]:
-    """First write and last read as positions in the section's order, and how many copies that takes.
-
-    A task that works s steps ahead of its stage writes s periods early; a position past the end is the next period's.
-    """
+def _lifetime(task: Task, run: PlacedRun, readers: Sequence[Task], home: Mapping[Task, PlacedRun]) -> tuple[int, int]:
+    """First write and last read as positions in the section's order of tasks; one past its end is the next step's."""
     period = 1 + max(r.start + len(r.tasks) - 1 for r in home.values() if r.section is run.section)
 
     def when(t: Task) -> int:
@@ -149,7 +132,7 @@ def _lifetime(
 
     first, last = when(task), max(when(t) for t in readers)
     lift = -(first // period) * period
-    return (first + lift, last + lift), 1 + (last - first) // period
+    return (first + lift, last + lift)
 
 
 def _ports(graph: Graph, runs: Sequence[PlacedRun], home: Mapping[Task, PlacedRun]) -> list[Buffer]:
@@ -178,49 +161,65 @@ def _ports(graph: Graph, runs: Sequence[PlacedRun], home: Mapping[Task, PlacedRu
 
 
 def allocate(
-    workspaces: Sequence[Buffer], period: int, sizes: Mapping[str, int], widths: Mapping[DType, int], *, reuse: bool
-) -> tuple[list[Buffer], int]:
-    """Give every workspace its addresses; returns them with the bytes of all.
+    workspaces: Sequence[Buffer], order: Order, sizes: Mapping[str, int], widths: Mapping[DType, int], *, reuse: bool
+) -> tuple[list[Buffer], int, int]:
+    """Give the workspaces of one section their copies and addresses.
 
-    Without ``reuse`` every tile and copy has its own, in the order they are first written. With it, tiles of the value
-    columns are laid out alike, one after the other, and inside one tile buffers share bytes unless they are alive at
-    once (a task that reads one and writes the other counts as both). All orders of first-fit are tried, so the result
-    is the least that any first-fit finds; :func:`floor_bytes` is what no allocation can go below.
+    Without ``reuse`` every tile has its own bytes, in the order they are first written. With it, tiles of the value
+    columns are laid out alike, one after the other, and inside one tile buffers share bytes unless they may be alive
+    at once (:meth:`Order.conflict`). Returns the buffers, the bytes of all, and the bytes no assignment can go below:
+    the heaviest set of buffers of which every two conflict. Every order of first-fit is tried, so where the two
+    figures are equal the result is proven least.
     """
-    ordered = sorted(workspaces, key=lambda b: b.lifetime or (0, 0))
-    ordered = [b for b in ordered if _wraps(b, period)] + [b for b in ordered if not _wraps(b, period)]
-    need = {b.name: b.bytes(sizes, widths[b.dtype]) for b in ordered}
-    if not reuse:
-        placed, top = [], 0
-        for b in ordered:
-            count = b.tiles * b.copies
-            placed.append(replace(b, addresses=tuple(top + i * need[b.name] for i in range(count))))
-            top += count * need[b.name]
-        return placed, top
-    best, height = _pack(ordered, need, period)
+    ordered = sorted(workspaces, key=lambda b: _first_write(b, order.period))
+    ordered = [replace(b, copies=order.copies(b) if reuse else 1) for b in ordered]
+    need = {b.name: b.bytes(sizes, widths[b.dtype]) * b.copies for b in ordered}
+    clash = {a.name: {b.name for b in ordered if a is not b and order.conflict(a, b)} for a in ordered}
+    floor = _heaviest_clique(list(need), need, clash)
     tiles = max((b.tiles for b in ordered), default=1)
-    placed = []
-    for b in ordered:
-        copies = [best[b.name] + i * need[b.name] for i in range(b.copies)]
-        placed.append(replace(b, addresses=tuple(t * height + at for t in range(b.tiles) for at in copies)))
-    return placed, tiles * height
+    if not reuse:
+        placed, top = list[Buffer](), 0
+        for b in ordered:
+            placed.append(replace(b, addresses=tuple(top + i * need[b.name] for i in range(b.tiles))))
+            top += b.tiles * need[b.name]
+        return placed, top, tiles * floor
+    at, height = _pack(list(need), need, clash, floor)
+    placed = [
+        replace(
+            b,
+            addresses=tuple(
+                t * height + at[b.name] + i * need[b.name] // b.copies for t in range(b.tiles) for i in range(b.copies)
+            ),
+        )
+        for b in ordered
+    ]
+    return placed, tiles * height, tiles * floor
 
 
-def _pack(ordered: Sequence[Buffer], need: Mapping[str, int], period: int) -> tuple[dict[str, int], int]:
-    best: dict[str, int] = {}
-    height = -1
-    floor = floor_bytes(ordered, need, period)
-    orders = permutations(ordered) if len(ordered) <= 7 else iter([tuple(ordered)])
-    for order in orders:
+def _first_write(buffer: Buffer, period: int) -> tuple[bool, int]:
+    """What the step before has written for this one comes first."""
+    assert buffer.lifetime is not None
+    return (buffer.lifetime[1] < period, buffer.lifetime[0])
+
+
+def _heaviest_clique(names: list[str], need: Mapping[str, int], clash: Mapping[str, set[str]]) -> int:
+    if not names:
+        return 0
+    first, rest = names[0], names[1:]
+    with_first = need[first] + _heaviest_clique([n for n in rest if n in clash[first]], need, clash)
+    return with_first if clash[first].issuperset(rest) else max(with_first, _heaviest_clique(rest, need, clash))
+
+
+def _pack(
+    names: list[str], need: Mapping[str, int], clash: Mapping[str, set[str]], floor: int
+) -> tuple[dict[str, int], int]:
+    best, height = dict[str, int](), -1
+    for order in islice(permutations(names), _MOST_PACKINGS):
         at: dict[str, int] = {}
-        for b in order:
-            taken = sorted(
-                (at[o.name], at[o.name] + need[o.name] * o.copies)
-                for o in order
-                if o.name in at and overlap(b, o, period)
-            )
-            at[b.name] = _first_gap(taken, need[b.name] * b.copies)
-        top = max((at[b.name] + need[b.name] * b.copies for b in order), default=0)
+        for name in order:
+            taken = sorted((at[n], at[n] + need[n]) for n in at if n in clash[name])
+            at[name] = _first_gap(taken, need[name])
+        top = max((at[n] + need[n] for n in order), default=0)
         if height < 0 or top < height:
             best, height = at, top
         if height <= floor:
@@ -235,24 +234,3 @@ def _first_gap(taken: Sequence[tuple[int, int]], need: int) -> int:
             break
         at = max(at, hi)
     return at
-
-
-def floor_bytes(workspaces: Sequence[Buffer], need: Mapping[str, int], period: int) -> int:
-    """The most bytes alive at one position: below it no assignment of addresses exists for these lifetimes."""
-    return max(
-        (sum(need[b.name] * b.copies for b in workspaces if _alive(b, at, period)) for at in range(period)), default=0
-    )
-
-
-def overlap(a: Buffer, b: Buffer, period: int) -> bool:
-    return any(_alive(a, at, period) and _alive(b, at, period) for at in range(period))
-
-
-def _alive(b: Buffer, at: int, period: int) -> bool:
-    assert b.lifetime is not None
-    first, last = b.lifetime
-    return any(first <= at + k * period <= last for k in range(last // period + 1))
-
-
-def _wraps(b: Buffer, period: int) -> bool:
-    return b.lifetime is not None and b.lifetime[1] >= period

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ..errors import ArgumentError
 from ..ir import DType, Program
 from ..stages import Buffer, Scope, Section, Stage
 from ..target import Target, target_of
-from .assemble import make_stage, name_runs, order_scan
-from .buffers import PlacedRun, Rule, allocate, buffers, floor_bytes
-from .split import Graph, Run, arrange, circuit_bound, fewest_runs, hand_overs, in_order, place
+from .assemble import make_stage, name_runs, order_scan, workspaces
+from .buffers import Rule, allocate, buffers
+from .capacity import Chip, Need, needs
+from .hazards import Order
+from .split import Graph, PlacedRun, Run, arrange, circuit_bound, fewest_runs, hand_overs, in_order, place
 from .units import is_widening, legalise, tasks
 
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
+_NARROWEST = 16  # columns of a value tile: one fractal of the Cube
 DEFAULTS = {"B": 1, "T": 4096, "H": 16, "K": 128, "V": 128, "C": 64}
 
 
@@ -48,7 +52,8 @@ class Plan:
 
     ``program`` is the program as the target computes it: run on the torch executor with :attr:`rounding` it gives the
     plan's numbers. ``sizes`` binds its symbols, and B, T and H; ``io`` names the inputs' dtype. ``period`` is the
-    number of tasks in a step of the scan, the clock of the workspaces' lifetimes.
+    number of tasks in a step of the scan, the clock of the workspaces' lifetimes. ``needs`` is what every stage keeps
+    on chip; ``floor_bytes`` what no assignment of addresses to the scan's workspaces can go below.
     """
 
     program: Program
@@ -63,6 +68,7 @@ class Plan:
     workspace_bytes: int
     floor_bytes: int
     period: int
+    needs: tuple[Need, ...]
 
     def section(self, section: Section) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if stage.section is section)
@@ -146,20 +152,43 @@ def plan(
 
     ``optimise``: True, False (the text as it stands: nothing hoisted, merged or narrowed, no address shared) or
     :class:`Options`. ``io``: the inputs' dtype, bf16, fp16 or fp32. ``sizes``: B, T, H and the program's own symbols
-    (C, K, V); BV tiles the value columns.
+    (C, K, V). BV tiles the value columns; without it V is halved until everything fits. A tile that does not fit, given
+    or found, raises :class:`~kdacompile.lowering.errors.CapacityError` (the text as it stands is not refused: that it
+    would not fit is part of what it shows).
     """
     options = optimise if isinstance(optimise, Options) else (Options() if optimise else NAIVE)
     machine = target_of(target)
     if io not in WIDTHS:
         raise ArgumentError(f"io must be one of {', '.join(WIDTHS)}, got {io!r}")
-    bound = _bind(program, sizes)
-    legal = legalise(program, machine, accumulate=options.accumulate)
-    if options.outputs == "auto" and machine.outputs != "auto":
-        options = replace(options, outputs=machine.outputs)
-    if options.outputs == "auto":
-        plans = [_plan(legal, machine, replace(options, outputs=o), bound, io) for o in ("scan", "epilogue")]
-        return min(plans, key=lambda p: (p.handovers, sum(p.bytes(b) for b in p.tensors)))
-    return _plan(legal, machine, options, bound, io)
+    return _planned(program, machine, options, io, tuple(sorted(_bind(program, sizes).items())))
+
+
+@cache
+def _planned(program: Program, target: Target, options: Options, io: str, sizes: tuple[tuple[str, int], ...]) -> Plan:
+    legal = legalise(program, target, accumulate=options.accumulate)
+    bound = dict(sizes)
+    if options.outputs == "auto" and target.outputs != "auto":
+        options = replace(options, outputs=target.outputs)
+    choices = ("scan", "epilogue") if options.outputs == "auto" else (options.outputs,)
+    plans = [_fitted(legal, target, replace(options, outputs=o), bound, io) for o in choices]
+    best = min(plans, key=lambda p: (p.handovers, sum(p.bytes(b) * b.tiles for b in p.tensors)))
+    if best.options.hoist:
+        for need in best.needs:
+            need.check()
+    return best
+
+
+def _fitted(program: Program, target: Target, options: Options, sizes: Mapping[str, int], io: str) -> Plan:
+    """The plan with the widest value tile that fits, or the narrowest there is if none does."""
+    whole = _plan(program, target, options, sizes, io)
+    width = sizes.get("V", 1)
+    if "BV" in sizes or not options.hoist or width % 2:
+        return whole
+    fitted = whole
+    while any(need.over > 0 for need in fitted.needs) and width % 2 == 0 and width > _NARROWEST:
+        width //= 2
+        fitted = _plan(program, target, options, {**sizes, "BV": width}, io)
+    return whole if any(need.over > 0 for need in fitted.needs) else fitted
 
 
 def _bind(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -196,7 +225,12 @@ def _plan(program: Program, target: Target, options: Options, sizes: Mapping[str
         cut = order_scan(graph, cut, rule, tiles, seen, widths)
     runs = name_runs(graph, cut)
     found = buffers(graph, runs, rule, tiles)
-    found, total, floor = _with_addresses(found, runs, seen, widths, reuse=options.reuse)
+    found, total, floor = _with_addresses(graph, found, runs, seen, widths, reuse=options.reuse)
+    stages = tuple(make_stage(run, found, program) for run in runs)
+    on_chip, streamed = needs(graph, stages, Chip(target, seen, widths))
+    if streamed:
+        found = [_streamed(buffer, streamed) for buffer in found]
+        stages = tuple(make_stage(run, found, program) for run in runs)
     scan = cut[Section.SCAN]
     return Plan(
         program=program,
@@ -204,17 +238,25 @@ def _plan(program: Program, target: Target, options: Options, sizes: Mapping[str
         options=options,
         sizes=dict(sizes),
         io=io,
-        stages=tuple(make_stage(run, found, program) for run in runs),
+        stages=stages,
         buffers=tuple(found),
         handovers=hand_overs(scan),
         lower_bound=circuit_bound(graph, by_section[Section.SCAN]),
         workspace_bytes=total,
         floor_bytes=floor,
         period=sum(len(run.tasks) for run in scan),
+        needs=tuple(on_chip),
     )
 
 
+def _streamed(buffer: Buffer, streamed: Mapping[str, frozenset[str]]) -> Buffer:
+    """``buffer``, handed over row by row if a stage at one of its ends can only take or leave it so."""
+    ends = (buffer.producer, *buffer.consumers)
+    return replace(buffer, streamed=any(buffer.name in streamed.get(end, ()) for end in ends))
+
+
 def _with_addresses(
+    graph: Graph,
     found: Sequence[Buffer],
     runs: Sequence[PlacedRun],
     sizes: Mapping[str, int],
@@ -224,19 +266,15 @@ def _with_addresses(
 ) -> tuple[list[Buffer], int, int]:
     """Addresses for the workspaces of every section (each has its own kernel, so each starts at 0).
 
-    Returns the buffers, the bytes of the scan's workspace and the bytes no allocation could go below.
+    Returns the buffers, the bytes of the scan's workspace and the bytes no assignment could go below.
     """
     total = floor = 0
     addressed: dict[str, Buffer] = {}
     for section in Section:
         inside = [run for run in runs if run.section is section]
-        names = {run.name for run in inside}
-        period = sum(len(run.tasks) for run in inside)
-        mine = [b for b in found if b.scope is Scope.WORKSPACE and b.producer in names]
-        placed, bytes = allocate(mine, period, sizes, widths, reuse=reuse)
+        mine = workspaces(found, inside)
+        placed, bytes, least = allocate(mine, Order(graph, inside), sizes, widths, reuse=reuse)
         addressed.update({b.name: b for b in placed})
         if section is Section.SCAN:
-            need = {b.name: b.bytes(sizes, widths[b.dtype]) for b in mine}
-            tiles = max((b.tiles for b in mine), default=1)
-            total, floor = bytes, tiles * floor_bytes(mine, need, period)
+            total, floor = bytes, least
     return [addressed.get(b.name, b) if b.scope is Scope.WORKSPACE else b for b in found], total, floor

@@ -51,9 +51,7 @@ def simulate(plan: Plan) -> Implementation:
         tensors = {name: None if x is None else x.to(dtype).float() for name, x in narrow.items()}
         state = None if initial_state is None else initial_state.float()
         dims = {"C": chunk, "K": q.shape[-1], "V": v.shape[-1]}
-        out = run(
-            {**tensors, "initial_state": state}, layout, dims=dims, dtype=torch.float32, scalars={"scale": scale}
-        )
+        out = run({**tensors, "initial_state": state}, layout, dims=dims, dtype=torch.float32, scalars={"scale": scale})
         return out["o"], out["final_state"]
 
     return implementation

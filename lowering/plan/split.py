@@ -14,7 +14,7 @@ with an exhaustive search over all orders.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..ir import OpKind, Program, Value
@@ -31,6 +31,18 @@ class Run:
     shift: dict[str, int] = field(default_factory=dict[str, int])
 
 
+@dataclass(frozen=True)
+class PlacedRun:
+    """A stage before it is one: its name and section, and where its tasks stand in the section's order."""
+
+    name: str
+    section: Section
+    unit: Unit
+    tasks: tuple[Task, ...]
+    shift: Mapping[str, int]
+    start: int
+
+
 class Graph:
     """Who makes and who reads the values of a list of tasks; the carry's value comes from the step before."""
 
@@ -40,13 +52,18 @@ class Graph:
         self.made = {task.output: task for task in tasks}
         self.step = None if program.carry is None else program.carry.step
         self.carry = next((op.result for op in program.ops if op.kind is OpKind.CARRY), None)
+        readers: dict[Value, list[Task]] = {}
+        for task in tasks:
+            for value in dict.fromkeys(task.inputs):
+                readers.setdefault(value, []).append(task)
+        self._readers = {value: tuple(found) for value, found in readers.items()}
 
     def before(self, task: Task) -> tuple[Task, ...]:
         """The tasks whose results of the same step ``task`` reads."""
         return tuple(self.made[v] for v in task.inputs if v in self.made)
 
     def readers(self, value: Value) -> tuple[Task, ...]:
-        return tuple(task for task in self.tasks if value in task.inputs)
+        return self._readers.get(value, ())
 
     def reads_carry(self, task: Task) -> bool:
         return self.carry is not None and self.carry in task.inputs

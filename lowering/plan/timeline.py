@@ -1,0 +1,182 @@
+"""When things happen: the scan of one core group task by task, and heads over core groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..stages import Buffer, Scope, Section, Stage, Task
+from .cost import crossing_seconds, section_seconds, task_seconds, transfer_seconds
+from .model import Plan
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something on a lane ("cube", "vec", or a buffer's name) for one step of the scan, in seconds from its start."""
+
+    lane: str
+    label: str
+    step: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The scan of one core group. ``period`` is the time between steps once it runs evenly."""
+
+    events: tuple[Event, ...]
+    steps: int
+    period: float
+
+    def lane(self, name: str) -> tuple[Event, ...]:
+        return tuple(event for event in self.events if event.lane == name)
+
+    @property
+    def end(self) -> float:
+        return max((event.end for event in self.events), default=0.0)
+
+
+def timeline(plan: Plan, steps: int = 4, *, sync: float | None = None) -> Timeline:
+    """Play ``steps`` steps of the scan: each unit does its tasks in order, each as soon as what it reads is there.
+
+    A hand-over costs the tile's way through memory and ``sync`` seconds (by default the target's figure).
+    """
+    wait = sync if sync is not None else (plan.target.rates["sync"].value if "sync" in plan.target.rates else 0.0)
+    return _Player(plan, steps, wait).play()
+
+
+class _Player:
+    def __init__(self, plan: Plan, steps: int, wait: float) -> None:
+        self.plan, self.steps, self.wait = plan, steps, wait
+        self.stages = plan.section(Section.SCAN)
+        self.home = {task: stage for stage in self.stages for task in stage.tasks}
+        self.crossing = {b.name: b for b in plan.workspaces}
+        self.free: dict[str, float] = {}
+        self.ended: dict[tuple[str, int], float] = {}
+        self.events: list[Event] = []
+        carry = plan.program.carry
+        self.step_name = "" if carry is None else carry.step.name
+        self.carry_names = {v.name for op in plan.program.ops if (v := op.output) and op.kind.value == "carry"}
+
+    def play(self) -> Timeline:
+        for stage in self.stages:  # what works a step ahead has been done once before the loop
+            for task in stage.tasks:
+                for step in range(stage.shift.get(task.name, 0)):
+                    self.run(stage, task, step)
+        for period in range(self.steps):
+            for stage in self.stages:
+                for task in stage.tasks:
+                    step = period + stage.shift.get(task.name, 0)
+                    if step < self.steps:
+                        self.run(stage, task, step)
+        self.show_buffers()
+        finished = [self.ended[self.step_name, n] for n in range(self.steps) if (self.step_name, n) in self.ended]
+        period = finished[-1] - finished[-2] if len(finished) > 1 else max(self.free.values(), default=0.0)
+        return Timeline(tuple(self.events), self.steps, period)
+
+    def run(self, stage: Stage, task: Task, step: int) -> None:
+        unit = stage.unit.value
+        start = self.free.get(unit, 0.0)
+        for value in task.inputs:
+            start = max(start, self.ready(value.name, stage, step))
+        length = task_seconds(self.plan, task) + self.moved(stage, task)
+        self.free[unit] = self.ended[task.name, step] = start + length
+        if length:
+            self.events.append(Event(unit, task.name, step, start, start + length))
+
+    def ready(self, name: str, stage: Stage, step: int) -> float:
+        if name in self.carry_names:
+            name, step = self.step_name, step - 1
+        ended = self.ended.get((name, step), 0.0)
+        buffer = self.crossing.get(name)
+        if ended and buffer is not None and stage.name in buffer.consumers:
+            ended += self.wait
+        return ended
+
+    def moved(self, stage: Stage, task: Task) -> float:
+        """Its workspace tiles' way through memory, and its share of what the stage streams in and out meanwhile."""
+        own = 0.0
+        for value in (*task.inputs, task.output):
+            buffer = self.crossing.get(value.name)
+            if buffer is None:
+                continue
+            if value == task.output:
+                own += crossing_seconds(self.plan, buffer, out=True)
+            elif stage.name in buffer.consumers and self._first_reader(stage, value.name) == task:
+                own += crossing_seconds(self.plan, buffer, out=False)
+        streamed = transfer_seconds(self.plan, stage, (Scope.PORT, Scope.TENSOR))
+        arithmetic = sum(task_seconds(self.plan, t) for t in stage.tasks)
+        slack = max(streamed - arithmetic, 0.0) / len(stage.tasks)
+        return own + slack
+
+    def _first_reader(self, stage: Stage, name: str) -> Task | None:
+        return next((t for t in stage.tasks if any(v.name == name for v in t.inputs)), None)
+
+    def show_buffers(self) -> None:
+        for name, buffer in self.crossing.items():
+            for step in range(self.steps):
+                if (name, step) in self.ended:
+                    read = self._last_read(buffer, step)
+                    self.events.append(Event(f"buffer {name}", name, step, self.ended[name, step], read))
+
+    def _last_read(self, buffer: Buffer, step: int) -> float:
+        readers = [t for t in self.home if any(v.name == buffer.name for v in t.inputs)]
+        return max((self.ended.get((t.name, step), 0.0) for t in readers), default=self.ended[buffer.name, step])
+
+
+# ---- heads over core groups
+
+
+@dataclass(frozen=True)
+class Group:
+    """What one core group does: the lanes (batch entry and head) it scans, one after the other, or prefetching."""
+
+    index: int
+    lanes: tuple[int, ...]
+
+    @property
+    def prefetches(self) -> bool:
+        return not self.lanes
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Lanes over core groups, with modelled seconds.
+
+    ``prologue``, ``scan``, ``epilogue``: one step of one lane on one group. ``low`` and ``high``: the whole sequence
+    with hand-overs at no price, and at twice the target's figure.
+    """
+
+    groups: tuple[Group, ...]
+    steps: int
+    prologue: float
+    scan: float
+    epilogue: float
+    low: float
+    high: float
+
+
+def schedule(plan: Plan) -> Schedule:
+    """Spread lanes over the target's core groups: one lane a group, no traffic between groups.
+
+    Groups left over run the prologue ahead of the others. With more lanes than groups, groups take several in turn.
+    """
+    count = int(plan.target.groups.value)
+    lanes = plan.sizes.get("B", 1) * plan.sizes.get("H", 1)
+    groups = tuple(Group(i, tuple(range(i, lanes, count))) for i in range(count))
+    steps = -(-plan.sizes["T"] // plan.sizes["C"]) if {"T", "C"} <= plan.sizes.keys() else 1
+    outer = [section_seconds(plan, section) for section in (Section.PROLOGUE, Section.EPILOGUE)]
+    sync = plan.target.rates["sync"].value if "sync" in plan.target.rates else 0.0
+    tiles = plan.tiles
+    scans = [timeline(plan, sync=price).period * tiles for price in (0.0, sync, 2 * sync)]
+    low, high = (_whole(groups, lanes, steps, sum(outer), scan) for scan in (scans[0], scans[2]))
+    return Schedule(groups, steps, outer[0], scans[1], outer[1], low, high)
+
+
+def _whole(groups: Sequence[Group], lanes: int, steps: int, outer: float, scan: float) -> float:
+    rounds = max(len(group.lanes) for group in groups)
+    spread = lanes * steps * outer / len(groups)
+    if any(group.prefetches for group in groups):  # the rest of the machine works ahead of the scans
+        return max(steps * scan + outer, lanes * steps * (outer + scan) / len(groups))
+    return rounds * steps * scan + spread
