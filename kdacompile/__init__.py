@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kdacompile.collect import collecting
     from kdacompile.errors import KdaError, StrictError
     from kdacompile.explainer import explain
+    from kdacompile.plans import plan
     from kdacompile.report import Match, Rejection, Report
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "explain",
     "inductor_pass",
     "ops",
+    "plan",
 ]
 
 # Loaded on first use, for two reasons: ``python -m kdacompile doctor`` must be able to say why ``import torch`` itself
@@ -43,6 +45,7 @@ _HOME = {
     "collecting": "kdacompile.collect",
     "explain": "kdacompile.explainer",
     "inductor_pass": "kdacompile.backend",
+    "plan": "kdacompile.plans",
 }
 
 

@@ -1,4 +1,4 @@
-"""``python -m kdacompile``: doctor, support, bench."""
+"""``python -m kdacompile``: doctor, support, plan, bench."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="what this machine can run, and why not the rest")
     commands.add_parser("support", help="what is recognised, as a Markdown table")
+    _add_plan(commands.add_parser("plan", help="how a pattern is cut into stages for a target, and its buffers"))
     bench = commands.add_parser("bench", help="time ours beside Inductor alone and eager, each in its own process")
     bench.add_argument("--suite", default="cpu", help="a suite of kdacompile.bench.suites (default: cpu)")
     bench.add_argument("--case", action="append", help="only cases whose name contains this; may be repeated")
@@ -24,11 +25,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(parser.parse_args(argv))
 
 
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("pattern", nargs="?", default="kda", help="a name of `support`, or gdn_state (default: kda)")
+    plan.add_argument(
+        "--size", nargs="+", default=[], metavar="NAME=N", help="B T H K V, C (a chunk), BV (a value tile)"
+    )
+    plan.add_argument("--target", default="ascend910b", help="ascend910b, ascend910_95, cuda_sm90, cpu")
+    plan.add_argument("--naive", action="store_true", help="the textbook's order, to compare with")
+    plan.add_argument("--io", default="bf16", help="dtype of the inputs: bf16, fp16, fp32 (default: bf16)")
+    plan.add_argument("--html", type=Path, help="write a page with the picture there")
+    plan.add_argument("--svg", type=Path, help="write the picture there")
+    plan.add_argument("--table", action="store_true", help="all patterns and targets, as a Markdown table")
+
+
 def _run(arguments: argparse.Namespace) -> int:
     # Each command imports what it needs, and doctor must work where torch does not.
     if arguments.command == "doctor":
         return doctor.main()
     from kdacompile.errors import KdaError
+    from kdacompile.lowering.errors import LoweringError
 
     try:
         if arguments.command == "support":
@@ -36,10 +51,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
             print(support.table())
             return 0
+        if arguments.command == "plan":
+            from kdacompile import plans
+
+            return plans.main(arguments)
         from kdacompile.bench import harness
 
         return harness.main(arguments.suite, arguments.case, arguments.json, arguments.timeout)
-    except KdaError as error:
+    except (KdaError, LoweringError) as error:
         print(f"kdacompile: {error}", file=sys.stderr)
         return 2
 

@@ -116,6 +116,12 @@ class BenchError(KdaError, RuntimeError):
     template = "{detail}"
 
 
+class UnknownPatternError(KdaError, ValueError):
+    """A pattern name that does not exist."""
+
+    template = "unknown pattern {pattern!r}; the patterns are {known}"
+
+
 class ReportFormatError(KdaError, ValueError):
     """A JSON text that is not a kdacompile report."""
 

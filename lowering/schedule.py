@@ -119,6 +119,8 @@ def _decay_groups(program: Program, uses: dict[Value, list[Op]]) -> tuple[dict[O
     for gate in gates:
         group, members = _group(program, gate, uses)
         order = [op for op in program.ops if op in members]
+        if all(op.kind is OpKind.LOG for op in order):
+            continue  # its sums are read as they are
         position = {value: i for i, op in enumerate(program.ops) for value in [op.output] if value is not None}
         ready = max(position[value] for value in group.inputs)
         first = next(op for op in order if op.kind is not OpKind.LOG)

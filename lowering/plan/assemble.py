@@ -116,7 +116,7 @@ def make_stage(run: PlacedRun, found: Sequence[Buffer], program: Program) -> Sta
     casts = [t.name for t in run.tasks if t.op.kind is OpKind.CAST]
     narrowed = [b.name for b in writes if b.dtype is DType.IO and b.scope is not Scope.PORT]
     flops = sum((task_flops(task) for task in run.tasks), sympy.Integer(0))
-    moved = sum((_bytes(buffer) for buffer in (*reads, *writes)), sympy.Integer(0))
+    moved = sum((_bytes(b) for b in (*reads, *writes) if b.layout != "lane"), sympy.Integer(0))
     domain = ("lane",) if run.section is Section.SCAN and program.carry is not None else ("lane", "step")
     return Stage(
         run.name,

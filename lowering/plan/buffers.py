@@ -47,6 +47,8 @@ class Rule:
         """Why ``task`` needs ``value`` wide, or nothing where it (or what it makes) is rounded anyway."""
         if task.op.kind is OpKind.CAST:
             return ""
+        if task.op.kind is OpKind.DOT and task.inputs[2:] == (value,) and task.output != self.graph.step:
+            return self._why_wide(task.output)  # a sum goes on from it
         others = [v for v in task.inputs if v != value]
         if task.output == self.graph.step:
             if task.op.kind is OpKind.ADD and self.narrow_update:
@@ -54,6 +56,8 @@ class Rule:
             return "goes into the fp32 master state"
         if self.graph.carry in others:
             return "scales the fp32 master state"
+        if task.op.kind is OpKind.DOT:
+            return "multiplied as it is"
         if task.op.kind is OpKind.UNIT_LOWER_INVERSE:
             return "the triangular inverse amplifies its error"
         if task.op.kind is OpKind.GATED_GRAM or task.op.kind in _LINEAR:

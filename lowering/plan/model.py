@@ -53,7 +53,8 @@ class Plan:
     ``program`` is the program as the target computes it: run on the torch executor with :attr:`rounding` it gives the
     plan's numbers. ``sizes`` binds its symbols, and B, T and H; ``io`` names the inputs' dtype. ``period`` is the
     number of tasks in a step of the scan, the clock of the workspaces' lifetimes. ``needs`` is what every stage keeps
-    on chip; ``floor_bytes`` what no assignment of addresses to the scan's workspaces can go below.
+    on chip, ``meeting_bytes`` what the scan's workspaces take a core group, and ``floor_bytes`` what no assignment of
+    addresses to them can go below.
     """
 
     program: Program
@@ -65,10 +66,28 @@ class Plan:
     buffers: tuple[Buffer, ...]
     handovers: int
     lower_bound: int
-    workspace_bytes: int
+    meeting_bytes: int
     floor_bytes: int
     period: int
     needs: tuple[Need, ...]
+
+    def __str__(self) -> str:
+        from .text import to_text
+
+        return to_text(self)
+
+    def to_svg(self, chunks: int = 4) -> str:
+        """The scan of one core group over ``chunks`` chunks: Cube lane, workspace, Vec lanes."""
+        from .picture import timeline_svg
+        from .timeline import timeline
+
+        return timeline_svg(self, timeline(self, chunks))
+
+    def to_html(self, naive: Plan | None = None) -> str:
+        """A page of its own, nothing loaded from elsewhere; with ``naive`` its timeline stands above, to one scale."""
+        from .page import to_html
+
+        return to_html(self, naive)
 
     def section(self, section: Section) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if stage.section is section)
@@ -97,6 +116,16 @@ class Plan:
     def tensors(self) -> tuple[Buffer, ...]:
         """What one section leaves for another in global memory: one tile per lane and step."""
         return tuple(b for b in self.buffers if b.scope is Scope.TENSOR)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of global memory a core group needs for its scan: none where units meet on chip."""
+        return self.meeting_bytes if self.target.meeting == "global" else 0
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes that sections leave for each other, a lane and step."""
+        return sum(self.bytes(b) * b.tiles for b in self.tensors)
 
     @property
     def outer_handovers(self) -> int:
@@ -171,7 +200,7 @@ def _planned(program: Program, target: Target, options: Options, io: str, sizes:
         options = replace(options, outputs=target.outputs)
     choices = ("scan", "epilogue") if options.outputs == "auto" else (options.outputs,)
     plans = [_fitted(legal, target, replace(options, outputs=o), bound, io) for o in choices]
-    best = min(plans, key=lambda p: (p.handovers, sum(p.bytes(b) * b.tiles for b in p.tensors)))
+    best = min(plans, key=lambda p: (p.handovers, p.tensor_bytes))
     if best.options.hoist:
         for need in best.needs:
             need.check()
@@ -217,7 +246,8 @@ def _plan(program: Program, target: Target, options: Options, sizes: Mapping[str
             cut[section] = arrange(graph, inside, pipeline=options.pipeline)
         else:
             cut[section] = fewest_runs(graph, inside)
-    rule = Rule(graph, narrow=options.narrow, narrow_update=options.narrow_update)
+    narrow = options.narrow and target.outputs == "auto"
+    rule = Rule(graph, narrow=narrow, narrow_update=options.narrow_update)
     tiles = sizes["V"] // sizes["BV"] if "BV" in sizes else 1
     widths = {DType.IO: WIDTHS[io], DType.ACC: 4}
     seen = {**sizes, "V": sizes.get("BV", sizes.get("V", 1))}
@@ -242,7 +272,7 @@ def _plan(program: Program, target: Target, options: Options, sizes: Mapping[str
         buffers=tuple(found),
         handovers=hand_overs(scan),
         lower_bound=circuit_bound(graph, by_section[Section.SCAN]),
-        workspace_bytes=total,
+        meeting_bytes=total,
         floor_bytes=floor,
         period=sum(len(run.tasks) for run in scan),
         needs=tuple(on_chip),

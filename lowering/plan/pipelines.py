@@ -14,25 +14,25 @@ from ..linear_attention import ROWS
 
 
 @cache
-def naive_program(gate: str, delta: bool) -> Program:
+def naive_program(gate: str, delta: bool, *, beta: bool = True) -> Program:
     """A chunk of the family in the order of the textbook, every equation's result formed and handed on.
 
     KDA takes eleven stages: gates and scaled keys (Vec), keys by keys (Cube), the triangular inverse (Vec), W, U and
     W S (Cube), V' (Vec), Q S and queries by keys (Cube), their triangle (Vec), O inside the chunk (Cube), the sum and
     the decayed keys (Vec), the change of the state (Cube), the state (Vec).
     """
-    return _Naive(gate, delta).build()
+    return _Naive(gate, delta, beta).build()
 
 
 class _Naive:
-    def __init__(self, gate: str, delta: bool) -> None:
+    def __init__(self, gate: str, delta: bool, beta: bool) -> None:
         b = self.b = Builder(f"{ROWS[gate, delta]}_naive")
         self.delta = delta
         self.state = b.carry("S", TileType("K", "V"), "initial_state", "final_state")
         self.q = b.scale(self.tokens("q", "K", "key"), "scale", "q_scaled")
         self.k, self.v = self.tokens("k", "K", "key"), self.tokens("v", "V")
         self.g = None if gate == "none" else self.tokens("g", "K" if gate == "channel" else 1)
-        self.beta = self.tokens("beta", 1)
+        self.beta = self.tokens("beta", 1) if beta else None
 
     def tokens(self, name: str, cols: str | int, heads: str = "value") -> Value:
         tile = self.b.input(name, TileType("C", cols, DType.IO), heads=heads)
@@ -45,7 +45,7 @@ class _Naive:
         if self.delta:
             values = self.new_values(k_gated, k_inverse)
         else:
-            values = b.mul(self.v, self.beta, "U")
+            values = self.v if self.beta is None else b.mul(self.v, self.beta, "U")
         inter = b.dot(q_gated, self.state, name="O_inter")
         scores = b.dot(q_gated, k_inverse, trans_b=True, name="A_qk_raw")
         intra = b.dot(b.mask(scores, strict=False, name="A_qk"), values, name="O_intra")
@@ -77,9 +77,9 @@ class _Naive:
     def new_values(self, k_gated: Value, k_inverse: Value) -> Value:
         b = self.b
         raw = b.dot(k_gated, k_inverse, trans_b=True, name="A_kk_raw")
-        lower = b.mask(b.mul(raw, self.beta, "A_kk_beta"), strict=True, name="A_kk")
-        inverse = b.unit_lower_inverse(lower, "A_inverse")
-        m = b.mul(inverse, b.transpose(self.beta, "beta_row"), "M")
+        raw = raw if self.beta is None else b.mul(raw, self.beta, "A_kk_beta")
+        m = b.unit_lower_inverse(b.mask(raw, strict=True, name="A_kk"), "A_inverse")
+        m = m if self.beta is None else b.mul(m, b.transpose(self.beta, "beta_row"), "M")
         w, u = b.dot(m, k_gated, name="W"), b.dot(m, self.v, name="U")
         return b.sub(u, b.dot(w, self.state, name="WS"), "V_new")
 

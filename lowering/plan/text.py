@@ -37,10 +37,14 @@ def _summary(plan: Plan) -> list[str]:
     return [
         f"  hand-overs a chunk {plan.handovers}, no schedule has fewer than {plan.lower_bound}; "
         f"outside the scan {plan.outer_handovers}",
-        f"  workspace {plan.workspace_bytes:,} bytes a core group, floor {plan.floor_bytes:,}; "
+        f"  {_meeting(plan)} {plan.meeting_bytes:,} bytes a core group, floor {plan.floor_bytes:,}; "
         f"{plan.crossings} tiles and {plan.crossing_bytes:,} bytes cross a chunk",
-        f"  tensors between sections {sum(plan.bytes(b) * b.tiles for b in plan.tensors):,} bytes a lane and chunk",
+        f"  tensors between sections {plan.tensor_bytes:,} bytes a lane and chunk",
     ]
+
+
+def _meeting(plan: Plan) -> str:
+    return "workspace" if plan.target.meeting == "global" else "meeting on chip"
 
 
 def _stage(stage: Stage) -> list[str]:

@@ -1,0 +1,121 @@
+"""``kdacompile.plan("kda", target="ascend910b")`` and ``python -m kdacompile plan``: plans by the name of a pattern."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from kdacompile import lowering
+from kdacompile.errors import UnknownPatternError
+from kdacompile.lowering.ir import Program
+from kdacompile.lowering.linear_attention import linear_attention_program
+from kdacompile.lowering.plan import Options, Plan, gdn_state_program, naive_program
+from kdacompile.lowering.plan import plan as plan_program
+from kdacompile.lowering.target import TARGETS
+from kdacompile.patterns.family import FAMILY
+
+STATE_KERNEL = "gdn_state"  # the state kernel of public libraries, to compare with
+
+# What the real compiler made of the emitted kernels: {pattern: {target: {"handovers": n, "workspace_bytes": n}}},
+# written where the compiler runs (`make test-ascend`).
+COMPILED = Path(lowering.__file__).parent / "ascend" / "compiled.json"
+
+_TABLE_TARGETS = ("ascend910b", "ascend910_95", "cuda_sm90", "cpu")
+
+
+def plan(
+    pattern: str,
+    target: str = "ascend910b",
+    *,
+    optimise: bool | Options = True,
+    io: str = "bf16",
+    form: str = "chunk",
+    **shape: int,
+) -> Plan:
+    """The plan of a pattern's program on a target.
+
+    ``pattern``: a name of ``python -m kdacompile support``, or "gdn_state". ``target``: ascend910b, ascend910_95,
+    cuda_sm90 or cpu. ``optimise=False`` is the textbook's order of work, stage by stage, to compare with. ``io``: the
+    inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", or "token" for the one-token step. ``shape``: B, T, H
+    (heads), K, V (widths), C (tokens a chunk), BV (columns a value tile).
+
+    Raises :class:`~kdacompile.errors.UnknownPatternError`, and from ``kdacompile.lowering`` ``ArgumentError`` on a
+    wrong size and ``CapacityError`` where a tile does not fit the target.
+    """
+    program = _program(pattern, form, naive=optimise is False)
+    return plan_program(program, target, optimise, io=io, **shape)
+
+
+def _program(pattern: str, form: str, *, naive: bool) -> Program:
+    if pattern == STATE_KERNEL:
+        return gdn_state_program()
+    row = next((row for row in FAMILY if row.name == pattern), None)
+    if row is None:
+        known = ", ".join([row.name for row in FAMILY] + [STATE_KERNEL])
+        raise UnknownPatternError(pattern=pattern, known=known)
+    if naive and form == "chunk":
+        return naive_program(row.gate, row.delta, beta=row.delta)
+    return linear_attention_program(row.gate, row.delta, beta=row.delta, form=form)
+
+
+def table() -> str:
+    """Every pattern on every target: naive -> optimised -> what the real compiler reports, where it has run."""
+    compiled = read_compiled()
+    lines = [
+        "| pattern | target | hand-overs a chunk | workspace, bytes | between kernels, bytes a chunk | kernels |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for pattern in [row.name for row in FAMILY] + [STATE_KERNEL]:
+        for target in _TABLE_TARGETS:
+            naive, best = plan(pattern, target, optimise=False), plan(pattern, target)
+            real = compiled.get(pattern, {}).get(TARGETS[target].name, {})
+            cells = ["-", "-"]  # one core does everything: nothing is handed over inside a kernel
+            if best.target.split:
+                cells = [
+                    _arrows(naive.handovers, best.handovers, real.get("handovers")),
+                    _arrows(naive.workspace_bytes, best.workspace_bytes, real.get("workspace_bytes")),
+                ]
+            kernels = len({stage.section for stage in best.stages})
+            lines.append(f"| `{pattern}` | {target} | {' | '.join(cells)} | {best.tensor_bytes:,} | {kernels} |")
+    return "\n".join(lines)
+
+
+def read_compiled() -> Mapping[str, Mapping[str, Mapping[str, int]]]:
+    """The compiler's figures, or nothing where no compiler has run."""
+    if not COMPILED.exists():
+        return {}
+    return cast("Mapping[str, Mapping[str, Mapping[str, int]]]", json.loads(COMPILED.read_text()))
+
+
+def parse_sizes(words: Sequence[str]) -> dict[str, int]:
+    """``["T=8192", "K=64"]`` as keyword arguments."""
+    sizes: dict[str, int] = {}
+    for word in words:
+        name, _, number = word.partition("=")
+        if not number.isdecimal():
+            raise lowering.ArgumentError(f"sizes are written like T=8192, got {word!r}")
+        sizes[name] = int(number)
+    return sizes
+
+
+def main(arguments: Any) -> int:
+    """``python -m kdacompile plan``; ``arguments`` as parsed in ``__main__``."""
+    if arguments.table:
+        print(table())
+        return 0
+    sizes = parse_sizes(arguments.size)
+    pattern, target, io = str(arguments.pattern), str(arguments.target), str(arguments.io)
+    found = plan(pattern, target, optimise=not arguments.naive, io=io, form="chunk", **sizes)
+    print(found, end="")
+    if arguments.html:
+        naive = None if arguments.naive else plan(pattern, target, optimise=False, io=io, form="chunk", **sizes)
+        arguments.html.write_text(found.to_html(naive))
+    if arguments.svg:
+        arguments.svg.write_text(found.to_svg())
+    return 0
+
+
+def _arrows(naive: int, best: int, real: int | None) -> str:
+    return " → ".join(f"{n:,}" for n in (naive, best, real) if n is not None)

@@ -1,0 +1,204 @@
+"""A plan as a picture: the Cube lane, the buffers between, the Vec lanes, and heads over core groups. Plain SVG.
+
+Times are modelled (see ``cost.py``); what the picture is for is the shape: who waits for whom, what runs side by side,
+which bytes two buffers share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+
+from .model import Plan
+from .timeline import Event, Schedule, Timeline
+
+WIDTH = 1120
+_LEFT, _RIGHT = 108, 24
+_LANE, _GAP, _BYTES = 46, 12, 104
+_HUES = ("a", "b", "c")
+
+STYLE = """
+.plan { font: 12px ui-sans-serif, system-ui, sans-serif; --ink: #1c2430; --soft: #5c6878; --line: #dfe4ea;
+  --lane: #f2f4f7; --a: #3566c9; --b: #1f8a70; --c: #a4562a; --wait: #c2410c; }
+@media (prefers-color-scheme: dark) { .plan { --ink: #e4e8ee; --soft: #97a3b3; --line: #323b47; --lane: #1a2028;
+  --a: #7aa2f7; --b: #5cc9a8; --c: #e0a070; --wait: #fb923c; } }
+.plan text { fill: var(--ink); } .plan .soft { fill: var(--soft); } .plan .head { font-size: 15px; font-weight: 600; }
+.plan .lane { fill: var(--lane); } .plan .axis { stroke: var(--line); } .plan .in { fill: #fff; font-size: 11px; }
+.plan .a { fill: var(--a); } .plan .b { fill: var(--b); } .plan .c { fill: var(--c); }
+.plan .faint { fill-opacity: .38; } .plan .box { stroke: var(--lane); stroke-width: 1; }
+.plan .over { stroke: var(--wait); fill: none; stroke-width: 1.4; marker-end: url(#tip); }
+.plan .tip { fill: var(--wait); }
+.plan .idle { fill: none; stroke: var(--soft); stroke-dasharray: 3 3; }
+"""
+
+
+@dataclass
+class _Sheet:
+    """SVG elements as they pile up, and how far down they reach."""
+
+    parts: list[str]
+    y: float = 0.0
+
+    def text(self, x: float, y: float, text: str, kind: str = "") -> None:
+        name = f' class="{kind}"' if kind else ""
+        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{name}>{escape(text)}</text>')
+
+    def box(self, x: float, y: float, width: float, height: float, kind: str, title: str, label: str = "") -> None:
+        shape = (
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.8):.1f}" height="{height:.1f}" rx="2" class="{kind}"/>'
+        )
+        inner = ""
+        if label and width > 6.4 * len(label) + 6:
+            inner = f'<text x="{x + 4:.1f}" y="{y + height / 2 + 4:.1f}" class="in">{escape(label)}</text>'
+        self.parts.append(f"<g><title>{escape(title)}</title>{shape}{inner}</g>")
+
+    def svg(self) -> str:
+        height = self.y + 8
+        return (
+            f'<svg class="plan" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img">'
+            f'<style>{STYLE}</style><defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" '
+            f'markerHeight="6" orient="auto"><path d="M0 0L6 3L0 6z" class="tip"/></marker></defs>'
+            f"{''.join(self.parts)}</svg>"
+        )
+
+
+def timeline_svg(plan: Plan, played: Timeline, *, span: float | None = None) -> str:
+    """The scan of one core group. ``span``: seconds the width stands for, to draw two plans to one scale."""
+    sheet = _Sheet([])
+    end = span or played.end or 1.0
+
+    def at(seconds: float) -> float:
+        return _LEFT + seconds / end * (WIDTH - _LEFT - _RIGHT)
+
+    _title(sheet, plan, played)
+    lanes = _lanes(sheet, plan, played, at)
+    _arrows(sheet, plan, played, at, lanes)
+    _axis(sheet, end, at)
+    return sheet.svg()
+
+
+def _title(sheet: _Sheet, plan: Plan, played: Timeline) -> None:
+    sheet.text(0, 16, f"{plan.program.name} on {plan.target.title}", "head")
+    sheet.text(
+        0,
+        34,
+        f"{plan.handovers} hand-overs a chunk, workspace {plan.meeting_bytes:,} bytes; "
+        f"the scan of one core group, {played.steps} chunks, one colour a chunk",
+        "soft",
+    )
+    sheet.y = 46
+
+
+def _lanes(sheet: _Sheet, plan: Plan, played: Timeline, at: Callable[[float], float]) -> dict[str, float]:
+    """Draw Cube, the workspace by address, and the Vec cores; returns the y of each unit's middle."""
+    middles: dict[str, float] = {}
+    kinds = [unit.value for unit in plan.target.units]
+    for unit in kinds:
+        if unit == "vec":
+            _memory(sheet, plan, played, at)
+        count = plan.target.vec_cores if unit == "vec" else 1
+        height = _LANE if count == 1 else 30
+        middles[unit] = sheet.y + count * height / 2
+        for core in range(count):
+            sheet.box(_LEFT, sheet.y, WIDTH - _LEFT - _RIGHT, height - 4, "lane", unit)
+            sheet.text(0, sheet.y + height / 2 + 2, _lane_name(unit, core, count))
+            for event in played.lane(unit):
+                _event(sheet, event, at, sheet.y + 3, height - 10)
+            sheet.y += height
+        sheet.y += _GAP
+    return middles
+
+
+def _lane_name(unit: str, core: int, count: int) -> str:
+    name = {"cube": "Cube", "vec": "Vec", "core": "Core"}[unit]
+    return f"{name} {core}" if count > 1 else name
+
+
+def _event(sheet: _Sheet, event: Event, at: Callable[[float], float], y: float, height: float) -> None:
+    title = f"{event.label}, chunk {event.step}: {_us(event.start)} to {_us(event.end)}"
+    kind = f"box {_HUES[event.step % 3]}"
+    sheet.box(at(event.start), y, at(event.end) - at(event.start), height, kind, title, event.label)
+
+
+def _memory(sheet: _Sheet, plan: Plan, played: Timeline, at: Callable[[float], float]) -> None:
+    """Workspaces as rectangles of address by time: two that share bytes stand one after the other at one height."""
+    if not plan.workspaces:
+        return
+    top = sheet.y
+    sheet.box(_LEFT, top, WIDTH - _LEFT - _RIGHT, _BYTES, "lane", "workspace")
+    sheet.text(0, top + 14, "workspace")
+    sheet.text(0, top + 30, f"{plan.meeting_bytes:,} B", "soft")
+    scale = _BYTES / max(plan.meeting_bytes, 1)
+    for buffer in plan.workspaces:
+        for i, address in enumerate(buffer.addresses):
+            for event in played.lane(f"buffer {buffer.name}"):
+                if event.step % buffer.copies != i % buffer.copies:
+                    continue
+                size = plan.bytes(buffer)
+                title = f"{buffer.name}, chunk {event.step}: bytes {address:,} to {address + size:,}"
+                kind = f"box faint {_HUES[event.step % 3]}"
+                y, height = top + address * scale, size * scale
+                sheet.box(at(event.start), y, at(event.end) - at(event.start), height, kind, title)
+                if at(event.end) - at(event.start) > 6.4 * len(buffer.name) and height > 12:
+                    sheet.text(at(event.start) + 4, y + min(height / 2 + 4, 16), buffer.name)
+    sheet.y += _BYTES + _GAP
+
+
+def _arrows(
+    sheet: _Sheet, plan: Plan, played: Timeline, at: Callable[[float], float], middles: dict[str, float]
+) -> None:
+    """Hand-overs: from where a tile leaves one unit to where the other begins to read it."""
+    unit_of = {stage.name: stage.unit.value for stage in plan.stages}
+    tasks = [task for stage in plan.stages for task in stage.tasks]
+    for buffer in plan.workspaces:
+        readers = {task.name for task in tasks if any(v.name == buffer.name for v in task.inputs)}
+        source, target = middles[unit_of[buffer.producer]], middles[unit_of[buffer.consumers[0]]]
+        for written in played.lane(f"buffer {buffer.name}"):
+            starts = [event.start for event in played.events if event.step == written.step and event.label in readers]
+            if starts:
+                x0, x1 = at(written.start), at(min(starts))
+                sheet.parts.append(f'<path d="M{x0:.1f} {source:.1f}L{x1:.1f} {target:.1f}" class="over"/>')
+
+
+def _axis(sheet: _Sheet, end: float, at: Callable[[float], float]) -> None:
+    step = _nice(end / 8)
+    for n in range(int(end / step) + 1):
+        x = at(n * step)
+        sheet.parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="46" y2="{sheet.y:.1f}" class="axis"/>')
+        sheet.text(x + 2, sheet.y + 12, _us(n * step), "soft")
+    sheet.y += 18
+
+
+def groups_svg(plan: Plan, spread: Schedule) -> str:
+    """Heads over core groups, one row a group; groups without a head work ahead for the others."""
+    sheet = _Sheet([])
+    rounds = max((len(group.lanes) for group in spread.groups), default=1) or 1
+    lanes = plan.sizes.get("B", 1) * plan.sizes.get("H", 1)
+    sheet.text(0, 16, f"{lanes} lanes on {len(spread.groups)} core groups", "head")
+    sheet.text(0, 34, f"one lane (batch entry and head) a group, {spread.steps} chunks each", "soft")
+    sheet.y = 44
+    width = (WIDTH - _LEFT - _RIGHT) / rounds
+    for group in spread.groups:
+        sheet.text(0, sheet.y + 12, f"group {group.index}", "soft")
+        if group.prefetches:
+            sheet.box(_LEFT, sheet.y, width * rounds, 14, "idle", "works ahead: gates, Gram matrices, inverses")
+            sheet.text(_LEFT + 6, sheet.y + 11, "prefetch: the prologue of later chunks", "soft")
+        for n, lane in enumerate(group.lanes):
+            kind = f"box {_HUES[lane % 3]}"
+            sheet.box(_LEFT + n * width, sheet.y, width - 2, 14, kind, f"lane {lane}", f"lane {lane}")
+        sheet.y += 17
+    return sheet.svg()
+
+
+def _nice(least: float) -> float:
+    scale = 1e-9
+    while True:
+        for factor in (1, 2, 5):
+            if scale * factor >= least:
+                return scale * factor
+        scale *= 10
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us"
