@@ -37,8 +37,8 @@ def _recomputed(graph: Graph, runs: Sequence[Run]) -> list[Run]:
         own = [t for t in run.tasks if t not in cheap]
         again = [t for t in cheap if t.unit is run.unit and any(t.output in o.inputs for o in own)]
         loose = [t for t in run.tasks if t in cheap and t not in again and _crosses(graph, t)]
-        kept = [t for t in run.tasks if t not in cheap or t in again or t in loose]
-        tasks = tuple(sorted({*again, *kept}, key=lambda t: (t not in again, kept.index(t) if t in kept else 0)))
+        kept = [t for t in run.tasks if t not in again and (t not in cheap or t in loose)]
+        tasks = (*again, *kept)
         result.append(Run(run.unit, tasks, run.shift))
     return [run for run in result if run.tasks]
 

@@ -111,7 +111,7 @@ def _stage_needs(graph: Graph, stage: Stage, ring: Sequence[Stage], chip: Chip, 
         alive += [
             v for v, (lo, hi) in made.items() if any(lo <= at + k * period <= hi for k in range(hi // period + 1))
         ]
-        gone = _overwritten(task, loaded, made, i, at)
+        gone = _overwritten(graph, task, loaded, made, i, at, period)
         held: dict[str, list[tuple[str, int]]] = {}
         for value in alive:
             if value != gone:
@@ -155,17 +155,20 @@ def _loaded(graph: Graph, stage: Stage, made: Mapping[Value, object]) -> dict[Va
 
 
 def _overwritten(
+    graph: Graph,
     task: Task,
     loaded: Mapping[Value, tuple[int, int]],
     made: Mapping[Value, tuple[int, int]],
     i: int,
     at: int,
+    period: int,
 ) -> Value | None:
     """The operand whose memory the result takes: it dies here, is of the same type, and the op goes by elements."""
     if task.op.kind not in (*_ELEMENTWISE, OpKind.EXP, OpKind.DOT, OpKind.MASK):
         return None
     operands = task.inputs[2:] if task.op.kind is OpKind.DOT else task.inputs
-    dying = {v for v, (_, hi) in loaded.items() if hi == i} | {v for v, (_, hi) in made.items() if hi == at}
+    operands = tuple(graph.step if v == graph.carry and graph.step is not None else v for v in operands)
+    dying = {v for v, (_, hi) in loaded.items() if hi == i} | {v for v, (_, hi) in made.items() if hi % period == at}
     return next((v for v in operands if v in dying and v.type == task.output.type), None)
 
 

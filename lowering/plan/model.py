@@ -281,6 +281,8 @@ def _plan(program: Program, target: Target, options: Options, sizes: Mapping[str
 
 def _streamed(buffer: Buffer, streamed: Mapping[str, frozenset[str]]) -> Buffer:
     """``buffer``, handed over row by row if a stage at one of its ends can only take or leave it so."""
+    if buffer.scope is not Scope.WORKSPACE:
+        return buffer
     ends = (buffer.producer, *buffer.consumers)
     return replace(buffer, streamed=any(buffer.name in streamed.get(end, ()) for end in ends))
 
