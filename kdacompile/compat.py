@@ -185,12 +185,22 @@ def no_fake_modes() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+OWN_OPS = frozenset({"kdacompile::linear_attention", "kdacompile::linear_attention_step"})
+"""This package's functional operators, which the shadow keeps as they are."""
+
+
+ABSORBED = "kdacompile_absorbed"
+"""Key of a node's meta: what an operator of ours took over from its surroundings."""
+
+
 def is_opaque_call(node: fx.Node) -> bool:
     """Calls the shadow never looks into: higher-order operators, custom operators, in-graph modules."""
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         return True
-    return isinstance(target, torch._ops.OpOverload) and target.namespace not in ("aten", "prims")
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("aten", "prims"):
+        return False
+    return target._schema.name not in OWN_OPS
 
 
 def is_detach(node: fx.Node | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kdacompile import compat, trace
+from kdacompile import compat, reabsorb, trace
 from kdacompile.collect import emit
 from kdacompile.held import Tables
 from kdacompile.instances import Instances
@@ -83,14 +83,19 @@ def _is_one(size: Any) -> bool:
 
 
 def run(
-    gm: fx.GraphModule, settings: Settings, tables: Tables | None = None, lifted: Sequence[Match] = ()
+    gm: fx.GraphModule,
+    settings: Settings,
+    tables: Tables | None = None,
+    lifted: Callable[[fx.GraphModule], Iterable[Match]] | None = None,
 ) -> GraphReport:
-    """Rewrite ``gm`` in place; emits and returns the report, with what was ``lifted`` before capture.
+    """Rewrite ``gm`` in place; emits and returns the report.
 
     ``tables`` are inputs whose values matches may rely on: the caller sees to it that they hold (``Match.holds``).
+    ``lifted`` tells what of the result was replaced before capture.
     """
     report = rewrite(gm, settings, tables)
-    report = replace(report, matches=(*lifted, *report.matches))
+    if lifted is not None:
+        report = replace(report, matches=(*lifted(gm), *report.matches))
     emit(report)
     enforce(report, settings)
     return report
@@ -101,7 +106,7 @@ def rewrite(
 ) -> GraphReport:
     """Rewrite ``gm`` in place and say what was done. Without ``keep_strides`` results come as the ops lay them out."""
     work = _Work(gm, settings, tables or {}, keep_strides=keep_strides)
-    if worth_a_look(gm.graph):
+    if worth_a_look(gm.graph) or any(map(compat.is_own_op, gm.graph.nodes)):
         work.run()
     return work.report()
 
@@ -113,6 +118,8 @@ class _Work:
         self.tables = tables
         self.held: Tables = {}
         self.keep_strides = keep_strides
+        self.changed = False
+        """An op that was there already absorbed something."""
         self.matches: list[Match] = []
         self.rejections: list[Rejection] = []
         self.seconds: dict[str, float] = {}
@@ -136,7 +143,7 @@ class _Work:
         self.search()
         if any(node.users for node in self.tables):
             self.search_with_tables()
-        if self.matches:
+        if self.matches or self.changed:
             self.gm.graph.lint()
             self.gm.recompile()
             trace.after(self.gm)
@@ -149,6 +156,8 @@ class _Work:
             groups = find_groups(shadow)
         for group in groups:
             self.visit(shadow, group)
+        for call in reabsorb.calls(shadow):
+            self.extend(shadow, call)
         self.reject_blocked(shadow)
 
     def search_with_tables(self) -> None:
@@ -188,6 +197,30 @@ class _Work:
             self.rejections.append(unspliced[0])
         else:
             self.reject(group, obstacles, refused)
+
+    def extend(self, shadow: Graph, call: Fused) -> None:
+        """Let an op that is in the graph already take over what stands above it, if it may."""
+
+        def absorbed(other: Graph, candidate: Candidate) -> Fused | None:
+            assert candidate.output.op is not None
+            found = reabsorb.as_match(candidate.output.op)
+            return None if found is None else absorb(found, other, keep_upcasts=self.settings.precision == "fp32")
+
+        with self.timed("absorb"):
+            fused = absorbed(shadow, call.candidate)
+        if fused is None or not fused.absorbed:
+            return
+        with self.timed("sizes"):
+            reason = self.instances.disagreement(shadow, fused, absorbed, reabsorb.same_call)
+        if reason is None:
+            splice = Splice(self.gm, shadow, fused, keep_strides=self.keep_strides)
+            try:
+                splice.apply(splice.check())
+                self.changed = True
+            except CannotSplice as error:
+                reason = error.reason
+        if reason is not None:
+            log.info("nothing above %s is absorbed: %s", call.candidate.output.node, reason)
 
     def judge(self, candidate: Candidate) -> Verdict:
         with self.timed("proof"):

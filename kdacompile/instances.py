@@ -31,6 +31,9 @@ Sizes = dict[Any, int]
 Recognise = Callable[[Graph, Candidate], "Fused | None"]
 """Proof and absorption of a candidate, as for the captured instance."""
 
+Move = Callable[[Candidate, Graph, Graph, "list[Group]"], "Candidate | str"]
+"""A candidate of one shadow in another (here, there, there's groups); else the reason it is not there."""
+
 FARTHEST = 4096
 """The largest number in a region's code beyond which another instance is still tried."""
 
@@ -51,8 +54,11 @@ class Instances:
         self.nodes = list(gm.graph.nodes)
         self.known: dict[tuple[tuple[str, int], ...], tuple[Graph, list[Group]]] = {}
 
-    def disagreement(self, shadow: Graph, fused: Fused, recognise: Recognise) -> str | None:
-        """Why the match does not hold at all sizes; None if it does, as far as other instances can tell."""
+    def disagreement(self, shadow: Graph, fused: Fused, recognise: Recognise, move: Move | None = None) -> str | None:
+        """Why the match does not hold at all sizes; None if it does, as far as other instances can tell.
+
+        ``move`` finds the candidate again in another shadow.
+        """
         nodes = _nodes(fused)
         symbols = set().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
         if not symbols:
@@ -62,7 +68,7 @@ class Instances:
         try:
             others = list(other_sizes(compat.shape_env(self.nodes), symbols, _numbers(nodes)))
             for sizes in others:
-                reason = self.compare(shadow, fused, sizes, recognise)
+                reason = self.compare(shadow, fused, sizes, recognise, move or _moved)
                 if reason is not None:
                     where = ", ".join(f"{symbol} = {sizes[symbol]}" for symbol in sorted(symbols, key=str))
                     return f"{reason} (at {where})"
@@ -70,9 +76,9 @@ class Instances:
             return str(error)
         return None
 
-    def compare(self, shadow: Graph, fused: Fused, sizes: Sizes, recognise: Recognise) -> str | None:
+    def compare(self, shadow: Graph, fused: Fused, sizes: Sizes, recognise: Recognise, move: Move) -> str | None:
         other, groups = self.at(sizes)
-        candidate = _moved(fused.candidate, shadow, other, groups)
+        candidate = move(fused.candidate, shadow, other, groups)
         if isinstance(candidate, str):
             return candidate
         again = recognise(other, candidate)

@@ -327,9 +327,11 @@ class Splice:
         tensors = [args.get(name) for name in ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")]
         options = self.options(like)
         if fused.mode == "step":
-            return self.with_meta(self.graph.call_function(linear_attention_step, tuple(tensors), options), like)
-        options["chunk_size"] = 0
-        call = self.graph.call_function(linear_attention, (*tensors, None), options)
+            call = self.graph.call_function(linear_attention_step, tuple(tensors), options)
+        else:
+            options["chunk_size"] = 0
+            call = self.graph.call_function(linear_attention, (*tensors, None), options)
+        call.meta[compat.ABSORBED] = fused.absorbed
         return self.with_meta(call, like)
 
     def options(self, like: fx.Node) -> dict[str, Any]:

@@ -202,7 +202,9 @@ def _fewer_heads(call: Call) -> Call:
 
 def _as_match(data: dict[str, Any]) -> Match:
     """The reverse of ``_as_data``, after a round trip through JSON, which has no tuples."""
-    return Match(**{**data, "absorbed": tuple(data["absorbed"]), "holds": tuple(data["holds"])})
+    plain = dict(data)
+    absorbed, holds = tuple(plain.pop("absorbed")), tuple(plain.pop("holds"))
+    return Match(**plain, absorbed=absorbed, holds=holds)
 
 
 def _as_data(match: Match, fn: types.FunctionType) -> dict[str, Any]:

@@ -26,7 +26,8 @@ def lifted_matches(gm: fx.GraphModule) -> Iterator[Match]:
         lifted = hook.lifts.known_by(key.group(1)) if key else None
         if lifted is not None:
             match = next(match for match in lifted.matches if match.op == _op_name(node))
-            yield replace(match, roles=_roles(node), lifted=lifted.verdict.function)
+            absorbed = tuple(dict.fromkeys([*match.absorbed, *node.meta.get(compat.ABSORBED, ())]))
+            yield replace(match, roles=_roles(node), absorbed=absorbed, lifted=lifted.verdict.function)
 
 
 def _op_name(node: fx.Node) -> str:

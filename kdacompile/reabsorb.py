@@ -1,0 +1,84 @@
+"""Ops that are in the graph already absorb what stands above them, as a match does.
+
+A lifted function arrives as the op, and so does a direct call of ``kdacompile.ops``; the model's gate activation,
+l2norm or sigmoid usually stands in the code around it. Nothing is proven here: the region is the op itself, and the rules of
+``patterns/absorb`` move its inputs up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kdacompile import compat
+from kdacompile.patterns.candidates import Candidate
+from kdacompile.patterns.ir import Graph, Op, Value
+from kdacompile.patterns.match import Fused
+from kdacompile.patterns.regions import Group
+from kdacompile.patterns.roles import LETTERS, Placement
+
+_OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+_GATE_LETTERS = {"none": "", "head": "H", "token": "BTH", "channel": "BTHK"}
+
+
+def calls(shadow: Graph) -> Iterator[Fused]:
+    """The functional ops of the graph whose results are read, each as a match that has absorbed nothing yet."""
+    for op in shadow.ops:
+        if op.name in compat.OWN_OPS and op.outs[0].node is not None:
+            fused = as_match(op)
+            if fused is not None:
+                yield fused
+
+
+def as_match(op: Op) -> Fused | None:
+    """The op call as a match; None where the op was asked for something that a match never asks for."""
+    operands = dict(zip(_OPERANDS, op.args, strict=False))
+    options = op.kwargs
+    if options.get("chunk_size", 0) or (len(op.args) > len(_OPERANDS) and op.args[-1] is not None):
+        return None
+    inputs = {
+        role: _place(role, value, _letters(role, options["gate"], value))
+        for role, value in operands.items()
+        if isinstance(value, Value)
+    }
+    if any(placement.value.node is None for placement in inputs.values()):
+        return None
+    q, v = inputs["q"].value.shape, inputs["v"].value.shape
+    sizes = {"B": q[0], "T": q[1], "G": q[2], "K": q[3], "H": v[2], "V": v[3]}
+    state = op.outs[1] if op.outs[1].node is not None else None
+    candidate = Candidate(Group([op], {op}, []), {op}, [p.value for p in inputs.values()], op.outs[0], state, [])
+    return Fused(
+        candidate,
+        inputs,
+        _place("o", op.outs[0], LETTERS["o"]),
+        None if state is None else _place("final_state", state, LETTERS["final_state"]),
+        sizes,
+        gate=options["gate"],
+        delta=options["delta"],
+        scale=options["scale"],
+        max_error=0.0,
+        gate_fn=options["gate_fn"],
+        gate_scale=options["gate_scale"],
+        sigmoid_beta=options["sigmoid_beta"],
+        qk_l2norm_eps=options["qk_l2norm_eps"],
+    )
+
+
+def same_call(candidate: Candidate, here: Graph, there: Graph, groups: list[Group]) -> Candidate | str:
+    """The op's call in a shadow at other sizes."""
+    node = candidate.output.op.node if candidate.output.op else None
+    fused = next(
+        (fused for fused in calls(there) if fused.output.value.op and fused.output.value.op.node is node), None
+    )
+    return "the op is called otherwise at other sizes" if fused is None else fused.candidate
+
+
+def _letters(role: str, gate: str, value: Value) -> str:
+    if role == "g":
+        return _GATE_LETTERS[gate]
+    return LETTERS[role][: len(value.shape)]
+
+
+def _place(role: str, value: Value, letters: str) -> Placement:
+    """Size-one dimensions have no letter."""
+    marked = "".join("." if size == 1 else letter for letter, size in zip(letters, value.shape, strict=True))
+    return Placement(role, value, marked)
