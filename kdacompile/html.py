@@ -84,8 +84,20 @@ def _match(match: Match) -> str:
         f'<section class="card"><div class="head"><h3>{escape(_title(match.pattern))}</h3>{tags}</div>'
         + (f'<p class="math">{escape(equation)}</p>' if equation else "")
         + _where(match.source)
-        + f"<p>Runs as <code>{escape(match.op)}</code>.</p>{roles}{absorbed}</section>"
+        + f"<p>Runs as <code>{escape(match.op)}</code>.</p>{roles}{absorbed}{_plan(match)}</section>"
     )
+
+
+def _plan(match: Match) -> str:
+    """How the match is cut on a target whose matrix and vector units are different cores, as a picture to unfold."""
+    from kdacompile import plans
+
+    command = f"<p>Its stages and buffers: <code>{escape(match.plan_command)}</code></p>"
+    if match.mode != "sequence" or match.pattern not in _texts():
+        return command
+    found = plans.plan(match.pattern)
+    summary = f"{found.handovers} hand-overs a chunk on {found.target.title}"
+    return f"{command}<details><summary>{escape(summary)}</summary>{found.to_svg(standalone=False)}</details>"
 
 
 def _rejection(rejection: Rejection) -> str:

@@ -82,6 +82,15 @@ def table() -> str:
     return "\n".join(lines)
 
 
+_BEGIN, _END = "<!-- plans -->\n", "<!-- /plans -->"
+
+
+def with_table(text: str) -> str:
+    """A document with the table between its markers brought up to date."""
+    before, rest = text.split(_BEGIN)
+    return f"{before}{_BEGIN}{table()}\n{_END}{rest.split(_END)[1]}"
+
+
 def read_compiled() -> Mapping[str, Mapping[str, Mapping[str, int]]]:
     """The compiler's figures, or nothing where no compiler has run."""
     if not COMPILED.exists():
@@ -103,14 +112,18 @@ def parse_sizes(words: Sequence[str]) -> dict[str, int]:
 def main(arguments: Any) -> int:
     """``python -m kdacompile plan``; ``arguments`` as parsed in ``__main__``."""
     if arguments.table:
-        print(table())
+        if arguments.write:
+            arguments.write.write_text(with_table(arguments.write.read_text()))
+        else:
+            print(table())
         return 0
     sizes = parse_sizes(arguments.size)
-    pattern, target, io = str(arguments.pattern), str(arguments.target), str(arguments.io)
-    found = plan(pattern, target, optimise=not arguments.naive, io=io, form="chunk", **sizes)
+    pattern, target, io, form = (str(getattr(arguments, name)) for name in ("pattern", "target", "io", "form"))
+    found = plan(pattern, target, optimise=not arguments.naive, io=io, form=form, **sizes)
     print(found, end="")
     if arguments.html:
-        naive = None if arguments.naive else plan(pattern, target, optimise=False, io=io, form="chunk", **sizes)
+        alone = arguments.naive or form == "token"
+        naive = None if alone else plan(pattern, target, optimise=False, io=io, form=form, **sizes)
         arguments.html.write_text(found.to_html(naive))
     if arguments.svg:
         arguments.svg.write_text(found.to_svg())

@@ -34,6 +34,12 @@ class Match:
     holds: tuple[str, ...] = ()  # tensors of the model whose values are part of the proof; compared at every call
     lifted: str = ""  # the function that was replaced before it was captured, if one was
 
+    @property
+    def plan_command(self) -> str:
+        """What shows how the match is cut into stages and buffers; ``kdacompile.plan`` is the same from Python."""
+        form = " --form token" if self.mode == "step" else ""
+        return f"python -m kdacompile plan {self.pattern}{form}"
+
     def __str__(self) -> str:
         lines = [f"{self.pattern} ({self.mode}) at {self.source}"]
         lines.append(f"    runs as {self.op}, max error {self.max_error:.1e}" + _cached(self.from_cache))
@@ -43,6 +49,7 @@ class Match:
             lines.append("    " + ", ".join(f"{role} = {value}" for role, value in self.roles.items()))
         if self.absorbed:
             lines.append("    absorbed: " + ", ".join(self.absorbed))
+        lines.append(f"    plan: {self.plan_command}")
         if self.holds:
             lines.append("    holds while these keep their values: " + ", ".join(self.holds))
         return "\n".join(lines)

@@ -37,7 +37,7 @@ class Scope(str, Enum):
     CARRY = "carry"  # the carried tile, resident on its unit for the whole scan
     TENSOR = "tensor"  # one tile per lane and step, written by one section and read by another
     WORKSPACE = "workspace"  # one tile per core group, overwritten every step: where two units meet inside a section
-    LOCAL = "local"  # made and read by one unit inside one section, and so kept in its own memory
+    LOCAL = "local"  # made and read by one unit inside one section (with addresses: on its way through a workspace)
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,9 @@ class Target:
     ``units``: the kinds of core that share one task, in no order. With more than one, every change of unit is a
     hand-over through ``meeting`` ("global": memory behind all caches, "chip": a buffer on chip, "register": no price).
     ``memories``: capacity in bytes by name, of ONE core of the unit that owns it (see ``owner``). ``groups``: how many
-    tasks run at once; each group has one CUBE and ``vec_cores`` VEC cores. ``outputs``: where its kernels compute what
-    reads the carry but nothing waits for, "scan" or "epilogue"; "auto" leaves it to the planner.
+    tasks run at once; each group has one CUBE and ``vec_cores`` VEC cores. ``own_operands``: where a result of Cube
+    waits that is an operand of its next product ("global" or "chip"). ``outputs``: where its kernels compute what reads
+    the carry but nothing waits for, "scan" or "epilogue"; "auto" leaves it to the planner.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Target:
     memories: Mapping[str, Figure] = field(default_factory=dict[str, Figure])
     rates: Mapping[str, Figure] = field(default_factory=dict[str, Figure])
     paths: Mapping[str, Bandwidth] = field(default_factory=dict[str, Bandwidth])
+    own_operands: str = "chip"
     outputs: str = "auto"
 
     @property
@@ -126,6 +128,7 @@ ASCEND910B = Target(
     memories=_ASCEND_MEMORIES,
     rates=_ASCEND_RATES,
     paths=_ASCEND_PATHS,
+    own_operands="global",  # measured: ascendnpu-ir 1.2.0 takes them through its workspace
 )
 ASCEND910_95 = Target(
     "ascend910_95",

@@ -81,9 +81,9 @@ def order_scan(
 
 
 def workspaces(found: Sequence[Buffer], runs: Sequence[PlacedRun]) -> list[Buffer]:
-    """The buffers that cross units inside these runs."""
+    """The buffers that pass through memory inside these runs."""
     names = {run.name for run in runs}
-    return [b for b in found if b.scope is Scope.WORKSPACE and b.producer in names]
+    return [b for b in found if b.lifetime is not None and b.producer in names]
 
 
 def _orders(graph: Graph, run: Run, done: tuple[Task, ...] = ()) -> Iterator[tuple[Task, ...]]:

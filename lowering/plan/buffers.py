@@ -23,8 +23,9 @@ class Rule:
     and stays so for the reasons named here; where every reader rounds it to the inputs' dtype anyway, it crosses in it.
     """
 
-    def __init__(self, graph: Graph, *, narrow: bool, narrow_update: bool) -> None:
+    def __init__(self, graph: Graph, *, narrow: bool, narrow_update: bool, operands_in_memory: bool) -> None:
         self.graph, self.narrow, self.narrow_update = graph, narrow, narrow_update
+        self.operands_in_memory = operands_in_memory
 
     def dtype(self, value: Value) -> tuple[DType, str]:
         if value.type.dtype is DType.IO:
@@ -94,9 +95,18 @@ def _crossing(
         operand = any(t.op.kind is OpKind.DOT and value in t.inputs[:2] for t in readers)
         if not elsewhere and not (run.unit is Unit.CUBE and operand):
             return None
-        where = elsewhere or (run.name,)
+        in_memory = operand and run.unit is Unit.CUBE and rule.operands_in_memory
         return Buffer(
-            value.name, value.type.shape, value.type.dtype, "group", Scope.LOCAL, run.name, where, "", columns
+            value.name,
+            value.type.shape,
+            value.type.dtype,
+            "group",
+            Scope.LOCAL,
+            run.name,
+            elsewhere or (run.name,),
+            "",
+            columns,
+            lifetime=_lifetime(task, run, readers, home) if in_memory else None,
         )
     dtype, reason = rule.dtype(value)
     if any(home[t].section is not run.section for t in readers):

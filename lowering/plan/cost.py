@@ -112,8 +112,8 @@ def section_seconds(plan: Plan, section: Section) -> float:
 
 def crossing_seconds(plan: Plan, buffer: Buffer, *, out: bool) -> float:
     """Writing (``out``) or reading one workspace tile."""
-    producer = next(stage for stage in plan.stages if stage.name == buffer.producer)
-    on_cube = producer.unit is Unit.CUBE if out else producer.unit is not Unit.CUBE
+    name = buffer.producer if out else buffer.consumers[0]
+    on_cube = next(stage for stage in plan.stages if stage.name == name).unit is Unit.CUBE
     way = ("L0C->GM" if on_cube else "UB->GM") if out else ("GM->L1" if on_cube else "GM->UB")
     path = plan.target.paths.get(way)
     cores = 1 if on_cube else plan.target.vec_cores

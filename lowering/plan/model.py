@@ -76,12 +76,15 @@ class Plan:
 
         return to_text(self)
 
-    def to_svg(self, chunks: int = 4) -> str:
-        """The scan of one core group over ``chunks`` chunks: Cube lane, workspace, Vec lanes."""
+    def to_svg(self, chunks: int = 4, *, standalone: bool = True) -> str:
+        """The scan of one core group over ``chunks`` chunks: Cube lane, workspace, Vec lanes.
+
+        ``standalone``: for a file of its own rather than inside a page.
+        """
         from .picture import timeline_svg
         from .timeline import timeline
 
-        return timeline_svg(self, timeline(self, chunks))
+        return timeline_svg(self, timeline(self, chunks), standalone=standalone)
 
     def to_html(self, naive: Plan | None = None) -> str:
         """A page of its own, nothing loaded from elsewhere; with ``naive`` its timeline stands above, to one scale."""
@@ -111,6 +114,12 @@ class Plan:
             for b in self.buffers
             if b.scope is Scope.WORKSPACE and any(b.producer == s.name for s in self.section(Section.SCAN))
         )
+
+    @property
+    def in_memory(self) -> tuple[Buffer, ...]:
+        """What has addresses in the scan's workspace: what crosses units, and operands Cube makes for itself."""
+        names = {stage.name for stage in self.section(Section.SCAN)}
+        return tuple(b for b in self.buffers if b.addresses and b.producer in names)
 
     @property
     def tensors(self) -> tuple[Buffer, ...]:
@@ -247,7 +256,12 @@ def _plan(program: Program, target: Target, options: Options, sizes: Mapping[str
         else:
             cut[section] = fewest_runs(graph, inside)
     narrow = options.narrow and target.outputs == "auto"
-    rule = Rule(graph, narrow=narrow, narrow_update=options.narrow_update)
+    rule = Rule(
+        graph,
+        narrow=narrow,
+        narrow_update=options.narrow_update,
+        operands_in_memory=target.own_operands == "global",
+    )
     tiles = sizes["V"] // sizes["BV"] if "BV" in sizes else 1
     widths = {DType.IO: WIDTHS[io], DType.ACC: 4}
     seen = {**sizes, "V": sizes.get("BV", sizes.get("V", 1))}
@@ -309,4 +323,4 @@ def _with_addresses(
         addressed.update({b.name: b for b in placed})
         if section is Section.SCAN:
             total, floor = bytes, least
-    return [addressed.get(b.name, b) if b.scope is Scope.WORKSPACE else b for b in found], total, floor
+    return [b if b.lifetime is None else addressed[b.name] for b in found], total, floor

@@ -53,18 +53,22 @@ class _Sheet:
             inner = f'<text x="{x + 4:.1f}" y="{y + height / 2 + 4:.1f}" class="in">{escape(label)}</text>'
         self.parts.append(f"<g><title>{escape(title)}</title>{shape}{inner}</g>")
 
-    def svg(self) -> str:
+    def svg(self, standalone: bool) -> str:
         height = self.y + 8
+        space = ' xmlns="http://www.w3.org/2000/svg"' if standalone else ""
         return (
-            f'<svg class="plan" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img">'
+            f'<svg class="plan"{space} viewBox="0 0 {WIDTH} {height:.0f}" role="img">'
             f'<style>{STYLE}</style><defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" '
             f'markerHeight="6" orient="auto"><path d="M0 0L6 3L0 6z" class="tip"/></marker></defs>'
             f"{''.join(self.parts)}</svg>"
         )
 
 
-def timeline_svg(plan: Plan, played: Timeline, *, span: float | None = None) -> str:
-    """The scan of one core group. ``span``: seconds the width stands for, to draw two plans to one scale."""
+def timeline_svg(plan: Plan, played: Timeline, *, span: float | None = None, standalone: bool = False) -> str:
+    """The scan of one core group. ``span``: seconds the width stands for, to draw two plans to one scale.
+
+    ``standalone``: for a file of its own rather than inside a page.
+    """
     sheet = _Sheet([])
     end = span or played.end or 1.0
 
@@ -75,7 +79,7 @@ def timeline_svg(plan: Plan, played: Timeline, *, span: float | None = None) -> 
     lanes = _lanes(sheet, plan, played, at)
     _arrows(sheet, plan, played, at, lanes)
     _axis(sheet, end, at)
-    return sheet.svg()
+    return sheet.svg(standalone)
 
 
 def _title(sheet: _Sheet, plan: Plan, played: Timeline) -> None:
@@ -123,14 +127,14 @@ def _event(sheet: _Sheet, event: Event, at: Callable[[float], float], y: float, 
 
 def _memory(sheet: _Sheet, plan: Plan, played: Timeline, at: Callable[[float], float]) -> None:
     """Workspaces as rectangles of address by time: two that share bytes stand one after the other at one height."""
-    if not plan.workspaces:
+    if not plan.in_memory:
         return
     top = sheet.y
     sheet.box(_LEFT, top, WIDTH - _LEFT - _RIGHT, _BYTES, "lane", "workspace")
     sheet.text(0, top + 14, "workspace")
     sheet.text(0, top + 30, f"{plan.meeting_bytes:,} B", "soft")
     scale = _BYTES / max(plan.meeting_bytes, 1)
-    for buffer in plan.workspaces:
+    for buffer in plan.in_memory:
         for i, address in enumerate(buffer.addresses):
             for event in played.lane(f"buffer {buffer.name}"):
                 if event.step % buffer.copies != i % buffer.copies:
@@ -188,7 +192,7 @@ def groups_svg(plan: Plan, spread: Schedule) -> str:
             kind = f"box {_HUES[lane % 3]}"
             sheet.box(_LEFT + n * width, sheet.y, width - 2, 14, kind, f"lane {lane}", f"lane {lane}")
         sheet.y += 17
-    return sheet.svg()
+    return sheet.svg(standalone=False)
 
 
 def _nice(least: float) -> float:

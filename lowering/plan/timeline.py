@@ -51,7 +51,7 @@ class _Player:
         self.plan, self.steps, self.wait = plan, steps, wait
         self.stages = plan.section(Section.SCAN)
         self.home = {task: stage for stage in self.stages for task in stage.tasks}
-        self.crossing = {b.name: b for b in plan.workspaces}
+        self.crossing = {b.name: b for b in plan.in_memory}
         self.free: dict[str, float] = {}
         self.ended: dict[tuple[str, int], float] = {}
         self.events: list[Event] = []
@@ -90,7 +90,7 @@ class _Player:
             name, step = self.step_name, step - 1
         ended = self.ended.get((name, step), 0.0)
         buffer = self.crossing.get(name)
-        if ended and buffer is not None and stage.name in buffer.consumers:
+        if ended and buffer is not None and stage.name in buffer.consumers and stage.name != buffer.producer:
             ended += self.wait
         return ended
 
