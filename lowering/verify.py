@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..patterns.recurrence import token_recurrence
+from .calls import Call
+from .calls import Implementation as Kernels
 from .errors import VerificationError
 from .scratch import Scratch
 
@@ -136,6 +139,32 @@ def oracle(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
         states.append(state)
         start += length
     return torch.cat(outputs, 1), torch.cat(states)
+
+
+def as_implementation(kernels: Kernels) -> Implementation:
+    """A device's kernels in the form that :func:`verify` calls."""
+
+    def implementation(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        beta: Tensor | None,
+        initial_state: Tensor | None,
+        *,
+        gate_form: str,
+        scratch: Scratch,
+        cu_seqlens: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        neutral = {"gate_scale": 1.0, "sigmoid_beta": False, "qk_l2norm_eps": 0.0, "out_dtype": v.dtype}
+        call = Call(q, k, v, g, beta, initial_state, None, None, cu_seqlens, gate_fn=gate_form, **neutral, **options)
+        reason = kernels.declines(call)
+        if reason is not None:
+            raise VerificationError(f"{kernels.name} declines: {reason}")
+        return kernels.run(call, scratch)
+
+    return implementation
 
 
 def relative_error(x: Tensor, reference: Tensor) -> float:

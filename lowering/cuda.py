@@ -1,0 +1,20 @@
+"""Which kernels run a call on a CUDA device: hand-tuned ones where they take it, else the emitted ones."""
+
+from __future__ import annotations
+
+from .calls import Call, Implementation
+from .triton import TritonKernels
+
+# In the order they are asked. What none of them takes is the torch executor's.
+IMPLEMENTATIONS: list[Implementation] = [TritonKernels()]
+
+
+def choose(call: Call) -> Implementation | None:
+    """The first implementation that takes the call."""
+    return next((kernels for kernels in IMPLEMENTATIONS if kernels.declines(call) is None), None)
+
+
+def declined(call: Call) -> dict[str, str]:
+    """Why the implementations that do not take the call do not, by name."""
+    reasons = {kernels.name: kernels.declines(call) for kernels in IMPLEMENTATIONS}
+    return {name: reason for name, reason in reasons.items() if reason is not None}

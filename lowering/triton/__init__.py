@@ -1,0 +1,7 @@
+"""Triton emitted from tile programs: the portable CUDA path, Ampere to Blackwell, every row and shape."""
+
+from __future__ import annotations
+
+from .run import TritonKernels
+
+__all__ = ["TritonKernels"]

@@ -1,0 +1,206 @@
+"""Launching emitted kernels: the portable CUDA implementation of the family."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calls import Call
+from ..scratch import Scratch
+from .configs import Config, Device, choose, padded, step_columns
+from .kernels import chunk_source
+from .load import load_source
+from .placement import place
+from .step import step_source
+from .variant import Variant
+
+MAX_WIDTH = 256
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_EXPONENT_LIMIT = 80.0  # exp of it, times a normalised key, is finite in fp32 and in bf16
+
+
+class TritonKernels:
+    """:class:`kdacompile.lowering.calls.Implementation`: every row, every shape up to K = V = 256, any strides."""
+
+    name = "triton"
+
+    def declines(self, call: Call) -> str | None:
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        if call.q.is_cuda and _device(call.q.device).capability < (8, 0):
+            return "GPUs before Ampere have neither bf16 nor TF32 tensor cores"
+        if call.compute_dtype not in _DTYPES:
+            return f"no {call.compute_dtype} kernels"
+        if max(call.q.shape[3], call.v.shape[3]) > MAX_WIDTH:
+            return f"K or V above {MAX_WIDTH}"
+        return None
+
+    def run(self, call: Call, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        return run_chunks(call, scratch or Scratch())
+
+    def step(self, call: Call, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return run_step(call, state)
+
+
+def run_chunks(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """The prologue and the scan kernel of a call."""
+    batch, length, _, key_width = call.q.shape
+    value_heads, value_width = call.v.shape[2:]
+    o = torch.empty(call.v.shape, dtype=call.out_dtype, device=call.v.device)
+    final = _new_state(call)
+    if 0 in (length, final.numel()):
+        return o, final
+    dtype = _buffer_dtype(call)
+    config = choose(
+        _device(call.q.device), key_width=key_width, value_width=value_width, lanes=call.sequences * value_heads,
+        length=length, item=dtype.itemsize, chunk_size=call.chunk_size,
+    )  # fmt: skip
+    variant = Variant.of(call)
+    module = load_source(variant.name, chunk_source(variant))
+    values = {**_operands(call), "o_ptr": o, "final_state_ptr": final, "T": length}
+    values |= {"C": config.chunk, "VP": padded(value_width), "INVERSE_PRECISION": _inverse_precision(call, dtype)}
+    values |= {"DT": _triton_dtype(dtype), "PRECISION": _precision(), "BLOCK": _bounded_block(call)}
+    chunks = batch * -(-length // config.chunk)
+    with _on(call.q.device):
+        if call.cu_seqlens is not None:
+            chunks = length // config.chunk + call.sequences  # the most there can be; programs beyond the last return
+            values |= _packing(call.cu_seqlens, config, scratch)
+        values |= _buffers(variant, call, config, chunks, dtype, scratch)
+        blocks = {"BV": config.prologue_columns, "BK": config.prologue_keys}
+        _launch(module.prologue, chunks * value_heads, {**values, **blocks}, num_warps=config.prologue_warps)
+        values["BV"] = config.scan_columns
+        programs = call.sequences * value_heads * -(-value_width // config.scan_columns)
+        _launch(module.scan, programs, values, num_warps=config.scan_warps, num_stages=config.scan_stages)
+    return o, final
+
+
+def run_step(call: Call, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One token. ``state`` receives the new state; None for a fresh fp32 tensor."""
+    batch, _, _, key_width = call.q.shape
+    value_heads, value_width = call.v.shape[2:]
+    o = torch.empty(call.v.shape, dtype=call.out_dtype, device=call.v.device)
+    final = _new_state(call) if state is None else state
+    if not final.numel():
+        return o, final
+    variant = Variant.of(call, form="token")
+    module = load_source(variant.name, step_source(variant))
+    keys, values = padded(key_width), padded(value_width)
+    columns = step_columns(_device(call.q.device), keys=keys, values=values, lanes=batch * value_heads)
+    arguments = {**_operands(call), **_tensor("final_state", "nhkv", final), "o_ptr": o, "BV": columns}
+    with _on(call.q.device):
+        _launch(module.step, batch * value_heads * -(-value_width // columns), arguments, num_warps=4)
+    return o, final
+
+
+def _operands(call: Call) -> dict[str, Any]:
+    """Every argument that does not depend on the schedule, by the name the kernels give it."""
+    key_width, value_heads, value_width = call.q.shape[3], *call.v.shape[2:]
+    values: dict[str, Any] = {
+        "scale": call.scale, "gate_scale": call.gate_scale, "l2norm_eps": call.qk_l2norm_eps,
+        "HV": value_heads, "GROUP": value_heads // call.q.shape[2],
+        "K": key_width, "V": value_width, "KP": padded(key_width),
+    }  # fmt: skip
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        values |= _tensor(name, "bthd", x)
+    if call.g is not None:
+        g = call.g.expand(1, 1, -1) if call.gate == "head" else call.g
+        values |= _tensor("g", "bthd" if call.gate == "channel" else "bth", g)
+        if call.gate == "head":
+            values |= {"g_sb": 0, "g_st": 0}
+    if call.beta is not None:
+        values |= _tensor("beta", "bth", call.beta)
+    if call.initial_state is not None:
+        values |= _tensor("initial_state", "nhkv", call.initial_state)
+    if call.A_log is not None:
+        values["A_log_ptr"] = call.A_log.contiguous()
+    if call.dt_bias is not None:
+        values["dt_bias_ptr"] = call.dt_bias.contiguous()
+    return values
+
+
+def _tensor(name: str, letters: str, x: Tensor) -> dict[str, Any]:
+    strides = {f"{name}_s{letter}": stride for letter, stride in zip(letters, x.stride(), strict=True)}
+    return {f"{name}_ptr": x, **strides}
+
+
+def _buffers(
+    variant: Variant, call: Call, config: Config, chunks: int, dtype: torch.dtype, scratch: Scratch
+) -> dict[str, Any]:
+    """The crossing buffers: a tile per chunk and value head."""
+    sizes = {"C": config.chunk, "K": padded(call.q.shape[3]), "V": padded(call.v.shape[3]), 1: 1}
+    tiles = chunks * call.v.shape[2]
+    made: dict[str, Any] = {}
+    for buffer in place(variant.program).buffers:
+        rows, cols = (sizes[dim] for dim in buffer.value.type.shape)
+        kept = torch.float32 if buffer.fp32 else dtype
+        made[f"{buffer.name}_buffer"] = scratch.empty((tiles, rows, cols), kept, call.q.device)
+    return made
+
+
+def _packing(cu_seqlens: Tensor, config: Config, scratch: Scratch) -> dict[str, Any]:
+    """Where each sequence's chunks start, computed on the device: no length is read on the host."""
+    from . import macros
+
+    sequences = cu_seqlens.shape[0] - 1
+    cu_seqlens = cu_seqlens.contiguous()
+    offsets = torch.empty(sequences + 1, dtype=torch.int32, device=cu_seqlens.device)
+    packing = {"cu_seqlens": cu_seqlens, "chunk_offsets": offsets, "N": sequences}
+    _launch(macros.chunk_offsets_kernel, 1, {**packing, "C": config.chunk}, num_warps=4)
+    return packing
+
+
+def _launch(kernel: Any, programs: int, values: dict[str, Any], **options: int) -> None:
+    kernel[(programs,)](**{name: values[name] for name in kernel.arg_names}, **options)
+
+
+def _new_state(call: Call) -> Tensor:
+    shape = (call.sequences, call.v.shape[2], call.q.shape[3], call.v.shape[3])
+    return torch.empty(shape, dtype=torch.float32, device=call.q.device)
+
+
+def _buffer_dtype(call: Call) -> torch.dtype:
+    """What products take: the inputs' own type. float32 for a mixture, which nothing narrower holds."""
+    return call.compute_dtype
+
+
+def _triton_dtype(dtype: torch.dtype) -> Any:
+    tl = import_module("triton.language")  # not at the top: the package is optional
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+
+
+def _precision() -> str:
+    """How fp32 products round: as accurate as fp32, or TF32 where the user asked torch for that."""
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _inverse_precision(call: Call, dtype: torch.dtype) -> str:
+    """How the products of the inverse round.
+
+    With normalised keys and beta in [0, 2] the inverse is made of products of contractions, so fp16, which rounds as
+    finely as TF32, holds it; otherwise its entries have no bound, and three bf16 products have fp32's range.
+    """
+    if dtype is torch.float32:
+        return _precision()
+    return "fp16" if call.qk_l2norm_eps > 0.0 else "bf16x3"
+
+
+def _bounded_block(call: Call) -> int:
+    """Tokens whose log gates cannot sum below the exponent limit: their decays need no doubling (see the macros)."""
+    if call.gate_fn != "sigmoid" or call.qk_l2norm_eps <= 0.0 or call.compute_dtype is torch.float16:
+        return 1
+    return next((block for block in (16, 8, 4) if -call.gate_scale * block <= _EXPONENT_LIMIT), 1)
+
+
+@cache
+def _device(device: torch.device) -> Device:
+    return Device.of(device)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,88 @@
+"""The scan kernel of a chunked program: the chunks of one head and one block of V in order, the state in registers."""
+
+from __future__ import annotations
+
+from ..ir import Op, OpKind, Value
+from .kernel import Kernel, tile_offset, tile_size
+
+
+class Scan(Kernel):
+    """One program per sequence, head and block of V: the chunks one after the other, the state in registers."""
+
+    def text(self) -> str:
+        carry = self.program.carry
+        assert carry is not None
+        ports = [str(op.attr("port")) for op in self.placement.scan if op.kind is OpKind.LOAD]
+        self._begin(ports)
+        state = next(op.result for op in self.placement.scan if op.kind is OpKind.CARRY)
+        self.lines.add("for step in range(0, tl.cdiv(end - start, C)):")
+        with self.lines.indented():
+            self.lines.add("tile = (first_chunk + step) * HV + head")
+            self.lines.add("first = start + step * C")
+            self.lines.add("live_row = j < end - first")
+            self.ports.bases(ports)
+            for buffer in self.placement.buffers:
+                self._load(buffer.value)
+            for op in self.placement.scan:
+                self._op(op)
+            self.lines.add(f"{state.name} = {carry.step.name}")
+        size, offset = "V * K", "d * V + c"
+        self.lines.add(f"final_state_tile = final_state_ptr + (sequence * HV + head) * ({size}) + {offset}")
+        self.lines.add(f"tl.store(final_state_tile, {state.name}, mask=(d < K) & (c < V))")
+        return self.lines.text()
+
+    def _begin(self, ports: list[str]) -> None:
+        buffers = [f"{buffer.name}_buffer" for buffer in self.placement.buffers]
+        self.ports.signature(
+            "scan", [*ports, *(["initial_state"] if self.variant.state else [])], buffers, [], scan=True
+        )
+        add = self.lines.add
+        add("pid = tl.program_id(0).to(tl.int64)")
+        add("blocks = tl.cdiv(V, BV)")
+        add("lane, block = pid // blocks, pid % blocks")
+        add("sequence, head = lane // HV, lane % HV")
+        if self.variant.packed:
+            add("start = tl.maximum(tl.load(cu_seqlens + sequence).to(tl.int64), 0)")
+            add("end = tl.minimum(tl.load(cu_seqlens + sequence + 1).to(tl.int64), T)")
+            add("first_chunk = tl.load(chunk_offsets + sequence)")
+            add("batch = 0")
+        else:
+            add("start, end = 0, T")
+            add("first_chunk = sequence * tl.cdiv(T, C)")
+            add("batch = sequence")
+        add("i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]")
+        add("d = tl.arange(0, KP)[None, :]")
+        add("c = block * BV + tl.arange(0, BV)[:, None]")
+        carry = self.program.carry
+        assert carry is not None
+        state = next(op.result for op in self.placement.scan if op.kind is OpKind.CARRY)
+        if self.variant.state:
+            add("state_base = initial_state_ptr + sequence * initial_state_sn + head * initial_state_sh")
+            add("state_tile = state_base + d * initial_state_sk + c * initial_state_sv")
+            add(f"{state.name} = tl.load(state_tile, mask=(d < K) & (c < V), other=0.0).to(tl.float32)")
+        else:
+            add(f"{state.name} = tl.zeros([BV, KP], tl.float32)")
+
+    def _load(self, value: Value) -> None:
+        buffer = next(buffer for buffer in self.placement.buffers if buffer.value == value)
+        if value.type.cols == 1:
+            self.turned.add(value)
+        widen = ".to(tl.float32)" if buffer.wide else ""
+        address = f"{buffer.name}_buffer + tile * {tile_size(value)} + {tile_offset(value)}"
+        self.lines.add(f"{value.name} = tl.load({address}){widen}")
+
+    def _op(self, op: Op) -> None:
+        if op.kind is OpKind.CARRY:
+            return
+        if op.kind is OpKind.LOAD:
+            self.turned.add(op.result)
+            self.ports.load(op, turned=True)
+        elif op.kind is OpKind.STORE:
+            self.ports.store_output(self.ref(op.inputs[0]))
+        elif op.kind is OpKind.CAST and self.program.producer(op.inputs[0]).kind is OpKind.LOAD:
+            self.turned.add(op.result)
+            self.ports.prepare(op, turned=True)
+        elif op.kind is OpKind.CAST:
+            self.lines.add(f"{op.result.name} = {self.ref(op.inputs[0])}.to({op.result.name}_ptr.dtype.element_ty)")
+        else:
+            self.lines.add(f"{op.result.name} = {self.simple(op)}")

@@ -1,0 +1,91 @@
+"""Emitted kernels in Triton's interpreter, in fp32: ``python -m tests.lowering.interpreted PART``.
+
+Run by ``test_triton.py`` with TRITON_INTERPRET=1. The interpreter is slow and its bf16 is wrong, so shapes are small
+and fp32; 16-bit inputs are tested on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from kdacompile.lowering.calls import Call
+from kdacompile.lowering.linear_attention import ROWS
+from kdacompile.lowering.scratch import Scratch
+from kdacompile.lowering.triton import TritonKernels
+from kdacompile.lowering.verify import Case, as_implementation, relative_error, verify
+from tests.ops import cases
+
+KERNELS = TritonKernels()
+TOLERANCE = 2e-6
+
+
+def call_of(case: cases.Case) -> Call:
+    """An op's case as kernels receive it."""
+    options = {name: value for name, value in case.options.items() if name != "out_dtype"}
+    tensors = {name: case.tensors[name] for name in cases.TENSORS}
+    return Call(**tensors, cu_seqlens=case.cu_seqlens, out_dtype=case.tensors["v"].dtype, **options)
+
+
+def check(outputs: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], what: object) -> None:
+    errors = [relative_error(*pair) for pair in zip(outputs, expected, strict=True)]
+    if not max(errors) <= TOLERANCE:
+        raise AssertionError(f"{what}: errors {errors}")
+
+
+def rows() -> None:
+    """Every row, with NaN in every scratch buffer, packed, strong gates and exact resets."""
+    implementation = as_implementation(KERNELS)
+    for gate, delta in ROWS:
+        verify(implementation, Case(gate, delta, lengths=(19, 0, 33), heads=1), tolerance=TOLERANCE)
+        for strength in ("strong", "reset") if gate != "none" else ():
+            case = Case(gate, delta, 40, batch=1, heads=1, strength=strength, gate_form="factor")
+            verify(implementation, case, tolerance=TOLERANCE)
+
+
+def preparations() -> None:
+    """Every gate function, l2norm, sigmoid of beta, optional tensors."""
+    for fn in cases.GATE_FNS:
+        for gate in ("token", "channel"):
+            case = cases.make_case(gate=gate, gate_fn=fn, length=20, batch=1, heads=1, key_dim=20, value_dim=18)
+            check(KERNELS.run(call_of(case), Scratch(poison=True)), cases.oracle(case), (fn, gate))
+    for missing in ("beta", "initial_state", "A_log", "dt_bias"):
+        case = cases.make_case(gate_fn="softplus", length=17, batch=1, heads=1).with_tensors(**{missing: None})
+        check(KERNELS.run(call_of(case)), cases.oracle(case), missing)
+
+
+def steps() -> None:
+    """The one-token kernel, into fresh memory and in place, in both layouts of the state."""
+    for gate, fn in (("none", "log"), *((gate, fn) for gate in cases.GATES[1:] for fn in cases.GATE_FNS)):
+        for delta in (True, False):
+            case = cases.make_case(gate=gate, gate_fn=fn, delta=delta, length=1, key_dim=20, value_dim=18)
+            expected = cases.oracle(case)
+            check(KERNELS.step(call_of(case), None), expected, (gate, fn, delta))
+    case = cases.make_case(length=1)
+    state = case.tensors["initial_state"].mT.contiguous().mT
+    call = call_of(case.with_tensors(initial_state=state))
+    o, new_state = KERNELS.step(call, state)
+    assert new_state is state
+    check((o, state), cases.oracle(case), "in place")
+    without = case.with_tensors(initial_state=None)
+    check(KERNELS.step(call_of(without), None), cases.oracle(without), "no state")
+
+
+def shapes() -> None:
+    """Widths that are no power of two, more than one block of K and V, grouped heads, strides, causality."""
+    for width, columns in ((40, 72), (16, 80)):
+        case = cases.make_case(length=35, batch=1, heads=1, groups=2, key_dim=width, value_dim=columns)
+        check(KERNELS.run(call_of(case), Scratch(poison=True)), cases.oracle(case), (width, columns))
+    case = cases.make_case(length=20)
+    permuted = {n: case.tensors[n].transpose(1, 2).contiguous().transpose(1, 2) for n in ("q", "k", "v", "g")}
+    call = call_of(case.with_tensors(**permuted))
+    o, state = KERNELS.run(call)
+    check((o, state), cases.oracle(case), "strides")
+    later = {n: torch.cat([case.tensors[n][:, :11], 9 * case.tensors[n][:, 11:]], 1) for n in ("q", "k", "v", "beta")}
+    assert torch.equal(KERNELS.run(call_of(case.with_tensors(**later)))[0][:, :11], o[:, :11])
+
+
+if __name__ == "__main__":
+    {"rows": rows, "preparations": preparations, "steps": steps, "shapes": shapes}[sys.argv[1]]()

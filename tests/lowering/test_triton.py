@@ -1,0 +1,128 @@
+"""Emitted Triton: its text (goldens), its numbers in Triton's interpreter, and what it declines.
+
+The interpreter runs in a process of its own: whether a kernel is interpreted is decided when triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import metadata, util
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.version import Version
+
+from kdacompile.lowering.calls import Call
+from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
+from kdacompile.lowering.triton import TritonKernels
+from kdacompile.lowering.triton.configs import Device, choose, step_columns
+from kdacompile.lowering.triton.kernels import chunk_source
+from kdacompile.lowering.triton.load import load_source
+from kdacompile.lowering.triton.placement import place
+from kdacompile.lowering.triton.step import step_source
+from kdacompile.lowering.triton.variant import Variant
+from tests.lowering.test_program import check_golden
+
+ROOT = Path(__file__).parents[2]
+H200 = Device((9, 0), 132, 232448)
+CONSUMER = Device((8, 9), 128, 101376)
+KIMI = Variant("channel", True, True, "softplus", rate=True, bias=True, sigmoid_beta=True, l2norm=True, state=True)
+
+needs_triton = pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
+no_interpreter = pytest.mark.skipif(
+    Version(metadata.version("numpy")) >= Version("2.3"), reason="triton's interpreter fails with numpy 2.3 and later"
+)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [KIMI, Variant("token", True, True, packed=True), Variant("none", False, False)],
+    ids=lambda variant: variant.name,
+)
+def test_chunk_kernels_golden(variant: Variant) -> None:
+    check_golden(f"triton.{variant.name}.py.txt", chunk_source(variant))
+
+
+def test_step_kernel_golden() -> None:
+    variant = replace(KIMI, form="token")
+    check_golden(f"triton.{variant.name}.py.txt", step_source(variant))
+
+
+def test_placements_golden() -> None:
+    check_golden("triton.placements.txt", "\n".join(str(place(linear_attention_program(*row))) for row in ROWS))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_crosses_is_computed_once_and_read(row: tuple[str, bool]) -> None:
+    placement = place(linear_attention_program(*row))
+    made = [op.output for op in placement.prologue]
+    read = {value for op in placement.scan for value in op.inputs}
+    for buffer in placement.buffers:
+        assert made.count(buffer.value) == 1 and buffer.value in read
+    assert all(op.output is None or op.output not in made or op.result.type.shape == ("C", 1) for op in placement.scan)
+
+
+def test_every_variant_is_python() -> None:
+    gates = [("none", "log"), *((gate, fn) for gate in ("head", "token", "channel") for fn in ("log", "sigmoid"))]
+    for gate, fn in gates:
+        for flag in (True, False):
+            variant = Variant(gate, flag, flag, fn, flag, flag, flag, flag, flag, not flag)
+            compile(chunk_source(variant), variant.name, "exec")
+            compile(step_source(replace(variant, packed=False, form="token")), variant.name, "exec")
+
+
+@pytest.mark.parametrize("device", [H200, CONSUMER])
+@pytest.mark.parametrize("width", [16, 80, 128, 256])
+@pytest.mark.parametrize("item", [2, 4])
+def test_schedules_fit_the_device(device: Device, width: int, item: int) -> None:
+    for lanes, length in ((1, 100000), (32, 8192), (4096, 1), (96, 8192)):
+        config = choose(device, key_width=width, value_width=width, lanes=lanes, length=length, item=item, chunk_size=0)
+        keys = max(16, 1 << (width - 1).bit_length())
+        stage = item * config.chunk * (3 * keys + config.chunk + config.scan_columns)
+        assert config.scan_stages == 1 or config.scan_stages * stage <= device.shared_memory
+        assert min(config.chunk, config.scan_columns, config.prologue_columns, config.prologue_keys) >= 16
+    assert choose(device, key_width=width, value_width=width, lanes=8, length=9, item=item, chunk_size=0).chunk == 16
+    assert step_columns(device, keys=128, values=128, lanes=1) == 16
+
+
+def _call(**changes: object) -> Call:
+    q = torch.zeros(1, 8, 1, 16, dtype=torch.bfloat16)
+    call = Call(
+        q, q, q, None, None, None, None, None, None, 1.0, True, "none", "log", 1.0, False, 0.0, 0, torch.bfloat16
+    )
+    return replace(call, **changes)  # type: ignore[arg-type]
+
+
+def test_what_is_declined() -> None:
+    kernels = TritonKernels()
+    if util.find_spec("triton") is None:
+        assert kernels.declines(_call()) == "triton is not installed"
+        return
+    assert kernels.declines(_call()) is None
+    wide = torch.zeros(1, 8, 1, 300, dtype=torch.bfloat16)
+    assert kernels.declines(_call(v=wide)) == "K or V above 256"
+    double = torch.zeros(1, 8, 1, 16, dtype=torch.float64)
+    assert kernels.declines(_call(q=double)) == "no torch.float64 kernels"
+
+
+def test_a_generated_source_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDACOMPILE_CACHE_DIR", str(tmp_path / "kernels"))
+    module = load_source("probe", "answer = 42\n")
+    assert module.answer == 42
+    (file,) = (tmp_path / "kernels").iterdir()
+    assert file.read_text() == "answer = 42\n" and module.__file__ == str(file)
+    assert load_source("probe", "answer = 42\n") is module
+
+
+@needs_triton
+@no_interpreter
+@pytest.mark.parametrize("part", ["rows", "preparations", "steps", "shapes"])
+def test_numbers_in_the_interpreter(part: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "KDACOMPILE_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.lowering.interpreted", part]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -1,1 +1,0 @@
-"""Programs without linear attention: what backend="kda" must leave exactly as Inductor has it."""
