@@ -48,7 +48,7 @@ NUMBERS = {
 }
 LENGTHS = (17, 64, 100, 128, 256, 1000)
 MODES = {"prefill": "sequence", "step": "step"}
-STEP_BATCH, STEP_DRAWS = 16, 8
+TOKENS, STEP_BATCH, STEP_DRAWS = 512, 16, 8
 INNERS = ("eager", "aot_eager", "inductor")
 
 
@@ -101,7 +101,7 @@ def _measure(cell: Cell) -> Row:
     compiled = _Compiled(model, {"kda.inner": cell.inner, "kda.precision": numbers.precision})
     started = time.perf_counter()
     first = _logits(compiled, draws[:1])
-    seconds = time.perf_counter() - started
+    seconds, graphs, report = time.perf_counter() - started, compiled.graphs, compiled.report
     ours = torch.cat([*first, *_logits(compiled, draws[1:])])
     eager = torch.cat(_logits(model, draws))
     error, ratio = relative_error(ours, eager), None
@@ -110,12 +110,12 @@ def _measure(cell: Cell) -> Row:
         exact = torch.cat(_logits(exact_model, _draws(cell, exact_model)))
         error = relative_error(ours, exact)
         ratio = error / max(relative_error(eager, exact), 1e-12)
-    matched = sum((m.pattern, m.mode) == (case.pattern, MODES[cell.what]) for m in compiled.report.matches)
-    breaks = compiled.graphs - _graphs_alone(cell.model, cell.what, cell.length)
+    matched = sum((m.pattern, m.mode) == (case.pattern, MODES[cell.what]) for m in report.matches)
+    breaks = graphs - _graphs_alone(cell.model, cell.what, cell.length)
     row = Row(cell, matched, breaks, error, ratio, seconds)
-    problems = list(judge(row, len(compiled.report.matches)))
+    problems = list(judge(row, len(report.matches)))
     if matched < case.layers:
-        problems += [str(rejection) for rejection in compiled.report.rejections]
+        problems += [str(rejection) for rejection in report.rejections]
     return replace(row, problems=tuple(problems))
 
 
@@ -135,7 +135,7 @@ def judge(row: Row, all_matches: int) -> Iterator[str]:
 
 
 class _Compiled:
-    """A model compiled by the backend with these options; counts graphs and keeps the reports."""
+    """A model compiled by the backend with these options; counts graphs and keeps the report of the latest call."""
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
         torch._dynamo.reset()
@@ -149,10 +149,8 @@ class _Compiled:
         return kda(graph, inputs, options=self.options)
 
     def __call__(self, **kwargs: Any) -> Any:
-        with collecting() as report:
-            result = self.model(**kwargs)
-        self.report.graphs += report.graphs
-        return result
+        with collecting() as self.report:
+            return self.model(**kwargs)
 
 
 def _logits(model: Callable[..., Any], draws: list[dict[str, Any]]) -> list[Tensor]:
@@ -162,17 +160,19 @@ def _logits(model: Callable[..., Any], draws: list[dict[str, Any]]) -> list[Tens
 
 
 def _draws(cell: Cell, model: PreTrainedModel) -> list[dict[str, Any]]:
-    """What the model is called with: once in general.
+    """What the model is called with: once, and few sequences, unless chance is in the verdict.
 
-    The error of bf16 is chance. A prefill averages it over all its tokens, a step has one token: it is drawn anew, in a
-    larger batch, until the average says as much.
+    bf16 errors are chance. They are averaged over at least ``TOKENS`` tokens of a prefill; a step has one token a
+    sequence, so it is made with several tokens, one after the other, each on the same caches.
     """
+    chance = NUMBERS[cell.numbers].ratio is not None
     if cell.what == "prefill":
-        return [cell.case.prefill_inputs(model, cell.length, cache=True)]
-    many = NUMBERS[cell.numbers].ratio is not None
-    first = cell.case.step_inputs(model, prompt=cell.length, batch=STEP_BATCH if many else 2)
-    seeds = range(1, STEP_DRAWS if many else 1)
-    return [first, *({**first, "input_ids": cell.case.tokens(1, STEP_BATCH, seed=seed)} for seed in seeds)]
+        batch = max(2, TOKENS // cell.length) if chance else 2
+        return [cell.case.prefill_inputs(model, cell.length, cache=True, batch=batch)]
+    batch = STEP_BATCH if chance else 2
+    first = cell.case.step_inputs(model, prompt=cell.length, batch=batch)
+    more = range(1, STEP_DRAWS if chance else 1)
+    return [first, *({**first, "input_ids": cell.case.tokens(1, batch, seed=seed)} for seed in more)]
 
 
 @cache

@@ -1,0 +1,1 @@
+"""Programs without linear attention: what backend="kda" must leave exactly as Inductor has it."""
