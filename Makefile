@@ -8,11 +8,15 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check lint matrix bench doctor clean
+ASCEND_ENVIRONMENT ?= .venv-ascend
+ASCEND_PYTHON ?= $(shell command -v python3.11 || echo $(PYTHON))
+
+.PHONY: help demo test test-ascend check lint matrix bench doctor clean
 
 help:
 	@echo "make demo    install, then run a hand-written KDA layer under backend=\"kda\" (examples/own_model.py)"
 	@echo "make test    install with the test extras, then lint, types and tests"
+	@echo "make test-ascend   the Ascend kernels through the real compiler, and its output executed on this CPU"
 	@echo "make check   lint and types only"
 	@echo "make matrix  every model, every length, as a table"
 	@echo "make bench   ours beside Inductor alone and eager, on this CPU"
@@ -53,6 +57,11 @@ check: lint
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
+# The compiler's wheels exist for some platforms and for Python 3.11; elsewhere the tests are skipped and say why.
+test-ascend: $(TEST_STAMP)
+	$(BIN)/python -m tests.ascend.environment $(ASCEND_ENVIRONMENT) $(ASCEND_PYTHON)
+	KDA_ASCEND_ENVIRONMENT=$(ASCEND_ENVIRONMENT) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/ascend
+
 matrix: $(TEST_STAMP)
 	$(BIN)/python -m tests.matrix
 
@@ -63,4 +72,4 @@ doctor: $(BASE_STAMP)
 	$(BIN)/python -m kdacompile doctor
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ASCEND_ENVIRONMENT) build *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Ascend: plans as Triton kernels for triton-ascend, and the means to run them."""

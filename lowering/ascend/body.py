@@ -1,0 +1,247 @@
+"""The body of a kernel: tasks of a plan as lines of Triton.
+
+A value with a single row or column is a vector here, and takes its axis where it meets a tile. Where Cube and Vec meet
+is the compiler's affair, with two exceptions in the scan that save it traffic: a value that is written to a buffer
+anyway is read back from there by the products that want it, and a value that Vec makes for more than one product gets
+such a buffer, because the compiler sends it once for every product otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..errors import TileProgramError
+from ..ir import DType, OpKind, Per, Program, Value
+from ..plan.units import is_product, is_widening
+from ..stages import Buffer, Scope, Task
+from .kernel import Argument, Kind, Scratch
+
+_INFIX = {OpKind.ADD: "+", OpKind.SUB: "-", OpKind.MUL: "*"}
+_KEY_PORTS = ("q", "k")
+
+
+class Body:
+    """Prints tasks; collects the arguments and the buffers they need."""
+
+    def __init__(self, program: Program, buffers: Iterable[Buffer], tasks: Iterable[Task], *, turns: bool) -> None:
+        self.program = program
+        self.buffers = {b.name: b for b in buffers}
+        self.tasks = tuple(tasks)
+        self.lines: list[str] = []
+        self.arguments: dict[str, Argument] = {}
+        self.scratch: dict[str, Scratch] = {}
+        self._turns = turns  # the kernel has a loop over chunks in which buffers per core are written again
+        self._made: set[Value] = set()
+        self._loaded: dict[Value, str] = {}
+        self._kept: dict[Value, str] = {}  # value -> where its tile can be read back from
+        self._stores = {op.inputs[0]: str(op.attr("port")) for op in program.ops if op.kind is OpKind.STORE}
+
+    def print(self) -> None:
+        for task in self.tasks:
+            if task.output not in self._made:
+                self._task(task)
+
+    def argument(self, name: str, kind: Kind) -> str:
+        self.arguments.setdefault(name, Argument(name, kind))
+        return name
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    # ---- operands
+
+    def vec(self, value: Value) -> str:
+        """``value`` as a variable of Vec."""
+        if value in self._made:
+            return f"{value.name}.to(tl.float32)" if self._narrowed(value) else value.name
+        if value in self._loaded:
+            return self._loaded[value]
+        op = self.program.producer(value)
+        if op.kind is OpKind.CARRY:
+            return value.name
+        text, narrow = self._load(op.inputs[0] if is_widening(op) else value, turned=False)
+        text = f"{text}.to(tl.float32)" if narrow and value.type.dtype is DType.ACC else text
+        text = f"floor_gate({text})" if self._port_name(value) == "g" else text
+        self.line(f"{value.name} = {text}")
+        self._loaded[value] = value.name
+        return value.name
+
+    def cube(self, value: Value, *, turned: bool, left: bool, task: Task) -> str:
+        """``value`` as an operand of a product; loaded anew for each, since a product may overwrite its left one."""
+        if value not in self._made or value in self._kept:
+            name = "left" if left else "right"
+            text = self._read_back(value, turned) if value in self._kept else self._load(value, turned=turned)[0]
+            self.line(f"{name} = {text}")
+            return name
+        text = f"tl.trans({value.name})" if turned else value.name
+        again = any(value in t.inputs for t in self.tasks[self.tasks.index(task) + 1 :])
+        return f"({text} + 0.0)" if left and again else text
+
+    def fitted(self, value: Value, result: Value) -> str:
+        """``value`` with the axis it needs in an elementwise op that makes ``result``."""
+        text, (rows, cols) = self.vec(value), value.type.shape
+        if 1 in result.type.shape or 1 not in (rows, cols):
+            return text
+        if (rows, cols) == (1, 1) and result.type.rows != "K":
+            raise TileProgramError("a number can only scale the rows of a [K, ..] tile", str(result))
+        return f"{text}[None, :]" if rows == 1 and cols != 1 else f"{text}[:, None]"
+
+    def _narrowed(self, value: Value) -> bool:
+        buffer = self.buffers.get(value.name)
+        return buffer is not None and buffer.dtype is DType.IO and value.type.dtype is DType.ACC
+
+    # ---- memory
+
+    def _port_name(self, value: Value) -> str:
+        op = self.program.producer(value)
+        op = self.program.producer(op.inputs[0]) if is_widening(op) else op
+        return str(op.attr("port")) if op.kind is OpKind.LOAD else ""
+
+    def _load(self, value: Value, *, turned: bool) -> tuple[str, bool]:
+        """A load of a tile from where another kernel or the caller has put it, and whether it is in the io dtype."""
+        name = self._port_name(value)
+        if not name:
+            return self._buffer_load(self._buffer(value), turned)
+        port = self.program.port(name)
+        if port.per is not Per.TOKENS:
+            raise TileProgramError("a port with one tile a step", str(port))
+        if port.type.cols == 1:
+            pointer = self.argument(f"{name}_ptr", Kind.F32)
+            tokens = self.argument("tokens", Kind.COUNT)
+            return f"tl.load(gates_at({pointer}, token, head, rows, {tokens}, C), boundary_check=(0,))", False
+        narrow = name != "g"
+        pointer = self.argument(f"{name}_ptr", Kind.IO if narrow else Kind.F32)
+        head, heads = ("head // (HV // H)", "H") if name in _KEY_PORTS else ("head", "HV")
+        text = f"tl.load({self._tokens(pointer, head, heads, port.type.cols)}, boundary_check=(0,))"
+        # a load that is turned by its own strides loses its boundary check on the way to Cube
+        return (f"tl.trans({text})" if turned else text), narrow
+
+    def _tokens(self, pointer: str, head: str, heads: str, cols: object) -> str:
+        column, block = ("column", "BV") if cols == "V" else ("0", cols)
+        return f"tokens_at({pointer}, token, {head}, rows, {column}, {heads}, C, {cols}, {block})"
+
+    def _buffer(self, value: Value) -> Scratch:
+        """The buffer in which a value lies between kernels. A single number is kept as a vector, see ``load_one``."""
+        shape = ("K", 1) if value.type.shape == (1, 1) else value.type.shape
+        buffer = self.buffers.get(value.name)
+        narrow = value.type.dtype is DType.IO or (buffer is not None and buffer.dtype is DType.IO)
+        return self.scratch.setdefault(value.name, Scratch(value.name, Kind.IO if narrow else Kind.F32, shape))
+
+    def _buffer_load(self, buffer: Scratch, turned: bool) -> tuple[str, bool]:
+        return f"tl.load({self._at(buffer, turned)})", buffer.kind is Kind.IO
+
+    def _at(self, buffer: Scratch, turned: bool = False) -> str:
+        pointer = self.argument(f"{buffer.name}_ptr", buffer.kind)
+        at = "core" if buffer.per_core else "at"
+        rows, cols = buffer.shape
+        if 1 in (rows, cols):
+            return f"vector_at({pointer}, {at}, {cols if rows == 1 else rows})"
+        if turned:
+            return f"turned_at({pointer}, {at}, {rows}, {cols})"
+        if cols != "V":
+            return f"tile_at({pointer}, {at}, 0, {rows}, {cols}, {cols})"
+        if buffer.per_core:
+            return f"tile_at({pointer}, {at}, 0, {rows}, BV, BV)"
+        return f"tile_at({pointer}, {at}, column, {rows}, V, BV)"
+
+    def _read_back(self, value: Value, turned: bool) -> str:
+        buffer = self.scratch[self._kept[value]]
+        return f"tl.load({self._at(buffer, turned)})"
+
+    # ---- tasks
+
+    def _task(self, task: Task) -> None:
+        value = task.output
+        text = self._text(task)
+        if text is None:
+            return
+        self._made.add(value)
+        if text == value.name:
+            return
+        self.line(f"{value.name} = {text}.to(io)" if self._narrowed(value) else f"{value.name} = {text}")
+        self._keep(task)
+
+    def _keep(self, task: Task) -> None:
+        """Store what the caller or another kernel reads, or what several products of this one do."""
+        value = task.output
+        if value in self._stores:
+            port = self._stores[value]
+            pointer = self.argument(f"{port}_ptr", Kind.IO)
+            target = self._tokens(pointer, "head", "HV", value.type.cols)
+            self.line(f"tl.store({target}, {value.name}, boundary_check=(0,))")
+        buffer = self.buffers.get(value.name)
+        if buffer is not None and buffer.scope is Scope.TENSOR:
+            self.line(f"tl.store({self._at(self._buffer(value))}, {value.name})")
+            if self._turns:
+                self._kept[value] = value.name
+        elif self._turns and buffer is not None and buffer.scope is Scope.WORKSPACE and self._products(value) > 1:
+            self.scratch[value.name] = Scratch(value.name, Kind.IO, value.type.shape, per_core=True)
+            self.line(f"tl.store({self._at(self.scratch[value.name])}, {value.name})")
+            self._kept[value] = value.name
+
+    def _products(self, value: Value) -> int:
+        return sum(value in task.inputs[:2] and is_product(task.op) for task in self.tasks)
+
+    def _text(self, task: Task) -> str | None:
+        """The expression of a task; None where another task's covers it."""
+        op = task.op
+        if task.part:
+            return self._gram_part(task)
+        if op.kind is OpKind.DOT:
+            return self._product(task)
+        if op.kind in _INFIX:
+            x, y = (self.fitted(v, op.result) for v in op.inputs)
+            return f"{x} {_INFIX[op.kind]} {y}"
+        x = op.inputs[0]
+        match op.kind:
+            case OpKind.CAST:
+                return f"{self.vec(x)}.to(io)"
+            case OpKind.SCALE:
+                return f"{self.vec(x)} * {self.argument(str(op.attr('by')), Kind.NUMBER)}"
+            case OpKind.EXP:
+                return f"tl.exp({self.vec(x)})"
+            case OpKind.NEG:
+                return f"-{self.vec(x)}"
+            case OpKind.TRANSPOSE if 1 in x.type.shape:
+                return self.vec(x)  # a vector has no orientation until it meets a tile
+            case OpKind.REDUCE if x.type.shape == ("C", 1):
+                return f"tl.sum({self.vec(x)}, 0) + tl.zeros([K], tl.float32)"
+            case OpKind.CUMSUM if x.type.shape == ("C", 1):
+                return f"rest_sum({self.vec(x)}, C)" if op.attr("reverse", False) else f"tl.cumsum({self.vec(x)}, 0)"
+            case OpKind.MASK:
+                return f"lower({self.vec(x)}, C, {bool(op.attr('strict', False))})"
+            case OpKind.UNIT_LOWER_INVERSE:
+                return f"unit_lower_inverse({self.vec(x)}, C, R, LEVELS)"
+            case _:
+                raise TileProgramError("no Ascend text for this op", str(op))
+
+    def _product(self, task: Task) -> str:
+        op = task.op
+        if not is_product(op) or op.attr("negate", False):
+            raise TileProgramError("not a product for Cube", str(op))
+        x = self.cube(op.inputs[0], turned=bool(op.attr("trans_a", False)), left=True, task=task)
+        y = self.cube(op.inputs[1], turned=bool(op.attr("trans_b", False)), left=False, task=task)
+        acc = f", {op.inputs[2].name}" if len(op.inputs) == 3 else ""
+        return f'tl.dot({x}, {y}{acc}, input_precision="ieee")'
+
+    def _gram_part(self, task: Task) -> str | None:
+        """Parts of ``gated_gram``. With a gate per channel the scaled rows and columns come from ``sub_chunks``."""
+        op, name = task.op, task.op.result.name
+        strict = bool(op.attr("strict", False))
+        if op.inputs[2].type.cols != 1:
+            if task.part != "triangle":
+                return None
+            rows = self.argument(f"{'k' if strict else 'q'}_levels_ptr", Kind.IO)
+            cols = self.argument("k_levels_ptr", Kind.IO)
+            diagonal = self.argument(f"{name}_diagonal_ptr", Kind.F32)
+            return f"channel_gram({diagonal}, {rows}, {cols}, at, C, K, R, LEVELS)"
+        if task.part == "rows":
+            return f"{self.vec(op.inputs[0])}.to(io)"
+        if task.part == "product":
+            x = self.cube(task.inputs[0], turned=False, left=True, task=task)
+            y = self.cube(task.inputs[1], turned=True, left=False, task=task)
+            return f'tl.dot({x}, {y}, input_precision="ieee")'
+        if "decays" not in self._loaded.values():
+            self.line(f"decays = token_decays({self.vec(op.inputs[2])}, C)")
+            self._loaded[Value("decays", op.result.type)] = "decays"
+        return f"lower({self.vec(task.inputs[0])} * decays, C, {strict})"

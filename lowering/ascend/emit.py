@@ -1,0 +1,208 @@
+"""From a plan to a module of Triton kernels for Ascend: one kernel a section, and one more for gates per channel.
+
+Every kernel has a one-dimensional grid of as many programs as there are cores and loops over its tasks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ..errors import TileProgramError
+from ..ir import Value
+from ..linear_attention import linear_attention_program
+from ..plan import Options, Plan, plan
+from ..stages import Section, Task
+from ..target import Unit
+from .body import Body
+from .kernel import (
+    Argument,
+    Domain,
+    Kernel,
+    Kind,
+    Module,
+    Scratch,
+    assemble,
+    definition,
+    indent,
+    macro_kernel,
+    used_constants,
+)
+
+CHUNK = 64
+_SUB_CHUNK_MACRO = "sub_chunks"
+
+
+@cache
+def chunk_module(
+    gate: str, delta: bool, beta: bool = True, *, outputs: str = "auto", narrow_update: bool = False
+) -> Module:
+    """The kernels of one row of the family over whole sequences, planned for the Ascend 910B.
+
+    ``outputs``: "scan" computes o where the state is, and with the delta term nothing but o is written; "epilogue"
+    writes every chunk's state and computes o from it, all chunks at once; "auto" is the plan's choice.
+    ``narrow_update``: the change of the state crosses in the inputs' dtype.
+    """
+    options = Options(outputs=outputs, narrow_update=narrow_update)
+    program = linear_attention_program(gate, delta, beta=beta)
+    made = plan(program, "ascend910b", options, io="bf16", C=CHUNK)
+    kernels: list[Kernel] = []
+    scratch: dict[str, Scratch] = {}
+    for section in Section:
+        if made.section(section):
+            _section(made, section, kernels, scratch)
+    title = f"{program.name}, {made.handovers} hand-overs a chunk in the scan."
+    words = [program.name, *([] if beta else ["nobeta"]), *([] if outputs == "auto" else [outputs])]
+    name = "_".join([*words, *(["narrow_update"] if narrow_update else [])])
+    source = assemble(title, [kernel.text for kernel in kernels])
+    return Module(name, source, tuple(kernels), tuple(scratch.values()))
+
+
+def _section(made: Plan, section: Section, kernels: list[Kernel], scratch: dict[str, Scratch]) -> None:
+    tasks = _ordered(made, section)
+    if section is Section.PROLOGUE and any(t.part == "cols" for t in tasks):
+        own = _needs_gates(made, tasks)
+        kernels.append(_sub_chunk_kernel(made, own, scratch))
+        tasks = [t for t in tasks if t not in own]
+    scan = section is Section.SCAN
+    body = Body(made.program, made.buffers, tasks, turns=scan)
+    body.scratch.update(scratch)
+    body.print()
+    wide = any("V" in t.output.type.shape for t in tasks)
+    domain = Domain.LANE_COLUMNS if scan else (Domain.CHUNK_COLUMNS if wide else Domain.CHUNKS)
+    text = _scan_text(made, body) if scan else _chunks_text(section.value, body, domain)
+    scratch.update(body.scratch)
+    kernels.append(Kernel(section.value, domain, tuple(_arguments(body)), used_constants(text), text))
+
+
+def _ordered(made: Plan, section: Section) -> list[Task]:
+    """The tasks in the order of one turn. What works for the next turn at the end of one begins the next instead."""
+    early: list[Task] = []
+    late: list[Task] = []
+    for stage in made.section(section):
+        for task in stage.tasks:
+            (early if stage.shift.get(task.name) else late).append(task)
+    return list(dict.fromkeys([*early, *late]))
+
+
+# ---- text
+
+
+def _arguments(body: Body) -> list[Argument]:
+    order = list(Kind)
+    return sorted(body.arguments.values(), key=lambda a: order.index(a.kind))
+
+
+def _head(name: str, body: Body, lines: list[str]) -> list[str]:
+    arguments = _arguments(body)
+    head = definition(name, arguments, used_constants("\n".join([*lines, *body.lines])))
+    head += ["    core = tl.program_id(0)", "    cores = tl.num_programs(0)"]
+    io = next(a.name for a in arguments if a.kind is Kind.IO)
+    return head + ([f"    io = {io}.dtype.element_ty"] if any(".to(io)" in x for x in body.lines) else [])
+
+
+def _columns(body: Body, domain: Domain, rest: str) -> list[str]:
+    """Split a task number into columns of V and the rest."""
+    if domain in (Domain.CHUNK_COLUMNS, Domain.LANE_COLUMNS):
+        return ["column = task % (V // BV) * BV", f"{rest} = task // (V // BV)"]
+    return [f"{rest} = task"]
+
+
+def _chunks_text(name: str, body: Body, domain: Domain) -> str:
+    """A kernel over all chunks at once."""
+    body.argument("tasks", Kind.COUNT)
+    start = [*_columns(body, domain, "at"), "head = at % HV"]
+    mentioned = "\n".join(body.lines)
+    if "token" in mentioned:
+        chunks = body.argument("chunks", Kind.I32)
+        start += [
+            "chunk = at // HV",
+            f"token = tl.load({chunks} + 2 * chunk)",
+            f"rows = tl.load({chunks} + 2 * chunk + 1)",
+        ]
+    elif "head" not in mentioned:
+        start.pop()
+    lines = ["    for task in range(core, tasks, cores):", *indent(start, 2), *indent(body.lines, 2)]
+    return "\n".join([*_head(name, body, start), *lines])
+
+
+def _scan_text(made: Plan, body: Body) -> str:
+    """The kernel that walks the chunks of a sequence with the state on chip."""
+    carry = made.program.carry
+    assert carry is not None
+    initial, final = (body.argument(f"{port}_ptr", Kind.F32) for port in (carry.init, carry.final))
+    sequences, first = body.argument("cu_seqlens", Kind.I32), body.argument("first_chunk", Kind.I32)
+    body.argument("tasks", Kind.COUNT)
+    tile = "lane, column, K, V, BV"
+    start = [
+        *_columns(body, Domain.LANE_COLUMNS, "lane"),
+        "sequence = lane // HV",
+        "head = lane % HV",
+        f"start = tl.load({sequences} + sequence)",
+        f"length = tl.load({sequences} + sequence + 1) - start",
+        f"first = tl.load({first} + sequence)",
+        f"{carry.name} = tl.zeros([K, BV], tl.float32)",
+        "if INITIAL:",
+        f"    {carry.name} = tl.load(tile_at({initial}, {tile}))",
+        "for n in range(tl.cdiv(length, C)):",
+    ]
+    turn = ["at = (first + n) * HV + head"]
+    if "token" in "\n".join(body.lines):
+        turn += ["token = start + n * C", "rows = length - n * C"]
+    end = [f"tl.store(tile_at({final}, {tile}), {carry.name})"]
+    lines = [
+        "    for task in range(core, tasks, cores):",
+        *indent(start, 2),
+        *indent([*turn, *body.lines, f"{carry.name} = {carry.step.name}"], 3),
+        *indent(end, 2),
+    ]
+    return "\n".join([*_head("scan", body, [*start, *turn, *end]), *lines])
+
+
+# ---- gates per channel
+
+
+def _needs_gates(made: Plan, tasks: list[Task]) -> list[Task]:
+    """The tasks of the prologue's first Vec stage that read gates, directly or not, and the scaled queries."""
+    first = made.section(Section.PROLOGUE)[0]
+    if first.unit is not Unit.VEC:
+        raise TileProgramError("the prologue does not begin on Vec", str(first.name))
+    gated: set[Value] = {op.result for op in made.program.ops if op.attrs == (("port", "g"),)}
+    gated |= {op.result for op in made.program.ops if set(op.inputs) & gated and len(op.inputs) == 1}
+    own: list[Task] = []
+    for task in first.tasks:
+        if set(task.inputs) & gated or set(task.op.inputs) & gated or task.name == "q_scaled":
+            gated.add(task.output)
+            own.append(task)
+    return [t for t in tasks if t in own]
+
+
+def _sub_chunk_kernel(made: Plan, own: list[Task], scratch: dict[str, Scratch]) -> Kernel:
+    """The kernel ``sub_chunks`` of macros.py makes what ``own`` would; checked against what others read of it."""
+    delta = any(t.name.startswith("K_gated_neg") for t in own)
+    wanted = {"Q_gated_io", "K_decayed_io", "decay"} | ({"K_gated_neg_io"} if delta else set())
+    outside = {v for t in _all_tasks(made) if t not in own and not t.part for v in t.inputs}
+    left = {t.name for t in own if t.output in outside and t.name != "q_scaled"}
+    if not left <= wanted:
+        raise TileProgramError("sub_chunks does not make what the plan wants of it", ", ".join(sorted(left - wanted)))
+    buffers: dict[str, Scratch] = {
+        "decay": Scratch("decay", Kind.F32, ("K", 1)),
+        **{n: Scratch(n, Kind.IO, ("C", "K")) for n in ("Q_gated_io", "K_decayed_io", "K_gated_neg_io")},
+        **{n: Scratch(n, Kind.F32, ("C", "C")) for n in ("A_qk_diagonal", "A_kk_diagonal")},
+        **{n: Scratch(n, Kind.IO, ("C*LEVELS", "K")) for n in ("q_levels", "k_levels")},
+    }
+    text, runtime, constants = macro_kernel(_SUB_CHUNK_MACRO)
+    for name, buffer in buffers.items():
+        if delta or name not in ("K_gated_neg_io", "A_kk_diagonal"):
+            scratch[name] = buffer
+    kinds = {"chunks": Kind.I32, "scale": Kind.NUMBER, "tasks": Kind.COUNT, "g_ptr": Kind.F32}
+    arguments = [Argument(a, kinds.get(a) or _pointer_kind(a, buffers)) for a in runtime]
+    return Kernel(_SUB_CHUNK_MACRO, Domain.SUB_CHUNKS, tuple(arguments), constants, text)
+
+
+def _pointer_kind(name: str, buffers: dict[str, Scratch]) -> Kind:
+    buffer = buffers.get(name.removesuffix("_ptr"))
+    return Kind.IO if buffer is None else buffer.kind
+
+
+def _all_tasks(made: Plan) -> list[Task]:
+    return [task for stage in made.stages for task in stage.tasks]

@@ -1,0 +1,289 @@
+"""Triton helpers of the emitted Ascend kernels. Their text is copied into every module that uses them.
+
+Written for the rules of the target: addresses are block pointers built where they are used, row numbers are compared as
+fp32 (integer comparisons run one by one), masks select, and the left operand of a product is not read again.
+
+A *tile* buffer holds one contiguous tile ``[ROWS, WIDTH]`` per ``at``; a *token* tensor is ``[tokens, HEADS, WIDTH]``,
+of which ``rows`` tokens from ``token`` on exist; a *gate* tensor is ``[HEADS, tokens]``.
+"""
+
+# ruff: noqa: ANN001, ANN201
+# pyright: reportMissingImports=false, reportMissingParameterType=false, reportUnknownParameterType=false
+# pyright: reportUnknownArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportUntypedFunctionDecorator=false
+
+import triton
+import triton.language as tl
+
+# ---- addresses
+
+
+@triton.jit
+def tile_at(ptr, at, column, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr):
+    base = ptr + at.to(tl.int64) * (ROWS * WIDTH)
+    return tl.make_block_ptr(base, (ROWS, WIDTH), (WIDTH, 1), (0, column), (ROWS, COLS), (1, 0))
+
+
+@triton.jit
+def turned_at(ptr, at, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    base = ptr + at.to(tl.int64) * (ROWS * WIDTH)
+    return tl.make_block_ptr(base, (WIDTH, ROWS), (1, WIDTH), (0, 0), (WIDTH, ROWS), (0, 1))
+
+
+@triton.jit
+def vector_at(ptr, at, N: tl.constexpr):
+    return tl.make_block_ptr(ptr + at.to(tl.int64) * N, (N,), (1,), (0,), (N,), (0,))
+
+
+@triton.jit
+def part_at(ptr, at, column, N: tl.constexpr, PART: tl.constexpr):
+    return tl.make_block_ptr(ptr + at.to(tl.int64) * N, (N,), (1,), (column,), (PART,), (0,))
+
+
+@triton.jit
+def tokens_at(
+    ptr, token, head, rows, column, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr
+):
+    base = ptr + (token.to(tl.int64) * HEADS + head) * WIDTH
+    return tl.make_block_ptr(base, (rows, WIDTH), (HEADS * WIDTH, 1), (0, column), (ROWS, COLS), (1, 0))
+
+
+@triton.jit
+def gates_at(ptr, token, head, rows, tokens, ROWS: tl.constexpr):
+    base = ptr + head.to(tl.int64) * tokens + token
+    return tl.make_block_ptr(base, (rows,), (1,), (0,), (ROWS,), (0,))
+
+
+@triton.jit
+def load_one(ptr, at, N: tl.constexpr):
+    """One number, as a vector of N: a scalar would be computed on by a third unit."""
+    one = tl.load(tl.make_block_ptr(ptr + at, (1,), (1,), (0,), (1,), (0,)))
+    return tl.broadcast_to(one.to(tl.float32), (N,))
+
+
+# ---- gates
+
+
+@triton.jit
+def floor_gate(g):
+    """exp(-110) is an exact fp32 zero: a stronger gate is the same gate, and sums of gates stay finite."""
+    return tl.where(g < -110.0, -110.0, g)
+
+
+@triton.jit
+def after(C: tl.constexpr):
+    """[C, C]: row comes after column."""
+    i = tl.arange(0, C).to(tl.float32)
+    return i[:, None] > i[None, :]
+
+
+@triton.jit
+def lower(x, C: tl.constexpr, STRICT: tl.constexpr):
+    i = tl.arange(0, C).to(tl.float32)
+    if STRICT:
+        return tl.where(i[:, None] > i[None, :], x, 0.0)
+    else:
+        return tl.where(i[:, None] >= i[None, :], x, 0.0)
+
+
+@triton.jit
+def rest_sum(g, C: tl.constexpr):
+    """Sums over the tokens after each one."""
+    return tl.sum(tl.where(after(C), g[:, None], 0.0), 0)
+
+
+@triton.jit
+def token_decays(g, C: tl.constexpr):
+    """[C, C]: exp of the sum of the gates after column's token up to row's, for row after column; 1 elsewhere."""
+    return tl.exp(tl.cumsum(tl.where(after(C), g[:, None], 0.0), 0))
+
+
+@triton.jit
+def gate_total(g_ptr, token, head, rows, low, high, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr):
+    """exp of the sum of the gates of the sub-chunks low, ..., high - 1."""
+    total = tl.zeros([K], tl.float32)
+    for n in range(low, high):
+        g = tl.load(tokens_at(g_ptr, token + n * R, head, rows - n * R, 0, HV, R, K, K), boundary_check=(0,))
+        total += tl.sum(floor_gate(g), 0)
+    return tl.exp(total)
+
+
+# ---- matrices of a chunk
+
+
+@triton.jit
+def same_block(C: tl.constexpr, SIZE: tl.constexpr):
+    """[C, C]: row and column are in the same block of SIZE tokens."""
+    block = (tl.arange(0, C) // SIZE).to(tl.float32)
+    return block[:, None] == block[None, :]
+
+
+@triton.jit
+def below_diagonal(C: tl.constexpr, HALF: tl.constexpr):
+    """[C, C]: row in the second half, column in the first half of the same block of 2 HALF tokens."""
+    half = (tl.arange(0, C) // HALF).to(tl.float32)
+    pair = (tl.arange(0, C) // (2 * HALF)).to(tl.float32)
+    return (half[:, None] > half[None, :]) & (pair[:, None] == pair[None, :])
+
+
+@triton.jit
+def channel_gram(
+    diagonal_ptr, rows_ptr, cols_ptr, at, C: tl.constexpr, K: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr
+):
+    """The decay-weighted Gram matrix of a chunk: diagonal blocks as made, and one product a level below them."""
+    gram = tl.where(same_block(C, R), tl.load(tile_at(diagonal_ptr, at, 0, C, C, C)), 0.0)
+    for level in tl.static_range(LEVELS):
+        x = tl.load(tile_at(rows_ptr, at * LEVELS + level, 0, C, K, K))
+        y = tl.load(turned_at(cols_ptr, at * LEVELS + level, C, K))
+        gram = tl.where(below_diagonal(C, R << level), tl.dot(x, y, input_precision="ieee"), gram)
+    return gram
+
+
+@triton.jit
+def unit_lower_inverse(a, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr):
+    """(I + the strict lower triangle of a)^-1: blocks of R by forward substitution on Vec, all at once; then blocks
+    twice as large, [[x, 0], [-y l x, y]] from x, y and what is below the diagonal, l, with two products a level."""
+    N: tl.constexpr = C // R
+    inside = same_block(C, R) & after(C)
+    blocks = tl.sum(tl.reshape(tl.where(inside, a, 0.0), (C, N, R)), 1)
+    blocks = tl.reshape(blocks, (N, R, R))
+    r = tl.arange(0, R).to(tl.float32)
+    m = tl.broadcast_to(tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :], (N, R, R))
+    for i in range(1, R):
+        here = (r == i.to(tl.float32))[None, :, None]
+        row = tl.sum(tl.where(here, blocks, 0.0), 1)
+        m = m - tl.where(here, tl.sum(row[:, :, None] * m, 1)[:, None, :], 0.0)
+    m = tl.broadcast_to(tl.reshape(m, (C, 1, R)), (C, N, R))
+    m = tl.where(same_block(C, R), tl.reshape(m, (C, C)), 0.0)
+    for level in tl.static_range(LEVELS):
+        part = tl.where(below_diagonal(C, R << level), a, 0.0)
+        x = tl.dot(m + 0.0, part, input_precision="ieee")
+        m = m - tl.dot(x, m, input_precision="ieee")
+    return m
+
+
+# ---- one gate per channel: a stage of its own
+
+
+@triton.jit
+def walk_rows(
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    token,
+    group,
+    head,
+    rows,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    DELTA: tl.constexpr,
+):
+    """Walk the R tokens from ``token`` and keep, for every token j up to row i, forward[j] = decay(i, j), and
+    before[i] = decay(i, start): products of single gates, so that the diagonal blocks are exact for any gate.
+
+    Returns the keys, before, forward to the last row, and the Gram matrices [R, R] of queries and keys with keys.
+    """
+    row = tl.arange(0, R).to(tl.float32)
+    k = tl.load(tokens_at(k_ptr, token, group, rows, 0, H, R, K, K), boundary_check=(0,)).to(tl.float32)
+    before = tl.full([R, K], 1.0, tl.float32)
+    forward = tl.full([R, K], 1.0, tl.float32)
+    A_qk = tl.zeros([R, R], tl.float32)
+    A_kk = tl.zeros([R, R], tl.float32)
+    for i in range(R):
+        here = i.to(tl.float32)
+        g_i = tl.load(tokens_at(g_ptr, token + i, head, rows - i, 0, HV, 1, K, K), boundary_check=(0,))
+        q_i = tl.load(tokens_at(q_ptr, token + i, group, rows - i, 0, H, 1, K, K), boundary_check=(0,))
+        alpha = tl.exp(floor_gate(g_i))
+        forward = forward * tl.where(row[:, None] < here, alpha, 1.0)
+        before = before * tl.where(row[:, None] < here, 1.0, alpha)
+        kept = forward * k
+        qk = tl.where(row <= here, tl.sum(kept * (q_i.to(tl.float32) * scale), 1), 0.0)
+        A_qk = tl.where(row[:, None] == here, qk[None, :], A_qk)
+        if DELTA:
+            k_i = tl.load(tokens_at(k_ptr, token + i, group, rows - i, 0, H, 1, K, K), boundary_check=(0,))
+            kk = tl.where(row < here, tl.sum(kept * k_i.to(tl.float32), 1), 0.0)
+            A_kk = tl.where(row[:, None] == here, kk[None, :], A_kk)
+    return k, before, forward, A_qk, A_kk
+
+
+@triton.jit
+def diagonal_at(ptr, at, n, C: tl.constexpr, R: tl.constexpr):
+    base = ptr + at.to(tl.int64) * (C * C)
+    return tl.make_block_ptr(base, (C, C), (C, 1), (n * R, n * R), (R, R), (1, 0))
+
+
+@triton.jit
+def sub_chunks(
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    Q_gated_io_ptr,
+    K_gated_neg_io_ptr,
+    K_decayed_io_ptr,
+    decay_ptr,
+    A_qk_diagonal_ptr,
+    A_kk_diagonal_ptr,
+    q_levels_ptr,
+    k_levels_ptr,
+    chunks,
+    scale,
+    tasks,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DELTA: tl.constexpr,
+):
+    """Everything of R tokens that needs their gates one by one, for all sub-chunks in parallel, on Vec alone.
+
+    Beside the diagonal blocks: the rows and columns of the products between sub-chunks. At level l the second half of
+    2 R << l tokens are rows (times the decay since the half began), the first half columns (times the decay until it
+    ends).
+    """
+    core = tl.program_id(0)
+    cores = tl.num_programs(0)
+    N: tl.constexpr = C // R
+    io = Q_gated_io_ptr.dtype.element_ty
+    for task in range(core, tasks, cores):
+        n = task % N
+        at = task // N
+        head = at % HV
+        group = head // (HV // H)
+        start = tl.load(chunks + 2 * (at // HV))
+        length = tl.load(chunks + 2 * (at // HV) + 1)
+        token = start + n * R
+        rows = length - n * R
+        k, before, forward, A_qk, A_kk = walk_rows(
+            q_ptr, k_ptr, g_ptr, token, group, head, rows, scale, H, HV, K, R, DELTA
+        )
+        tl.store(diagonal_at(A_qk_diagonal_ptr, at, n, C, R), A_qk)
+        if DELTA:
+            tl.store(diagonal_at(A_kk_diagonal_ptr, at, n, C, R), A_kk)
+        q = tl.load(tokens_at(q_ptr, token, group, rows, 0, H, R, K, K), boundary_check=(0,)).to(tl.float32) * scale
+        q = q * before
+        before = k * before
+        forward = k * forward
+        for level in tl.static_range(LEVELS):
+            low = (n >> level) << level
+            since = gate_total(g_ptr, start, head, length, low, n, HV, K, R)
+            until = gate_total(g_ptr, start, head, length, n + 1, low + (1 << level), HV, K, R)
+            scaled = (at * LEVELS + level) * N + n
+            tl.store(tile_at(q_levels_ptr, scaled, 0, R, K, K), (q * since[None, :]).to(io))
+            if (n >> level) % 2 == 1:
+                tl.store(tile_at(k_levels_ptr, scaled, 0, R, K, K), (before * since[None, :]).to(io))
+            else:
+                tl.store(tile_at(k_levels_ptr, scaled, 0, R, K, K), (forward * until[None, :]).to(io))
+        since = gate_total(g_ptr, start, head, length, 0, n, HV, K, R)
+        until = gate_total(g_ptr, start, head, length, n + 1, N, HV, K, R)
+        tl.store(tile_at(Q_gated_io_ptr, at * N + n, 0, R, K, K), (q * since[None, :]).to(io))
+        tl.store(tile_at(K_decayed_io_ptr, at * N + n, 0, R, K, K), (forward * until[None, :]).to(io))
+        if DELTA:
+            tl.store(tile_at(K_gated_neg_io_ptr, at * N + n, 0, R, K, K), (before * since[None, :] * -1.0).to(io))
+        if n == 0:
+            tl.store(vector_at(decay_ptr, at, K), gate_total(g_ptr, start, head, length, 0, N, HV, K, R))

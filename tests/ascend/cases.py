@@ -1,0 +1,56 @@
+"""Inputs of the family as the Ascend kernels take them, and one way to run and judge them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdacompile.lowering.ascend.launch import Launcher, run_chunks
+from kdacompile.lowering.verify import Case, Inputs, make_inputs, oracle, relative_error
+
+CORES = 3
+SIZES: Mapping[str, int] = {
+    "H": 2, "HV": 4, "C": 64, "K": 128, "V": 128, "BV": 128, "R": 16, "LEVELS": 2, "INITIAL": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Relative RMS errors of o and of the final state against the fp64 recurrence on the same 16-bit inputs."""
+
+    output: float
+    state: float
+
+    @property
+    def worst(self) -> float:
+        """NaN if either is."""
+        return self.output + self.state if not (self.output >= 0 and self.state >= 0) else max(self.output, self.state)
+
+
+def ascend_case(gate: str, delta: bool, lengths: Sequence[int] = (70, 1), **options: Any) -> Case:
+    """Grouped heads, packed sequences, an initial state and K = V = 128 unless ``options`` say otherwise."""
+    defaults: dict[str, Any] = {"heads": 1, "value_heads": 2, "key_width": 128, "value_width": 128, "scale": 128**-0.5}
+    return Case(gate, delta, lengths=tuple(lengths), **{**defaults, **options})
+
+
+def rounded_inputs(case: Case, dtype: torch.dtype) -> Inputs:
+    """The case's inputs with q, k and v rounded to ``dtype``, and held in fp32."""
+    inputs = make_inputs(case)
+    return replace(inputs, **{name: getattr(inputs, name).to(dtype).float() for name in ("q", "k", "v")})
+
+
+def run(case: Case, inputs: Inputs, launch: Launcher, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    q, k, v = (x.to(dtype) for x in (inputs.q, inputs.k, inputs.v))
+    return run_chunks(
+        q, k, v, inputs.g, inputs.beta, inputs.initial_state, scale=case.scale, delta=case.delta, gate=case.gate,
+        cu_seqlens=inputs.cu_seqlens, cores=CORES, launch=launch, **options,
+    )  # fmt: skip
+
+
+def judge(case: Case, inputs: Inputs, found: tuple[Tensor, Tensor]) -> Verdict:
+    expected = oracle(case, inputs)
+    return Verdict(*(relative_error(x.float(), y) for x, y in zip(found, expected, strict=True)))

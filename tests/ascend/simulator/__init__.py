@@ -1,0 +1,30 @@
+"""An executor for optimised HIVM: what the Ascend compiler made of a kernel, run on a CPU.
+
+HIVM is the last form the open part of the compiler writes. A mixed kernel has been split by then into a Cube function
+(AIC) and a Vec function (AIV), every tile has its address in L1, L0C or UB, and every synchronisation its flag. Here
+one AIC and two AIV run as coroutines over numpy memory: the addresses are the compiler's own, memory starts as NaN, and
+a core that waits for a flag that nobody sets is a deadlock. Needs numpy, ml_dtypes and the ``ascendnpu-ir`` wheel, and
+nothing of kdacompile.
+
+Not modelled: time, and the pipes inside one core, which run in program order here. A dropped flag between pipes is
+still seen, because sets and waits must balance; a dropped barrier is not.
+"""
+
+from __future__ import annotations
+
+from .facts import Facts, UnitFacts, facts, workspace_bytes
+from .machine import DeadlockError, FlagError, Simulator
+from .parse import Module, UnsupportedError, parse
+
+__all__ = [
+    "DeadlockError",
+    "Facts",
+    "FlagError",
+    "Module",
+    "Simulator",
+    "UnitFacts",
+    "UnsupportedError",
+    "facts",
+    "parse",
+    "workspace_bytes",
+]

@@ -1,0 +1,172 @@
+"""What the compiler's library functions do to their operands.
+
+A name is an operation, then shapes and types: ``vadd_1d_float``, ``nd2nz_bfloat16_t``. Operands come first, then the
+destination, then scratch space. On Cube, tiles are fractal: ``[cols/c0, rows/16, 16, c0]``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .machine import Core
+from .memory import Array, View
+from .parse import UnsupportedError
+
+Function = Callable[[Core, list[Any]], None]
+
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "vadd": np.add,
+    "vsub": np.subtract,
+    "vmul": np.multiply,
+    "vdiv": np.divide,
+    "vmax": np.maximum,
+    "vmin": np.minimum,
+    "vand": np.logical_and,
+    "vor": np.logical_or,
+    "vcmp_eq": np.equal,
+    "vcmp_ne": np.not_equal,
+    "vcmp_lt": np.less,
+    "vcmp_le": np.less_equal,
+    "vcmp_gt": np.greater,
+    "vcmp_ge": np.greater_equal,
+}
+_UNARY: dict[str, Callable[[Any], Any]] = {"vexp": np.exp, "vln": np.log, "vnot": np.logical_not, "vabs": np.abs}
+_ROUNDING: dict[int, Callable[[Any], Any]] = {0: np.rint, 2: np.floor, 3: np.ceil, 4: np.trunc}
+
+
+def call(callee: str) -> Function:
+    """The implementation of a library function."""
+    for pattern, make in _TABLE:
+        found = re.match(pattern, callee)
+        if found is not None:
+            return make(*found.groups())
+    raise UnsupportedError(f"library function {callee}")
+
+
+def _value(x: Any) -> Any:
+    return x.read() if isinstance(x, View) else x
+
+
+def _binary(name: str) -> Function:
+    function = _BINARY[name]
+    return lambda core, a: a[2].write(function(_value(a[0]), _value(a[1])))
+
+
+def _unary(name: str) -> Function:
+    function = _UNARY[name]
+    return lambda core, a: a[1].write(function(a[0].read()))
+
+
+def _copy() -> Function:
+    return lambda core, a: a[1].write(_value(a[0]))
+
+
+def _select() -> Function:
+    return lambda core, a: a[3].write(np.where(a[0].read(), _value(a[1]), _value(a[2])))
+
+
+def _cast(source: str) -> Function:
+    def cast(core: Core, a: list[Any]) -> None:
+        values, target = a[0].read(), a[1]
+        mode = int(a[-1])
+        if source == "float" and np.issubdtype(target.dtype, np.integer):
+            values = _ROUNDING[mode](values)
+        target.write(values.astype(target.dtype))
+
+    return cast
+
+
+def _arange(core: Core, a: list[Any]) -> None:
+    """start + sum over axes of stride * index; operands are the target, the start and a stride for each axis."""
+    target, start, strides = a[0], a[1], a[2 : 2 + len(a[0].sizes)]
+    grids = np.indices(target.sizes)
+    target.write(start + sum(stride * grid for stride, grid in zip(strides, grids, strict=True)))
+
+
+def _reduced_axis(letters: str) -> int:
+    """``ra`` reduces the first of two axes, ``ara`` the middle of three."""
+    return letters.index("r")
+
+
+def _reduce(letters: str) -> Function:
+    axis = _reduced_axis(letters)
+
+    def reduce(core: Core, a: list[Any]) -> None:
+        total = a[0].read().sum(axis, keepdims=True, dtype=np.float32)
+        a[1].write(total.reshape(a[1].sizes))
+
+    return reduce
+
+
+def _cumsum(letters: str) -> Function:
+    axis = _reduced_axis(letters)
+    return lambda core, a: a[1].write(np.cumsum(a[0].read(), axis, dtype=np.float32))
+
+
+# ---- Cube
+
+
+def _plain(tile: View) -> Array:
+    """A fractal tile as the matrix it holds."""
+    array = tile.array
+    return array.transpose(1, 2, 0, 3).reshape(array.shape[1] * array.shape[2], -1)
+
+
+def _nd2nz(core: Core, a: list[Any]) -> None:
+    source, target = a[0].array, a[1]
+    blocks_n, blocks_m, rows, cols = target.sizes
+    padded = np.zeros((blocks_m * rows, blocks_n * cols), source.dtype)
+    padded[: source.shape[0], : source.shape[1]] = source
+    target.array[...] = padded.reshape(blocks_m, rows, blocks_n, cols).transpose(2, 0, 1, 3)
+
+
+def _mma(kind: str) -> Function:
+    """D = A @ B, or D += A @ B unless ``init``; the trailing operands are pipe events, -1 where there is none."""
+
+    def mma(core: Core, a: list[Any]) -> None:
+        left, right, init, m, k, n, target = a[:7]
+        waits, sets = a[7:9], a[9:11]
+        x, y = (_plain(tile).astype(np.float32) for tile in (left, right))
+        x = x.T if kind.startswith("ta") else x
+        y = y.T if kind.endswith("tb") else y
+        blocks_n, blocks_m, rows, cols = target.sizes
+        total = np.zeros((blocks_m * rows, blocks_n * cols), np.float32) if init else _plain(target).copy()
+        total[:m, :n] += x[:m, :k] @ y[:k, :n]
+        target.array[...] = total.reshape(blocks_m, rows, blocks_n, cols).transpose(2, 0, 1, 3)
+        for event in waits:
+            if event >= 0:
+                core.wait_flag("MTE2", "MTE1", int(event))
+        for event in sets:
+            if event >= 0:
+                core.set_flag("MTE1", "MTE2", int(event))
+
+    return mma
+
+
+def _fixpipe(core: Core, a: list[Any]) -> None:
+    target = a[1]
+    rows, cols = target.sizes
+    target.write(_plain(a[0])[:rows, :cols].astype(target.dtype))
+
+
+_TABLE: tuple[tuple[str, Callable[..., Function]], ...] = (
+    (r"(vcmp_\w\w)_", _binary),
+    (r"(vcmp)s_(\w\w)_", lambda head, tail: _binary(f"{head}_{tail}")),
+    (r"(vadd|vsub|vmul|vdiv|vmax|vmin)s?_", _binary),
+    (r"(vand|vor)_", _binary),
+    (r"(vexp|vln|vnot|vabs)_", _unary),
+    (r"vsel_", _select),
+    (r"vcast_(\w+?)_(?:to_\w+)_1d_with", _cast),
+    (r"arange_\dd_", lambda: _arange),
+    (r"(?:enablevc_)?reduce_sum_([ar]+)_float", _reduce),
+    (r"(?:enablevc_)?cumsum_([ar]+)_float", _cumsum),
+    (r"broadcast_(?:scalar|first_axis|middle_axis|last_axis)", _copy),
+    (r"(?:load_gm_to_ubuf|store_ubuf_to_gm|copy_ubuf_to_ubuf|set_l1)_", _copy),
+    (r"nd2nz_", lambda: _nd2nz),
+    (r"mma_tile_\w+?_to_float_?(|ta|tb|ta_tb)$", _mma),
+    (r"fixpipe_nz2nd_", lambda: _fixpipe),
+)

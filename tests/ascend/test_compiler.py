@@ -1,0 +1,115 @@
+"""Every emitted kernel through the real compiler, and what it made of them against the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kdacompile.lowering.ascend.emit import CHUNK, chunk_module
+from kdacompile.lowering.ascend.kernel import Module
+from kdacompile.lowering.ascend.launch import column_tile
+from kdacompile.lowering.ascend.step import step_module
+from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
+from kdacompile.lowering.plan import Options, Plan, plan
+from kdacompile.lowering.stages import Section
+from kdacompile.lowering.target import ASCEND910B
+from tests.ascend.cases import SIZES
+from tests.ascend.tools import ARCH, NEXT_ARCH, ToolError, Tools
+
+# without the head gate, whose kernels are those of the token gate letter by letter (test_same_kernels)
+FAMILY = [row for row in ROWS if row[0] != "head"]
+
+
+def constants(delta: bool, **sizes: int) -> dict[str, int]:
+    return {**SIZES, "DELTA": int(delta), **sizes}
+
+
+def plan_of(row: tuple[str, bool], io: str = "bf16", **options: Any) -> Plan:
+    sizes = {name: options.pop(name) for name in ("K", "V", "BV") if name in options}
+    program = linear_attention_program(*row)
+    return plan(program, ASCEND910B, Options(**options), io=io, C=CHUNK, **sizes)
+
+
+def workspace(made: Plan, module: Module) -> int:
+    """What the scan needs of the compiler's workspace: what crosses units, and what Cube hands to itself, unless it has
+    a buffer of its own; each at an address of its own, since the compiler shares none safely (test_mutations)."""
+    own = {buffer.name for buffer in module.scratch}
+    scan = {stage.name for stage in made.section(Section.SCAN)}
+    passing = [b for b in made.buffers if b.lifetime is not None and b.producer in scan]
+    return sum(made.bytes(b) for b in passing if b.name not in own)
+
+
+def within_capacity(facts: dict[str, Any]) -> bool:
+    peaks = [unit["peak"] for unit in (facts["cube"], facts["vec"]) if unit is not None]
+    return all(size <= (ASCEND910B.capacity(memory) or 0) for peak in peaks for memory, size in peak.items())
+
+
+@pytest.mark.parametrize("row", FAMILY)
+def test_family_compiles_as_planned(tools: Tools, row: tuple[str, bool]) -> None:
+    module = chunk_module(*row)
+    made = plan_of(row)
+    for kernel in module.kernels:
+        tile = column_tile(128, 128, alone=not kernel.cube)
+        facts = tools.compile(kernel, constants(row[1], BV=tile)).facts
+        assert within_capacity(facts)
+        if kernel.name == "scan":
+            assert facts["workspace_bytes"] == workspace(made, module)
+            assert facts["handovers"] == made.handovers
+            if made.handovers:
+                assert facts["cube"]["block_sets"] == facts["vec"]["block_waits"] <= 3
+                assert facts["vec"]["block_sets"] == facts["cube"]["block_waits"] <= 3
+
+
+@pytest.mark.parametrize("row", FAMILY)
+def test_steps_compile(tools: Tools, row: tuple[str, bool]) -> None:
+    (kernel,) = step_module(*row).kernels
+    facts = tools.compile(kernel, constants(row[1], BV=column_tile(128, 128, alone=True))).facts
+    assert facts["cube"] is None and facts["workspace_bytes"] == 0 and within_capacity(facts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", FAMILY)
+def test_next_generation_meets_on_chip(tools: Tools, row: tuple[str, bool]) -> None:
+    kernels = [*chunk_module(*row).kernels, *step_module(*row).kernels]
+    for kernel in kernels:
+        sizes = constants(row[1], BV=column_tile(128, 128, alone=not kernel.cube))
+        assert tools.compile(kernel, sizes, arch=NEXT_ARCH).facts["workspace_bytes"] == 0
+
+
+def test_same_kernels() -> None:
+    for delta in (True, False):
+        for module in (chunk_module, step_module):
+            pairs = zip(module("head", delta).kernels, module("token", delta).kernels, strict=True)
+            assert all(a.text == b.text for a, b in pairs)
+
+
+@pytest.mark.parametrize(("narrow_update", "expected"), [(False, 65536), (True, 32768)])
+def test_gated_delta_rule_state_kernel(tools: Tools, narrow_update: bool, expected: int) -> None:
+    """The kernel that writes every chunk's state and new values, at C = 64, K = V = 128, all of V: public kernels have
+    147,456 bytes and four hand-overs. The states and new values are written for the output kernel anyway and are read
+    back from there, so that the change of the state is all that is left in the workspace."""
+    module = chunk_module("token", True, outputs="epilogue", narrow_update=narrow_update)
+    compiled = tools.compile(module.kernel("scan"), constants(True))
+    made = plan_of(("token", True), outputs="epilogue", narrow_update=narrow_update)
+    assert compiled.facts["workspace_bytes"] == workspace(made, module) == expected
+    assert compiled.facts["handovers"] == made.handovers == 2
+
+
+@pytest.mark.parametrize(("io", "name"), [(torch.float16, "fp16"), (torch.float32, "fp32")])
+@pytest.mark.parametrize(("width", "columns"), [(128, 128), (64, 64), (128, 256)])
+def test_scan_at_other_sizes(tools: Tools, io: torch.dtype, name: str, width: int, columns: int) -> None:
+    module = chunk_module("channel", True)
+    tile = column_tile(width, columns)
+    sizes = {"K": width, "V": columns, "BV": tile}
+    facts = tools.compile(module.kernel("scan"), constants(True, **sizes), io=io).facts
+    made = plan_of(("channel", True), name, K=width, V=columns, BV=tile)
+    assert facts["workspace_bytes"] == workspace(made, module) and within_capacity(facts)
+
+
+def test_an_oversized_tile_is_refused(tools: Tools) -> None:
+    """The whole state of K = V = 256: the launcher never asks for it, and the compiler says what is too much."""
+    assert column_tile(256, 256) == 64
+    with pytest.raises(ToolError, match="overflow"):
+        tools.compile(chunk_module("channel", True).kernel("scan"), constants(True, K=256, V=256, BV=256), arch=ARCH)

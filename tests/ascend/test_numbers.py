@@ -1,0 +1,115 @@
+"""The compiled split, executed: one Cube and two Vec cores a block, against the fp64 recurrence."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from kdacompile.lowering.ascend.launch import run_step
+from kdacompile.lowering.executor import Executable
+from kdacompile.lowering.ir import DType
+from kdacompile.lowering.layout import packed_layout
+from kdacompile.lowering.linear_attention import ROWS
+from kdacompile.lowering.verify import Case, Inputs
+from tests.ascend.cases import CORES, Verdict, ascend_case, judge, rounded_inputs, run
+from tests.ascend.test_compiler import FAMILY, plan_of
+from tests.ascend.tools import SimulatedDevice, Tools
+
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}
+
+
+def simulated(tools: Tools, case: Case, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Verdict:
+    order = options.pop("order", ("AIC", "AIV0", "AIV1"))
+    inputs = rounded_inputs(case, dtype)
+    return judge(case, inputs, run(case, inputs, SimulatedDevice(tools, order), dtype, **options))
+
+
+@pytest.mark.parametrize("row", FAMILY)
+def test_family(tools: Tools, row: tuple[str, bool]) -> None:
+    assert simulated(tools, ascend_case(*row)).worst < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_constant_gate_without_extras(tools: Tools, delta: bool) -> None:
+    case = ascend_case("head", delta, beta=False, initial_state=False)
+    assert simulated(tools, case).worst < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("strength", ["strong", "reset"])
+@pytest.mark.parametrize("gate", ["channel", "token"])
+def test_gates_that_forget(tools: Tools, gate: str, strength: str) -> None:
+    case = ascend_case(gate, True, (64, 0, 40), strength=strength)
+    assert simulated(tools, case).worst < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("gate", ["channel", "token"])
+def test_dtypes(tools: Tools, gate: str, dtype: torch.dtype) -> None:
+    assert simulated(tools, ascend_case(gate, True), dtype).worst < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("width", "columns"), [(16, 16), (64, 32), (256, 256)])
+def test_sizes(tools: Tools, width: int, columns: int) -> None:
+    for gate in ("channel", "token"):
+        case = ascend_case(gate, True, (70,), key_width=width, value_width=columns, value_heads=1)
+        assert simulated(tools, case).worst < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("options", [{"outputs": "epilogue"}, {"narrow_update": True}])
+def test_other_plans(tools: Tools, options: dict[str, Any]) -> None:
+    assert simulated(tools, ascend_case("token", True, (130,)), **options).worst < TOLERANCE[torch.bfloat16]
+
+
+def test_the_order_of_the_cores_changes_nothing(tools: Tools) -> None:
+    case = ascend_case("channel", True, (130,), value_heads=1)
+    found = {simulated(tools, case, order=order) for order in itertools.permutations(("AIC", "AIV0", "AIV1"))}
+    assert len(found) == 1
+
+
+def planned(case: Case, inputs: Inputs) -> Verdict:
+    """The plan's own numbers: its program on torch with every dot operand rounded and the change of the state fp32."""
+    made = plan_of((case.gate, case.delta))
+    assert inputs.cu_seqlens is not None
+    layout = packed_layout(inputs.cu_seqlens, sum(case.lengths or ()), case.value_heads, 64)
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    rounding = {name: torch.bfloat16 for name, dtype in made.rounding.items() if dtype is DType.IO}
+    out = Executable(made.program, rounding)(
+        dict(zip(names, inputs.tensors(), strict=True)),
+        layout,
+        dims={"C": 64, "K": case.key_width, "V": case.value_width},
+        dtype=torch.float32,
+        scalars={"scale": case.scale},
+    )
+    return judge(case, inputs, (out["o"], out["final_state"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strength", ["mild", "strong"])
+@pytest.mark.parametrize("gate", ["channel", "token"])
+def test_long_sequences_keep_the_plan_s_accuracy(tools: Tools, gate: str, strength: str) -> None:
+    case = ascend_case(gate, True, (4096,), value_heads=1, strength=strength)
+    inputs = rounded_inputs(case, torch.bfloat16)
+    found, expected = simulated(tools, case), planned(case, inputs)
+    assert found.output <= 1.2 * expected.output and found.state <= 1.2 * expected.state
+    assert found.worst < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_steps(tools: Tools, row: tuple[str, bool]) -> None:
+    """One token for each of three sequences, twice, the second time in place."""
+    gate, delta = row
+    case = Case(gate, delta, 1, 3, heads=1, value_heads=2, key_width=64, value_width=128, scale=0.125)
+    inputs = rounded_inputs(case, torch.bfloat16)
+    q, k, v = (x.to(torch.bfloat16) for x in (inputs.q, inputs.k, inputs.v))
+    options: dict[str, Any] = {"scale": case.scale, "delta": delta, "gate": gate, "cores": CORES}
+    device = SimulatedDevice(tools)
+    found = run_step(q, k, v, inputs.g, inputs.beta, inputs.initial_state, launch=device, **options)
+    verdict = judge(case, inputs, found)
+    assert verdict.output < TOLERANCE[torch.bfloat16] and verdict.state < TOLERANCE[torch.float32]
+    assert inputs.initial_state is not None
+    state = inputs.initial_state.clone()
+    again = run_step(q, k, v, inputs.g, inputs.beta, state, launch=device, out=state, **options)
+    assert again[1] is state and torch.equal(state, found[1]) and torch.equal(again[0], found[0])

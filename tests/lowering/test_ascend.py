@@ -1,0 +1,141 @@
+"""Emitted Ascend kernels as texts (goldens, the target's rules), and the host side of running them.
+
+What the compiler makes of them is tests/ascend's affair.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from kdacompile.lowering.ascend.emit import chunk_module
+from kdacompile.lowering.ascend.kernel import Kind, Module
+from kdacompile.lowering.ascend.launch import Launch, column_tile, run_chunks, run_step
+from kdacompile.lowering.ascend.step import step_module
+from kdacompile.lowering.errors import ArgumentError
+from kdacompile.lowering.linear_attention import ROWS
+from kdacompile.lowering.verify import Case, make_inputs
+
+GOLDENS = Path(__file__).parent / "goldens"
+MODULES = {
+    "kda": chunk_module("channel", True),
+    "gated_delta_rule": chunk_module("token", True),
+    "gated_delta_rule.epilogue": chunk_module("token", True, outputs="epilogue"),
+    "simple_gla": chunk_module("token", False),
+    "kda.step": step_module("channel", True),
+}
+
+
+def every_module() -> list[Module]:
+    rows = [(*row, beta) for row in ROWS for beta in (True, False)]
+    return [make(*row) for row in rows for make in (chunk_module, step_module)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_golden(name: str) -> None:
+    path = GOLDENS / f"{name}.ascend.py.txt"
+    if os.environ.get("KDA_ACCEPT") == "1":
+        path.write_text(MODULES[name].source)
+    assert path.read_text() == MODULES[name].source, f"{name} changed; KDA_ACCEPT=1 accepts"
+
+
+def test_texts_keep_the_rules_of_the_target() -> None:
+    for module in every_module():
+        source = module.source
+        compile(source, module.name, "exec")
+        assert max(map(len, source.splitlines())) <= 130
+        assert "autotune" not in source and "num_warps" not in source
+        for kernel in module.kernels:
+            assert "for task in range(core, tasks, cores):" in kernel.text
+            assert set(re.findall(r"tl\.program_id\((\d)\)", kernel.text)) == {"0"}
+        # numbers of rows are compared as fp32, and a product's left operand is loaded for it, or copied if read again
+        assert not re.search(r"tl\.arange\([^)]*\)(\[[^]]*\])? *[<>=]", source)
+        for left in re.findall(r"tl\.dot\((\w+),", source):
+            assert len(re.findall(rf"tl\.dot\({left},", source)) == 1 or left in ("left", "x")
+
+
+def test_every_argument_is_used() -> None:
+    for module in every_module():
+        for kernel in module.kernels:
+            body = kernel.text.split("):\n", 1)[1]
+            for argument in kernel.arguments:
+                assert re.search(rf"\b{argument.name}\b", body), (module.name, kernel.name, argument)
+
+
+def launches(gate: str = "channel", delta: bool = True, **options: object) -> list[Launch]:
+    case = Case(gate, delta, **{"heads": 1, "length": 100, **options})  # pyright: ignore[reportArgumentType]
+    x = make_inputs(case)
+    seen: list[Launch] = []
+    o, state = run_chunks(
+        x.q, x.k, x.v, x.g, x.beta, x.initial_state, scale=1.0, delta=delta, gate=gate, cu_seqlens=x.cu_seqlens,
+        cores=20, launch=seen.append,
+    )  # fmt: skip
+    sequences = case.batch if case.lengths is None else len(case.lengths)
+    assert o.shape == x.v.shape and state.shape == (sequences, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3])
+    return seen
+
+
+def test_launches_of_a_batch() -> None:
+    """Two sequences of 100 tokens, two value heads: two chunks each; grids are as many cores as there is work for."""
+    sub_chunks, prologue, scan = launches()
+    assert [launch.grid for launch in (sub_chunks, prologue, scan)] == [32, 8, 4]
+    tables = {name: x.tolist() for name, x in scan.arguments.items() if name in ("cu_seqlens", "first_chunk")}  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+    assert tables == {"cu_seqlens": [0, 100, 200], "first_chunk": [0, 2, 4]}
+    chunks = prologue.arguments["chunks"]
+    assert isinstance(chunks, torch.Tensor) and chunks.tolist() == [0, 100, 64, 36, 100, 100, 164, 36]
+    buffer = prologue.arguments["M_1_io_ptr"]
+    assert isinstance(buffer, torch.Tensor) and buffer.shape == (4 * 2 * 64 * 64,) and buffer.dtype is torch.float32
+    assert prologue.arguments["M_1_io_ptr"] is scan.arguments["M_1_io_ptr"]
+
+
+def test_launches_of_packed_sequences() -> None:
+    *_, scan = launches("token", lengths=(65, 0, 1))
+    first = scan.arguments["first_chunk"]
+    assert isinstance(first, torch.Tensor) and first.tolist() == [0, 2, 2, 3]
+
+
+def test_gates_of_wide_keys_go_by_channel() -> None:
+    assert [launch.kernel.name for launch in launches("token", key_width=256)] == ["sub_chunks", "prologue", "scan"]
+    assert [launch.kernel.name for launch in launches("token")] == ["prologue", "scan"]
+
+
+def test_gates_per_token_lie_along_tokens() -> None:
+    prologue, _ = launches("head")
+    g = prologue.arguments["g_ptr"]
+    assert isinstance(g, torch.Tensor) and g.shape == (2, 200) and g.is_contiguous()
+
+
+def test_tiles_fit_the_vec_cores() -> None:
+    assert [column_tile(k, 256) for k in (16, 128, 256)] == [128, 128, 64]
+    assert [column_tile(k, 256, alone=True) for k in (16, 128, 256)] == [64, 64, 32]
+
+
+def test_what_the_kernels_do_not_take() -> None:
+    for options in ({"key_width": 24}, {"value_width": 48}, {"dtype": torch.float64}):
+        with pytest.raises(ArgumentError):
+            launches(**options)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_step_in_place() -> None:
+    x = make_inputs(Case("token", True, 1, 2, dtype=torch.bfloat16, heads=1))
+    assert x.initial_state is not None
+    seen: list[Launch] = []
+    state = x.initial_state.float()
+    options = {"scale": 1.0, "delta": True, "gate": "token", "cores": 20, "launch": seen.append}
+    _, out = run_step(x.q, x.k, x.v, x.g, x.beta, state, out=state, **options)  # pyright: ignore[reportArgumentType]
+    (launch,) = seen
+    assert out is state and launch.grid == 4
+    assert launch.arguments["initial_state_ptr"] is launch.arguments["final_state_ptr"] is state
+
+
+def test_pointers_have_the_types_their_kinds_promise() -> None:
+    for launch in launches(dtype=torch.float16):
+        kinds = {a.name: a.kind for a in launch.kernel.arguments}
+        for name, x in launch.arguments.items():
+            if isinstance(x, torch.Tensor) and name not in ("g_ptr", "beta_ptr", "initial_state_ptr"):
+                expected = {Kind.IO: torch.float16, Kind.F32: torch.float32, Kind.I32: torch.int32}[kinds[name]]
+                assert x.dtype is expected, name
