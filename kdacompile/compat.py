@@ -459,6 +459,20 @@ class CallSite:
         return replacement.call_function(self.tx, list(tensors), {})
 
 
+def on_disabled_call(consult: Callable[[Any, CallSite], Any]) -> None:
+    """Have ``consult`` see calls of functions Dynamo may not enter, as ``on_function_call`` does for the others."""
+    from torch._dynamo.variables.functions import SkipFunctionVariable
+
+    skip = SkipFunctionVariable.call_function
+
+    @functools.wraps(skip)
+    def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        replaced = consult(self.value, CallSite(self, tx, args, kwargs))
+        return skip(self, tx, args, kwargs) if replaced is None else replaced
+
+    SkipFunctionVariable.call_function = call_function
+
+
 def on_function_call(consult: Callable[[types.FunctionType, CallSite], Any]) -> None:
     """Have ``consult`` see each Python function before Dynamo inlines it; what it returns, unless None, is the result.
 

@@ -109,7 +109,7 @@ def check_fla() -> Check:
     if version is None:
         return Check("FLA", "ok", "not installed; transformers uses its PyTorch functions, which kdacompile matches")
     detail = f"flash-linear-attention {version}: transformers binds its functions, which torch.compile may not enter"
-    return Check("FLA", "note", detail, "graphs break at every linear-attention layer; nothing there can match")
+    return Check("FLA", "note", detail, "they are compared with kdacompile's ops once and then replaced (kda.lift)")
 
 
 def check_caches() -> Check:

@@ -1,8 +1,8 @@
 """Ops that are in the graph already absorb what stands above them, as a match does.
 
 A lifted function arrives as the op, and so does a direct call of ``kdacompile.ops``; the model's gate activation,
-l2norm or sigmoid usually stands in the code around it. Nothing is proven here: the region is the op itself, and the rules of
-``patterns/absorb`` move its inputs up.
+l2norm or sigmoid usually stands in the code around it. Nothing is proven here: the region is the op itself, and the
+rules of ``patterns/absorb`` move its inputs up.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ class TensorArg:
     dims: tuple[Dim, ...]
     dtype: torch.dtype
     device: str
+    requires_grad: bool = False
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
@@ -103,13 +104,16 @@ class Call:
         return repr(self.arguments)
 
 
-def describe(tensor: torch.Tensor) -> TensorArg:
-    """A tensor with every dimension fixed; symbolic ones as text, "~" and the size they have now."""
+def describe(tensor: torch.Tensor, *, grad: bool = False) -> TensorArg:
+    """A tensor with every dimension fixed; symbolic ones as text, "~" and the size they have now.
+
+    ``grad``: tell tensors that want a gradient from those that do not.
+    """
     if tensor.is_sparse or tensor.is_nested or tensor.layout is not torch.strided:
         raise Unliftable("an argument is not a plain tensor")
     sizes: list[Any] = list(tensor.shape)
     dims = tuple(size if isinstance(size, int) else f"~{compat.size_hint(size)}" for size in sizes)
-    return TensorArg(dims, tensor.dtype, tensor.device.type)
+    return TensorArg(dims, tensor.dtype, tensor.device.type, grad and tensor.requires_grad and torch.is_grad_enabled())
 
 
 def open_dimensions(call: Call) -> Iterator[Call]:

@@ -17,6 +17,7 @@ import torch
 
 from kdacompile import compat
 from kdacompile.errors import KdaError
+from kdacompile.lift import library
 from kdacompile.lift.calls import Call, Group, describe
 from kdacompile.lift.errors import Unliftable
 from kdacompile.lift.identity import Identity, has_loop, identify, is_trusted
@@ -35,6 +36,7 @@ def install() -> None:
     if not _installed:
         _installed.append(True)
         compat.on_function_call(consult)
+        compat.on_disabled_call(consult_library)
 
 
 _installed: list[bool] = []
@@ -42,6 +44,8 @@ _installed: list[bool] = []
 
 def consult(fn: types.FunctionType, site: compat.CallSite) -> Any:
     """The replaced call's result, or None to let Dynamo inline the function."""
+    if library.row_of(fn) is not None:
+        return consult_library(fn, site)
     if not _plausible(fn.__code__) or is_trusted(str(fn.__module__)):
         return None
     settings = _settings(site)
@@ -52,6 +56,26 @@ def consult(fn: types.FunctionType, site: compat.CallSite) -> Any:
     except Unliftable as error:
         log.info("not lifted: %s: %s", fn.__qualname__, error.reason)
         return None
+
+
+def consult_library(fn: Any, site: compat.CallSite) -> Any:
+    """The same for a function that a library keeps torch.compile out of."""
+    if library.row_of(fn) is None:
+        return None
+    settings = _settings(site)
+    if settings is None or not settings.lift or site.under_transform():
+        return None
+    tensors: list[Any] = []
+    try:
+        found = lifts.find_library(fn, _call(fn, site, tensors, documented=True), settings)
+        reason = "" if isinstance(found, Lifted) else found.reason
+    except Unliftable as error:
+        found, reason = None, error.reason
+    if isinstance(found, Lifted):
+        log.info("lifted %s at %s", found.verdict.function, found.verdict.source)
+        return site.call(found.run, tensors)
+    log.info("not lifted: %s: %s", library.name_of(fn), reason)
+    return None
 
 
 @functools.cache
@@ -101,16 +125,23 @@ def _identity(fn: types.FunctionType) -> Identity:
     return known
 
 
-def _call(fn: types.FunctionType, site: compat.CallSite, tensors: list[Any]) -> Call:
-    """The arguments of the call; Dynamo's variables for the tensors go to ``tensors``, in the call's order."""
-    bound = inspect.signature(fn, follow_wrapped=False).bind(*site.args, **site.kwargs)
-    kinds = {name: parameter.kind for name, parameter in inspect.signature(fn, follow_wrapped=False).parameters.items()}
+def _call(fn: Any, site: compat.CallSite, tensors: list[Any], *, documented: bool = False) -> Call:
+    """The arguments of the call; Dynamo's variables for the tensors go to ``tensors``, in the call's order.
+
+    ``documented``: by the signature of the function that wrappers stand in front of.
+    """
+    signature = inspect.signature(fn, follow_wrapped=documented)
+    try:
+        bound = signature.bind(*site.args, **site.kwargs)
+    except TypeError as error:  # a mistake of the user's, which the function itself will report
+        raise Unliftable(str(error)) from error
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
 
     def read(name: str, variable: Any) -> Any:
         example = site.example(variable)
         if example is not None:
             tensors.append(variable)
-            return describe(example)
+            return describe(example, grad=documented)
         value, known = site.constant(variable)
         if not known or not isinstance(value, _PLAIN):
             raise Unliftable(f"{name} is neither a tensor nor a plain value")

@@ -10,6 +10,7 @@ A function is lifted for one call pattern if
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import linecache
 import math
@@ -20,8 +21,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kdacompile.fingerprint import source_fingerprint
+from kdacompile.lift import library, store, template, verify
 from kdacompile.lift import replacement as namespace
-from kdacompile.lift import store, template, verify
 from kdacompile.lift.calls import Call, Sizes, TensorArg, open_dimensions
 from kdacompile.lift.capture import RUN_ERRORS, Captured, bound, capture
 from kdacompile.lift.errors import Unliftable, WrongLayout
@@ -69,30 +70,44 @@ class Lifts:
         for opened in open_dimensions(call):
             key = _key(identity, opened, settings)
             if key not in self.known:
-                self.known[key] = self._settle(key, fn, identity, opened, settings)
+                self.known[key] = _settle(
+                    key, fn.__qualname__, source_of(fn), functools.partial(prove, fn, identity, opened, settings)
+                )
             found = self.known[key]
             if isinstance(found, Lifted) or not found.wrong_layout:
                 return found
             reason = found.reason
         return Verdict(fn.__qualname__, source_of(fn), reason=reason)
 
+    def find_library(self, fn: Callable[..., Any], call: Call, settings: Settings) -> Lifted | Verdict:
+        """The replacement for a library's function, told by its documented signature."""
+        opened = library.open_dimensions(call)
+        text = "\n".join([library.version(fn), opened.text, repr(settings.disable), source_fingerprint()])
+        key = hashlib.sha256(text.encode()).hexdigest()[:32]
+        if key not in self.known:
+
+            def prove() -> Verdict:
+                return library.prove(fn, opened, lambda text: load("draft", Verdict("", "", text)).run)
+
+            self.known[key] = _settle(key, library.name_of(fn), library.source_of(fn), prove)
+        return self.known[key]
+
     def known_by(self, key: str) -> Lifted | None:
         """The replacement that code under this key belongs to."""
         found = self.known.get(key)
         return found if isinstance(found, Lifted) else None
 
-    def _settle(
-        self, key: str, fn: types.FunctionType, identity: Identity, call: Call, settings: Settings
-    ) -> Lifted | Verdict:
-        verdict = store.load(key)
-        if verdict is None:
-            try:
-                verdict = prove(fn, identity, call, settings)
-            except Unliftable as error:
-                wrong = isinstance(error, WrongLayout)
-                verdict = Verdict(fn.__qualname__, source_of(fn), reason=error.reason, wrong_layout=wrong)
-            store.save(key, verdict)
-        return load(key, verdict) if verdict.text else verdict
+
+def _settle(key: str, name: str, source: str, prove: Callable[[], Verdict]) -> Lifted | Verdict:
+    """The verdict on disk, or a new one."""
+    verdict = store.load(key)
+    if verdict is None:
+        try:
+            verdict = prove()
+        except Unliftable as error:
+            verdict = Verdict(name, source, reason=error.reason, wrong_layout=isinstance(error, WrongLayout))
+        store.save(key, verdict)
+    return load(key, verdict) if verdict.text else verdict
 
 
 def _key(identity: Identity, call: Call, settings: Settings) -> str:

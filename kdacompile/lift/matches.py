@@ -25,9 +25,10 @@ def lifted_matches(gm: fx.GraphModule) -> Iterator[Match]:
         key = _FROM.search(str(node.meta.get("stack_trace", "")))
         lifted = hook.lifts.known_by(key.group(1)) if key else None
         if lifted is not None:
-            match = next(match for match in lifted.matches if match.op == _op_name(node))
+            op = _op_name(node)
+            match = next((match for match in lifted.matches if match.op == op), lifted.matches[0])
             absorbed = tuple(dict.fromkeys([*match.absorbed, *node.meta.get(compat.ABSORBED, ())]))
-            yield replace(match, roles=_roles(node), absorbed=absorbed, lifted=lifted.verdict.function)
+            yield replace(match, op=op, roles=_roles(node), absorbed=absorbed, lifted=lifted.verdict.function)
 
 
 def _op_name(node: fx.Node) -> str:

@@ -35,9 +35,14 @@ def make(call: Call, found: dict[int, str], sizes: Sizes, seed: int) -> list[Ten
     generator = torch.Generator().manual_seed(seed)
     made: list[Tensor] = []
     for index, (_, tensor) in enumerate(call.tensors()):
-        value = _draw(found.get(index, ""), tensor.shape(sizes), generator)
-        made.append(value.to(dtype=tensor.dtype, device=tensor.device) if tensor.dtype.is_floating_point else
-                    torch.zeros(tensor.shape(sizes), dtype=tensor.dtype, device=tensor.device))  # fmt: skip
+        shape = tensor.shape(sizes)
+        if found.get(index) == "cu_seqlens":
+            value = torch.linspace(0, sizes["T"], shape[0])
+        elif tensor.dtype.is_floating_point:
+            value = _draw(found.get(index, ""), shape, generator)
+        else:
+            value = torch.zeros(shape)
+        made.append(value.to(dtype=tensor.dtype, device=tensor.device))
     return made
 
 

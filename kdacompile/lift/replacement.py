@@ -4,4 +4,6 @@ import operator
 
 import torch
 
-__all__ = ["operator", "torch"]
+from kdacompile import ops
+
+__all__ = ["operator", "ops", "torch"]
