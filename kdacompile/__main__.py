@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("pattern", nargs="?", default="kda", help="a name of `support`, or gdn_state (default: kda)")
+    plan.add_argument("pattern", nargs="?", default="kda", help="a name of `support`, mla or gdn_state (default: kda)")
     plan.add_argument(
         "--size", nargs="+", default=[], metavar="NAME=N", help="B T H K V, C (a chunk), BV (a value tile)"
     )

@@ -93,7 +93,7 @@ def _plan(match: Match) -> str:
     from kdacompile import plans
 
     command = f"<p>Its stages and buffers: <code>{escape(match.plan_command)}</code></p>"
-    if match.mode != "sequence" or match.pattern not in _texts():
+    if match.mode != "sequence" or match.pattern not in plans.names():
         return command
     found = plans.plan(match.pattern)
     summary = f"{found.handovers} hand-overs a chunk on {found.target.title}"

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from kdacompile import lowering
 from kdacompile.errors import UnknownPatternError
-from kdacompile.lowering.ir import Program
+from kdacompile.lowering.attention import attention_program
+from kdacompile.lowering.ir import Combine, Program
 from kdacompile.lowering.linear_attention import linear_attention_program
 from kdacompile.lowering.plan import Options, Plan, gdn_state_program, naive_program
 from kdacompile.lowering.plan import plan as plan_program
@@ -17,6 +18,9 @@ from kdacompile.lowering.target import TARGETS
 from kdacompile.patterns.family import FAMILY
 
 STATE_KERNEL = "gdn_state"  # the state kernel of public libraries, to compare with
+MLA = "mla"  # softmax attention over a latent: M query rows (heads), keys of K and D columns, values of V
+
+_MLA_SHAPE = {"M": 32, "C": 128, "K": 512, "D": 64, "V": 512}
 
 # What the real compiler made of the emitted kernels: {pattern: {target: {"handovers": n, "workspace_bytes": n}}},
 # written where the compiler runs (`make test-ascend`).
@@ -36,25 +40,33 @@ def plan(
 ) -> Plan:
     """The plan of a pattern's program on a target.
 
-    ``pattern``: a name of ``python -m kdacompile support``, or "gdn_state". ``target``: ascend910b, ascend910_95,
+    ``pattern``: a name of ``python -m kdacompile support``, "mla" or "gdn_state". ``target``: ascend910b, ascend910_95,
     cuda_sm90 or cpu. ``optimise=False`` is the textbook's order of work, stage by stage, to compare with. ``io``: the
     inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", or "token" for the one-token step. ``shape``: B, T, H
-    (heads), K, V (widths), C (tokens a chunk), BV (columns a value tile).
+    (heads), K, V (widths), C (tokens a chunk), BV (columns a value tile); for "mla" M (heads of one latent), K (its
+    rank), D (shared key columns), V, C (cached tokens a block), and B x H is the number of requests.
 
     Raises :class:`~kdacompile.errors.UnknownPatternError`, and from ``kdacompile.lowering`` ``ArgumentError`` on a
     wrong size and ``CapacityError`` where a tile does not fit the target.
     """
     program = _program(pattern, form, naive=optimise is False)
-    return plan_program(program, target, optimise, io=io, **shape)
+    sizes = {**_MLA_SHAPE, **shape} if pattern == MLA else shape
+    return plan_program(program, target, optimise, io=io, **sizes)
 
 
-def _program(pattern: str, form: str, *, naive: bool) -> Program:
+def names() -> list[str]:
+    """The patterns that have a plan."""
+    return [row.name for row in FAMILY] + [MLA, STATE_KERNEL]
+
+
+def _program(pattern: str, form: str, *, naive: bool) -> Program | Combine:
+    if pattern == MLA:
+        return attention_program(bias=False)
     if pattern == STATE_KERNEL:
         return gdn_state_program()
     row = next((row for row in FAMILY if row.name == pattern), None)
     if row is None:
-        known = ", ".join([row.name for row in FAMILY] + [STATE_KERNEL])
-        raise UnknownPatternError(pattern=pattern, known=known)
+        raise UnknownPatternError(pattern=pattern, known=", ".join(names()))
     if naive and form == "chunk":
         return naive_program(row.gate, row.delta, beta=row.delta)
     return linear_attention_program(row.gate, row.delta, beta=row.delta, form=form)
@@ -67,7 +79,7 @@ def table() -> str:
         "| pattern | target | hand-overs a chunk | workspace, bytes | between kernels, bytes a chunk | kernels |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for pattern in [row.name for row in FAMILY] + [STATE_KERNEL]:
+    for pattern in names():
         for target in _TABLE_TARGETS:
             naive, best = plan(pattern, target, optimise=False), plan(pattern, target)
             real = compiled.get(pattern, {}).get(TARGETS[target].name, {})

@@ -7,7 +7,7 @@ from itertools import islice
 
 import sympy
 
-from ..ir import DType, OpKind, Program
+from ..ir import DType, OpKind
 from ..stages import Buffer, Scope, Section, Stage, Task, op_flops, size, symbol
 from ..target import Unit
 from .buffers import Rule, allocate, buffers, is_cheap
@@ -91,13 +91,13 @@ def _orders(graph: Graph, run: Run, done: tuple[Task, ...] = ()) -> Iterator[tup
     if len(done) == len(run.tasks):
         yield done
         return
-    step = graph.step
     for task in run.tasks:
         if task in done:
             continue
         waits = [t for t in graph.before(task) if t in run.tasks and _same_step(run, t, task)]
-        if graph.reads_carry(task) and run.shift.get(task.name, 0):
-            waits += [t for t in run.tasks if t.output == step]
+        if run.shift.get(task.name, 0):
+            nexts = {graph.next[v] for v in task.inputs if v in graph.next}
+            waits += [t for t in run.tasks if t.output in nexts and not run.shift.get(t.name, 0)]
         if all(t in done for t in waits):
             yield from _orders(graph, run, (*done, task))
 
@@ -106,7 +106,7 @@ def _same_step(run: Run, a: Task, b: Task) -> bool:
     return run.shift.get(a.name, 0) == run.shift.get(b.name, 0)
 
 
-def make_stage(run: PlacedRun, found: Sequence[Buffer], program: Program) -> Stage:
+def make_stage(run: PlacedRun, found: Sequence[Buffer], graph: Graph) -> Stage:
     """A stage with what it reads, writes and costs.
 
     ``rounding``: casts to the inputs' dtype that lose something, and values whose buffer is planned narrow.
@@ -117,7 +117,7 @@ def make_stage(run: PlacedRun, found: Sequence[Buffer], program: Program) -> Sta
     narrowed = [b.name for b in writes if b.dtype is DType.IO and b.scope is not Scope.PORT]
     flops = sum((task_flops(task) for task in run.tasks), sympy.Integer(0))
     moved = sum((_bytes(b) for b in (*reads, *writes) if b.layout != "lane"), sympy.Integer(0))
-    domain = ("lane",) if run.section is Section.SCAN and program.carry is not None else ("lane", "step")
+    domain = ("lane",) if run.section is Section.SCAN and graph.next else ("lane", "step")
     return Stage(
         run.name,
         run.section,

@@ -48,14 +48,14 @@ class Rule:
         """Why ``task`` needs ``value`` wide, or nothing where it (or what it makes) is rounded anyway."""
         if task.op.kind is OpKind.CAST:
             return ""
-        if task.op.kind is OpKind.DOT and task.inputs[2:] == (value,) and task.output != self.graph.step:
+        if task.op.kind is OpKind.DOT and task.inputs[2:] == (value,) and task.output not in self.graph.last:
             return self._why_wide(task.output)  # a sum goes on from it
         others = [v for v in task.inputs if v != value]
-        if task.output == self.graph.step:
+        if task.output in self.graph.last:
             if task.op.kind is OpKind.ADD and self.narrow_update:
                 return ""
             return "goes into the fp32 master state"
-        if self.graph.carry in others:
+        if any(v in self.graph.next for v in others):
             return "scales the fp32 master state"
         if task.op.kind is OpKind.DOT:
             return "multiplied as it is"
@@ -78,7 +78,7 @@ def buffers(graph: Graph, runs: Sequence[PlacedRun], rule: Rule, tiles: int) -> 
 
 def is_cheap(graph: Graph, task: Task) -> bool:
     """Made from the caller's tensors by next to nothing: a stage that wants it makes it again."""
-    from_ports = all(v not in graph.made and v != graph.carry for v in task.inputs)
+    from_ports = all(v not in graph.made and v not in graph.next for v in task.inputs)
     return from_ports and task.unit is Unit.VEC and task.op.kind in (OpKind.SCALE, OpKind.TRANSPOSE)
 
 
@@ -86,7 +86,7 @@ def _crossing(
     task: Task, run: PlacedRun, home: Mapping[Task, PlacedRun], graph: Graph, rule: Rule, tiles: int
 ) -> Buffer | None:
     value = task.output
-    if value == graph.step:
+    if value in graph.last:
         return _state(value, run, home, graph, tiles)
     readers = [t for t in graph.readers(value) if home[t] is run or task not in home[t].tasks]
     elsewhere = tuple(dict.fromkeys(home[t].name for t in readers if home[t] is not run))
@@ -127,14 +127,13 @@ def _crossing(
 
 def _state(value: Value, run: PlacedRun, home: Mapping[Task, PlacedRun], graph: Graph, tiles: int) -> Buffer:
     """The carry: resident where it is stepped, unless another section reads it as it is."""
-    assert graph.program.carry is not None
-    carry = graph.program.carry
-    readers = tuple(t for v in (value, graph.carry) if v is not None for t in graph.readers(v))
+    carried = graph.last[value]
+    readers = tuple(t for v in (value, carried) for t in graph.readers(v))
     elsewhere = tuple(dict.fromkeys(home[t].name for t in readers if home[t].section is not run.section))
     scope = Scope.TENSOR if elsewhere else Scope.CARRY
     layout = "step" if elsewhere else "group"
     reason = "the master state never leaves as anything less"
-    return Buffer(carry.name, value.type.shape, DType.ACC, layout, scope, run.name, elsewhere, reason, tiles)
+    return Buffer(carried.name, value.type.shape, DType.ACC, layout, scope, run.name, elsewhere, reason, tiles)
 
 
 def _lifetime(task: Task, run: PlacedRun, readers: Sequence[Task], home: Mapping[Task, PlacedRun]) -> tuple[int, int]:
@@ -153,7 +152,7 @@ def _ports(graph: Graph, runs: Sequence[PlacedRun], home: Mapping[Task, PlacedRu
     """The caller's tensors, with the stages that read or write them."""
     program = graph.program
     found: list[Buffer] = []
-    scan = next((run for task, run in home.items() if task.output == graph.step), None)
+    scan = next((run for task, run in home.items() if task.output in graph.last), None)
     for op in program.ops:
         if op.kind is OpKind.LOAD:
             port = program.port(str(op.attr("port")))

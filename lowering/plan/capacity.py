@@ -91,7 +91,7 @@ def _streamable(graph: Graph, stage: Stage, ring: Sequence[Stage]) -> frozenset[
     for task in stage.tasks:
         for value in (*task.inputs, task.output):
             touching.setdefault(value.name, []).append(task)
-    held = {graph.carry.name if graph.carry else "", graph.step.name if graph.step else ""} | kept
+    held = {value.name for pair in graph.next.items() for value in pair} | kept
     wraps = {value.name for value, (_, last) in _made(graph, ring).items() if last >= _length(ring)}
     return frozenset(
         name
@@ -137,8 +137,8 @@ def _made(graph: Graph, ring: Sequence[Stage]) -> dict[Value, tuple[int, int]]:
     alive: dict[Value, tuple[int, int]] = {}
     for task, (at, ahead) in where.items():
         reads = [(t, ahead) for t in graph.readers(task.output)]
-        if task.output == graph.step and graph.carry is not None:
-            reads += [(t, ahead + 1) for t in graph.readers(graph.carry)]
+        if task.output in graph.last:
+            reads += [(t, ahead + 1) for t in graph.readers(graph.last[task.output])]
         ends = [where[t][0] + period * (lead - where[t][1]) for t, lead in reads if t in where]
         alive[task.output] = (at, max([at, *ends]))
     return alive
@@ -149,7 +149,7 @@ def _loaded(graph: Graph, stage: Stage, made: Mapping[Value, object]) -> dict[Va
     found: dict[Value, tuple[int, int]] = {}
     for i, task in enumerate(stage.tasks):
         for value in task.inputs:
-            if value not in made and value != graph.carry:
+            if value not in made and value not in graph.next:
                 found[value] = (found.get(value, (i, i))[0], i)
     return found
 
@@ -167,7 +167,7 @@ def _overwritten(
     if task.op.kind not in (*_ELEMENTWISE, OpKind.EXP, OpKind.DOT, OpKind.MASK):
         return None
     operands = task.inputs[2:] if task.op.kind is OpKind.DOT else task.inputs
-    operands = tuple(graph.step if v == graph.carry and graph.step is not None else v for v in operands)
+    operands = tuple(graph.next.get(v, v) for v in operands)
     dying = {v for v, (_, hi) in loaded.items() if hi == i} | {v for v, (_, hi) in made.items() if hi % period == at}
     return next((v for v in operands if v in dying and v.type == task.output.type), None)
 

@@ -22,7 +22,7 @@ class Order:
 
     def __init__(self, graph: Graph, runs: Sequence[PlacedRun]) -> None:
         self.graph = graph
-        self.steps = _WINDOW if runs and runs[0].section is Section.SCAN and graph.carry is not None else 1
+        self.steps = _WINDOW if runs and runs[0].section is Section.SCAN and graph.next else 1
         self._ahead = {task: run.shift.get(task.name, 0) for run in runs for task in run.tasks}
         self.period = sum(len(run.tasks) for run in runs)
         self._index: dict[tuple[Task, int], int] = {}

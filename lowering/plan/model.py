@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ..errors import ArgumentError
-from ..ir import DType, Program
+from ..ir import Combine, DType, Program
 from ..stages import Buffer, Scope, Section, Stage
 from ..target import Target, target_of
 from .assemble import make_stage, name_runs, order_scan, workspaces
 from .buffers import Rule, allocate, buffers
 from .capacity import Chip, Need, needs
+from .fold import Carried, Folded, fold
 from .hazards import Order
 from .split import Graph, PlacedRun, Run, arrange, circuit_bound, fewest_runs, hand_overs, in_order, place
 from .units import is_widening, legalise, tasks
@@ -26,7 +27,7 @@ DEFAULTS = {"B": 1, "T": 4096, "H": 16, "K": 128, "V": 128, "C": 64}
 class Options:
     """What the planner may do. The defaults are the optimised plan; :data:`NAIVE` is the text as it stands.
 
-    ``hoist``: work free of the carry leaves the scan. ``accumulate``: sums of products form in Cube's accumulator.
+    ``hoist``: work free of the carry leaves the scan. ``accumulate``: additions of products form in Cube's accumulator.
     ``pipeline``: tasks of neighbouring steps may share a stage. ``narrow``: what every reader rounds anyway crosses in
     the inputs' dtype; ``narrow_update``: the carry's change too (it costs accuracy). ``reuse``: buffers whose lifetimes
     do not meet share addresses. ``outputs``: "scan", "epilogue", or "auto" for fewer hand-overs, then fewer bytes.
@@ -54,7 +55,7 @@ class Plan:
     plan's numbers. ``sizes`` binds its symbols, and B, T and H; ``io`` names the inputs' dtype. ``period`` is the
     number of tasks in a step of the scan, the clock of the workspaces' lifetimes. ``needs`` is what every stage keeps
     on chip, ``meeting_bytes`` what the scan's workspaces take a core group, and ``floor_bytes`` what no assignment of
-    addresses to them can go below.
+    addresses to them can go below. ``carried``: every carried value with what it becomes in the next step.
     """
 
     program: Program
@@ -70,6 +71,7 @@ class Plan:
     floor_bytes: int
     period: int
     needs: tuple[Need, ...]
+    carried: Carried
 
     def __str__(self) -> str:
         from .text import to_text
@@ -179,14 +181,14 @@ class Plan:
 
 
 def plan(
-    program: Program,
+    program: Program | Combine,
     target: str | Target,
     optimise: bool | Options = True,
     *,
     io: str = "bf16",
     **sizes: int,
 ) -> Plan:
-    """Plan ``program`` for ``target``.
+    """Plan ``program`` for ``target``; a scan given as a summary and a merge is folded first (see ``fold.py``).
 
     ``optimise``: True, False (the text as it stands: nothing hoisted, merged or narrowed, no address shared) or
     :class:`Options`. ``io``: the inputs' dtype, bf16, fp16 or fp32. ``sizes``: B, T, H and the program's own symbols
@@ -198,12 +200,13 @@ def plan(
     machine = target_of(target)
     if io not in WIDTHS:
         raise ArgumentError(f"io must be one of {', '.join(WIDTHS)}, got {io!r}")
-    return _planned(program, machine, options, io, tuple(sorted(_bind(program, sizes).items())))
+    scan = fold(program) if isinstance(program, Combine) else Folded(program, ())
+    return _planned(scan, machine, options, io, tuple(sorted(_bind(scan.program, sizes).items())))
 
 
 @cache
-def _planned(program: Program, target: Target, options: Options, io: str, sizes: tuple[tuple[str, int], ...]) -> Plan:
-    legal = legalise(program, target, accumulate=options.accumulate)
+def _planned(scan: Folded, target: Target, options: Options, io: str, sizes: tuple[tuple[str, int], ...]) -> Plan:
+    legal = Folded(legalise(scan.program, target, accumulate=options.accumulate), scan.carried)
     bound = dict(sizes)
     if options.outputs == "auto" and target.outputs != "auto":
         options = replace(options, outputs=target.outputs)
@@ -216,16 +219,16 @@ def _planned(program: Program, target: Target, options: Options, io: str, sizes:
     return best
 
 
-def _fitted(program: Program, target: Target, options: Options, sizes: Mapping[str, int], io: str) -> Plan:
+def _fitted(scan: Folded, target: Target, options: Options, sizes: Mapping[str, int], io: str) -> Plan:
     """The plan with the widest value tile that fits, or the narrowest there is if none does."""
-    whole = _plan(program, target, options, sizes, io)
+    whole = _plan(scan, target, options, sizes, io)
     width = sizes.get("V", 1)
-    if "BV" in sizes or not options.hoist or width % 2:
+    if "BV" in sizes or not options.hoist or scan.program.carry is None:
         return whole
     fitted = whole
     while any(need.over > 0 for need in fitted.needs) and width % 2 == 0 and width > _NARROWEST:
         width //= 2
-        fitted = _plan(program, target, options, {**sizes, "BV": width}, io)
+        fitted = _plan(scan, target, options, {**sizes, "BV": width}, io)
     return whole if any(need.over > 0 for need in fitted.needs) else fitted
 
 
@@ -243,15 +246,16 @@ def _bind(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
     return bound
 
 
-def _plan(program: Program, target: Target, options: Options, sizes: Mapping[str, int], io: str) -> Plan:
-    graph = Graph(program, tasks(program, target))
-    placed = place(graph, hoist=options.hoist, outputs=Section(options.outputs))
+def _plan(folded: Folded, target: Target, options: Options, sizes: Mapping[str, int], io: str) -> Plan:
+    program = folded.program
+    graph = Graph(program, tasks(program, target), folded.carried)
+    placed = place(graph, hoist=options.hoist and not folded.carried, outputs=Section(options.outputs))
     by_section = {s: [t for t in graph.tasks if placed[t] is s] for s in Section}
     cut: dict[Section, list[Run]] = {}
     for section, inside in by_section.items():
         if not options.hoist:
             cut[section] = in_order(inside)
-        elif section is Section.SCAN and graph.carry is not None:
+        elif section is Section.SCAN and graph.next:
             cut[section] = arrange(graph, inside, pipeline=options.pipeline)
         else:
             cut[section] = fewest_runs(graph, inside)
@@ -270,12 +274,12 @@ def _plan(program: Program, target: Target, options: Options, sizes: Mapping[str
     runs = name_runs(graph, cut)
     found = buffers(graph, runs, rule, tiles)
     found, total, floor = _with_addresses(graph, found, runs, seen, widths, reuse=options.reuse)
-    stages = tuple(make_stage(run, found, program) for run in runs)
+    stages = tuple(make_stage(run, found, graph) for run in runs)
     on_chip, streamed = needs(graph, stages, Chip(target, seen, widths))
     if streamed:
         found = [_streamed(buffer, streamed) for buffer in found]
-        stages = tuple(make_stage(run, found, program) for run in runs)
-    scan = cut[Section.SCAN]
+        stages = tuple(make_stage(run, found, graph) for run in runs)
+    inner = cut[Section.SCAN]
     return Plan(
         program=program,
         target=target,
@@ -284,12 +288,13 @@ def _plan(program: Program, target: Target, options: Options, sizes: Mapping[str
         io=io,
         stages=stages,
         buffers=tuple(found),
-        handovers=hand_overs(scan),
+        handovers=hand_overs(inner),
         lower_bound=circuit_bound(graph, by_section[Section.SCAN]),
         meeting_bytes=total,
         floor_bytes=floor,
-        period=sum(len(run.tasks) for run in scan),
+        period=sum(len(run.tasks) for run in inner),
         needs=tuple(on_chip),
+        carried=tuple(graph.next.items()),
     )
 
 

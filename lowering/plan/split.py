@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from ..ir import OpKind, Program, Value
 from ..stages import Section, Task
 from ..target import Unit
+from .fold import Carried
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,14 @@ class PlacedRun:
 class Graph:
     """Who makes and who reads the values of a list of tasks; the carry's value comes from the step before."""
 
-    def __init__(self, program: Program, tasks: Sequence[Task]) -> None:
+    def __init__(self, program: Program, tasks: Sequence[Task], carried: Carried = ()) -> None:
         self.program = program
         self.tasks = tuple(tasks)
         self.made = {task.output: task for task in tasks}
-        self.step = None if program.carry is None else program.carry.step
-        self.carry = next((op.result for op in program.ops if op.kind is OpKind.CARRY), None)
+        self.next = dict(carried)  # a carried value -> what it becomes in the next step
+        if program.carry is not None:
+            self.next.update({op.result: program.carry.step for op in program.ops if op.kind is OpKind.CARRY})
+        self.last = {step: value for value, step in self.next.items()}
         readers: dict[Value, list[Task]] = {}
         for task in tasks:
             for value in dict.fromkeys(task.inputs):
@@ -66,13 +69,13 @@ class Graph:
         return self._readers.get(value, ())
 
     def reads_carry(self, task: Task) -> bool:
-        return self.carry is not None and self.carry in task.inputs
+        return any(value in self.next for value in task.inputs)
 
     def edges(self) -> list[tuple[Task, Task, int]]:
         """(earlier, later, steps in between)."""
         within = [(a, b, 0) for b in self.tasks for a in self.before(b)]
-        stepper = None if self.step is None else self.made.get(self.step)
-        across = [] if stepper is None else [(stepper, b, 1) for b in self.tasks if self.reads_carry(b)]
+        made = {value: self.made.get(step) for value, step in self.next.items()}
+        across = [(a, b, 1) for value, a in made.items() if a is not None for b in self.readers(value)]
         return within + across
 
 
@@ -83,7 +86,7 @@ def place(graph: Graph, *, hoist: bool, outputs: Section) -> dict[Task, Section]
     waits for (EPILOGUE or SCAN). A product goes where the sum it is accumulated into is formed, and a cast to the
     inputs' dtype where its operand is made.
     """
-    if graph.carry is None:
+    if not graph.next:
         return dict.fromkeys(graph.tasks, Section.PROLOGUE)
     if not hoist:
         return dict.fromkeys(graph.tasks, Section.SCAN)
@@ -91,7 +94,7 @@ def place(graph: Graph, *, hoist: bool, outputs: Section) -> dict[Task, Section]
     for task in graph.tasks:
         if graph.reads_carry(task) or any(t in dependent for t in graph.before(task)):
             dependent.add(task)
-    awaited = {task for task in graph.tasks if task.output == graph.step}
+    awaited = {task for task in graph.tasks if task.output in graph.last}
     for task in reversed(graph.tasks):
         if task in awaited:
             awaited.update(graph.before(task))
@@ -113,7 +116,7 @@ def _narrows_scan_value(graph: Graph, task: Task, scan: set[Task]) -> bool:
     if task.op.kind is not OpKind.CAST:
         return False
     source = task.inputs[0]
-    made = graph.made.get(graph.step if source == graph.carry and graph.step is not None else source)
+    made = graph.made.get(graph.next.get(source, source))
     return made is not None and made in scan and made.unit is task.unit
 
 
@@ -164,17 +167,26 @@ def circuit_bound(graph: Graph, tasks: Sequence[Task]) -> int:
     units = {task.unit for task in tasks}
     if len(units) < 2:
         return 0
-    most = 2
-    for start in (task for task in tasks if graph.reads_carry(task)):
-        changes: dict[Task, int] = {start: 0}
-        for task in tasks:
-            ways = [changes[t] + (t.unit is not task.unit) for t in graph.before(task) if t in changes]
-            if ways:
-                changes[task] = max([*ways, changes.get(task, 0)])
-        for task, count in changes.items():
-            if task.output == graph.step:
-                most = max(most, count + (task.unit is not start.unit))
-    return most
+    inside = set(tasks)
+    edges = [(a, b, d) for a, b, d in graph.edges() if a in inside and b in inside]
+    h = 2
+    while not _solvable(tasks, edges, h):
+        h += 2
+    return h
+
+
+def _solvable(tasks: Sequence[Task], edges: Sequence[tuple[Task, Task, int]], h: int) -> bool:
+    """Whether no ring of dependences changes unit more than ``h`` times for each step it is carried over."""
+    ahead = dict.fromkeys(tasks, 0)
+    for _ in range(len(tasks) + 1):
+        changed = False
+        for a, b, distance in edges:
+            least = ahead[a] + (a.unit is not b.unit) - distance * h
+            if least > ahead[b]:
+                ahead[b], changed = least, True
+        if not changed:
+            return True
+    return False
 
 
 def arrange(graph: Graph, tasks: Sequence[Task], *, pipeline: bool) -> list[Run]:

@@ -55,9 +55,7 @@ class _Player:
         self.free: dict[str, float] = {}
         self.ended: dict[tuple[str, int], float] = {}
         self.events: list[Event] = []
-        carry = plan.program.carry
-        self.step_name = "" if carry is None else carry.step.name
-        self.carry_names = {v.name for op in plan.program.ops if (v := op.output) and op.kind.value == "carry"}
+        self.next = {value.name: step.name for value, step in plan.carried}
 
     def play(self) -> Timeline:
         for stage in self.stages:  # what works a step ahead has been done once before the loop
@@ -71,7 +69,8 @@ class _Player:
                     if step < self.steps:
                         self.run(stage, task, step)
         self.show_buffers()
-        finished = [self.ended[self.step_name, n] for n in range(self.steps) if (self.step_name, n) in self.ended]
+        last = next(iter(self.next.values()), "")
+        finished = [self.ended[last, n] for n in range(self.steps) if (last, n) in self.ended]
         period = finished[-1] - finished[-2] if len(finished) > 1 else max(self.free.values(), default=0.0)
         return Timeline(tuple(self.events), self.steps, period)
 
@@ -86,8 +85,8 @@ class _Player:
             self.events.append(Event(unit, task.name, step, start, start + length))
 
     def ready(self, name: str, stage: Stage, step: int) -> float:
-        if name in self.carry_names:
-            name, step = self.step_name, step - 1
+        if name in self.next:
+            name, step = self.next[name], step - 1
         ended = self.ended.get((name, step), 0.0)
         buffer = self.crossing.get(name)
         if ended and buffer is not None and stage.name in buffer.consumers and stage.name != buffer.producer:

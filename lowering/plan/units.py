@@ -23,7 +23,7 @@ from ..validate import validate
 def legalise(program: Program, target: Target, *, accumulate: bool = True) -> Program:
     """``program`` as ``target`` computes it; the same program for a target that is one process of torch.
 
-    ``accumulate=False`` gives every product a result of its own, as a text that knows no accumulation does.
+    ``accumulate=False`` leaves a sum of two products that the text writes as an addition to Vec.
     """
     if target.name == "cpu":
         return program
@@ -157,11 +157,11 @@ class _Legaliser:
 
     def _chains(self, old: Value, acc: Value) -> bool:
         made = self.producer[acc]
-        return self.accumulate and self.readers[old] == 1 and made.kind is OpKind.DOT and is_product(made)
+        return self.readers[old] == 1 and made.kind is OpKind.DOT and is_product(made)
 
     def sum(self, op: Op) -> Value | None:
         """``acc + x @ y`` or ``acc - x @ y`` written as two ops, as one product where Cube can form it."""
-        if not self.split:
+        if not self.split or not self.accumulate:
             return None
         pairs = [op.inputs] if op.kind is OpKind.SUB else [op.inputs, op.inputs[::-1]]
         for acc, term in pairs:
