@@ -12,8 +12,8 @@ import torch
 
 MIN_CHUNK, MAX_CHUNK = 16, 64
 
-# On Hopper the prologue runs on two warps, too few for wgmma: with four or eight, Triton 3.6 compiles its chain of
-# products wrong for some block sizes (seen in W; the same family of errors is why FLA keeps such kernels to two warps).
+# Scan time of a chunk in units of its narrowest block, by block of V (H200, K = 128): what a wave of programs costs.
+_SCAN_COSTS = {128: 1.5, 64: 1.2, 32: 1.0}
 
 
 @dataclass(frozen=True)
@@ -51,36 +51,66 @@ def padded(width: int) -> int:
 
 
 def choose(
-    device: Device, *, key_width: int, value_width: int, lanes: int, length: int, item: int, chunk_size: int
+    device: Device,
+    *,
+    key_width: int,
+    value_width: int,
+    lanes: int,
+    length: int,
+    item: int,
+    chunk_size: int = 0,
+    channels: bool = True,
 ) -> Config:
-    """The schedule of a shape. ``lanes``: sequences times heads; ``item``: bytes of a buffer's element."""
+    """The schedule of a shape.
+
+    ``lanes``: sequences times heads; ``item``: bytes of a buffer's element; ``channels``: a gate per channel.
+    """
     keys, values = padded(key_width), padded(value_width)
-    widest = MAX_CHUNK if keys * item <= 256 else 32  # a [chunk, K] tile in fp32 is 32 registers of each thread
+    widest = MAX_CHUNK if item == 2 and keys <= 128 else 32  # the tiles of longer chunks do not fit the registers
     wish = min(chunk_size or widest, widest, max(length, 1))
     chunk = max(MIN_CHUNK, 1 << (wish - 1).bit_length())
-    columns = min(values, _scan_columns(device, values, lanes, keys, item))
-    stage = item * (chunk * (3 * keys + chunk) + chunk * columns) + 4 * keys
-    stages = max(1, min(3, device.shared_memory // stage))
-    if stages == 3 and 3 * stage > device.shared_memory - 8192:  # room for what products exchange
-        stages = 2
+    columns = _scan_columns(device, values, lanes, keys, item)
+    room = device.shared_memory - 8192  # for what products exchange
+    while chunk > MIN_CHUNK and _scan_bytes(chunk, keys, columns, item) > room:
+        chunk //= 2
+    block, warps = _prologue_block(device, keys, chunk, item, channels)
     return Config(
         chunk=chunk,
-        prologue_keys=min(keys, 32),
+        prologue_keys=block,
         prologue_columns=min(values, 64),
-        prologue_warps=2 if device.capability[0] == 9 else 4,
+        prologue_warps=warps,
         scan_columns=columns,
         scan_warps=8 if columns * keys >= 128 * 128 else 4,
-        scan_stages=stages,
+        scan_stages=max(1, min(3, room // _scan_bytes(chunk, keys, columns, item))),
     )
 
 
+def _scan_bytes(chunk: int, keys: int, columns: int, item: int) -> int:
+    """What one step of the scan loads."""
+    return item * chunk * (3 * keys + chunk + columns) + 4 * keys
+
+
+def _prologue_block(device: Device, keys: int, chunk: int, item: int, channels: bool) -> tuple[int, int]:
+    """Keys of a block and warps of the prologue.
+
+    On Hopper four warps would run its products through wgmma, which Triton 3.6 compiles wrong for some of this kernel's
+    block sizes (seen: W with blocks of 16 or 32 keys; FLA keeps such kernels to two warps for the same family of
+    errors). Blocks of 64 keys in chunks of 64 are right and twice as fast; everything else gets two warps.
+    """
+    if channels and item == 2 and chunk == 64 and keys >= 64:
+        return 64, 4
+    return min(keys, 32 if channels else 16), 2 if device.capability[0] == 9 else 4
+
+
 def _scan_columns(device: Device, values: int, lanes: int, keys: int, item: int) -> int:
-    """The widest block of V that still gives every multiprocessor about half a program."""
+    """The block of V with the cheapest waves of programs, one to a multiprocessor (their tiles fill it)."""
     widest = 128 if keys * item <= 256 else 64
-    for columns in (128, 64):
-        if columns <= widest and lanes * (values // columns) * 4 >= 3 * device.multiprocessors:
-            return columns
-    return 64 if lanes * (values // 64) * 4 >= device.multiprocessors else 32
+
+    def cost(columns: int) -> float:
+        return -(-lanes * max(1, values // columns) // device.multiprocessors) * _SCAN_COSTS[columns]
+
+    fitting = [columns for columns in _SCAN_COSTS if columns <= min(widest, values)]
+    return min(fitting, key=cost, default=16)
 
 
 def step_columns(device: Device, *, keys: int, values: int, lanes: int) -> int:

@@ -82,17 +82,30 @@ def chunk_offsets_kernel(cu_seqlens, chunk_offsets, N, C: tl.constexpr):
 
 
 @triton.jit
-def masked_sum(mask, g, DT: tl.constexpr):
-    """Row i: the sum of the rows of ``g`` that ``mask[i]`` selects.
+def sum_columns(C: tl.constexpr, DT: tl.constexpr):
+    """The row of g that each column of a 0/1 matrix picks: g is split in two where operands are 16-bit."""
+    if DT == tl.float32:
+        columns = tl.arange(0, C)[None, :]
+    else:
+        columns = tl.arange(0, 2 * C)[None, :] >> 1
+    return columns
 
-    fp16 tensor cores with g in two fp16 parts (22 bits) where the operands are 16-bit, else fp32 accurate.
+
+@triton.jit
+def masked_sum(mask, g, DT: tl.constexpr):
+    """Row i: the sum of the rows of ``g`` that ``mask[i]`` selects; the mask's columns are ``sum_columns``.
+
+    On fp16 tensor cores with g in two fp16 parts (22 bits), one under the other, where the operands are 16-bit; else
+    fp32 accurate.
     """
-    if tl.float32 == DT:
-        return tl.dot(mask.to(tl.float32), g, input_precision="tf32x3")
-    high = g.to(tl.float16)
-    low = (g - high.to(tl.float32)).to(tl.float16)
-    picked = mask.to(tl.float16)
-    return tl.dot(picked, low, tl.dot(picked, high))
+    if DT == tl.float32:
+        sums = tl.dot(mask.to(tl.float32), g, input_precision="tf32x3")
+    else:  # not an early return: what follows one is compiled too
+        high = g.to(tl.float16)
+        low = (g - high.to(tl.float32)).to(tl.float16)
+        parts = tl.reshape(tl.permute(tl.join(high, low), (0, 2, 1)), (2 * g.shape[0], g.shape[1]))
+        sums = tl.dot(mask.to(tl.float16), parts)
+    return sums
 
 
 @triton.jit
@@ -100,8 +113,10 @@ def prefix_decay(g, C: tl.constexpr, DT: tl.constexpr):
     """exp(g_0 + ... + g_i)."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     if g.shape[1] == 1:
-        return tl.exp(tl.sum(tl.where(j <= i, tl.trans(g), 0.0), 1))[:, None]
-    return tl.exp(masked_sum(j <= i, g, DT))
+        sums = tl.sum(tl.where(j <= i, tl.trans(g), 0.0), 1)[:, None]
+    else:
+        sums = masked_sum(sum_columns(C, DT) <= i, g, DT)
+    return tl.exp(sums)
 
 
 @triton.jit
@@ -109,8 +124,10 @@ def suffix_decay(g, C: tl.constexpr, DT: tl.constexpr):
     """exp(g_{i+1} + ... + g_{C-1})."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     if g.shape[1] == 1:
-        return tl.exp(tl.sum(tl.where(j > i, tl.trans(g), 0.0), 1))[:, None]
-    return tl.exp(masked_sum(j > i, g, DT))
+        sums = tl.sum(tl.where(j > i, tl.trans(g), 0.0), 1)[:, None]
+    else:
+        sums = masked_sum(sum_columns(C, DT) > i, g, DT)
+    return tl.exp(sums)
 
 
 @triton.jit
@@ -120,14 +137,14 @@ def total_decay(g):
 
 
 @triton.jit
-def level_sums(level, C: tl.constexpr):
+def level_sums(level, C: tl.constexpr, DT: tl.constexpr):
     """Blocks of b = 2^level: the 0/1 matrix of the sums that pairs of halves of a block of 2b need.
 
     A token of a second half needs the sum from its half's start to itself, one of a first half the sum from the next
     token to its half's end: row factor times column factor is the decay between the two, both exponents <= 0.
     Row i selects the columns j with 0 <= j - first < width, one unsigned comparison.
     """
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    i, j = tl.arange(0, C)[:, None], sum_columns(C, DT)
     start = (i >> level) << level
     second = ((i >> level) & 1) == 1
     first = tl.where(second, start, i + 1)
@@ -158,13 +175,14 @@ def channel_grams(a_qk, a_kk, q, k, g, C: tl.constexpr, BLOCK: tl.constexpr, DT:
         a_qk += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
     else:
         same = (i >> LOG_BLOCK) == (j >> LOG_BLOCK)
-        p = masked_sum(same & (j <= i), g, DT)
+        columns = sum_columns(C, DT)
+        p = masked_sum(((i >> LOG_BLOCK) == (columns >> LOG_BLOCK)) & (columns <= i), g, DT)
         rows = tl.exp(p)
         cols = tl.trans((k * tl.exp(-p)).to(DT))
         a_qk += tl.where(same & (i >= j), tl.dot((q * rows).to(DT), cols, input_precision=PRECISION), 0.0)
         a_kk += tl.where(same & (i > j), tl.dot((k * rows).to(DT), cols, input_precision=PRECISION), 0.0)
     for level in range(LOG_BLOCK, LOG_C):
-        decay = tl.exp(masked_sum(level_sums(level, C), g, DT))
+        decay = tl.exp(masked_sum(level_sums(level, C, DT), g, DT))
         pairs = level_pairs(level, C)
         k_decayed = (k * decay).to(DT)
         cols = tl.trans(k_decayed)
@@ -183,11 +201,12 @@ def channel_gram(a_qk, q, k, g, C: tl.constexpr, BLOCK: tl.constexpr, DT: tl.con
         a_qk += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
     else:
         same = (i >> LOG_BLOCK) == (j >> LOG_BLOCK)
-        p = masked_sum(same & (j <= i), g, DT)
+        columns = sum_columns(C, DT)
+        p = masked_sum(((i >> LOG_BLOCK) == (columns >> LOG_BLOCK)) & (columns <= i), g, DT)
         cols = tl.trans((k * tl.exp(-p)).to(DT))
         a_qk += tl.where(same & (i >= j), tl.dot((q * tl.exp(p)).to(DT), cols, input_precision=PRECISION), 0.0)
     for level in range(LOG_BLOCK, LOG_C):
-        decay = tl.exp(masked_sum(level_sums(level, C), g, DT))
+        decay = tl.exp(masked_sum(level_sums(level, C, DT), g, DT))
         pairs = level_pairs(level, C)
         cols = tl.trans((k * decay).to(DT))
         a_qk += tl.where(pairs, tl.dot((q * decay).to(DT), cols, input_precision=PRECISION), 0.0)
@@ -198,7 +217,7 @@ def channel_gram(a_qk, q, k, g, C: tl.constexpr, BLOCK: tl.constexpr, DT: tl.con
 def token_decays(g, C: tl.constexpr, DT: tl.constexpr):
     """[C, C]: exp(g_{j+1} + ... + g_i) for a gate per token [C, 1]; finite everywhere."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return tl.exp(masked_sum(j <= i, tl.where(i > j, g, 0.0), DT))
+    return tl.exp(masked_sum(sum_columns(C, DT) <= i, tl.where(i > j, g, 0.0), DT))
 
 
 @triton.jit

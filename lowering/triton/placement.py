@@ -12,10 +12,16 @@ Two rules place the ops that wait for no carry:
 
 Everything else that the scan reads is a buffer. 16-bit inputs cross in their own type; what multiplies the state
 elementwise (the decay) crosses in fp32, because rounding it would compound over the sequence.
+
+Inside the prologue two kinds of values *pass* through memory as well, from one loop over blocks of K to the next: what
+the second loop reads of the first one (through the tile that the second one then overwrites), and the inverse. It saves
+loading and preparing the inputs twice, and the products of the second loop get operands that were loaded, which is what
+Triton 3.6 compiles right on Hopper (see ``configs.py``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -27,11 +33,15 @@ _PREPARES = (OpKind.LOAD, OpKind.CAST, OpKind.SCALE)
 
 @dataclass(frozen=True)
 class CrossingBuffer:
-    """A value that goes from the prologue to the scan. ``wide``: transposed, [V, C]. ``fp32``: whatever the inputs."""
+    """A value that goes from the prologue to the scan, or through memory inside the prologue (``passes``).
+
+    ``wide``: transposed, [V, C]. ``fp32``: whatever the inputs are.
+    """
 
     value: Value
     wide: bool
     fp32: bool
+    passes: bool = False
 
     @property
     def name(self) -> str:
@@ -40,21 +50,33 @@ class CrossingBuffer:
     def __str__(self) -> str:
         rows, cols = self.value.type.shape
         shape = f"[{cols},{rows}]" if self.wide else f"[{rows},{cols}]"
-        return f"{self.name} : {'fp32' if self.fp32 else 'io'}{shape}"
+        return f"{self.name} : {'fp32' if self.fp32 else 'io'}{shape}" + (
+            ", inside the prologue" if self.passes else ""
+        )
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The ops of each kernel in the order they are emitted, and the buffers."""
+    """The ops of each kernel in the order they are emitted, and the buffers.
+
+    ``passed``: values that pass through memory inside the prologue, and the buffer whose tile they use.
+    """
 
     program: Program
     prologue: tuple[Op, ...]
     scan: tuple[Op, ...]
     buffers: tuple[CrossingBuffer, ...]
+    passed: tuple[tuple[Value, str], ...]
+
+    @property
+    def crossing(self) -> tuple[CrossingBuffer, ...]:
+        """The buffers that the scan reads."""
+        return tuple(buffer for buffer in self.buffers if not buffer.passes)
 
     def __str__(self) -> str:
         lines = [f"placement {self.program.name}"]
         lines += [f"  buffer {buffer}" for buffer in self.buffers]
+        lines += [f"  {value.name} passes through {buffer}" for value, buffer in self.passed]
         for kernel, ops in (("prologue", self.prologue), ("scan", self.scan)):
             lines.append(f"  kernel {kernel}: " + " ".join(op.result.name if op.output else "store" for op in ops))
         return "\n".join(lines) + "\n"
@@ -83,8 +105,25 @@ def place(program: Program) -> Placement:
     needed = _needed(program, set(crossing))
     early = [op for op in program.ops if op in needed and op.result not in inverted]
     late = [op for op in program.ops if op in needed and op.result in inverted]
-    buffers = tuple(CrossingBuffer(value, is_wide(value), _scales_state(program, value)) for value in crossing)
-    return Placement(program, tuple(early + late), tuple(scan), tuple(sorted(buffers, key=_name)))
+    passed = _passed(late, inverted, crossing)
+    buffers = [CrossingBuffer(value, is_wide(value), _scales_state(program, value)) for value in crossing]
+    buffers += [CrossingBuffer(value, False, False, passes=True) for value, name in passed if value.name == name]
+    unique = {buffer.name: buffer for buffer in reversed(buffers)}
+    ordered = tuple(sorted(unique.values(), key=_name))
+    return Placement(program, tuple(early + late), tuple(scan), ordered, passed)
+
+
+def _passed(late: list[Op], inverted: set[Value], crossing: Iterable[Value]) -> tuple[tuple[Value, str], ...]:
+    """What the loops after the inverse read of what was made before them."""
+    looped = [op for op in late if "K" in op.result.type.shape or is_wide(op.result)]
+    passed: dict[Value, str] = {}
+    for op in looped:
+        for value in op.inputs:
+            if value.type.shape == ("C", "C"):
+                passed[value] = value.name
+            elif "K" in value.type.shape and value not in inverted:
+                passed[value] = value.name if value in crossing else op.result.name
+    return tuple(passed.items())
 
 
 def _reached_from_inverse(program: Program) -> set[Value]:

@@ -2,7 +2,7 @@
 
 Tiles as wide as K are worked off in blocks of BK columns, so that a handful of fp32 tiles fits the registers: a first
 loop makes the Gram matrices, summed over the blocks, and what else needs no inverse; a second one what does, from
-inputs loaded once more (they are in the cache).
+tiles that the first one left in memory (see ``placement.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Prologue(Kernel):
         ops = self.placement.prologue
         start = next((n for n, op in enumerate(ops) if op.kind is OpKind.UNIT_LOWER_INVERSE), len(ops))
         early = self._with_inputs([op for op in ops[:start] if self._is_sum(op) or self._crosses_in_blocks(op)])
-        late = self._with_inputs([op for op in ops[start:] if self._is_blocked(op)])
+        late = [op for op in ops[start:] if self._is_blocked(op)]
+        wide = [op for op in ops if is_wide(op.result)]
         self._begin([str(op.attr("port")) for op in ops if op.kind is OpKind.LOAD])
         self._norms(early)
         self._emit([op for op in ops if _is_column(op)])
@@ -30,9 +31,11 @@ class Prologue(Kernel):
         self._emit_blocked(early)
         self._finish(sums)
         self._emit([op for op in ops if op.result.type.shape == ("C", "C") and op not in sums])
+        self._pass_squares()
         if late:
-            self._emit_blocked(late)
-        wide = [op for op in ops if is_wide(op.result)]
+            with self._key_loop():
+                self._reload([value for value, _ in self.placement.passed if "K" in value.type.shape])
+                self._emit(late)
         if wide:
             self.lines.add("for first_column in range(0, V, BV):")
             with self.lines.indented():
@@ -48,7 +51,12 @@ class Prologue(Kernel):
         return op.result.type.shape == ("C", "C") and any("K" in value.type.shape for value in op.inputs)
 
     def _crosses_in_blocks(self, op: Op) -> bool:
-        return self._is_blocked(op) and any(buffer.value == op.result for buffer in self.placement.buffers)
+        return self._is_blocked(op) and bool(self._tiles(op.result))
+
+    def _tiles(self, value: Value) -> list[str]:
+        """The buffers that a value is stored to."""
+        names = [buffer.name for buffer in self.placement.crossing if buffer.value == value]
+        return list(dict.fromkeys(names + [name for passing, name in self.placement.passed if passing == value]))
 
     def _with_inputs(self, ops: Sequence[Op]) -> list[Op]:
         """``ops`` and the blocked ops that they read, in the program's order."""
@@ -174,13 +182,24 @@ class Prologue(Kernel):
         return [op]
 
     def _store(self, value: Value) -> None:
-        buffer = next((buffer for buffer in self.placement.buffers if buffer.value == value), None)
-        if buffer is None:
+        for name in self._tiles(value):
+            turned = value.type.cols == 1 and value.type.rows != 1
+            tile = f"tl.trans({self.ref(value)})" if turned else self.ref(value)
+            self.lines.add(f"{name}_tile = {name}_buffer + pid * {tile_size(value)} + {tile_offset(value)}")
+            self.lines.add(f"tl.store({name}_tile, {tile}.to({name}_buffer.dtype.element_ty))")
+
+    def _pass_squares(self) -> None:
+        """Wait until all warps have stored what passes through memory; then load the square ones."""
+        if not self.placement.passed:
             return
-        turned = value.type.cols == 1 and value.type.rows != 1
-        tile = f"tl.trans({self.ref(value)})" if turned else self.ref(value)
-        self.lines.add(f"{buffer.name}_tile = {buffer.name}_buffer + pid * {tile_size(value)} + {tile_offset(value)}")
-        self.lines.add(f"tl.store({buffer.name}_tile, {tile}.to({buffer.name}_buffer.dtype.element_ty))")
+        self.lines.add("tl.debug_barrier()")
+        self._reload([value for value, _ in self.placement.passed if value.type.shape == ("C", "C")])
+
+    def _reload(self, values: Sequence[Value]) -> None:
+        names = dict(self.placement.passed)
+        for value in values:
+            tile = f"{names[value]}_buffer + pid * {tile_size(value)} + {tile_offset(value)}"
+            self.lines.add(f"{value.name} = tl.load({tile})")
 
 
 def _is_column(op: Op) -> bool:

@@ -59,7 +59,7 @@ def run_chunks(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
     dtype = _buffer_dtype(call)
     config = choose(
         _device(call.q.device), key_width=key_width, value_width=value_width, lanes=call.sequences * value_heads,
-        length=length, item=dtype.itemsize, chunk_size=call.chunk_size,
+        length=length, item=dtype.itemsize, chunk_size=call.chunk_size, channels=call.gate == "channel",
     )  # fmt: skip
     variant = Variant.of(call)
     module = load_source(variant.name, chunk_source(variant))

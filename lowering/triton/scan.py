@@ -21,7 +21,7 @@ class Scan(Kernel):
             self.lines.add("first = start + step * C")
             self.lines.add("live_row = j < end - first")
             self.ports.bases(ports)
-            for buffer in self.placement.buffers:
+            for buffer in self.placement.crossing:
                 self._load(buffer.value)
             for op in self.placement.scan:
                 self._op(op)
@@ -32,7 +32,7 @@ class Scan(Kernel):
         return self.lines.text()
 
     def _begin(self, ports: list[str]) -> None:
-        buffers = [f"{buffer.name}_buffer" for buffer in self.placement.buffers]
+        buffers = [f"{buffer.name}_buffer" for buffer in self.placement.crossing]
         self.ports.signature(
             "scan", [*ports, *(["initial_state"] if self.variant.state else [])], buffers, [], scan=True
         )
@@ -64,7 +64,7 @@ class Scan(Kernel):
             add(f"{state.name} = tl.zeros([BV, KP], tl.float32)")
 
     def _load(self, value: Value) -> None:
-        buffer = next(buffer for buffer in self.placement.buffers if buffer.value == value)
+        buffer = next(buffer for buffer in self.placement.crossing if buffer.value == value)
         if value.type.cols == 1:
             self.turned.add(value)
         widen = ".to(tl.float32)" if buffer.wide else ""
