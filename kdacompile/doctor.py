@@ -89,11 +89,18 @@ def check_cuda() -> Check:
 
 def check_npu() -> Check:
     if util.find_spec("torch_npu") is None:
-        return Check("Ascend NPU", "missing", "torch_npu is not installed", "pip install torch_npu (needs CANN)")
+        return Check(
+            "Ascend NPU", "missing", "torch_npu is not installed", "pip install 'kdacompile[npu]' (needs CANN)"
+        )
     if not os.environ.get("ASCEND_HOME_PATH"):
         hint = "source CANN's set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to use torch without it"
         return Check("Ascend NPU", "missing", f"torch_npu {version_of('torch_npu')}, but no CANN", hint)
-    return Check("Ascend NPU", "ok", f"torch_npu {version_of('torch_npu')}, CANN at {os.environ['ASCEND_HOME_PATH']}")
+    found = f"torch_npu {version_of('torch_npu')}, CANN at {os.environ['ASCEND_HOME_PATH']}"
+    triton = version_of("triton-ascend")
+    if triton is None:
+        missing = f"{found}, but no triton-ascend: only bf16 gated delta rule operators, the rest runs op by op"
+        return Check("Ascend NPU", "note", missing, "pip install 'kdacompile[npu]'")
+    return Check("Ascend NPU", "ok", f"{found}, triton-ascend {triton}")
 
 
 def check_transformers() -> Check:

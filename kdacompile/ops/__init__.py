@@ -7,8 +7,8 @@ graph can express (``cu_seqlens``, both state layouts, paged caches, lse). The o
 
 from __future__ import annotations
 
-from kdacompile.ops import cuda, errors
+from kdacompile.ops import cuda, errors, npu
 from kdacompile.ops.functional import linear_attention, linear_attention_step
 from kdacompile.ops.mla_functional import mla, mla_decode
 
-__all__ = ["cuda", "errors", "linear_attention", "linear_attention_step", "mla", "mla_decode"]
+__all__ = ["cuda", "errors", "linear_attention", "linear_attention_step", "mla", "mla_decode", "npu"]

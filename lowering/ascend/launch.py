@@ -38,15 +38,21 @@ class Launch:
 Launcher = Callable[[Launch], None]
 
 
-def decline(q: Tensor, v: Tensor) -> str:
-    """Why the emitted kernels do not take these operands, or an empty string."""
-    width, columns = q.shape[-1], v.shape[-1]
+def decline(width: int, columns: int, dtype: torch.dtype) -> str:
+    """Why the emitted kernels do not take keys of ``width``, values of ``columns`` or operands of ``dtype``, or ''."""
     for name, n, most in (("K", width, 256), ("V", columns, 1 << 15)):
         if n & (n - 1) or not SUB_CHUNK <= n <= most:
             return f"{name} = {n} is not a power of two from {SUB_CHUNK} to {most}"
-    if q.dtype not in _DTYPES or v.dtype != q.dtype:
-        return f"q and v are {q.dtype} and {v.dtype}, and not both bfloat16, float16 or float32"
+    if dtype not in _DTYPES:
+        return f"no {dtype} kernels"
     return ""
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise ArgumentError(f"q, k and v have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if reason := decline(q.shape[-1], v.shape[-1], q.dtype):
+        raise ArgumentError(reason)
 
 
 def column_tile(width: int, columns: int, *, alone: bool = False) -> int:
@@ -78,8 +84,7 @@ def run_chunks(
     float32. ``cores``: how many Cube cores the device has. Returns o ``[B, T, HV, V]`` and the final state in float32.
     Raises :class:`ArgumentError` where :func:`decline` has a reason.
     """
-    if reason := decline(q, v):
-        raise ArgumentError(reason)
+    _check(q, k, v)
     batch, length, heads, width = q.shape
     value_heads, columns = v.shape[2:]
     bounds = _bounds(cu_seqlens, batch, length)
@@ -143,8 +148,7 @@ def run_step(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token: arguments as :func:`run_chunks` with T = 1. ``out`` may be ``state`` itself, which is then updated."""
-    if reason := decline(q, v):
-        raise ArgumentError(reason)
+    _check(q, k, v)
     batch, _, heads, width = q.shape
     value_heads, columns = v.shape[2:]
     tile = column_tile(width, columns, alone=True)

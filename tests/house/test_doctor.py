@@ -68,6 +68,8 @@ def test_an_npu_package_without_cann_is_told_apart(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     assert "no CANN" in doctor.check_npu().detail
     monkeypatch.setenv("ASCEND_HOME_PATH", "somewhere")
+    assert doctor.check_npu().status == "note" and "no triton-ascend" in doctor.check_npu().detail
+    monkeypatch.setattr(doctor, "version_of", {"torch_npu": "2.14.0", "triton-ascend": "3.2.0"}.get)
     assert doctor.check_npu().status == "ok"
     assert "torch_npu" not in sys.modules
 

@@ -1,0 +1,90 @@
+"""Which kernels run a prepared call on an Ascend NPU, and how triton-ascend launches the emitted ones."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calls import Call, Implementation
+from ..scratch import Scratch
+from ..triton.load import load_source
+from .launch import Launch, Launcher, decline, run_chunks, run_step
+from .operators import GatedDeltaRuleOperators
+
+
+def triton_launch(launch: Launch) -> None:
+    """Compile (once, triton keeps what it has compiled) and launch with triton-ascend, on the current stream."""
+    kernel: Any = getattr(load_source(launch.module.name, launch.module.source), launch.kernel.name)
+    kernel[(launch.grid,)](**launch.arguments, **launch.constants)
+
+
+def missing() -> str | None:
+    """Why triton-ascend cannot launch anything here; the triton of other devices has the same name."""
+    if find_spec("triton") is None or find_spec("triton.backends.ascend") is None:
+        return "triton-ascend is not installed"
+    return None
+
+
+@cache
+def cube_cores() -> int:
+    """Cube cores of the current device."""
+    driver: Any = import_module("triton.runtime.driver").driver
+    return int(driver.active.utils.get_device_properties(torch.accelerator.current_device_index())["num_aicore"])
+
+
+class EmittedKernels:
+    """:class:`kdacompile.lowering.calls.Implementation`: the emitted kernels. Takes calls as the op has them; ``run``
+    and ``step`` want them prepared: log gates, beta and normalised q and k as they are used, one dtype for q, k, v.
+
+    ``launch`` and ``cores`` stand in for triton-ascend and its device.
+    """
+
+    name = "triton-ascend"
+
+    def __init__(self, launch: Launcher | None = None, cores: int = 0) -> None:
+        self._launch, self._cores = launch, cores
+
+    def declines(self, call: Call) -> str | None:
+        if self._launch is None and (reason := missing()):
+            return reason
+        return decline(call.q.shape[-1], call.v.shape[-1], call.compute_dtype) or None
+
+    def run(self, call: Call, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        o, state = run_chunks(
+            call.q, call.k, call.v, _single(call.g), _single(call.beta), _single(call.initial_state), scale=call.scale,
+            delta=call.delta, gate=call.gate, cu_seqlens=call.cu_seqlens, cores=self._cores or cube_cores(),
+            launch=self._launch or triton_launch,
+        )  # fmt: skip
+        return o.to(call.out_dtype), state
+
+    def step(self, call: Call, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """In place where the state is fp32 and contiguous; another one is copied to fp32 and back."""
+        direct = state is not None and state.dtype is torch.float32 and state.is_contiguous()
+        o, new = run_step(
+            call.q, call.k, call.v, _single(call.g), _single(call.beta), _single(call.initial_state), scale=call.scale,
+            delta=call.delta, gate=call.gate, cores=self._cores or cube_cores(), launch=self._launch or triton_launch,
+            out=state if direct else None,
+        )  # fmt: skip
+        if state is not None and not direct:
+            state.copy_(new)
+        return o.to(call.out_dtype), new if state is None else state
+
+
+def _single(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float()
+
+
+# In the order they are asked. What none of them takes is the torch executor's.
+IMPLEMENTATIONS: list[Implementation] = [GatedDeltaRuleOperators(), EmittedKernels()]
+
+
+def choose(call: Call) -> Implementation | None:
+    """The first implementation that takes the call; none on another out-of-tree device."""
+    if call.q.device.type != "npu":
+        return None
+    return next((kernels for kernels in IMPLEMENTATIONS if kernels.declines(call) is None), None)
