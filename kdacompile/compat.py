@@ -128,6 +128,11 @@ def size_hint(size: Any) -> Any:
     return size
 
 
+def is_one(size: Any) -> bool:
+    """True for the number 1; a symbolic size is not asked, which would put a guard on it."""
+    return isinstance(size, int) and size == 1
+
+
 def free_symbols(value: Any) -> set[Any]:
     """The symbols in a size, in a tensor's sizes, or in those of a collection."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -75,11 +74,7 @@ def _spreads(node: fx.Node) -> bool:
 def _grows(factor: torch.Tensor, out: torch.Tensor) -> bool:
     """True if ``factor`` is broadcast: it lacks a dimension of ``out`` or has it with size one."""
     padded = (1,) * (out.dim() - factor.dim()) + tuple(factor.shape)
-    return any(_is_one(a) and not _is_one(b) for a, b in zip(padded, out.shape, strict=True))
-
-
-def _is_one(size: Any) -> bool:
-    return not isinstance(size, torch.SymInt) and size == 1
+    return any(compat.is_one(a) and not compat.is_one(b) for a, b in zip(padded, out.shape, strict=True))
 
 
 def run(

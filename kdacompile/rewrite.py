@@ -330,6 +330,9 @@ class Splice:
             call = self.graph.call_function(linear_attention_step, tuple(tensors), options)
         else:
             options["chunk_size"] = 0
+            layout = self.memory_order(fused.output, compat.example_value(like))
+            if self.keep_strides and layout != LETTERS["o"]:
+                options["o_layout"] = layout
             call = self.graph.call_function(linear_attention, (*tensors, None), options)
         call.meta[compat.ABSORBED] = fused.absorbed
         return self.with_meta(call, like)
@@ -351,6 +354,15 @@ class Splice:
     def getitem(self, call: fx.Node, index: int, like: fx.Node) -> fx.Node:
         return self.with_meta(self.graph.call_function(operator.getitem, (call, index)), like)
 
+    def memory_order(self, placement: Placement, want: torch.Tensor) -> str:
+        """The op's own dimensions in the order in which ``want`` has them in memory."""
+        strides = dict(zip(placement.letters, map(_hint, want.stride()), strict=True))
+        long = [letter for letter, size in zip(placement.letters, want.shape, strict=True) if _hint(size) > 1]
+        order = LETTERS[placement.role]
+        kept = [letter for letter in order if letter in long]
+        moved = iter(sorted(kept, key=lambda letter: -strides[letter]))
+        return "".join(next(moved) if letter in kept else letter for letter in order)
+
     def laid_out(self, placement: Placement, node: fx.Node, like: fx.Node) -> fx.Node:
         """The op's result in the layout, dtype and strides of the value it stands for."""
         for name, args in placement.back_steps():
@@ -359,7 +371,8 @@ class Splice:
         if compat.example_value(node).dtype != want.dtype:
             node = self.method(node, "to", want.dtype)
         have = compat.example_value(node)
-        same = [str(s) for s in have.stride()] == [str(s) for s in want.stride()]
+        pairs = zip(want.shape, have.stride(), want.stride(), strict=True)
+        same = all(compat.is_one(size) or str(ours) == str(theirs) for size, ours, theirs in pairs)
         if same or want.numel() == 0 or not self.keep_strides:
             return node
         order = sorted(range(want.dim()), key=lambda d: (-_hint(want.stride(d)), d))

@@ -9,7 +9,7 @@ Without the delta term the factor ``(I - b_t k_t k_t^T)`` is dropped: ``S_t = di
 Sources: Kimi Linear (arXiv 2510.26692, eq. 1), Gated DeltaNet (arXiv 2412.06464, eq. 10), GLA (arXiv 2312.06635, eq.
 3), Mamba-2 (arXiv 2405.21060, eq. 16), RetNet (arXiv 2307.08621, eq. 6).
 
-This file is the oracle of every proof, kernel and test; it is written to be read, not to be fast.
+This file is the oracle of every proof, kernel and test.
 """
 
 from __future__ import annotations
@@ -37,27 +37,30 @@ def token_recurrence(
     beta broadcasts to ``[B, T, HV]``; initial_state ``[B, HV, K, V]``. ``steps`` stops after that many tokens.
     Returns o ``[B, steps, HV, V]`` and the state after the last token, both float64.
     """
-    batch, length, heads, _ = q.shape
+    batch, length, _, width = q.shape
     value_heads = v.shape[2]
-    groups = value_heads // heads
-    q, k = (x.double().repeat_interleave(groups, dim=2) for x in (q, k))
-    v = v.double()
-    state = v.new_zeros(batch, value_heads, q.shape[-1], v.shape[-1])
+
+    def per_token(x: Tensor) -> tuple[Tensor, ...]:
+        """``[B, T, h, D]`` as a ``[B * HV, 1, D]`` for every token."""
+        x = x[:, :steps].double().repeat_interleave(value_heads // x.shape[2], dim=2)
+        return x.permute(1, 0, 2, 3).reshape(-1, batch * value_heads, 1, x.shape[3]).unbind(0)
+
+    queries, keys, values = per_token(scale * q.double()), per_token(k), per_token(v)
+    factors = None if decay is None else per_token(decay.expand(batch, length, value_heads, width))
+    weights = None if beta is None else per_token(beta.expand(batch, length, value_heads).unsqueeze(3))
+    state = v.new_zeros(batch, value_heads, width, v.shape[3], dtype=torch.float64)
     if initial_state is not None:
         state = state + initial_state.double()
-    if decay is not None:
-        decay = decay.double().expand(batch, length, value_heads, q.shape[-1])
-    if beta is not None:
-        beta = beta.double().expand(batch, length, value_heads)
+    state = state.flatten(0, 1)
     outputs = []
-    for t in range(length if steps is None else min(steps, length)):
-        if decay is not None:
-            state = state * decay[:, t, :, :, None]
-        write = v[:, t]
+    for t, (query, key, write) in enumerate(zip(queries, keys, values, strict=True)):
+        if factors is not None:
+            state = state * factors[t].mT
         if delta:
-            write = write - torch.einsum("bhk,bhkv->bhv", k[:, t], state)
-        if beta is not None:
-            write = write * beta[:, t, :, None]
-        state = state + k[:, t, :, :, None] * write[:, :, None, :]
-        outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
-    return torch.stack(outputs, dim=1) if outputs else v[:, :0], state
+            write = write - key @ state
+        if weights is not None:
+            write = write * weights[t]
+        state = torch.addcmul(state, key.mT, write)  # the outer product of key and write
+        outputs.append(query @ state)
+    o = torch.stack(outputs).view(-1, batch, value_heads, v.shape[3]).transpose(0, 1) if outputs else v[:, :0].double()
+    return o, state.unflatten(0, (batch, value_heads))

@@ -51,6 +51,7 @@ class Placement:
         if "*" in letters:
             steps.append(("unflatten", (letters.index("*"), (sizes["H"], sizes["K"]))))
             letters = letters.replace("*", "HK")
+        letters = self._filled(letters)
         for index in reversed(range(len(letters))):
             if letters[index] in ".=":
                 steps.append(("select", (index, 0)))
@@ -61,17 +62,24 @@ class Placement:
         missing = [i for i, letter in enumerate(LETTERS[self.role]) if letter not in letters]
         return [*steps, *(("unsqueeze", (index,)) for index in missing)]
 
+    def _filled(self, letters: str) -> str:
+        """``letters`` with the role's missing letters in place of dimensions of size one, as far as there are any."""
+        for letter in LETTERS[self.role]:
+            if letter not in letters:
+                letters = letters.replace(".", letter, 1)
+        return letters
+
     def back_steps(self) -> list[tuple[str, tuple[object, ...]]]:
         """Tensor methods that lay a canonical tensor out as the graph has it."""
-        order = LETTERS[self.role]
+        order, letters = LETTERS[self.role], self._filled(self.letters)
         steps: list[tuple[str, tuple[object, ...]]] = [
-            ("squeeze", (index,)) for index in reversed(range(len(order))) if order[index] not in self.letters
+            ("squeeze", (index,)) for index in reversed(range(len(order))) if order[index] not in letters
         ]
-        present = [letter for letter in order if letter in self.letters]
-        permutation = [present.index(letter) for letter in self.letters if letter not in ".="]
+        present = [letter for letter in order if letter in letters]
+        permutation = [present.index(letter) for letter in letters if letter not in ".="]
         if permutation != sorted(permutation):
             steps.append(("permute", tuple(permutation)))
-        return [*steps, *(("unsqueeze", (index,)) for index, letter in enumerate(self.letters) if letter in ".=")]
+        return [*steps, *(("unsqueeze", (index,)) for index, letter in enumerate(letters) if letter in ".=")]
 
     def to_canonical(self, tensor: Tensor) -> Tensor:
         for name, args in self.steps({}):

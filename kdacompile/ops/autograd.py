@@ -33,6 +33,7 @@ Kernels = Mapping[DispatchKey, Kernel]
 
 # The leading arguments of every op: q, k, v, g, beta, state, A_log, dt_bias; or q, q_rope, latent, k_rope, w_uk, w_uv,
 # mask, sinks.
+_OF_THE_OUTPUT = ("out_dtype", "o_layout")  # options that gradients do not depend on
 DIFFERENTIABLE = 8
 
 
@@ -50,7 +51,7 @@ class _Recorded(torch.autograd.Function):
         _, ctx.backward_op, options, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)  # an unused final state must not cost a backward pass over zeros
-        ctx.options = {name: value for name, value in options.items() if name != "out_dtype"}
+        ctx.options = {name: value for name, value in options.items() if name not in _OF_THE_OUTPUT}
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

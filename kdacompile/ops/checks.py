@@ -99,6 +99,12 @@ def check_step(
         raise StepLengthError(length=length)
 
 
+def check_layout(o_layout: str) -> None:
+    """The order of o's dimensions in memory must name each of them once."""
+    if sorted(o_layout) != sorted("BTHV"):
+        raise OptionError(name="o_layout", expected="the letters of BTHV in any order", actual=o_layout)
+
+
 def check_writable(state: Tensor) -> None:
     """The in-place step needs one memory cell per element of the state."""
     strides = state.stride()

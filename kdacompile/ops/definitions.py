@@ -30,8 +30,8 @@ _OPTIONS = "float scale, bool delta, str gate, str gate_fn, float gate_scale, bo
 _GRADIENTS = "Tensor? grad_o, Tensor? grad_state"
 
 _SCHEMAS = {
-    "linear_attention": f"({_FUNCTIONAL}, Tensor? cu_seqlens, *, {_OPTIONS}, ScalarType? out_dtype, int chunk_size)"
-    " -> (Tensor o, Tensor final_state)",
+    "linear_attention": f"({_FUNCTIONAL}, Tensor? cu_seqlens, *, {_OPTIONS}, ScalarType? out_dtype, int chunk_size,"
+    ' str o_layout="BTHV") -> (Tensor o, Tensor final_state)',
     "linear_attention_step": f"({_FUNCTIONAL}, *, {_OPTIONS}, ScalarType? out_dtype) -> (Tensor o, Tensor final_state)",
     "linear_attention_step_": f"({_INPLACE}, *, {_OPTIONS}, ScalarType? out_dtype) -> Tensor",
     "linear_attention_backward": f"({_GRADIENTS}, {_FUNCTIONAL}, Tensor? cu_seqlens, *, {_OPTIONS}, int chunk_size,"
@@ -49,7 +49,12 @@ _kernels: dict[str, dict[DispatchKey, Kernel]] = {}
 
 
 def add_kernel(name: str, device: str, kernel: Kernel) -> None:
-    """Serve op ``name`` on a device's dispatch key ("CPU", "CUDA", "PrivateUse1") with ``kernel``."""
+    """Serve op ``name`` on a device's dispatch key ("CPU", "CUDA", "PrivateUse1") with ``kernel``.
+
+    Kernels of ``linear_attention`` return o contiguous and know nothing of ``o_layout``.
+    """
+    if name == "linear_attention":
+        kernel = kernels.in_layout(kernel)
     _library.impl(name, kernel, device)
     _kernels[name][getattr(DispatchKey, device)] = kernel
 
@@ -92,7 +97,9 @@ def _linear_attention_op(name: str, kernel: Kernel, fake: Kernel) -> Any:
     return define(name, _SCHEMAS[name], kernel, fake)
 
 
-linear_attention = _linear_attention_op("linear_attention", kernels.sequence_kernel, fakes.sequence_fake)
+linear_attention = _linear_attention_op(
+    "linear_attention", kernels.in_layout(kernels.sequence_kernel), fakes.sequence_fake
+)
 linear_attention_step = _linear_attention_op("linear_attention_step", kernels.step_kernel, fakes.step_fake)
 linear_attention_step_ = _linear_attention_op(
     "linear_attention_step_", kernels.inplace_step_kernel, fakes.inplace_step_fake

@@ -1,6 +1,7 @@
 """Fakes: what the ops return, as empty tensors, for tracing. Sizes may be symbolic; none of them is compared.
 
-Outputs are contiguous whatever the inputs' strides are, so the fakes are exact without looking at strides.
+Outputs are contiguous (o in the order of ``o_layout``) whatever the inputs' strides are, so the fakes are exact without
+looking at strides.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdacompile.ops.checks import check_sequence, check_step
+from kdacompile.ops.checks import check_layout, check_sequence, check_step
 from kdacompile.ops.semantics import compute_dtype
 
 
@@ -31,13 +32,15 @@ def sequence_fake(
     gate_scale: float,
     qk_l2norm_eps: float,
     chunk_size: int,
+    o_layout: str = "BTHV",
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     check_sequence(
         q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens, gate=gate, gate_fn=gate_fn, gate_scale=gate_scale,
         qk_l2norm_eps=qk_l2norm_eps, chunk_size=chunk_size, symbolic=True,
     )  # fmt: skip
-    return _empty_o(v, out_dtype), _empty_state(q, k, v, cu_seqlens)
+    check_layout(o_layout)
+    return _empty_o(v, out_dtype, o_layout), _empty_state(q, k, v, cu_seqlens)
 
 
 def step_fake(
@@ -89,8 +92,12 @@ def backward_fake(
     return [x.new_empty(x.shape) for x, want in zip(tensors, wanted, strict=False) if want and x is not None]
 
 
-def _empty_o(v: Tensor, out_dtype: torch.dtype | None) -> Tensor:
-    return v.new_empty(v.shape, dtype=v.dtype if out_dtype is None else out_dtype)
+def _empty_o(v: Tensor, out_dtype: torch.dtype | None, o_layout: str = "BTHV") -> Tensor:
+    dtype = v.dtype if out_dtype is None else out_dtype
+    if o_layout == "BTHV":
+        return v.new_empty(v.shape, dtype=dtype)
+    order = ["BTHV".index(letter) for letter in o_layout]
+    return v.new_empty([v.shape[i] for i in order], dtype=dtype).permute([o_layout.index(letter) for letter in "BTHV"])
 
 
 def _empty_state(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:

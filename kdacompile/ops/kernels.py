@@ -1,22 +1,44 @@
 """The device-independent kernels of the semantic ops: check, compute through the lowering, return fresh tensors.
 
-A kernel runs below autograd and autocast on real tensors. Outputs and gradients are contiguous and own their memory:
-the fakes promise it, and an op that returned a view of an input would be aliasing the compiler does not know of.
+A kernel runs below autograd and autocast on real tensors. Outputs and gradients are contiguous (o in the order of
+``o_layout``) and own their memory: the fakes promise it, and an op that returned a view of an input would be aliasing
+the compiler does not know of.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kdacompile.ops.checks import check_sequence, check_step, check_writable
+from kdacompile.ops.checks import check_layout, check_sequence, check_step, check_writable
 from kdacompile.ops.dispatch import differentiation
 from kdacompile.ops.semantics import sequence_forward, step_forward
 
 OptionalTensors = Sequence[Tensor | None]
+O_DIMENSIONS = "BTHV"
+
+
+def in_layout(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``kernel`` with the option ``o_layout``: the dimensions of o from the outermost to the innermost in memory.
+
+    A rewritten graph must hand on the strides that the user's code gave its result. Copying here rather than in the
+    graph saves the compiler a kernel of its own.
+    """
+
+    @functools.wraps(kernel)
+    def laid_out(*tensors: Tensor | None, o_layout: str = O_DIMENSIONS, **options: Any) -> tuple[Tensor, Tensor]:
+        o, state = kernel(*tensors, **options)
+        if o_layout != O_DIMENSIONS:
+            check_layout(o_layout)
+            order = [O_DIMENSIONS.index(letter) for letter in o_layout]
+            o = o.permute(order).contiguous().permute([o_layout.index(letter) for letter in O_DIMENSIONS])
+        return o, state
+
+    return laid_out
 
 
 def sequence_kernel(
