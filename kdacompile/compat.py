@@ -198,6 +198,12 @@ ABSORBED = "kdacompile_absorbed"
 """Key of a node's meta: what an operator of ours took over from its surroundings."""
 
 
+def no_python_dispatcher() -> contextlib.AbstractContextManager[Any]:
+    """Inductor traces with torch's Python dispatcher on; a matmul of real tensors then takes six times as long."""
+    guard: Any = torch._C._DisablePythonDispatcher()
+    return guard
+
+
 def is_opaque_call(node: fx.Node) -> bool:
     """Calls the shadow never looks into: higher-order operators, custom operators, in-graph modules."""
     target = node.target

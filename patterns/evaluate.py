@@ -10,7 +10,8 @@ whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,6 +54,23 @@ class _Lane:
         self.reduced = any(_captured(d) != _run(d) for d in dims)
 
 
+Cut = tuple[int, int, int]
+"""An operand's index, its dimension to cut down, and the size it gets."""
+
+Step = Callable[[list[Tensor]], list[Tensor]]
+"""One operator made ready for operands of known sizes."""
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A step with where its operands come from (a tensor: a constant) and what is not needed any more after it."""
+
+    sources: list[Value | Tensor]
+    step: Step
+    outs: list[Value]
+    dead: list[Value]
+
+
 def _float64(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else dtype
 
@@ -82,19 +100,41 @@ class Region:
             if value not in keep and not value.const:
                 self.dead[index].append(value)
         self.constants: dict[Value, _Lane] = {}
+        self.plans: dict[tuple[torch.Size, ...], list[_Planned]] = {}
+        """What a run does, by the sizes of its inputs: probes differ in their numbers only."""
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Outputs for ``tensors``, given in the order of ``inputs`` (any of their dimensions may be reduced)."""
+        tensors = [tensor.to(_float64(tensor.dtype)) for tensor in tensors]
+        sizes = tuple(tensor.shape for tensor in tensors)
+        with torch.no_grad():
+            if sizes in self.plans:
+                return self.again(self.plans[sizes], tensors)
+            plan: list[_Planned] = []
+            results = self.first(tensors, plan)
+        self.plans[sizes] = plan
+        return results
+
+    def first(self, tensors: Sequence[Tensor], plan: list[_Planned]) -> list[Tensor]:
+        """Run while working out how each operator is to be run on inputs of these sizes."""
         env: dict[Value, _Lane] = {}
         for value, tensor in zip(self.inputs, tensors, strict=True):
             pairs = tuple(((a, b),) for a, b in zip(value.shape, tensor.shape, strict=True))
-            env[value] = _Lane(tensor.to(_float64(tensor.dtype)), pairs)
-        with torch.no_grad():
-            for op, dead in zip(self.ops, self.dead, strict=True):
-                self.step(op, env)
-                for value in dead:
-                    env.pop(value, None)
+            env[value] = _Lane(tensor, pairs)
+        for op, dead in zip(self.ops, self.dead, strict=True):
+            self.step(op, env, dead, plan)
+            for value in dead:
+                env.pop(value, None)
         return [self.load(value, env).tensor for value in self.outputs]
+
+    def again(self, plan: list[_Planned], tensors: Sequence[Tensor]) -> list[Tensor]:
+        env = dict(zip(self.inputs, tensors, strict=True))
+        for item in plan:
+            results = item.step([x if isinstance(x, Tensor) else env[x] for x in item.sources])
+            env.update(zip(item.outs, results, strict=False))
+            for value in item.dead:
+                env.pop(value, None)
+        return [env[value] if value in env else self.load(value, {}).tensor for value in self.outputs]
 
     def load(self, value: Value, env: dict[Value, _Lane]) -> _Lane:
         if value in env:
@@ -106,14 +146,13 @@ class Region:
             return self.constants[value]
         raise EvaluationError(f"{value} is neither an input nor computed in the region")
 
-    def step(self, op: Op, env: dict[Value, _Lane]) -> None:
+    def step(self, op: Op, env: dict[Value, _Lane], dead: list[Value], plan: list[_Planned]) -> None:
         if op.out.const and op.out in self.constants:
             return
         lanes = [self.load(value, env) for value in op.reads]
-        if any(lane.reduced for lane in lanes):
-            results = _reduced(op, lanes)
-        else:
-            results = _execute(op, [lane.tensor for lane in lanes])
+        step = _reduced(op, lanes) if any(lane.reduced for lane in lanes) else _call(op)
+        results = step([lane.tensor for lane in lanes])
+        sources = [value if value in env else lane.tensor for value, lane in zip(op.reads, lanes, strict=True)]
         for value, result in zip(op.outs, results, strict=False):
             dims = _out_dims(value, result, lanes)
             lane = _Lane(result, dims)
@@ -121,6 +160,8 @@ class Region:
                 self.constants[value] = lane
             else:
                 env[value] = lane
+        if not all(value in self.constants for value in op.outs):
+            plan.append(_Planned(sources, step, op.outs, dead))
 
 
 def constant(value: Value) -> Tensor:
@@ -132,27 +173,35 @@ _FILLERS = {"zeros": 0.0, "ones": 1.0, "zeros_like": 0.0, "ones_like": 1.0, "new
 _SIZED = frozenset({"view", "_unsafe_view", "_reshape_alias"})
 
 
-def _execute(op: Op, tensors: list[Tensor], args: Any = None) -> list[Tensor]:
-    """Run one operator; floating dtypes are float64 and devices the CPU."""
+def _call(op: Op) -> Step:
+    """The operator itself; floating dtypes are float64 and devices the CPU."""
     if op.name in _FILLERS or op.name in ("full", "full_like", "new_full", "empty", "empty_like", "new_empty"):
-        return [_filled(op)]
-    queue = iter(tensors)
-    args = map_values(op.args if args is None else args, lambda _: next(queue))
-    kwargs = map_values(op.kwargs, lambda _: next(queue))
+        filled = _filled(op)
+        return lambda _: [filled]
     kwargs = {
-        name: item for name, item in kwargs.items() if name not in ("device", "layout", "pin_memory", "memory_format")
+        name: item
+        for name, item in op.kwargs.items()
+        if name not in ("device", "layout", "pin_memory", "memory_format")
     }
     if isinstance(kwargs.get("dtype"), torch.dtype):
         kwargs["dtype"] = _float64(kwargs["dtype"])
     elif op.name in ("arange", "eye", "linspace", "scalar_tensor") and op.out.dtype.is_floating_point:
         kwargs["dtype"] = torch.float64
-    if op.name in ("view", "_unsafe_view", "_reshape_alias"):
-        return [args[0].reshape(args[1])]
-    try:
-        result = op.target(*args, **kwargs)
-    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
-        raise EvaluationError(f"{op.name}: {error}") from error
-    return [result] if isinstance(result, Tensor) else [item for item in result if isinstance(item, Tensor)]
+    if op.name in _SIZED:
+        sizes = op.args[1]
+        return lambda tensors: [tensors[0].reshape(sizes)]
+
+    def call(tensors: list[Tensor]) -> list[Tensor]:
+        queue = iter(tensors)
+        args = [next(queue) if isinstance(x, Value) else map_values(x, lambda _: next(queue)) for x in op.args]
+        named = map_values(kwargs, lambda _: next(queue)) if kwargs else kwargs
+        try:
+            result = op.target(*args, **named)
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
+            raise EvaluationError(f"{op.name}: {error}") from error
+        return [result] if isinstance(result, Tensor) else [item for item in result if isinstance(item, Tensor)]
+
+    return call
 
 
 def _filled(op: Op) -> Tensor:
@@ -183,26 +232,29 @@ def _out_dims(value: Value, result: Tensor, lanes: list[_Lane]) -> tuple[Factors
     return tuple(dims)
 
 
-def _reduced(op: Op, lanes: list[_Lane]) -> list[Tensor]:
-    """Run an operator some of whose operands have reduced dimensions."""
+def _reduced(op: Op, lanes: list[_Lane]) -> Step:
+    """An operator some of whose operands have reduced dimensions."""
     name, first = op.name, lanes[0]
     if name in _SIZED:
-        return [first.tensor.reshape(_regroup(first.dims, op.args[1]))]
+        sizes = _regroup(first.dims, op.args[1])
+        return lambda tensors: [tensors[0].reshape(sizes)]
     if name == "expand":
-        return [first.tensor.expand(_expand_sizes(first, op.out.shape))]
-    if name in _FILLERS or name in ("full_like", "new_full", "empty_like", "new_empty"):
-        return [_filled(op)]
+        sizes = _expand_sizes(first, op.out.shape)
+        return lambda tensors: [tensors[0].expand(sizes)]
     if name in ("select", "slice", "select_scatter", "slice_scatter", "unbind", "split", "split_with_sizes", "cat"):
         _check_picks(op, first)
     elif name in ("constant_pad_nd", "repeat", "index", "index_select", "index_put", "diagonal", "roll"):
         _check_untouched(op, first)
+    call = _call(op)
+    if len(lanes) == 1 and name != "stack":
+        return call
     if name == "stack":
-        lanes = _align(op, lanes, offset=False)
-    elif len(lanes) > 1 and name not in ("bmm", "mm", "linalg_solve_triangular"):
-        lanes = _align(op, lanes, offset=name not in ("cat", "select_scatter"))
-    elif len(lanes) > 1:
-        lanes = _align_batch(lanes)
-    return _execute(op, [lane.tensor for lane in lanes])
+        cuts = _align(op, lanes, offset=False)
+    elif name in ("bmm", "mm", "linalg_solve_triangular"):
+        cuts = _align_batch(lanes)
+    else:
+        cuts = _align(op, lanes, offset=name not in ("cat", "select_scatter"))
+    return _after_cuts(cuts, call)
 
 
 def _regroup(dims: tuple[Factors, ...], sizes: Sequence[int]) -> list[int]:
@@ -264,22 +316,32 @@ def _check_untouched(op: Op, lane: _Lane) -> None:
     raise LaneError(f"{op.name} on a reduced dimension")
 
 
-def _narrow(lane: _Lane, dim: int, size: int) -> _Lane:
+def _after_cuts(cuts: list[Cut], call: Step) -> Step:
+    """``call`` on operands that are the same all along some dimensions, cut down there to the size of the others."""
+    if not cuts:
+        return call
+
+    def step(tensors: list[Tensor]) -> list[Tensor]:
+        tensors = list(tensors)
+        for index, dim, size in cuts:
+            tensors[index] = _narrow(tensors[index], dim, size)
+        return call(tensors)
+
+    return step
+
+
+def _narrow(tensor: Tensor, dim: int, size: int) -> Tensor:
     """Cut an operand that is the same all along ``dim`` (a constant, or an expanded one) down to ``size``."""
-    if lane.tensor.shape[dim] < size:
-        raise LaneError("operands disagree on a reduced dimension")
-    if lane.tensor.stride(dim) != 0:
-        edge = lane.tensor.narrow(dim, 0, 1)
-        if not torch.equal(edge.expand_as(lane.tensor), lane.tensor):
+    if tensor.stride(dim) != 0:
+        edge = tensor.narrow(dim, 0, 1)
+        if not torch.equal(edge.expand_as(tensor), tensor):
             raise LaneError("a constant varies along a reduced dimension")
-    captured = _captured(lane.dims[dim])
-    dims = (*lane.dims[:dim], ((captured, size),), *lane.dims[dim + 1 :])
-    return _Lane(lane.tensor.narrow(dim, 0, size), dims)
+    return tensor.narrow(dim, 0, size)
 
 
-def _align(op: Op, lanes: list[_Lane], *, offset: bool) -> list[_Lane]:
+def _align(op: Op, lanes: list[_Lane], *, offset: bool) -> list[Cut]:
     """Make operands that share a captured size share the run's size too (``offset``: broadcast from the right)."""
-    lanes = list(lanes)
+    cuts: list[Cut] = []
     skip = _dim_of(op, lanes[0], 1) if op.name == "cat" else -1
     dropped = _dim_of(op, lanes[0], 2) if op.name == "select_scatter" else -1
     rank = max(len(lane.dims) for lane in lanes)
@@ -296,18 +358,14 @@ def _align(op: Op, lanes: list[_Lane], *, offset: bool) -> list[_Lane]:
         if not places:
             continue
         target = min(lanes[i].tensor.shape[d] for i, d in places)
-        for index, dim in places:
-            if lanes[index].tensor.shape[dim] != target:
-                lanes[index] = _narrow(lanes[index], dim, target)
-    return lanes
+        cuts += [(index, dim, target) for index, dim in places if lanes[index].tensor.shape[dim] != target]
+    return cuts
 
 
-def _align_batch(lanes: list[_Lane]) -> list[_Lane]:
+def _align_batch(lanes: list[_Lane]) -> list[Cut]:
     """Batched products: only the leading (batch) dimensions must agree."""
-    lanes = list(lanes)
+    cuts: list[Cut] = []
     for dim in range(len(lanes[0].dims) - 2):
         target = min(lane.tensor.shape[dim] for lane in lanes)
-        for index, lane in enumerate(lanes):
-            if lane.tensor.shape[dim] != target:
-                lanes[index] = _narrow(lane, dim, target)
-    return lanes
+        cuts += [(index, dim, target) for index, lane in enumerate(lanes) if lane.tensor.shape[dim] != target]
+    return cuts
