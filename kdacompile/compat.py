@@ -54,7 +54,7 @@ def owner(node: fx.Node) -> str:
     if source is None:
         return ""
     name: Any = source.name() if callable(source.name) else source.name
-    where = source.guard_source() if callable(source.guard_source) else source.guard_source
+    where: Any = source.guard_source() if callable(source.guard_source) else source.guard_source
     if "MODULE" not in where.name and "GLOBAL" not in where.name:
         return ""
     return "G" if where.name == "GLOBAL" else _OWN_ATTRIBUTE.sub("", str(name))
