@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from .calls import Call, Implementation
+from .hopper import HopperKernels
 from .triton import TritonKernels
 
 # In the order they are asked. What none of them takes is the torch executor's.
-IMPLEMENTATIONS: list[Implementation] = [TritonKernels()]
+IMPLEMENTATIONS: list[Implementation] = [HopperKernels(), TritonKernels()]
 
 
 def choose(call: Call) -> Implementation | None:

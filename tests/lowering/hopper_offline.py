@@ -1,0 +1,45 @@
+"""Compiling the Hopper kernels for sm_90a on a machine without a GPU."""
+
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from kdacompile.lowering.hopper import prepare, scan
+from kdacompile.lowering.hopper.run import GRAM_REGISTERS
+
+
+def compile_prepare() -> Any:
+    tile = _descriptor(1, 64, 1, 128)
+    tensors = {"A_log": "*fp32", "dt_bias": "*fp32", "beta": "*bf16", "buffer": "*bf16", "decay": "*fp32"}
+    signature = dict.fromkeys(prepare.prepare.arg_names, "i32")
+    signature |= tensors | dict.fromkeys(("d_q", "d_k", "d_g"), tile) | {"d_out": _descriptor(64, 64)}
+    signature |= dict.fromkeys(("scale", "eps", "bound", "shift", "unshift"), "fp32")
+    constants = dict.fromkeys(("HAS_A", "HAS_DT", "HAS_BETA", "SIGMOID_BETA"), True)
+    return _compile(prepare.prepare, signature, {**constants, "GRAM_REGISTERS": GRAM_REGISTERS}, 8)
+
+
+def compile_scan(columns: int) -> Any:
+    tile = _descriptor(1, 64, 1, columns)
+    signature = dict.fromkeys(scan.scan.arg_names, "i32")
+    signature |= {"d_buffer": _descriptor(256, 128), "d_v": tile, "d_o": tile}
+    signature |= {"decay": "*fp32", "initial": "*fp32", "final": "*fp32"}
+    constants = {"BV": columns, "STAGES": 3 if columns == 64 else 2, "HAS_INITIAL": True}
+    return _compile(scan.scan, signature, constants, columns // 16)
+
+
+def _descriptor(*block: int) -> str:
+    return f"tensordesc<bf16[{', '.join(map(str, block))}],{gl.NVMMASharedLayout(128, 16, len(block))}>"
+
+
+def _compile(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
+    signature |= dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
