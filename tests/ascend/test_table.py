@@ -1,0 +1,49 @@
+"""The compiler's figures in the table of plans: stored in lowering/ascend/compiled.json, compared whenever it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from kdacompile import plans
+from kdacompile.lowering.ascend.emit import CHUNK, chunk_module
+from kdacompile.lowering.ascend.launch import column_tile
+from kdacompile.patterns.family import FAMILY
+from kdacompile.patterns.family.row import Pattern
+from tests.ascend.cases import SIZES
+from tests.ascend.tools import ARCH, NEXT_ARCH, Tools
+
+TARGETS = {"ascend910b": ARCH, "ascend910_95": NEXT_ARCH}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_compiler_still_says_what_the_table_says(tools: Tools, target: str) -> None:
+    """Scan kernels at C = 64, K = V = 128, bf16; ``KDA_ACCEPT=1`` stores what the compiler says now."""
+    found = {row.name: figures(tools, row, target) for row in FAMILY}
+    stored: dict[str, Any] = json.loads(plans.COMPILED.read_text()) if plans.COMPILED.exists() else {}
+    if os.environ.get("KDA_ACCEPT") == "1":
+        for name, value in found.items():
+            stored.setdefault(name, {})[target] = value
+        plans.COMPILED.write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n")
+    assert {name: stored[name][target] for name in found} == found
+
+
+def figures(tools: Tools, row: Pattern, target: str) -> dict[str, int]:
+    """What the compiler made of a pattern's scan, and the buffers a core has that are the kernel's own."""
+    module = chunk_module(row.gate, row.delta, beta=row.delta)
+    kernel = module.kernel("scan")
+    constants = {**SIZES, "DELTA": int(row.delta), "BV": column_tile(128, 128, alone=not kernel.cube)}
+    facts = tools.compile(kernel, constants, arch=TARGETS[target]).facts
+    made = plans.plan(row.name, target, C=CHUNK)
+    own = {scratch.name for scratch in module.scratch if scratch.per_core}
+    result = {
+        "workspace_bytes": facts["workspace_bytes"],
+        "own_bytes": sum(made.bytes(b) for b in made.in_memory if b.name in own),
+    }
+    if target == "ascend910b":
+        assert facts["handovers"] == made.handovers
+        result["handovers"] = facts["handovers"]
+    return result
