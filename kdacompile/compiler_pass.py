@@ -1,9 +1,8 @@
-"""The pass: find linear attention in one Dynamo graph, prove it, rewrite it, and say what was done and why not more."""
+"""The pass: find linear attention and MLA in one Dynamo graph, prove it, rewrite it, and say what was done and why."""
 
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from kdacompile import compat, reabsorb, trace
+from kdacompile import compat, mla_pass, reabsorb, trace
 from kdacompile.collect import emit
 from kdacompile.held import Tables
 from kdacompile.instances import Instances
@@ -25,9 +24,11 @@ from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Group, find_groups
 from kdacompile.proof import Verdict
 from kdacompile.report import GraphReport, Match, Rejection, enforce
-from kdacompile.rewrite import CannotSplice, Splice
+from kdacompile.rewrite import LinearAttentionSplice
 from kdacompile.settings import Settings
 from kdacompile.shadow import make_shadow
+from kdacompile.source import describe, source_of
+from kdacompile.splice import CannotSplice
 from kdacompile.verdicts import Verdicts
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ def rewrite(
 ) -> GraphReport:
     """Rewrite ``gm`` in place and say what was done. Without ``keep_strides`` results come as the ops lay them out."""
     work = _Work(gm, settings, tables or {}, keep_strides=keep_strides)
-    if worth_a_look(gm.graph) or any(map(compat.is_own_op, gm.graph.nodes)):
+    if work.has_recurrence or work.has_attention:
         work.run()
     return work.report()
 
@@ -120,6 +121,9 @@ class _Work:
         self.seconds: dict[str, float] = {}
         self.nodes = len(gm.graph.nodes)
         self.instances = Instances(gm)
+        self.has_recurrence = worth_a_look(gm.graph) or any(map(compat.is_own_op, gm.graph.nodes))
+        self.has_attention = keep_strides and mla_pass.worth_a_look(gm.graph)  # what is lifted is a recurrence
+        self.attention = mla_pass.MlaWork(gm, settings, self.instances, self.timed)
 
     @contextmanager
     def timed(self, phase: str) -> Generator[None]:
@@ -132,13 +136,14 @@ class _Work:
     def run(self) -> None:
         if compat.transforms(self.gm.graph):
             reason = "the graph runs under a transform of torch.func (vmap, grad, jvp)"
-            self.rejections.append(Rejection("linear_attention", reason, "unknown", "transform"))
+            if self.has_recurrence:
+                self.rejections.append(Rejection("linear_attention", reason, "unknown", "transform"))
             return
         trace.before(self.gm)
         self.search()
-        if any(node.users for node in self.tables):
+        if self.has_recurrence and any(node.users for node in self.tables):
             self.search_with_tables()
-        if self.matches or self.changed:
+        if self.matches or self.attention.matches or self.changed:
             self.gm.graph.lint()
             self.gm.recompile()
             trace.after(self.gm)
@@ -147,6 +152,10 @@ class _Work:
         with self.timed("shadow"):
             shadow = make_shadow(self.gm, held=self.held)
         trace.shadow(shadow)
+        if self.has_attention and not self.held:
+            self.attention.run(shadow)
+        if not self.has_recurrence:
+            return
         with self.timed("match"):
             groups = find_groups(shadow)
         for group in groups:
@@ -208,7 +217,7 @@ class _Work:
         with self.timed("sizes"):
             reason = self.instances.disagreement(shadow, fused, absorbed, reabsorb.same_call)
         if reason is None:
-            splice = Splice(self.gm, shadow, fused, keep_strides=self.keep_strides)
+            splice = LinearAttentionSplice(self.gm, shadow, fused, keep_strides=self.keep_strides)
             try:
                 splice.apply(splice.check())
                 self.changed = True
@@ -242,7 +251,7 @@ class _Work:
 
     def reject_blocked(self, shadow: Graph) -> None:
         """Near misses without a region: say which operator stands in the way."""
-        if not self.matches and not self.rejections:
+        if not (self.matches or self.rejections or self.attention.matches or self.attention.rejections):
             for found in find_blockers(shadow):
                 source = source_of(found.op.node if found.op else None)
                 self.rejections.append(Rejection("linear_attention", found.reason, source, found.code))
@@ -267,13 +276,13 @@ class _Work:
         source = source_of(_innermost(fused))
         if name in self.settings.disable:
             return Rejection(name, "switched off by kda.disable", source, "disabled")
-        splice = Splice(self.gm, shadow, fused, keep_strides=self.keep_strides)
+        splice = LinearAttentionSplice(self.gm, shadow, fused, keep_strides=self.keep_strides)
         with self.timed("rewrite"):
             try:
                 op = splice.apply(splice.check())
             except CannotSplice as error:
                 return Rejection(name, error.reason, source, error.code)
-        roles = {role: _describe(fused, role) for role in fused.inputs}
+        roles = {role: describe(fused.inputs[role]) for role in fused.inputs}
         holds = tuple(node.name for node in self.relied_on(fused))
         self.matches.append(Match(name, fused.mode, source, roles, fused.max_error, op, fused.absorbed, holds=holds))
         return None
@@ -286,7 +295,8 @@ class _Work:
         return [node for node in self.held if node in read]
 
     def report(self) -> GraphReport:
-        return GraphReport(tuple(self.matches), tuple(self.rejections), self.nodes, self.seconds)
+        matches = (*self.matches, *self.attention.matches)
+        return GraphReport(matches, (*self.rejections, *self.attention.rejections), self.nodes, self.seconds)
 
 
 def _pattern_name(gate: str, delta: bool) -> str:
@@ -299,19 +309,3 @@ def _innermost(fused: Fused) -> fx.Node | None:
     """A node of the region's heart, for the report: where its first anchor stands."""
     anchors: list[Op] = [op for op in fused.candidate.group.anchors if op in fused.candidate.ops]
     return anchors[0].node if anchors else fused.output.value.node
-
-
-def _describe(fused: Fused, role: str) -> str:
-    placement = fused.inputs[role]
-    value = compat.example_value(placement.value.node)
-    letters = " ".join(placement.letters.replace(".", "1").replace("*", "(HK)"))
-    return f"{placement.value.node.name} [{letters}] {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-
-
-def source_of(node: fx.Node | None) -> str:
-    """ "file:line" of the user's code a node came from, for the report only."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "") if node is not None else []
-    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else "unknown"

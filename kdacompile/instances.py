@@ -66,7 +66,7 @@ class Instances:
         if any(compat.is_unbacked(symbol) for symbol in symbols):
             return "a size of the region is known only when the graph runs"
         try:
-            others = list(other_sizes(compat.shape_env(self.nodes), symbols, _numbers(nodes)))
+            others = list(other_sizes(compat.shape_env(self.nodes), symbols, numbers_in(nodes)))
             for sizes in others:
                 reason = self.compare(shadow, fused, sizes, recognise, move or _moved)
                 if reason is not None:
@@ -159,7 +159,7 @@ def _diagonally(options: list[list[int]]) -> Iterator[tuple[int, ...]]:
                 yield picked
 
 
-def _numbers(nodes: Iterable[fx.Node]) -> set[int]:
+def numbers_in(nodes: Iterable[fx.Node]) -> set[int]:
     """Numbers in the region's code at which something could begin or end: integers, slice bounds, compared floats."""
     found: set[int] = set()
 

@@ -98,7 +98,7 @@ def prove(candidate: Candidate, *, wide: bool = False) -> Verdict:
     runner = _Runner(candidate)
     while True:
         try:
-            with _one_thread(), compat.no_python_dispatcher():
+            with one_thread(), compat.no_python_dispatcher():
                 return _prove(candidate, runner, wide=wide)
         except LaneError as error:
             if not runner.go_whole():
@@ -110,7 +110,7 @@ def prove(candidate: Candidate, *, wide: bool = False) -> Verdict:
 
 
 @contextmanager
-def _one_thread() -> Generator[None]:
+def one_thread() -> Generator[None]:
     """Probes are many small operators: waking other threads for each costs more than it brings, tenfold on a busy
     machine.
     """

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from kdacompile import compat, compiler_pass
+from kdacompile import compat, compiler_pass, mla_pass
 from kdacompile.collect import emit
 from kdacompile.errors import ReportFormatError
 from kdacompile.report import GraphReport, Report
@@ -64,7 +64,8 @@ class Memory:
 
 
 def _is_interesting(module: fx.GraphModule) -> bool:
-    return compiler_pass.worth_a_look(module.graph) or any(map(compat.is_own_op, module.graph.nodes))
+    recurrence, attention = compiler_pass.worth_a_look(module.graph), mla_pass.worth_a_look(module.graph)
+    return recurrence or attention or any(map(compat.is_own_op, module.graph.nodes))
 
 
 def _file(modules: Sequence[fx.GraphModule], identity: str) -> Path:

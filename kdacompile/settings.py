@@ -80,9 +80,10 @@ def parse(mode: str | None = None, options: Mapping[str, Any] | None = None) -> 
 
 def known_patterns() -> tuple[str, ...]:
     """The names ``kda.expect`` and ``kda.disable`` accept."""
+    from kdacompile.patterns import mla
     from kdacompile.patterns.family import FAMILY
 
-    return tuple(row.name for row in FAMILY)
+    return (*(row.name for row in FAMILY), mla.NAME)
 
 
 # -- our own keys -----------------------------------------------------------------------------------------------------

@@ -71,8 +71,9 @@ class _Replay:
 
     def opaque(self, node: fx.Node) -> None:
         """Do not look into ``node``: it reads what it is given, yields something new, and may write its arguments."""
-        for arg in node.all_input_nodes:
-            self.recorder.graph.outputs.update(map(self.recorder.value_of, _tensors(self.env.get(arg))))
+        graph, value_of = self.recorder.graph, self.recorder.value_of
+        read = [value_of(tensor) for arg in node.all_input_nodes for tensor in _tensors(self.env.get(arg))]
+        graph.outputs.update(read)
         for arg in compat.written_arguments(node):
             for tensor in _tensors(self.env.get(arg)):
                 self.clobber(tensor)
@@ -80,6 +81,9 @@ class _Replay:
             self.env[node] = self.stand_in(compat.example_value(node), node)
         except compat.NoHint as error:  # nothing that depends on its size can be looked into either
             log.debug("unknown: %s (%s)", node.format_node(), error)
+            return
+        if isinstance(self.env[node], torch.Tensor):
+            graph.opaque[value_of(self.env[node])] = read
 
     def clobber(self, tensor: torch.Tensor) -> None:
         """Leave an unknown value in the buffer that ``tensor`` is (a view of)."""

@@ -12,6 +12,7 @@ from torch import fx
 
 from kdacompile.patterns.candidates import Candidate
 from kdacompile.patterns.ir import Graph
+from kdacompile.patterns.mla import MlaCandidate
 
 
 def before(gm: fx.GraphModule) -> None:
@@ -31,12 +32,12 @@ def shadow(graph: Graph) -> None:
     )
 
 
-def candidate(found: Candidate, verdict: str) -> None:
+def candidate(found: Candidate | MlaCandidate, verdict: str) -> None:
     """A region that was put to the proof, and what came of it."""
 
     def text() -> str:
         ops = sorted(found.ops, key=lambda op: op.outs[0].index)
-        ends = [f"inputs: {found.cut}", f"output: {found.output}", f"final state: {found.final_state}"]
+        ends = [f"inputs: {found.cut}", f"outputs: {found.outputs}"]
         return "\n".join([*ends, f"verdict: {verdict}", *map(repr, ops)])
 
     _artifact("candidate", text)

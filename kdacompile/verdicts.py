@@ -9,11 +9,12 @@ from torch import Tensor
 
 from kdacompile.patterns.candidates import Candidate
 from kdacompile.patterns.ir import Value, map_values
+from kdacompile.patterns.mla import MlaCandidate
 from kdacompile.patterns.roles import Placement
 from kdacompile.proof import Verdict, prove
 
 
-def structural_hash(candidate: Candidate) -> str:
+def structural_hash(candidate: Candidate | MlaCandidate) -> str:
     """The same for regions that differ only in which tensors of the model they read."""
     numbers: dict[Value, str] = {value: f"in{i}" for i, value in enumerate(candidate.cut)}
     digest = hashlib.sha256()

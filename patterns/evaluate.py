@@ -103,24 +103,32 @@ class Region:
         self.plans: dict[tuple[torch.Size, ...], list[_Planned]] = {}
         """What a run does, by the sizes of its inputs: probes differ in their numbers only."""
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Outputs for ``tensors``, given in the order of ``inputs`` (any of their dimensions may be reduced)."""
+    def __call__(
+        self, tensors: Sequence[Tensor], factors: Mapping[Value, tuple[Factors, ...]] | None = None
+    ) -> list[Tensor]:
+        """Outputs for ``tensors``, given in the order of ``inputs`` (any of their dimensions may be reduced).
+
+        ``factors``: dimensions of inputs that are products, only some of whose factors are reduced. They are the same
+        in every run of these sizes.
+        """
         tensors = [tensor.to(_float64(tensor.dtype)) for tensor in tensors]
         sizes = tuple(tensor.shape for tensor in tensors)
         with torch.no_grad():
             if sizes in self.plans:
                 return self.again(self.plans[sizes], tensors)
             plan: list[_Planned] = []
-            results = self.first(tensors, plan)
+            results = self.first(tensors, plan, factors or {})
         self.plans[sizes] = plan
         return results
 
-    def first(self, tensors: Sequence[Tensor], plan: list[_Planned]) -> list[Tensor]:
+    def first(
+        self, tensors: Sequence[Tensor], plan: list[_Planned], factors: Mapping[Value, tuple[Factors, ...]]
+    ) -> list[Tensor]:
         """Run while working out how each operator is to be run on inputs of these sizes."""
         env: dict[Value, _Lane] = {}
         for value, tensor in zip(self.inputs, tensors, strict=True):
             pairs = tuple(((a, b),) for a, b in zip(value.shape, tensor.shape, strict=True))
-            env[value] = _Lane(tensor, pairs)
+            env[value] = _Lane(tensor, factors.get(value, pairs))
         for op, dead in zip(self.ops, self.dead, strict=True):
             self.step(op, env, dead, plan)
             for value in dead:
@@ -153,8 +161,9 @@ class Region:
         step = _reduced(op, lanes) if any(lane.reduced for lane in lanes) else _call(op)
         results = step([lane.tensor for lane in lanes])
         sources = [value if value in env else lane.tensor for value, lane in zip(op.reads, lanes, strict=True)]
+        viewed = _regrouped(lanes[0].dims, op.args[1]) if op.name in _SIZED and lanes[0].reduced else None
         for value, result in zip(op.outs, results, strict=False):
-            dims = _out_dims(value, result, lanes)
+            dims = _out_dims(value, result, lanes) if viewed is None else viewed
             lane = _Lane(result, dims)
             if value.const and not lane.reduced:
                 self.constants[value] = lane
@@ -191,9 +200,12 @@ def _call(op: Op) -> Step:
         sizes = op.args[1]
         return lambda tensors: [tensors[0].reshape(sizes)]
 
+    # The softmax's third argument asks for a dtype that float64 is not rounded to.
+    given = (*op.args[:2], False) if op.name == "_softmax" else op.args
+
     def call(tensors: list[Tensor]) -> list[Tensor]:
         queue = iter(tensors)
-        args = [next(queue) if isinstance(x, Value) else map_values(x, lambda _: next(queue)) for x in op.args]
+        args = [next(queue) if isinstance(x, Value) else map_values(x, lambda _: next(queue)) for x in given]
         named = map_values(kwargs, lambda _: next(queue)) if kwargs else kwargs
         try:
             result = op.target(*args, **named)
@@ -258,28 +270,38 @@ def _reduced(op: Op, lanes: list[_Lane]) -> Step:
 
 
 def _regroup(dims: tuple[Factors, ...], sizes: Sequence[int]) -> list[int]:
-    """The sizes of a view, in this run: cut the operand's factors into groups of the captured sizes."""
+    """The sizes of a view, in this run."""
+    return [_run(dim) for dim in _regrouped(dims, sizes)]
+
+
+def _regrouped(dims: tuple[Factors, ...], sizes: Sequence[int]) -> tuple[Factors, ...]:
+    """The dimensions of a view: the operand's factors cut into groups of the captured sizes."""
     queue = [factor for dim in dims for factor in dim if factor != (1, 1)]
     captured = math.prod(f[0] for f in queue)
+    if not captured:
+        raise LaneError("a view without elements")
     known = math.prod(s for s in sizes if s != -1)
     wanted = [captured // known if s == -1 else s for s in sizes]
-    out: list[int] = []
+    out: list[Factors] = []
     for size in wanted:
-        have, run = 1, 1
+        have = 1
+        group: list[tuple[int, int]] = []
         while have < size:
             if not queue:
                 raise LaneError("view needs more elements than there are")
             total, part = queue.pop(0)
             if size % (have * total) == 0:
-                have, run = have * total, run * part
+                group.append((total, part))
+                have *= total
             elif total == part and total % (size // have) == 0:  # split an ordinary dimension
                 need = size // have
                 queue.insert(0, (total // need, total // need))
-                have, run = size, run * need
+                group.append((need, need))
+                have = size
             else:
                 raise LaneError("a view splits a reduced dimension")
-        out.append(run)
-    return out
+        out.append(tuple(group) if group else _plain(1))
+    return tuple(out)
 
 
 def _expand_sizes(lane: _Lane, shape: tuple[int, ...]) -> list[int]:

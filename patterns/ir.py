@@ -90,6 +90,8 @@ class Graph:
     """Final value of an input the graph overwrites -> (that input's Dynamo node, its value before)."""
     storages: dict[Any, int] = field(default_factory=dict)
     """Dynamo node -> storage id of its (first) tensor."""
+    opaque: dict[Value, list[Value]] = field(default_factory=dict)
+    """What a call that nobody looked into yields -> what it reads."""
     dead: set[Any] = field(default_factory=set)
     """Dynamo nodes none of whose results is read."""
     names: dict[Value, list[tuple[Any, int]]] = field(default_factory=dict)

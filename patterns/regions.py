@@ -23,7 +23,7 @@ def is_soft(op: Op) -> bool:
     if op.name not in REGION:
         return False
     if op.name in CONTRACTIONS:
-        return not any(_is_weight(_root(value)) for value in op.reads)
+        return not any(is_weight(root(value)) for value in op.reads)
     if op.name == "where":
         return isinstance(op.args[0], Value) and op.args[0].const
     if op.name == "masked_fill":
@@ -40,28 +40,28 @@ def is_soft(op: Op) -> bool:
     return op.out.dtype.is_floating_point
 
 
-def _root(value: Value) -> Value:
+def root(value: Value) -> Value:
     """The value below casts and rearrangements."""
     while value.op is not None and value.op.name in LAYOUT and value.op.reads:
         value = value.op.reads[0]
     return value
 
 
-def _is_weight(value: Value) -> bool:
+def is_weight(value: Value) -> bool:
     """Parameters, rows picked from one (experts), and matrices that enter the graph as such: a product with one is a
     projection.
     """
     if value.op is None and not value.const and len(value.shape) == 2:
         return True
     while value.op is not None and value.op.name in PICKING:
-        value = _root(value.op.reads[0])
+        value = root(value.op.reads[0])
     return value.param
 
 
 def _activations(operands: list[Value]) -> list[Value]:
     """Distinct data operands: constants, parameters and repeats of the same value do not count."""
-    roots = [_root(value) for value in operands]
-    return list(dict.fromkeys(root for root in roots if not root.const and not root.param))
+    roots = dict.fromkeys(root(value) for value in operands)
+    return [value for value in roots if not value.const and not value.param]
 
 
 def _spreads(factors: list[Value], out: Value) -> bool:
@@ -82,9 +82,9 @@ def is_anchor(op: Op) -> bool:
         factors = list(op.args[1:3])
         return len(_activations(factors)) >= 2 and _spreads(factors, op.out)
     if op.name == "sum":
-        source = _root(op.reads[0]).op
+        source = root(op.reads[0]).op
         while source is not None and source.name in SELECTIONS:
-            source = _root(next(value for value in source.reads if not value.const)).op
+            source = root(next(value for value in source.reads if not value.const)).op
         return source is not None and source.name == "mul" and len(_activations(source.reads)) >= 2
     return False
 

@@ -44,6 +44,11 @@ class Placement:
     value: Value
     letters: str
 
+    @property
+    def order(self) -> str:
+        """The role's own order of dimensions."""
+        return LETTERS[self.role]
+
     def steps(self, sizes: dict[str, int]) -> list[tuple[str, tuple[object, ...]]]:
         """Tensor methods that turn the graph's tensor into the role's own order, size one for letters it lacks."""
         steps: list[tuple[str, tuple[object, ...]]] = []
@@ -56,22 +61,22 @@ class Placement:
             if letters[index] in ".=":
                 steps.append(("select", (index, 0)))
         letters = letters.replace(".", "").replace("=", "")
-        order = [letters.index(letter) for letter in LETTERS[self.role] if letter in letters]
+        order = [letters.index(letter) for letter in self.order if letter in letters]
         if order != sorted(order):
             steps.append(("permute", tuple(order)))
-        missing = [i for i, letter in enumerate(LETTERS[self.role]) if letter not in letters]
+        missing = [i for i, letter in enumerate(self.order) if letter not in letters]
         return [*steps, *(("unsqueeze", (index,)) for index in missing)]
 
     def _filled(self, letters: str) -> str:
         """``letters`` with the role's missing letters in place of dimensions of size one, as far as there are any."""
-        for letter in LETTERS[self.role]:
+        for letter in self.order:
             if letter not in letters:
                 letters = letters.replace(".", letter, 1)
         return letters
 
     def back_steps(self) -> list[tuple[str, tuple[object, ...]]]:
         """Tensor methods that lay a canonical tensor out as the graph has it."""
-        order, letters = LETTERS[self.role], self._filled(self.letters)
+        order, letters = self.order, self._filled(self.letters)
         steps: list[tuple[str, tuple[object, ...]]] = [
             ("squeeze", (index,)) for index in reversed(range(len(order))) if order[index] not in letters
         ]
@@ -88,7 +93,7 @@ class Placement:
 
     def from_canonical(self, tensor: Tensor) -> Tensor:
         """The inverse of ``to_canonical``; along letters the tensor lacks, index 0 is taken."""
-        for index, letter in enumerate(LETTERS[self.role]):
+        for index, letter in enumerate(self.order):
             if letter not in self.letters:
                 tensor = tensor.narrow(index, 0, 1)
         for name, args in self.back_steps():

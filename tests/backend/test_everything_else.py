@@ -62,9 +62,9 @@ def shadows(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """The graphs a shadow was built of."""
     built: list[torch.fx.GraphModule] = []
 
-    def counting(gm: torch.fx.GraphModule, *rest: Any) -> Any:
+    def counting(gm: torch.fx.GraphModule, *rest: Any, **options: Any) -> Any:
         built.append(gm)
-        return shadow.make_shadow(gm, *rest)
+        return shadow.make_shadow(gm, *rest, **options)
 
     monkeypatch.setattr(compiler_pass, "make_shadow", counting)
     return built

@@ -113,7 +113,7 @@ def _measure(cell: Cell) -> Row:
     matched = sum((m.pattern, m.mode) == (case.pattern, MODES[cell.what]) for m in report.matches)
     breaks = graphs - _graphs_alone(cell.model, cell.what, cell.length)
     row = Row(cell, matched, breaks, error, ratio, seconds)
-    problems = list(judge(row, len(report.matches)))
+    problems = list(judge(row, sum(m.pattern != "mla" for m in report.matches)))
     if matched < case.layers:
         problems += [str(rejection) for rejection in report.rejections]
     return replace(row, problems=tuple(problems))

@@ -43,7 +43,8 @@ def eager_capture(graph: torch.fx.GraphModule, inputs: list[Any], **_: Any) -> A
 def check(case: ModelCase, model: PreTrainedModel, own: dict[str, Any], theirs: dict[str, Any], mode: str) -> Report:
     expected = call(model, theirs)
     report = explained(model, own)
-    assert [(m.pattern, m.mode) for m in report.matches] == [(case.pattern, mode)] * case.layers, str(report)
+    layers = [(m.pattern, m.mode) for m in report.matches if m.pattern != "mla"]  # tests/mla is about those
+    assert layers == [(case.pattern, mode)] * case.layers, str(report)
     assert relative_error(report.result[0], expected) <= BOUND
     return report
 

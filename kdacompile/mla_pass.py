@@ -1,0 +1,136 @@
+"""MLA in one graph: find it in the shadow, prove it, check it at other sizes, rewrite it, and say why not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from torch import fx
+
+from kdacompile import compat, trace
+from kdacompile.instances import CannotInstantiate, Instances, numbers_in, other_sizes
+from kdacompile.mla_proof import MlaVerdicts
+from kdacompile.mla_rewrite import MlaSplice
+from kdacompile.patterns.ir import Graph, Value
+from kdacompile.patterns.mla import NAME, FusedMla, MlaCandidate
+from kdacompile.patterns.mla_roles import find_mla
+from kdacompile.patterns.obstacle import Obstacle
+from kdacompile.report import Match, Rejection
+from kdacompile.settings import Settings
+from kdacompile.source import describe, source_of
+from kdacompile.splice import CannotSplice
+
+log = logging.getLogger(__name__)
+
+_ATTENTION = frozenset({"softmax", "scaled_dot_product_attention"})
+
+verdicts = MlaVerdicts()
+
+Timed = Callable[[str], AbstractContextManager[None]]
+
+
+def worth_a_look(graph: fx.Graph) -> bool:
+    """A cheap test of the calls: MLA has a softmax, whole or inside scaled_dot_product_attention."""
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            target = node.target
+            name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+            if name.split(".")[0] in _ATTENTION:
+                return True
+    return False
+
+
+class MlaWork:
+    """One graph's MLA regions; ``matches`` and ``rejections`` are the outcome."""
+
+    def __init__(self, gm: fx.GraphModule, settings: Settings, instances: Instances, timed: Timed) -> None:
+        self.gm, self.settings, self.instances, self.timed = gm, settings, instances, timed
+        self.matches: list[Match] = []
+        self.rejections: list[Rejection] = []
+
+    def run(self, shadow: Graph) -> None:
+        with self.timed("match"):
+            found = list(find_mla(shadow))
+        for item in found:
+            if isinstance(item, Obstacle):
+                self.reject(item.reason, item.op.node if item.op else None, item.code)
+            else:
+                self.visit(shadow, item)
+
+    def reject(self, reason: str, node: fx.Node | None, code: str) -> None:
+        self.rejections.append(Rejection(NAME, reason, source_of(node), code))
+
+    def visit(self, shadow: Graph, candidate: MlaCandidate) -> None:
+        node = candidate.anchor.node
+        if NAME in self.settings.disable:
+            self.reject("switched off by kda.disable", node, "disabled")
+            return
+        fused = self.judge(candidate)
+        if isinstance(fused, str):
+            self.reject(fused, node, "proof")
+            return
+        with self.timed("sizes"):
+            reason = self.disagreement(fused)
+        if reason is not None:
+            self.reject(reason, node, "dynamic")
+            return
+        source = source_of(node)
+        roles = {role: describe(placement) for role, placement in fused.inputs.items()}
+        with self.timed("rewrite"):
+            splice = MlaSplice(self.gm, shadow, fused)
+            try:
+                op = splice.apply(splice.check())
+            except CannotSplice as error:
+                self.reject(error.reason, node, error.code)
+                return
+        absorbed = ("causal mask",) if fused.claim.causal else ()
+        self.matches.append(Match(NAME, fused.mode, source, roles, fused.max_error, op, absorbed))
+
+    def judge(self, candidate: MlaCandidate) -> FusedMla | str:
+        """The proven region, or why it is not."""
+        with self.timed("proof"):
+            verdict = verdicts(candidate, wide=self.settings.verify == "wide")
+        trace.candidate(candidate, verdict.reason or "proven")
+        return verdict.reason if verdict.claim is None else FusedMla(candidate, verdict.claim, verdict.max_error)
+
+    # ---- other sizes
+
+    def disagreement(self, fused: FusedMla) -> str | None:
+        """Why the match does not hold at all sizes the graph allows, as far as other instances can tell."""
+        nodes = _nodes(fused)
+        symbols = set[object]().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
+        if not symbols:
+            return None
+        if any(map(compat.is_unbacked, symbols)):
+            return "a size of the region is known only when the graph runs"
+        try:
+            for sizes in other_sizes(compat.shape_env(self.instances.nodes), symbols, numbers_in(nodes)):
+                reason = self.compare(fused, self.instances.at(sizes)[0])
+                if reason is not None:
+                    where = ", ".join(f"{symbol} = {sizes[symbol]}" for symbol in sorted(symbols, key=str))
+                    return f"{reason} (at {where})"
+        except CannotInstantiate as error:
+            return str(error)
+        return None
+
+    def compare(self, fused: FusedMla, other: Graph) -> str | None:
+        for item in find_mla(other):
+            if isinstance(item, Obstacle) or not _same_node(item.output, fused.candidate.output):
+                continue
+            again = self.judge(item)
+            if isinstance(again, str) or again.claim.key() != fused.claim.key():
+                return "the region computes something else at other sizes"
+            return None
+        return "there is no such region at other sizes"
+
+
+def _same_node(one: Value, other: Value) -> bool:
+    return one.node is not None and one.node is other.node
+
+
+def _nodes(fused: FusedMla) -> set[fx.Node]:
+    """The region's Dynamo nodes and what they read: tensors, sizes and other numbers."""
+    own = {op.node for op in fused.candidate.ops if op.node is not None}
+    own |= {placement.value.node for placement in fused.inputs.values()}
+    return own | {arg for node in own for arg in node.all_input_nodes if node.op != "placeholder"}

@@ -1,0 +1,25 @@
+"""What the report says about a tensor and about a place in the user's code."""
+
+from __future__ import annotations
+
+import re
+
+from torch import fx
+
+from kdacompile import compat
+from kdacompile.patterns.roles import Placement
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def describe(placement: Placement) -> str:
+    """The tensor that plays a role: its node, the meaning of its dimensions, their sizes, its dtype."""
+    value = compat.example_value(placement.value.node)
+    letters = " ".join(placement.letters.replace(".", "1").replace("*", "(HK)"))
+    return f"{placement.value.node.name} [{letters}] {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+
+def source_of(node: fx.Node | None) -> str:
+    """ "file:line" of the user's code a node came from, for the report only."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "") if node is not None else []
+    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else "unknown"

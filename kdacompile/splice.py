@@ -1,0 +1,298 @@
+"""Splice a semantic op into the Dynamo graph where a proven region stood.
+
+The Dynamo graph is rewritten, not the shadow. In-place code is erased by hand (it is impure, so dead-code elimination
+would keep it), only later uses are redirected, and before anything is touched it is checked that no alias of what
+disappears is still read. ``rewrite.py`` and ``mla_rewrite.py`` say which nodes take the region's place.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from kdacompile import compat, gradient
+from kdacompile.patterns.ir import Graph, ancestors
+from kdacompile.patterns.match import Fused
+from kdacompile.patterns.mla import FusedMla
+from kdacompile.patterns.roles import Placement
+
+
+class CannotSplice(Exception):
+    """The region is proven but the graph around it does not allow the rewrite; nothing was changed."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+class Splice:
+    """One rewrite: ``check`` everything, then (in a subclass) insert the op, ``redirect`` its results and ``erase``."""
+
+    def __init__(
+        self, gm: fx.GraphModule, shadow: Graph, fused: Fused | FusedMla, *, keep_strides: bool = True
+    ) -> None:
+        self.gm = gm
+        self.keep_strides = keep_strides
+        self.graph = gm.graph
+        self.shadow = shadow
+        self.fused = fused
+        self.place = {node: index for index, node in enumerate(self.graph.nodes)}
+        self.timeline = _timeline(shadow, self.place)
+        self.dying = self.region_nodes()
+        self.zones = gradient.zones(gm.graph)
+        self.detached = False
+        """No result of the region wants a gradient although an input does: the op gets its inputs detached."""
+        self.final = fused.final_state
+        buffer = shadow.written[self.final.value][0] if self.final and self.final.value in shadow.written else None
+        self.state_in_place = self.final is not None and self.final.value.node is buffer
+        redirect_state = self.final is not None and not self.state_in_place
+        self.redirected = [fused.output, self.final] if self.final and redirect_state else [fused.output]
+        self.stores: list[tuple[fx.Node, fx.Node]] = []
+        """Copies of the final state into a buffer that are made again after the op: (copy, buffer)."""
+
+    def region_nodes(self) -> set[fx.Node]:
+        """Nodes whose work the op takes over, with those that only pass a value of the region on (a cast to its own
+        dtype).
+        """
+        ops = self.fused.candidate.ops
+        nodes = {op.node for op in ops}
+        writes = {mutation.node for mutation in self.shadow.mutations}
+        names = {node for op in ops for value in op.outs for node, _ in self.shadow.names.get(value, [])}
+        nodes |= (names - writes) | self.shadow.dead
+        return {node for node in nodes if node in self.place and node.op in ("call_function", "call_method")}
+
+    def now(self, position: int) -> int:
+        """Where a position of the graph the shadow was made of is in the graph as it is now."""
+        index = bisect_right(self.timeline, (position, len(self.place)))
+        return self.timeline[index - 1][1] if index else -1
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+    def check(self) -> fx.Node:
+        """The node to insert before; raises ``CannotSplice``."""
+        self.check_grad()
+        inputs = [placement.value.node for placement in self.fused.inputs.values()]
+        if any(node not in self.place for node in inputs):
+            raise CannotSplice("overlap", "an input was rewritten by an earlier match")
+        ready = max((self.place[node] for node in inputs), default=-1)
+        self.collect_stores(ready)
+        uses = [self.place[user] for placement in self.redirected for _, user in self.later_users(placement)]
+        first_use = min([*uses, *self.state_reads()], default=len(self.place) - 1)
+        written = [self.place[m.node] for m in self.shadow.mutations if m.node in self.dying]
+        if ready >= first_use:
+            raise CannotSplice("order", "a result is used before all inputs exist")
+        first_use = self.insertion_point(ready, first_use)
+        target = list(self.place)[first_use]
+        self.check_stores(first_use)
+        self.check_inputs(first_use)
+        self.check_aliases(first_use, written)
+        return target
+
+    def collect_stores(self, ready: int) -> None:
+        """Take over ``cache.copy_(final_state)`` where a model stores the state before all inputs exist."""
+        if self.final is None or self.state_in_place:
+            return
+        for name, user in self.later_users(self.final):
+            stores = user.op == "call_method" and user.target == "copy_" and user.args[1] is name and not user.users
+            if stores and self.place[user] <= ready:
+                buffer = user.args[0]
+                if isinstance(buffer, fx.Node) and buffer is not name:
+                    self.stores.append((user, buffer))
+        self.dying.update(copy for copy, _ in self.stores)
+
+    def state_reads(self) -> list[int]:
+        """Where the buffer that the region keeps its state in is read once the region is done with it."""
+        if self.final is None or not self.state_in_place:
+            return []
+        storage = self.shadow.storages.get(self.final.value.node)
+        writes = [self.place[m.node] for m in self.shadow.mutations if m.storage == storage and m.node in self.dying]
+        views = [node for node, own in self.shadow.storages.items() if own == storage and node in self.place]
+        reads = {self.place[user] for view in views for user in view.users if user not in self.dying}
+        if any(min(writes) < read < max(writes) for read in reads):
+            raise CannotSplice("alias", "the state is read between the region's writes to it")
+        return [read for read in reads if read > max(writes)]
+
+    def check_stores(self, before: int) -> None:
+        """Between a copy's old place and its new one nothing may touch the buffer."""
+        for copy, buffer in self.stores:
+            storage = self.shadow.storages.get(buffer)
+            for node, own in self.shadow.storages.items():
+                if own != storage or node not in self.place:
+                    continue
+                if any(user not in self.dying and self.place[copy] < self.place[user] < before for user in node.users):
+                    raise CannotSplice("order", "the stored state is read before all inputs of the region exist")
+
+    def check_grad(self) -> None:
+        """Gradients must get through the region everywhere or nowhere; then ``detached`` says which."""
+        if not any(gradient.wants_gradient(placement.value.node) for placement in self.fused.inputs.values()):
+            return
+        results = [self.fused.output, self.final] if self.final else [self.fused.output]
+        self.detached = not any(gradient.wants_gradient(placement.value.node) for placement in results)
+        if self.detached:
+            return
+        writes = [m.node for m in self.shadow.mutations if m.node in self.dying]
+        inputs = {placement.value for placement in self.fused.inputs.values()}
+        ops = self.fused.candidate.ops | ancestors(self.fused.candidate.cut, inputs.__contains__)
+        cut = gradient.is_cut(ops, inputs, self.shadow.names)
+        if cut or not all(self.zones[node][0] for node in writes):
+            raise CannotSplice("grad", "gradients are cut in part of the region")
+
+    def insertion_point(self, ready: int, first_use: int) -> int:
+        """The last place up to the first use of a result where the op lets gradients through as the region did."""
+        zone = self.zones[self.fused.output.value.node]
+        for node in reversed(list(self.place)[ready + 1 : first_use + 1]):
+            grad, inference = self.zones[node]
+            if inference <= zone[1] and (grad or self.detached or not zone[0]):
+                return self.place[node]
+        raise CannotSplice("grad", "gradients are switched off where all inputs of the region exist")
+
+    def names(self, placement: Placement) -> list[tuple[fx.Node, int]]:
+        """The nodes through which a value of the region is read, with the position from which they stand for it."""
+        names = self.shadow.names.get(placement.value, [])
+        return [(node, self.now(since)) for node, since in names if node in self.place]
+
+    def later_users(self, placement: Placement) -> list[tuple[fx.Node, fx.Node]]:
+        """Uses of an output outside the region: (name, user)."""
+        return [
+            (name, user)
+            for name, since in self.names(placement)
+            for user in name.users
+            if user not in self.dying and self.place.get(user, -1) > since
+        ]
+
+    def check_inputs(self, before: int) -> None:
+        """Every input must still hold, where the op is inserted, what it held when the region read it."""
+        for placement in self.fused.inputs.values():
+            node = placement.value.node
+            made = self.place[node] if placement.value.op is None else self.now(placement.value.op.position)
+            for mutation in self.shadow.mutations:
+                same = mutation.storage == self.shadow.storages.get(node)
+                if same and mutation.node not in self.dying and made < self.now(mutation.position) < before:
+                    raise CannotSplice(
+                        "mutation", f"{placement.role} is overwritten before the region's results are used"
+                    )
+
+    def check_aliases(self, before: int, written: Sequence[int]) -> None:
+        """Buffers the region fills in place must not be read elsewhere, except as its outputs."""
+        stores = {copy for copy, _ in self.stores}
+        dying_writes = {m.storage for m in self.shadow.mutations if m.node in self.dying and m.node not in stores}
+        outside_writes = {
+            m.storage for m in self.shadow.mutations if m.node not in self.dying and self.now(m.position) < before
+        }
+        if dying_writes & outside_writes:
+            raise CannotSplice("mutation", "a buffer of the region is also written outside it")
+        lost = {self.shadow.storages.get(source) for source, _ in self.shadow.written.values()} & dying_writes
+        redirected = {use for placement in self.redirected for use in self.later_users(placement)}
+        state_storage = self.shadow.storages.get(self.final.value.node) if self.final and self.state_in_place else None
+        if lost - {state_storage}:
+            raise CannotSplice("mutation", "the region overwrites an input that is not its state")
+        for node, storage in self.shadow.storages.items():
+            if storage not in dying_writes or storage == state_storage:
+                continue
+            if any(user not in self.dying and (node, user) not in redirected for user in node.users):
+                raise CannotSplice("alias", "a view of a buffer that the region fills is read outside it")
+
+    # -- the new nodes --------------------------------------------------------------------------------------------
+    def method(self, node: fx.Node, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        new = self.graph.call_method(name, (node, *args), kwargs)
+        return self.with_meta(new, self.fused.output.value.node)
+
+    def with_meta(self, new: fx.Node, like: fx.Node) -> fx.Node:
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in like.meta:
+                new.meta[key] = like.meta[key]
+        compat.propagate_fake(new, like)
+        return new
+
+    def canonical(self, placement: Placement) -> fx.Node:
+        node = placement.value.node
+        if self.detached and gradient.wants_gradient(node):
+            node = self.method(node, "detach")
+        elif self.wants_gradient() and self.is_overwritten(node):
+            node = self.method(node, "clone")  # autograd keeps what the op reads
+        for name, args in placement.steps(self.fused.sizes):
+            node = self.method(node, name, *args)
+        return node
+
+    def size(self, node: fx.Node, dim: int) -> Any:
+        """A size of ``node``: a number if it is fixed, else a node that asks for it."""
+        size = compat.example_value(node).shape[dim]
+        return size if isinstance(size, int) else self.with_meta(self.graph.call_method("size", (node, dim)), node)
+
+    def is_overwritten(self, node: fx.Node) -> bool:
+        storage = self.shadow.storages.get(node)
+        return any(mutation.storage == storage for mutation in self.shadow.mutations)
+
+    def wants_gradient(self) -> bool:
+        return any(gradient.wants_gradient(placement.value.node) for placement in self.fused.inputs.values())
+
+    def getitem(self, call: fx.Node, index: int, like: fx.Node) -> fx.Node:
+        return self.with_meta(self.graph.call_function(operator.getitem, (call, index)), like)
+
+    def memory_order(self, placement: Placement, want: torch.Tensor) -> str:
+        """The op's own dimensions in the order in which ``want`` has them in memory."""
+        strides = dict(zip(placement.letters, map(_hint, want.stride()), strict=True))
+        long = [letter for letter, size in zip(placement.letters, want.shape, strict=True) if _hint(size) > 1]
+        order = placement.order
+        kept = [letter for letter in order if letter in long]
+        moved = iter(sorted(kept, key=lambda letter: -strides[letter]))
+        return "".join(next(moved) if letter in kept else letter for letter in order)
+
+    def laid_out(self, placement: Placement, node: fx.Node, like: fx.Node) -> fx.Node:
+        """The op's result in the layout, dtype and strides of the value it stands for."""
+        for name, args in placement.back_steps():
+            node = self.method(node, name, *args)
+        want = compat.example_value(like)
+        if compat.example_value(node).dtype != want.dtype:
+            node = self.method(node, "to", want.dtype)
+        have = compat.example_value(node)
+        pairs = zip(want.shape, have.stride(), want.stride(), strict=True)
+        same = all(compat.is_one(size) or str(ours) == str(theirs) for size, ours, theirs in pairs)
+        if same or want.numel() == 0 or not self.keep_strides:
+            return node
+        order = sorted(range(want.dim()), key=lambda d: (-_hint(want.stride(d)), d))
+        node = self.method(node, "permute", *order)
+        node = self.method(node, "contiguous")
+        return self.method(node, "permute", *(order.index(d) for d in range(want.dim())))
+
+    def redirect(self, placement: Placement, node: fx.Node, like: fx.Node) -> None:
+        users = self.later_users(placement)
+        if users:
+            new = self.laid_out(placement, node, like)
+            for name, user in users:
+                user.replace_input_with(name, new)
+
+    def absorbed_nodes(self) -> set[fx.Node]:
+        """Nodes between the op's inputs and the region."""
+        inputs = {placement.value for placement in self.fused.inputs.values()}
+        ops = ancestors(self.fused.candidate.cut, inputs.__contains__)
+        nodes = {op.node for op in ops}
+        return {node for node in nodes if node in self.place and node.op in ("call_function", "call_method")}
+
+    def erase(self) -> None:
+        """Erase what only the region and what was absorbed above it needed, the region's in-place writes included."""
+        writes = {m.node for m in self.shadow.mutations}
+        absorbed = self.absorbed_nodes()
+        for node in reversed(list(self.graph.nodes)):
+            if node in absorbed and not node.users and node not in writes and not compat.writes_first_argument(node):
+                self.graph.erase_node(node)
+            elif node in self.dying and node.op in ("call_function", "call_method"):
+                removable = not node.users and (node in writes or not compat.writes_first_argument(node))
+                if removable:
+                    self.graph.erase_node(node)
+
+
+def _timeline(shadow: Graph, place: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
+    """(position when the shadow was made, place now) of the nodes that earlier rewrites left standing, in order."""
+    known: dict[fx.Node, int] = {op.node: op.position for op in shadow.ops}
+    known |= {mutation.node: mutation.position for mutation in shadow.mutations}
+    return sorted((position, place[node]) for node, position in known.items() if node in place)
+
+
+def _hint(size: Any) -> int:
+    return int(compat.size_hint(size))

@@ -1,0 +1,157 @@
+"""Multi-head latent attention (MLA): what the semantic op computes, and what is claimed about a region.
+
+    k_s = [W_UK c_s | r_s]      v_s = W_UV c_s
+    o_t = softmax_s(scale * q_t . k_s + mask_ts) v
+
+``c_s`` is one latent per token, ``r_s`` one rotated key per token that all heads share; what expands the latent
+(kv_b_proj) has no bias. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. The equation in code is
+``attention_oracle.py``; ``mla_walk.py`` finds where it could be, ``mla_roles.py`` says what plays which role, and
+nothing is believed before the proof.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from kdacompile.patterns.ir import Op, Value
+from kdacompile.patterns.roles import Placement
+
+NAME = "mla"
+TITLE = "Multi-head latent attention (MLA)"
+
+LETTERS = {
+    "q": "BTHK",
+    "q_rope": "BTHD",
+    "latent": "BCR",
+    "k_rope": "BCD",
+    "mask": "BHTS",
+    "sinks": "H",
+    "w": "WR",
+    "w_k": "WR",
+    "w_v": "WR",
+    "o": "BTHV",
+}
+"""The op's own order of dimensions, per role. C counts what the cache holds, S the tokens attended to: all of it, or as
+many as there are queries (a prefill into an empty static cache). K is N + D where the query comes in one piece, N where
+in two; W counts the rows of a weight, heads times what each has."""
+
+VANISHING = -6e4
+"""A mask's number below which nothing can be seen of a token: float16's lowest, the least negative one models use."""
+
+
+@dataclass(frozen=True)
+class MlaPlacement(Placement):
+    """A tensor of the graph in a role of MLA."""
+
+    @property
+    def order(self) -> str:
+        return LETTERS[self.role]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The claim "this region is MLA with these roles", not yet proven."""
+
+    inputs: dict[str, MlaPlacement]
+    output: MlaPlacement
+    sizes: dict[str, int]
+    scores: str
+    """Letters of the softmax's input, less what a sink appends."""
+    rope_first: bool = False
+    """Whether a query in one piece, and the key, begin with the rotated part."""
+    values_first: bool = False
+    """Whether a head's rows of a weight for both begin with the values'."""
+    causal: bool = False
+    mask_keeps: bool = True
+    """Of a boolean mask: True marks what may be seen."""
+    mask_fill: float = 0.0
+    """Of a boolean mask: what the scores it hides become (-inf, or a number so low that only a row hidden as a whole
+    can tell)."""
+    scale: float = 1.0
+
+    def with_(self, **changes: object) -> Claim:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def key(self) -> tuple[object, ...]:
+        """All that a rewrite burns into the graph, comparable between instances of one graph."""
+        roles = {name: (p.value.node, p.letters) for name, p in self.inputs.items()}
+        fixed = {letter: size for letter, size in self.sizes.items() if letter in "HNDRV"}
+        options = (
+            self.prefix,
+            self.rope_first,
+            self.values_first,
+            self.causal,
+            self.mask_keeps,
+            self.mask_fill,
+            self.scale,
+        )
+        return roles, (self.output.value.node, self.output.letters), fixed, options
+
+    @property
+    def prefix(self) -> bool:
+        """Whether only as many tokens of the cache as there are queries take part."""
+        return self.sizes["C"] != self.sizes["S"]
+
+    def split_weights(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """w_uk ``[H, N, R]`` and w_uv ``[H, V, R]`` from the weights as the model has them."""
+        heads, nope = self.sizes["H"], self.sizes["N"]
+        if "w" not in given:
+            return given["w_k"].unflatten(0, (heads, -1)), given["w_v"].unflatten(0, (heads, -1))
+        rows = given["w"].unflatten(0, (heads, -1))
+        if self.values_first:
+            return rows[:, self.sizes["V"] :], rows[:, : self.sizes["V"]]
+        return rows[:, :nope], rows[:, nope:]
+
+    def split_queries(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The queries' plain and rotated parts, ``[B, T, H, N]`` and ``[B, T, H, D]``."""
+        q, rope = given["q"], self.sizes["D"]
+        if "q_rope" in given or not rope:
+            return q, given.get("q_rope")
+        return (q[..., rope:], q[..., :rope]) if self.rope_first else (q[..., :-rope], q[..., -rope:])
+
+
+@dataclass
+class MlaCandidate:
+    """A region between ``cut`` and ``output``; ``scores`` is the softmax's input (less what a sink appends)."""
+
+    anchor: Op
+    ops: set[Op]
+    cut: list[Value]
+    output: Value
+    scores: Value
+    claims: list[Claim] = field(default_factory=list[Claim])
+
+    @property
+    def outputs(self) -> list[Value]:
+        return [self.output, self.scores]
+
+
+@dataclass(frozen=True)
+class FusedMla:
+    """A proven region: what the rewrite needs to know. There is no state: the cache is an input like any other."""
+
+    candidate: MlaCandidate
+    claim: Claim
+    max_error: float
+
+    @property
+    def inputs(self) -> dict[str, MlaPlacement]:
+        return self.claim.inputs
+
+    @property
+    def output(self) -> MlaPlacement:
+        return self.claim.output
+
+    @property
+    def final_state(self) -> None:
+        return None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return self.claim.sizes
+
+    @property
+    def mode(self) -> str:
+        return "step" if self.sizes["T"] == 1 else "sequence"

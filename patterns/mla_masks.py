@@ -1,0 +1,148 @@
+"""What hides tokens in an attention: causality that the graph alone decides, and masks that have to be carried along.
+
+A mask no input reaches is computed here and compared with the causal one; masks that depend on inputs (padding, a
+position in a static cache, a sparse indexer's choice) become an operand. Boolean masks are followed through the
+``where`` that turns them into numbers, if its numbers leave nothing of what they hide.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kdacompile.patterns.evaluate import EvaluationError, constant
+from kdacompile.patterns.ir import Op, Value
+from kdacompile.patterns.mla import VANISHING
+from kdacompile.patterns.mla_walk import Attention, named
+from kdacompile.patterns.obstacle import Obstacle
+from kdacompile.patterns.vocabulary import LAYOUT
+
+LARGEST_CONSTANT = 1 << 26
+"""Entries of a constant mask that is still computed."""
+
+
+@dataclass
+class MaskRole:
+    """The masks of one attention: at most one carried, any number that are constant."""
+
+    value: Value | None = None
+    keeps: bool = True
+    fill: float = 0.0
+    rank: int = 4
+    constants: list[Tensor] = field(default_factory=list[Tensor])
+    """Causal masks of the graph's own making, as numbers to add to the scores."""
+
+    def letters(self, layout: str) -> str | None:
+        """Letters of the carried mask, aligned from the right with the scores'."""
+        assert self.value is not None
+        shape = self.value.shape
+        if len(shape) > len(layout):
+            return None
+        aligned = layout[len(layout) - len(shape) :]
+        if any(size != 1 and letter == "." for size, letter in zip(shape, aligned, strict=True)):
+            return None
+        return "".join("." if size == 1 else letter for size, letter in zip(shape, aligned, strict=True))
+
+    def causal_in(self, layout: str, sizes: dict[str, int]) -> bool | None:
+        """Whether a constant mask hides just what comes after each query; None if not in this layout."""
+        if not all(_is_causal(mask, layout, sizes) for mask in self.constants):
+            return None
+        return bool(self.constants)
+
+
+def _is_causal(mask: Tensor, layout: str, sizes: dict[str, int]) -> bool:
+    tokens, cached = sizes["T"], sizes["S"]
+    if tokens > cached or mask.dim() > len(layout) or "T" not in layout or "S" not in layout:
+        return False
+    keep = torch.arange(cached) <= torch.arange(tokens)[:, None] + cached - tokens
+    for _ in layout[layout.index("T") + 1 : layout.index("S")]:
+        keep = keep.unsqueeze(1)
+    hidden = mask <= VANISHING
+    return bool(((mask == 0) | hidden).all()) and bool((hidden == ~keep).all())
+
+
+def read_masks(found: Attention, sizes: dict[str, int]) -> MaskRole | Obstacle:
+    """The masks of one attention, or what about them is not understood."""
+    role = MaskRole()
+    for op, mask in found.masks:
+        reason = _read_one(op, mask, role, sizes)
+        if reason is not None:
+            return Obstacle("mask", reason, op)
+    return role
+
+
+def _read_one(op: Op, mask: Value, role: MaskRole, sizes: dict[str, int]) -> str | None:
+    if mask.const and op.name == "add":
+        if math.prod(mask.shape) > LARGEST_CONSTANT:
+            return "the mask is too large to be computed here"
+        try:
+            data = constant(mask)
+        except EvaluationError as error:
+            return f"the mask cannot be computed here ({error})"
+        if not bool(data.any()):
+            return None
+        if data.is_floating_point() and any(_is_causal(data, layout, sizes) for layout in ("BHTS", "BTHS")):
+            role.constants.append(data)
+            return None
+    found = _carried(op, mask)
+    if isinstance(found, str):
+        return found
+    value, keeps, fill = found
+    if role.value is not None:
+        return "two masks that depend on inputs are applied"
+    if value.shape[-1] != sizes["S"] or len(value.shape) > 4:
+        return "the mask is not one number per query and token"
+    role.value, role.keeps, role.fill = value, keeps, fill
+    return None
+
+
+def _carried(op: Op, mask: Value) -> tuple[Value, bool, float] | str:
+    """(mask, whether True keeps, what hidden scores become) of a mask that is an operand."""
+    if op.name == "add":
+        value = named(mask)
+        if value is not None:
+            return value, True, 0.0
+        where = _unnamed_where(mask)
+        return _selected(where) if where is not None else "the mask is not a tensor of the model"
+    other = op.args[2]
+    fill = _number(other)
+    value = named(mask)
+    if fill is None or value is None or value.dtype is not torch.bool:
+        return "the scores are selected by something other than a boolean mask"
+    if not fill <= VANISHING:
+        return f"hidden scores become {fill:g}, which still lets something through"
+    return value, op.name == "where", fill
+
+
+def _unnamed_where(value: Value) -> Op | None:
+    """The ``where`` behind a mask that no node of the model yields, as scaled_dot_product_attention makes it."""
+    while value.op is not None and value.op.name in LAYOUT and value.node is None:
+        value = value.op.reads[0]
+    return value.op if value.op is not None and value.op.name == "where" else None
+
+
+def _selected(where: Op) -> tuple[Value, bool, float] | str:
+    condition, yes, no = (item if isinstance(item, Value) else None for item in where.args)
+    value = None if condition is None else named(condition)
+    numbers = _number(yes), _number(no)
+    if value is None or None in numbers:
+        return "the mask is not a tensor of the model"
+    for keeps, (kept, hidden) in ((True, numbers), (False, numbers[::-1])):
+        if kept == 0 and hidden is not None and hidden <= VANISHING:
+            return value, keeps, hidden
+    return "what the mask adds to hidden scores still lets something through"
+
+
+def _number(item: object) -> float | None:
+    """A number that the graph fixes."""
+    if isinstance(item, (int, float)):
+        return float(item)
+    if not isinstance(item, Value) or not item.const or math.prod(item.shape) != 1:
+        return None
+    try:
+        return float(constant(item))
+    except EvaluationError:
+        return None

@@ -1,0 +1,145 @@
+"""Spellings of MLA are found and give the same numbers and gradients; near misses are left alone, with a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kdacompile
+from kdacompile.report import Report
+from tests.compare import relative_error, tensors
+from tests.mla.spellings import CAUSAL, NEAR_MISSES, OTHER_ATTENTION, RANK, ROPE, SPELLINGS, WIDTH, Naive
+
+EAGER = {"kda.inner": "eager"}
+
+
+def inputs(tokens: int, cached: int, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return draw(batch, tokens, WIDTH), draw(batch, cached, RANK), draw(batch, cached, ROPE)
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return SPELLINGS[name]()
+
+
+def explained(module: nn.Module, arguments: tuple[Tensor, ...], **how: Any) -> Report:
+    torch._dynamo.reset()
+    return kdacompile.explain(module, options=EAGER, **how)(*arguments)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_prefill(name: str) -> None:
+    module = build(name)
+    arguments = inputs(9, 9)
+    with torch.no_grad():
+        report = explained(module, arguments)
+        expected = module(*arguments)
+    assert [(m.pattern, m.mode) for m in report.matches] == [("mla", "sequence")], str(report)
+    assert relative_error(report.result, expected) < 1e-6
+    assert ("causal mask" in report.matches[0].absorbed) == (name in CAUSAL)
+
+
+@pytest.mark.parametrize("name", ["Naive", "SliceCopies", "TwoTerms", "Sdpa"])
+def test_step(name: str) -> None:
+    module = build(name)
+    arguments = inputs(1, 13)
+    with torch.no_grad():
+        report = explained(module, arguments)
+        expected = module(*arguments)
+    assert [(m.pattern, m.mode) for m in report.matches] == [("mla", "step")], str(report)
+    assert relative_error(report.result, expected) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["SliceCopies", "TwoProjections", "Sdpa", "ValuesFirst"])
+def test_gradients(name: str) -> None:
+    module = build(name)
+    own = [x.requires_grad_() for x in inputs(9, 9)]
+    leaves = [*own, *module.parameters()]
+    with torch.random.fork_rng():
+        report = explained(module, tuple(own))
+    assert len(report.matches) == 1, str(report)
+    cotangent = torch.randn_like(report.result)
+    have = torch.autograd.grad(report.result, leaves, cotangent, allow_unused=True)
+    want = torch.autograd.grad(module(*own), leaves, cotangent, allow_unused=True)
+    for x, y in zip(have, want, strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or y is None or relative_error(x, y) < 1e-5
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses(name: str) -> None:
+    make, reason = NEAR_MISSES[name]
+    torch.manual_seed(0)
+    module, arguments = make(), inputs(9, 9)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(1)
+        report = explained(module, arguments)
+        torch.manual_seed(1)
+        expected = module(*arguments)
+    assert not report.matches and any(reason in r.reason for r in report.rejections), str(report)
+    for have, want in zip(tensors(report.result), tensors(expected), strict=True):
+        assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("name", OTHER_ATTENTION)
+def test_other_attention_is_nobodys_near_miss(name: str) -> None:
+    torch.manual_seed(0)
+    module = OTHER_ATTENTION[name]()
+    with torch.no_grad():
+        report = explained(module, inputs(9, 9))
+    assert not report.matches and not [r for r in report.rejections if r.pattern == "mla"], str(report)
+
+
+class Padded(Naive):
+    """A mask that only the batch decides, added as numbers."""
+
+    def forward(self, x: Tensor, latent: Tensor, rope: Tensor, padding: Tensor) -> Tensor:  # type: ignore[override]
+        k, v = self.expand(latent, rope)
+        hidden = torch.where(padding[:, None, None, :], 0.0, torch.finfo(x.dtype).min)
+        weights = (self.queries(x) @ k.mT * self.scale + hidden).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
+def test_a_mask_of_the_inputs_is_carried() -> None:
+    torch.manual_seed(0)
+    module, padding = Padded(), torch.ones(2, 9, dtype=torch.bool)
+    padding[0, :4] = False
+    padding[1] = False  # nothing is left to see: softmax averages
+    arguments = (*inputs(9, 9), padding)
+    with torch.no_grad():
+        report = explained(module, arguments)
+        expected = module(*arguments)
+    assert [set(m.roles) for m in report.matches] == [{"q", "latent", "k_rope", "w", "mask"}], str(report)
+    assert relative_error(report.result, expected) < 1e-6
+
+
+def test_one_graph_for_all_lengths() -> None:
+    torch._dynamo.reset()
+    module = build("Sdpa")
+    graphs: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, example: list[Any]) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return kdacompile.backend.kda(graph, example, options=EAGER | {"kda.expect": {"mla": 1}})
+
+    compiled = torch.compile(module, backend=count, dynamic=True)
+    with torch.no_grad():
+        for tokens, cached in ((5, 9), (7, 30), (6, 200)):
+            arguments = inputs(tokens, cached)
+            assert relative_error(compiled(*arguments), module(*arguments)) < 1e-6
+    assert len(graphs) == 1
+
+
+def test_switched_off() -> None:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        report = kdacompile.explain(build("Naive"), options=EAGER | {"kda.disable": ["mla"]})(*inputs(9, 9))
+    assert not report.matches and [r.code for r in report.rejections] == ["disabled"]
