@@ -31,7 +31,7 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a call is cut up: runs of ``segment`` chunks share one buffer, a block of the scan has ``columns`` of V."""
+    """How a call is cut: runs of ``segment`` chunks share one buffer, a block of the scan has ``columns`` of V."""
 
     chunks: int
     segment: int
@@ -59,7 +59,7 @@ def schedule(lanes: int, length: int, multiprocessors: int) -> Schedule:
 
 
 class HopperKernels:
-    """:class:`kdacompile.lowering.calls.Implementation`: KDA with bounded gates at K = V = 128 on sm_90."""
+    """:class:`kdacompile.lowering.calls.Implementation`: bounded KDA and gated delta rule, K = V = 128, sm_90."""
 
     name = "hopper"
 
@@ -87,10 +87,12 @@ def _machine(x: Tensor) -> str | None:
 
 def _row(call: Call) -> str | None:
     """Whether these kernels compute this row of the family."""
-    if not call.delta or call.gate != "channel":
-        return "only the delta rule with a gate per channel"
-    if call.gate_fn != "sigmoid" or _shift(call.gate_scale) > MAX_SHIFT:
-        return f"gates are not bounded below by {-MAX_SHIFT / (16 * LOG2E):.2f}"
+    if not call.delta or call.gate not in ("channel", "token"):
+        return "only the delta rule with a gate per channel or per token"
+    if call.gate == "channel" and (call.gate_fn != "sigmoid" or _shift(call.gate_scale) > MAX_SHIFT):
+        return f"gates per channel are not bounded below by {-MAX_SHIFT / (16 * LOG2E):.2f}"
+    if call.gate == "token" and call.gate_fn not in ("log", "softplus"):
+        return f"a {call.gate_fn} gate per token"
     if not call.qk_l2norm_eps:
         return "keys are not known to be unit vectors: the inverse in fp16 could overflow"
     if call.cu_seqlens is not None:
@@ -104,9 +106,11 @@ def _tensors(call: Call) -> str | None:
     value_heads, value_width = call.v.shape[2:]
     if (key_width, value_width) != (WIDTH, WIDTH):
         return f"K = V = {WIDTH} only"
-    sixteen = (call.q, call.k, call.v, call.g)
-    if any(x is not None and x.dtype is not torch.bfloat16 for x in sixteen) or call.out_dtype is not torch.bfloat16:
-        return "q, k, v, g and o must be bfloat16"
+    dtypes = {call.q.dtype, call.k.dtype, call.v.dtype, call.out_dtype}
+    if call.g is not None and call.gate == "channel":
+        dtypes.add(call.g.dtype)  # it goes through the copy engine; a gate per token is loaded in any dtype
+    if dtypes != {torch.bfloat16}:
+        return "q, k, v, o and a gate per channel must be bfloat16"
     if length < MIN_CHUNKS * CHUNK:
         return "a short sequence"
     if batch * value_heads * -(-length // CHUNK) * BUFFER_ROWS >= 2**31 or batch * value_heads >= 2**16:
@@ -118,9 +122,9 @@ class _Launches:
     """The kernels of one call, and what they need in common."""
 
     def __init__(self, call: Call, plan: Schedule, scratch: Scratch) -> None:
-        from . import prepare, scan  # here, not above: a machine without triton imports this module too
+        from . import prepare, prepare_scalar, scan  # here, not above: a machine without triton imports this module too
 
-        self.prepare, self.scan = prepare, scan
+        self.prepare, self.prepare_scalar, self.scan = prepare, prepare_scalar, scan
         self.call, self.plan = call, plan
         self.batch, self.length, self.value_heads = call.v.shape[:3]
         self.lanes = self.batch * self.value_heads
@@ -132,7 +136,7 @@ class _Launches:
         self.final = torch.empty((*call.v.shape[::2], WIDTH, WIDTH), dtype=torch.float32, device=device)
         self.blocks = _multiprocessors(device)
         tile = (1, CHUNK, 1, WIDTH)
-        self.q, self.k, self.g = (_described(_aligned(x), tile) for x in (call.q, call.k, _present(call.g)))
+        self.q, self.k = (_described(_aligned(x), tile) for x in (call.q, call.k))
         columns = (1, CHUNK, 1, plan.columns)
         self.v, self.o_out = _described(_aligned(call.v), columns), _described(self.o, columns)
 
@@ -145,20 +149,30 @@ class _Launches:
     def launch_prepare(self, first: int, chunks: int) -> None:
         call = self.call
         total = self.lanes * chunks
-        shift = _shift(call.gate_scale)
         # What is absent is never read: any tensor will do for its pointer.
         A_log = self.decays if call.A_log is None else call.A_log.contiguous()
         dt_bias = self.decays if call.dt_bias is None else call.dt_bias.contiguous()
         beta = self.decays if call.beta is None else call.beta
-        strides = (0, 0, 0) if call.beta is None else call.beta.stride()
-        self.prepare.prepare[(min(self.blocks, total),)](
-            self.q, self.k, self.g, A_log, dt_bias, beta, *strides,
-            self.rows, _described(self.rows, (CHUNK, CHUNK)), self.decays,
-            self.length, self.value_heads, self.value_heads // call.q.shape[2], first, chunks, total,
-            call.scale, call.qk_l2norm_eps, call.gate_scale * LOG2E, float(shift), 2.0**-shift,
-            HAS_A=call.A_log is not None, HAS_DT=call.dt_bias is not None, HAS_BETA=call.beta is not None,
-            SIGMOID_BETA=call.sigmoid_beta and call.beta is not None, GRAM_REGISTERS=GRAM_REGISTERS, num_warps=8,
-        )  # fmt: skip
+        parameters = (A_log, dt_bias, beta, *((0, 0, 0) if call.beta is None else call.beta.stride()))
+        out = (self.rows, _described(self.rows, (CHUNK, CHUNK)), self.decays)
+        group = self.value_heads // call.q.shape[2]
+        common = (self.length, self.value_heads, group, first, chunks, total, call.scale, call.qk_l2norm_eps)
+        given = {
+            "HAS_A": call.A_log is not None, "HAS_DT": call.dt_bias is not None, "HAS_BETA": call.beta is not None,
+            "SIGMOID_BETA": call.sigmoid_beta and call.beta is not None,
+            "GRAM_REGISTERS": GRAM_REGISTERS, "num_warps": 8,
+        }  # fmt: skip
+        grid, g = (min(self.blocks, total),), _present(call.g)
+        if call.gate == "token":
+            softplus = call.gate_fn == "softplus"
+            self.prepare_scalar.prepare_scalar[grid](
+                self.q, self.k, g, *g.stride(), *parameters, *out, *common, SOFTPLUS=softplus, **given
+            )
+            return
+        shift = _shift(call.gate_scale)
+        bounds = (call.gate_scale * LOG2E, float(shift), 2.0**-shift)
+        d_g = _described(_aligned(g), (1, CHUNK, 1, WIDTH))
+        self.prepare.prepare[grid](self.q, self.k, d_g, *parameters, *out, *common, *bounds, **given)
 
     def launch_scan(self, first: int, chunks: int) -> None:
         initial = self.call.initial_state if first == 0 else self.final

@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kdacompile.lowering.hopper import prepare, scan
+from kdacompile.lowering.hopper import prepare, prepare_scalar, scan
 from kdacompile.lowering.hopper.run import GRAM_REGISTERS
 
 
@@ -23,6 +23,16 @@ def compile_prepare() -> Any:
     signature |= dict.fromkeys(("scale", "eps", "bound", "shift", "unshift"), "fp32")
     constants = dict.fromkeys(("HAS_A", "HAS_DT", "HAS_BETA", "SIGMOID_BETA"), True)
     return _compile(prepare.prepare, signature, {**constants, "GRAM_REGISTERS": GRAM_REGISTERS}, 8)
+
+
+def compile_prepare_scalar() -> Any:
+    tile = _descriptor(1, 64, 1, 128)
+    kernel = prepare_scalar.prepare_scalar
+    tensors = {"A_log": "*fp32", "dt_bias": "*fp32", "g": "*bf16", "beta": "*bf16", "buffer": "*bf16", "decay": "*fp32"}
+    signature = dict.fromkeys(kernel.arg_names, "i32") | tensors | {"d_q": tile, "d_k": tile}
+    signature |= {"d_out": _descriptor(64, 64), "scale": "fp32", "eps": "fp32"}
+    constants = dict.fromkeys(("SOFTPLUS", "HAS_A", "HAS_DT", "HAS_BETA", "SIGMOID_BETA"), True)
+    return _compile(kernel, signature, {**constants, "GRAM_REGISTERS": GRAM_REGISTERS}, 8)
 
 
 def compile_scan(columns: int) -> Any:

@@ -34,6 +34,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> HopperKernels:
     return HopperKernels()
 
 
+def test_takes_the_gated_delta_rule(hopper: HopperKernels) -> None:
+    call = replace(kda_call(), gate="token", gate_fn="softplus", g=torch.zeros(1, 256, 2))
+    assert hopper.declines(call) is None
+    assert hopper.declines(replace(call, gate_fn="log", gate_scale=1.0)) is None
+
+
 def test_takes_bounded_kda(hopper: HopperKernels) -> None:
     assert hopper.declines(kda_call()) is None
     assert hopper.declines(kda_call(heads=1, value_heads=4, length=129)) is None
@@ -43,7 +49,8 @@ def test_takes_bounded_kda(hopper: HopperKernels) -> None:
     ("change", "reason"),
     [
         ({"delta": False}, "delta rule"),
-        ({"gate": "token"}, "per channel"),
+        ({"gate": "head"}, "per channel or per token"),
+        ({"gate": "token", "g": torch.zeros(1, 256, 2), "gate_fn": "factor"}, "factor gate"),
         ({"gate_fn": "softplus"}, "bounded"),
         ({"gate_scale": -5.3}, "bounded"),
         ({"qk_l2norm_eps": 0.0}, "unit vectors"),
@@ -84,10 +91,11 @@ def test_schedules(lanes: int, length: int, columns: int, spans: list[tuple[int,
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("kernel", ["prepare", "scan64", "scan128"])
+@pytest.mark.parametrize("kernel", ["prepare", "prepare_scalar", "scan64", "scan128"])
 def test_compiles_for_hopper(kernel: str) -> None:
-    from tests.lowering.hopper_offline import compile_prepare, compile_scan
+    from tests.lowering import hopper_offline as offline
 
-    compiled = compile_prepare() if kernel == "prepare" else compile_scan(int(kernel.removeprefix("scan")))
+    prepares = {"prepare": offline.compile_prepare, "prepare_scalar": offline.compile_prepare_scalar}
+    compiled = prepares[kernel]() if kernel in prepares else offline.compile_scan(int(kernel.removeprefix("scan")))
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "wgmma.mma_async" in compiled.asm["ptx"]

@@ -59,10 +59,19 @@ def expect(call: Call) -> tuple[Tensor, Tensor]:
     q, k, v, g, beta, state, A_log, dt_bias = (None if x is None else x.double() for x in call.tensors)
     assert q is not None and k is not None and v is not None and g is not None
     q, k = l2norm(q, call.qk_l2norm_eps), l2norm(k, call.qk_l2norm_eps)
-    gates = semantics.log_gate(g, A_log, dt_bias, gate="channel", gate_fn="sigmoid", gate_scale=call.gate_scale)
+    gates = semantics.log_gate(g, A_log, dt_bias, gate=call.gate, gate_fn=call.gate_fn, gate_scale=call.gate_scale)
     if beta is not None and call.sigmoid_beta:
         beta = beta.sigmoid()
-    return token_recurrence(q, k, v, gates.exp(), beta, state, delta=True, scale=call.scale)
+    return token_recurrence(
+        q,
+        k,
+        v,
+        (gates if call.gate == "channel" else gates.unsqueeze(-1)).exp(),
+        beta,
+        state,
+        delta=True,
+        scale=call.scale,
+    )
 
 
 def check(call: Call) -> None:
@@ -101,6 +110,36 @@ def test_gates() -> None:
         check(make_call(gate_scale=gate_scale))
 
 
+def scalar(call: Call, gate_fn: str = "softplus", scale: float = 3.0) -> Call:
+    """The gated delta rule on a call's tensors; a log gate is given in fp32."""
+    assert call.g is not None and call.dt_bias is not None
+    g = scale * call.g[..., 0] / 3
+    if gate_fn == "log":
+        return replace(call, gate="token", gate_fn="log", g=-g.float().abs(), A_log=None, dt_bias=None)
+    return replace(call, gate="token", gate_fn="softplus", g=g, dt_bias=call.dt_bias[:, 0])
+
+
+@pytest.mark.parametrize("length", [128, 191, 1000])
+@pytest.mark.parametrize(("batch", "heads", "group"), [(1, 1, 1), (2, 3, 2), (1, 16, 2)])
+def test_gated_delta_rule(batch: int, heads: int, group: int, length: int) -> None:
+    call = make_call(batch, length, heads, group)
+    check(scalar(call))
+    check(scalar(call, "log"))
+
+
+def test_gates_per_token() -> None:
+    call = make_call()
+    for scale in (0.01, 100.0):
+        check(scalar(call, scale=scale))
+        check(scalar(call, "log", scale=scale))
+    strong = scalar(call, "log", scale=0.1)
+    assert strong.g is not None
+    check(replace(strong, g=strong.g.masked_fill(torch.rand_like(strong.g) < 0.15, -1000.0)))
+    check(replace(strong, g=strong.g.masked_fill(torch.rand_like(strong.g) < 0.15, -torch.inf)))
+    check(replace(scalar(call), A_log=None, beta=None))
+    check(replace(scalar(call), dt_bias=None, initial_state=None))
+
+
 def test_beta_as_given() -> None:
     check(make_call(beta=torch.rand(1, 300, 2, device="cuda"), sigmoid_beta=False))
 
@@ -124,8 +163,11 @@ def test_strides() -> None:
     check(replace(call, **dict(zip("qkvg", heads_first, strict=True))))
 
 
-def test_causal_bit_for_bit() -> None:
+@pytest.mark.parametrize("gate", ["channel", "token"])
+def test_causal_bit_for_bit(gate: str) -> None:
     call, other = make_call(length=640, spread=8.0), make_call(length=640, spread=8.0, seed=1)
+    if gate == "token":
+        call, other = scalar(call), scalar(other)
     o, _ = KERNELS.run(call)
     for cut in (1, 37, 64, 100, 333):
         mixed = {
@@ -137,8 +179,10 @@ def test_causal_bit_for_bit() -> None:
         assert not torch.equal(changed[:, cut:], o[:, cut:])
 
 
-def test_deterministic_and_capturable() -> None:
+@pytest.mark.parametrize("gate", ["channel", "token"])
+def test_deterministic_and_capturable(gate: str) -> None:
     call = make_call(length=2048, heads=8)
+    call = scalar(call) if gate == "token" else call
     torch.cuda.set_sync_debug_mode("error")
     try:
         o, state = KERNELS.run(call)
