@@ -15,7 +15,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from kdacompile.bench import table
+from kdacompile.bench import cuda, table
 from kdacompile.bench.suites import SUITES, Case, Suite
 from kdacompile.doctor import version_of
 from kdacompile.errors import BenchError, MissingDependencyError
@@ -28,6 +28,8 @@ Results = dict[str, dict[str, dict[str, Any]]]  # case -> contender -> figures, 
 
 def main(suite_name: str, only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
     """Run, print the table, write the JSON. Exit status 1 where a contender failed."""
+    if suite_name == "cuda":  # cases, clocks and contenders of its own
+        return cuda.main(only, json_path, timeout)
     suite = _suite(suite_name)
     cases = [case for case in suite.cases if not only or any(part in case.name for part in only)]
     if not cases:
@@ -44,7 +46,7 @@ def main(suite_name: str, only: Sequence[str] | None, json_path: Path, timeout: 
 
 def _suite(name: str) -> Suite:
     if name not in SUITES:
-        raise BenchError(detail=f"no suite {name!r}; there are {', '.join(SUITES)}")
+        raise BenchError(detail=f"no suite {name!r}; there are {', '.join(SUITES)}, cuda")
     for package in SUITES[name].packages:
         if util.find_spec(package) is None:
             raise MissingDependencyError(what=f"bench suite {name!r}", package=package, install="'kdacompile[models]'")
