@@ -78,7 +78,8 @@ def linear_attention(
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]``, and the final state as float32 (float64 if q, k or v is float64), or
         None without ``output_final_state``. All arithmetic is at least float32, under ``torch.autocast`` too: autocast
-        casts neither the inputs nor the output.
+        casts neither the inputs nor the output. Only on CUDA do matrix products take 16-bit operands where q, k and v
+        are 16-bit, and TF32 where ``torch.set_float32_matmul_precision`` allows it; sums and state are float32.
 
     Raises:
         kdacompile.ops.errors.OpError: one class per mistake, each also a ValueError or a TypeError.
