@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from kdacompile import compat, compiler_pass
+from kdacompile import compiler_pass
+from kdacompile.compat import dynamo
 from kdacompile.lift.calls import Call, Sizes
 from kdacompile.lift.dead_writes import drop_dead_writes
 from kdacompile.lift.errors import Unliftable
@@ -49,7 +50,7 @@ def capture(fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings
     Raises ``Unliftable`` if nothing is proven, and what the function itself raises.
     """
     shapes = [(tensor.shape(sizes), tensor.dtype, tensor.device) for _, tensor in call.tensors()]
-    gm = compat.trace_fake(bound(fn, call), shapes)
+    gm = dynamo.trace_fake(bound(fn, call), shapes)
     report = compiler_pass.rewrite(gm, settings, keep_strides=False)
     if not report.matches:
         reasons = {rejection.reason for rejection in report.rejections}

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kdacompile import compat
+from kdacompile.compat import dynamo
 from kdacompile.errors import KdaError
 from kdacompile.lift import library
 from kdacompile.lift.calls import Call, Group, describe
@@ -35,14 +36,14 @@ def install() -> None:
     """Start looking at calls; harmless to repeat."""
     if not _installed:
         _installed.append(True)
-        compat.on_function_call(consult)
-        compat.on_disabled_call(consult_library)
+        dynamo.on_function_call(consult)
+        dynamo.on_disabled_call(consult_library)
 
 
 _installed: list[bool] = []
 
 
-def consult(fn: types.FunctionType, site: compat.CallSite) -> Any:
+def consult(fn: types.FunctionType, site: dynamo.CallSite) -> Any:
     """The replaced call's result, or None to let Dynamo inline the function."""
     if library.row_of(fn) is not None:
         return consult_library(fn, site)
@@ -58,7 +59,7 @@ def consult(fn: types.FunctionType, site: compat.CallSite) -> Any:
         return None
 
 
-def consult_library(fn: Any, site: compat.CallSite) -> Any:
+def consult_library(fn: Any, site: dynamo.CallSite) -> Any:
     """The same for a function that a library keeps torch.compile out of."""
     if library.row_of(fn) is None:
         return None
@@ -85,7 +86,7 @@ def _plausible(code: types.CodeType) -> bool:
     return several and not code.co_filename.startswith("<kdacompile lift") and has_loop(code)
 
 
-def _settings(site: compat.CallSite) -> Settings | None:
+def _settings(site: dynamo.CallSite) -> Settings | None:
     """The settings if the region is compiled with this backend."""
     from kdacompile.backend import kda
 
@@ -101,7 +102,7 @@ def _settings(site: compat.CallSite) -> Settings | None:
     return None
 
 
-def _lift(fn: types.FunctionType, site: compat.CallSite, settings: Settings) -> Any:
+def _lift(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings) -> Any:
     tensors: list[Any] = []
     call = _call(fn, site, tensors)
     if len(tensors) < 3:
@@ -125,7 +126,7 @@ def _identity(fn: types.FunctionType) -> Identity:
     return known
 
 
-def _call(fn: Any, site: compat.CallSite, tensors: list[Any], *, documented: bool = False) -> Call:
+def _call(fn: Any, site: dynamo.CallSite, tensors: list[Any], *, documented: bool = False) -> Call:
     """The arguments of the call; Dynamo's variables for the tensors go to ``tensors``, in the call's order.
 
     ``documented``: by the signature of the function that wrappers stand in front of.
@@ -162,7 +163,7 @@ def _call(fn: Any, site: compat.CallSite, tensors: list[Any], *, documented: boo
     return Call(tuple(arguments))
 
 
-def _takes(found: Lifted, tensors: list[Any], site: compat.CallSite) -> bool:
+def _takes(found: Lifted, tensors: list[Any], site: dynamo.CallSite) -> bool:
     """False for a length the function refuses: it shall say so itself."""
     if found.modulus is None:
         return True
@@ -170,7 +171,7 @@ def _takes(found: Lifted, tensors: list[Any], site: compat.CallSite) -> bool:
     return compat.size_hint(site.example(tensors[index]).shape[dim]) % found.modulus == 0  # type: ignore[union-attr]
 
 
-def _guard(identity: Identity, site: compat.CallSite) -> bool:
+def _guard(identity: Identity, site: dynamo.CallSite) -> bool:
     """Guard everything the function reads, since Dynamo does not get to see it read."""
     for read in identity.reads:
         if read.cell is not None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from kdacompile import compat
 from kdacompile.lift.calls import Call
 from kdacompile.lift.capture import RUN_ERRORS
 from kdacompile.lift.errors import Unliftable
@@ -77,7 +76,7 @@ def compare_gradients(
             seeds = [torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out) for out in outputs]
             results.append(list(torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)))
         except RUN_ERRORS as error:
-            if run is fn and not isinstance(error, compat.OutOfMemoryError):
+            if run is fn and not isinstance(error, torch.OutOfMemoryError):
                 return  # it has no gradients, so nobody trains through it
             raise
     for want, have in zip(*results, strict=True):

@@ -1,0 +1,159 @@
+"""Dynamo's internals: calls it is about to inline, and capture beside it.
+
+The only names of torch that lifting (``kdacompile/lift``) needs; the rest of the package never looks into Dynamo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import types
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C._functorch import peek_interpreter_stack
+from torch._guards import tracing
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def trace_fake(fn: Callable[..., Any], shapes: Sequence[tuple[tuple[int, ...], torch.dtype, str]]) -> fx.GraphModule:
+    """The ATen graph of ``fn`` on tensors of these (shape, dtype, device), run without data.
+
+    The function is run as eager mode would; while Dynamo captures something else, too.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    quiet = _quiet("torch._subclasses.fake_tensor")
+    with _disable_current_modes(), tracing(None), torch.no_grad(), quiet, FakeTensorMode():
+        inputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
+        return make_fx(fn)(*inputs)
+
+
+@contextlib.contextmanager
+def _quiet(logger: str) -> Generator[None]:
+    """Without the log of operators that fail: the caller handles that."""
+    log = logging.getLogger(logger)
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+class CallSite:
+    """A call of a Python function inside a region that Dynamo captures."""
+
+    def __init__(self, variable: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.variable, self.tx, self.args, self.kwargs = variable, tx, args, kwargs
+
+    def backend(self) -> Generator[tuple[Any, dict[str, Any]]]:
+        """The backend the region is captured for, from the outermost wrapper in, with torch.compile's own arguments."""
+        backend: Any = self.tx.output.compiler_fn
+        given: dict[str, Any] = {}
+        while backend is not None:
+            given = {**getattr(backend, "kwargs", {}), **given}
+            yield backend, given
+            inner = ("_torchdynamo_orig_backend", "compiler_fn", "__wrapped__", "func")
+            backend = next((getattr(backend, name) for name in inner if hasattr(backend, name)), None)
+
+    def under_transform(self) -> bool:
+        """True inside vmap or grad, or where autocast changes what operators do."""
+        autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+        interpreter: Any = peek_interpreter_stack()
+        return autocast or interpreter is not None
+
+    @staticmethod
+    def example(variable: Any) -> torch.Tensor | None:
+        """The stand-in of a tensor argument."""
+        from torch._dynamo.variables import TensorVariable
+
+        variable = variable.realize()
+        return variable.as_proxy().node.meta["example_value"] if isinstance(variable, TensorVariable) else None
+
+    @staticmethod
+    def constant(variable: Any) -> tuple[Any, bool]:
+        """(value, True) of an argument that is the same on every call of the captured region."""
+        variable = variable.realize()
+        return (variable.as_python_constant(), True) if variable.is_python_constant() else (None, False)
+
+    def guard_global(self, namespace: dict[str, Any], name: str, attributes: Sequence[str]) -> bool:
+        """Recapture once a global (or what attributes lead to) is another object; False if Dynamo cannot look at it."""
+        from torch._dynamo.source import AttrSource, GlobalSource
+
+        if namespace is self.tx.output.global_scope:
+            source: Any = GlobalSource(name)
+        else:
+            module = sys.modules.get(str(namespace.get("__name__")))
+            if module is None or vars(module) is not namespace:
+                return False
+            source = AttrSource(self.tx.import_source(module.__name__), name)
+        value = namespace[name]
+        for attribute in attributes:
+            value, source = getattr(value, attribute), AttrSource(source, attribute)
+        self._build(value, source)
+        return True
+
+    def guard_cell(self, fn: types.FunctionType, index: int) -> bool:
+        """Recapture once a closure cell of the called function holds another object."""
+        from torch._dynamo.source import AttrSource, GetItemSource
+
+        if fn is not self.variable.fn or self.variable.source is None or fn.__closure__ is None:
+            return False
+        cells = AttrSource(self.variable.source, "__closure__")
+        self._build(fn.__closure__[index].cell_contents, AttrSource(GetItemSource(cells, index), "cell_contents"))
+        return True
+
+    def _build(self, value: Any, source: Any) -> None:
+        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.variables.builder import VariableBuilder
+
+        if isinstance(value, (bool, int, float, str)):  # numbers would be taken for inputs of the graph
+            install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
+        else:
+            VariableBuilder(self.tx, source)(value)
+
+    def call(self, fn: types.FunctionType, tensors: Sequence[Any]) -> Any:
+        """Inline ``fn`` in place of the function that is called here."""
+        from torch._dynamo.variables import UserFunctionVariable
+
+        replacement: Any = UserFunctionVariable(fn)
+        return replacement.call_function(self.tx, list(tensors), {})
+
+
+def on_disabled_call(consult: Callable[[Any, CallSite], Any]) -> None:
+    """Have ``consult`` see calls of functions Dynamo may not enter, as ``on_function_call`` does for the others."""
+    from torch._dynamo.variables.functions import SkipFunctionVariable
+
+    skip = SkipFunctionVariable.call_function
+
+    @functools.wraps(skip)
+    def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        replaced = consult(self.value, CallSite(self, tx, args, kwargs))
+        return skip(self, tx, args, kwargs) if replaced is None else replaced
+
+    SkipFunctionVariable.call_function = call_function
+
+
+def on_function_call(consult: Callable[[types.FunctionType, CallSite], Any]) -> None:
+    """Have ``consult`` see each Python function before Dynamo inlines it; what it returns, unless None, is the result.
+
+    Installed once a process; ``consult`` must look at the call's backend first.
+    """
+    from torch._dynamo.variables import UserFunctionVariable
+
+    inline = UserFunctionVariable.call_function
+
+    @functools.wraps(inline)
+    def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        replaced = None
+        if type(self) is UserFunctionVariable and isinstance(self.fn, types.FunctionType):
+            replaced = consult(self.fn, CallSite(self, tx, args, kwargs))
+        return inline(self, tx, args, kwargs) if replaced is None else replaced
+
+    UserFunctionVariable.call_function = call_function
