@@ -7,10 +7,15 @@ with those of the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import metadata
 
 import torch
+from packaging.version import Version
 
 MIN_CHUNK, MAX_CHUNK = 16, 64
+
+# The compiler whose four-warp prologue was checked on a Hopper GPU, see _prologue_block.
+VERIFIED_TRITON = (3, 6)
 
 # Scan time of a chunk in units of its narrowest block, by block of V (H200, K = 128): what a wave of programs costs.
 _SCAN_COSTS = {128: 1.5, 64: 1.2, 32: 1.0}
@@ -18,18 +23,23 @@ _SCAN_COSTS = {128: 1.5, 64: 1.2, 32: 1.0}
 
 @dataclass(frozen=True)
 class Device:
-    """What a schedule needs to know of a GPU: multiprocessors, and shared memory a block may ask for, in bytes."""
+    """What a schedule needs to know of a GPU: multiprocessors, and shared memory a block may ask for, in bytes.
+
+    ``triton``: major and minor version of the compiler.
+    """
 
     capability: tuple[int, int]
     multiprocessors: int
     shared_memory: int
+    triton: tuple[int, int] = VERIFIED_TRITON
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
         if device.type != "cuda":  # Triton's interpreter
             return cls((9, 0), 132, 232448)
         found = torch.cuda.get_device_properties(device)
-        return cls((found.major, found.minor), found.multi_processor_count, found.shared_memory_per_block_optin)
+        room = found.shared_memory_per_block_optin
+        return cls((found.major, found.minor), found.multi_processor_count, room, _triton_version())
 
 
 @dataclass(frozen=True)
@@ -93,13 +103,21 @@ def _scan_bytes(chunk: int, keys: int, columns: int, item: int) -> int:
 def _prologue_block(device: Device, keys: int, chunk: int, item: int, channels: bool) -> tuple[int, int]:
     """Keys of a block and warps of the prologue.
 
-    On Hopper four warps would run its products through wgmma, which Triton 3.6 compiles wrong for some of this kernel's
+    On Hopper four warps run its products through wgmma, which Triton 3.6 compiles wrong for some of this kernel's
     block sizes (seen: W with blocks of 16 or 32 keys; FLA keeps such kernels to two warps for the same family of
-    errors). Blocks of 64 keys in chunks of 64 are right and twice as fast; everything else gets two warps.
+    errors). With 3.6, blocks of 64 keys in chunks of 64 are right, by test, and twice as fast; everything else, and
+    every compiler or data-center GPU on which that has not been tested, gets two warps, too few for wgmma or tcgen05.
     """
-    if channels and item == 2 and chunk == 64 and keys >= 64:
+    suspect = device.capability[0] in (9, 10)
+    verified = device.capability[0] == 9 and device.triton == VERIFIED_TRITON
+    if channels and item == 2 and chunk == 64 and keys >= 64 and (verified or not suspect):
         return 64, 4
-    return min(keys, 32 if channels else 16), 2 if device.capability[0] == 9 else 4
+    return min(keys, 32 if channels else 16), 2 if suspect else 4
+
+
+def _triton_version() -> tuple[int, int]:
+    found = Version(metadata.version("triton"))
+    return found.major, found.minor
 
 
 def _scan_columns(device: Device, values: int, lanes: int, keys: int, item: int) -> int:

@@ -90,6 +90,8 @@ def test_schedules_fit_the_device(device: Device, width: int, item: int) -> None
     for lanes, columns in ((32, 32), (96, 128), (128, 128)):
         marked = choose(H200, key_width=128, value_width=128, lanes=lanes, length=8192, item=2)
         assert (marked.scan_columns, marked.chunk, marked.prologue_keys) == (columns, 64, 64)
+    for unverified in (replace(H200, triton=(3, 7)), replace(H200, capability=(10, 0))):
+        assert choose(unverified, key_width=128, value_width=128, lanes=32, length=8192, item=2).prologue_warps == 2
     assert step_columns(device, keys=128, values=128, lanes=1) == 16
 
 
