@@ -59,9 +59,12 @@ def order_scan(
 ) -> dict[Section, list[Run]]:
     """The same stages, with the tasks of each scan stage in the order that keeps the fewest workspace bytes alive.
 
-    The first such order in program order is taken, so that a stage that gains nothing stays as it was written.
+    The first such order in program order is taken, so that a stage that gains nothing stays as it was written. Stages
+    that work for several steps keep theirs: it is what makes them overlap.
     """
     best = {section: list(runs) for section, runs in cut.items()}
+    if sum(bool(run.shift) for run in best[Section.SCAN]) > 1:
+        return best
 
     def alive() -> int:
         placed = name_runs(graph, best)

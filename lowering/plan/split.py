@@ -226,7 +226,28 @@ def _positions(graph: Graph, tasks: Sequence[Task], h: int) -> list[Run]:
     latest = max(position // h for position in at.values())
     runs: list[Run] = []
     for slot in range(h):
-        here = sorted((t for t in tasks if at[t] % h == slot), key=lambda t: -at[t])
+        here = _in_a_stage([t for t in tasks if at[t] % h == slot], at, edges, h)
         shift = {t.name: latest - at[t] // h for t in here if at[t] // h != latest}
         runs.append(Run(Unit.CUBE if slot % 2 == 0 else Unit.VEC, tuple(here), shift))
     return [run for run in runs if run.tasks]
+
+
+def _in_a_stage(
+    tasks: Sequence[Task], at: dict[Task, int], edges: Sequence[tuple[Task, Task, int]], h: int
+) -> list[Task]:
+    """The order of a stage whose tasks work for several steps.
+
+    Cube begins with the later step's, which wait for nothing that Vec is still at; Vec ends the earlier step first, so
+    that what it read may be written again.
+    """
+    later_first = bool(tasks) and tasks[0].unit is Unit.CUBE
+    waiting = sorted(tasks, key=lambda t: at[t] if later_first else -at[t])
+    order: list[Task] = []
+    while waiting:
+        for task in waiting:
+            before = {a for a, b, distance in edges if b is task and at[a] - distance * h == at[b]}
+            if not before & (set(waiting) - {task}):
+                order.append(task)
+                waiting.remove(task)
+                break
+    return order
