@@ -20,9 +20,9 @@ from ..scratch import Scratch
 CHUNK = 64
 WIDTH = 128
 BUFFER_ROWS = 256  # of WIDTH bf16 that a chunk leaves behind between the kernels
-TRITON = ("3.6", "3.8")  # versions whose Gluon these kernels were compiled with: from, below
+TRITON = ("3.6", "3.7")  # from, below: whose numbers were checked on a GPU (3.7.1 compiles these kernels as well)
 MAX_SHIFT = 122  # 2^122 times a unit key is finite in bf16, and 2^-122 is normal
-MIN_CHUNKS = 2  # below, the emitted kernels are as fast
+MIN_CHUNKS = 2  # one chunk is one step of a scan: left to the emitted kernels
 SCRATCH_LIMIT = 2**30  # bytes between the kernels, unless one chunk of all heads takes more
 GRAM_REGISTERS = 200  # a thread of the gram warps; the row warps share what is left
 _CHUNK_BYTES = BUFFER_ROWS * WIDTH * 2 + WIDTH * 4  # bf16 rows and an fp32 decay
