@@ -109,9 +109,7 @@ def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 
 
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
-    from torch._dynamo.backends.debugging import aot_eager
-
-    return aot_eager(gm, list(example_inputs))
+    return compat.aot_eager(gm, list(example_inputs))
 
 
 def _rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:

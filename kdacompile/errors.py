@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-# Torch-private. Dynamo and Inductor wrap whatever a backend raises (BackendCompilerFailed, InductorError) except this
-# family, so an error built on it reaches the caller of the compiled function as itself: ``except StrictError`` works.
-from torch._dynamo.exc import ShortenTraceback
+# Dynamo and Inductor wrap whatever a backend raises (BackendCompilerFailed, InductorError) except this family, so an
+# error built on it reaches the caller of the compiled function as itself: ``except StrictError`` works.
+from kdacompile.compat import ShortenTraceback
 
 
 class KdaError(Exception):

@@ -15,9 +15,7 @@ from typing import Any, cast
 import torch
 
 # Torch-private: the only count of breaks that come before a frame's first operator, and the recompile limits.
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.utils import counters
-
+from kdacompile import compat
 from kdacompile.collect import collecting
 from kdacompile.report import GraphBreak, Report
 from kdacompile.settings import Settings, parse
@@ -55,8 +53,8 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> Report:
         probe = _Probe(backend or _kda(), mode, settings)
         compiled = torch.compile(_fresh(target), backend=probe, dynamic=dynamic, fullgraph=fullgraph, **_ISOLATED)
-        breaks_before = dict(counters["graph_break"])
-        with collecting() as report, dynamo_config.patch(_NO_LIMIT):
+        breaks_before = compat.graph_breaks()
+        with collecting() as report, compat.dynamo_settings(_NO_LIMIT):
             report.result = compiled(*args, **kwargs)
         report.title = _name(target)
         report.captured = probe.graphs
@@ -121,7 +119,7 @@ def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _unlocated_breaks(located: list[GraphBreak], before: Mapping[str, int]) -> list[GraphBreak]:
     """Breaks Dynamo counted that ended no graph (nothing had been captured yet): the reason is all there is."""
     known = {graph_break.reason for graph_break in located}
-    new = [_first_line(reason) for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]
+    new = [_first_line(reason) for reason, count in compat.graph_breaks().items() if count > before.get(reason, 0)]
     return [GraphBreak(reason, "") for reason in new if reason not in known]
 
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args, get_origin
 
 # Torch-private: the table of modes and the names and types of Inductor's options.
-import torch._inductor
-from torch._inductor import config as inductor_config
-
+from kdacompile import compat
 from kdacompile.errors import (
     ModeConflictError,
     OptionTypeError,
@@ -52,7 +50,7 @@ class Settings:
 
     def inductor_patches(self) -> dict[str, Any]:
         """The config patches to hand to Inductor: those of the mode, then the user's own."""
-        return {**torch._inductor.list_mode_options(self.mode), **dict(self.inductor_options)}
+        return {**compat.inductor_modes()[self.mode], **dict(self.inductor_options)}
 
     def fingerprint(self) -> str:
         """The part of a cache key these settings account for: equal text, equal rewriting and equal checks.
@@ -151,7 +149,7 @@ def _checked_mode(mode: object, option: object) -> str:
     if mode is not None and option is not None and mode != option:
         raise ModeConflictError(mode=mode, option=option)
     chosen = mode or option or "default"
-    known = [name for name in torch._inductor.list_mode_options() if name not in _UNSUPPORTED_MODES]
+    known = [name for name in compat.inductor_modes() if name not in _UNSUPPORTED_MODES]
     if not isinstance(chosen, str):
         raise OptionTypeError(key="mode", expected="a string", value=chosen)
     if chosen in _UNSUPPORTED_MODES:
@@ -165,7 +163,7 @@ def _inductor_name(key: object) -> str:
     if not isinstance(key, str):
         raise OptionTypeError(key=key, expected="named by a string", value=key)
     name = key.replace("-", "_")  # as Inductor's own option parser does
-    if key.startswith("kda.") or name not in torch._inductor.list_options():
+    if key.startswith("kda.") or name not in compat.inductor_options():
         raise UnknownOptionError(key=key, hint=_did_you_mean(key))
     return name
 
@@ -174,7 +172,7 @@ def _checked_inductor_value(key: str, value: object) -> object:
     name = _inductor_name(key)
     if name in _REFUSED_INDUCTOR_VALUES and value == _REFUSED_INDUCTOR_VALUES[name][0]:
         raise OptionValueError(key=key, expected="left alone (" + _REFUSED_INDUCTOR_VALUES[name][1] + ")", value=value)
-    declared: object = cast("Any", inductor_config).get_type(name)  # installed on the module at run time
+    declared: object = compat.inductor_option_type(name)
     # Unions and subscripted generics cannot be checked with isinstance; Inductor itself lets those through too.
     if get_origin(declared) is None and isinstance(declared, type) and not isinstance(value, declared):
         raise OptionTypeError(key=key, expected=f"of type {declared.__name__}", value=value)
@@ -189,5 +187,5 @@ def _did_you_mean(key: str) -> str:
         return f"; did you mean 'kda.{near[0]}'?" if near else "; kdacompile's options are " + ", ".join(own)
     if f"kda.{key}" in own:
         return f"; did you mean 'kda.{key}'?"
-    near = difflib.get_close_matches(key, own + torch._inductor.list_options(), n=1, cutoff=0.7)
+    near = difflib.get_close_matches(key, own + compat.inductor_options(), n=1, cutoff=0.7)
     return f"; did you mean {near[0]!r}?" if near else " (neither a kda.* option nor one of torch._inductor.config)"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import fx
 
+from kdacompile import compat
 from kdacompile.patterns.candidates import Candidate
 from kdacompile.patterns.ir import Graph
 from kdacompile.patterns.mla import MlaCandidate
@@ -48,7 +48,4 @@ def _readable(gm: fx.GraphModule) -> str:
 
 
 def _artifact(name: str, text: Callable[[], str]) -> None:
-    def metadata() -> dict[str, str]:
-        return {"name": f"kdacompile_{name}", "encoding": "string"}
-
-    torch._logging.trace_structured("artifact", metadata_fn=metadata, payload_fn=text)
+    compat.trace_artifact(f"kdacompile_{name}", text)

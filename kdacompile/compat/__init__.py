@@ -1,4 +1,8 @@
-"""Every torch-private name this project uses, in one place (torch 2.11 to 2.14); Dynamo's own are in ``dynamo``."""
+"""Every torch-private name this project uses, in one place (torch 2.11 to 2.14).
+
+``dynamo`` has what lifting needs of Dynamo, ``dispatcher`` what the ops need of the dispatcher, ``reporting`` what
+torch tells its users.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Any
 
 import sympy
 import torch
+import torch._inductor
 from torch import fx
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._guards import tracing
@@ -20,12 +25,17 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from kdacompile.compat.reporting import ShortenTraceback, dynamo_settings, graph_breaks, trace_artifact
+
 __all__ = [
     "CustomGraphPass",
+    "ShortenTraceback",
     "attribute",
     "compile_fx",
+    "dynamo_settings",
     "example_value",
     "grad_mode_after",
+    "graph_breaks",
     "is_detach",
     "is_functorch_wrapped_tensor",
     "is_mode_switch",
@@ -34,6 +44,7 @@ __all__ = [
     "no_fake_modes",
     "propagate_fake",
     "size_hint",
+    "trace_artifact",
     "writes_first_argument",
 ]
 
@@ -79,6 +90,28 @@ def pass_uuid(run: object) -> Any:
 
 def inductor_option(name: str) -> Any:
     return getattr(inductor_config, name)
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """The configuration each of torch.compile's modes stands for."""
+    return torch._inductor.list_mode_options()
+
+
+def inductor_options() -> list[str]:
+    return torch._inductor.list_options()
+
+
+def inductor_option_type(name: str) -> object:
+    """What an option is declared as: a type, a union or a subscripted generic."""
+    declared: Any = inductor_config  # get_type is installed at run time
+    return declared.get_type(name)
+
+
+def aot_eager(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """AOTAutograd with every operator run as it is."""
+    from torch._dynamo.backends.debugging import aot_eager as backend
+
+    return backend(gm, list(inputs))
 
 
 def inductor_cache_dir() -> str:

@@ -1,8 +1,4 @@
-"""Torch-private names the ops need to keep a call cheap (torch 2.11 to 2.14).
-
-They would belong in :mod:`kdacompile.compat`; that module imports Inductor, which a program that only calls the ops in
-eager mode should not pay for.
-"""
+"""What the ops ask of the dispatcher to keep a call cheap."""
 
 from __future__ import annotations
 
@@ -12,18 +8,22 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
-from torch._C import (
+
+from kdacompile.compat.dispatcher import (
     DispatchKey,
     DispatchKeySet,
-    _after_ADInplaceOrView_keyset,
-    _after_autograd_keyset,
-    _any_requires_grad,
-    _AutoDispatchBelowADInplaceOrView,
-    _AutoDispatchBelowAutograd,
+    SingleLevelFunction,
+    after_autograd_keys,
+    after_version_counter_keys,
+    any_requires_grad,
+    below_autograd,
+    below_version_counter,
+    enable_single_level_autograd_function,
+    forward_mode_is_on,
+    privateuse1_name,
+    transforms_are_active,
+    without_keys_excluded,
 )
-from torch._functorch.autograd_function import enable_single_level_autograd_function
-from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
 __all__ = [
     "DispatchKey",
@@ -38,14 +38,12 @@ __all__ = [
     "record",
 ]
 
-below_autograd = _AutoDispatchBelowAutograd
-
 Kernel = Callable[..., Any]
 
 
 def needs_derivative(tensors: tuple[Any, ...]) -> bool:
     """True if autograd must see this call. Inside forward-mode AD it always must, so that it can refuse."""
-    return (torch.is_grad_enabled() and _any_requires_grad(*tensors)) or forward_ad._current_level >= 0
+    return (torch.is_grad_enabled() and any_requires_grad(*tensors)) or forward_mode_is_on()
 
 
 def record(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -54,7 +52,7 @@ def record(function: type[torch.autograd.Function], *args: Any) -> Any:
     Under a functorch transform ``apply`` would hand over to an operator that has no kernel this far down. Torch's own
     operators record on the one level that is being processed, and so does this.
     """
-    if not torch._C._are_functorch_transforms_active():
+    if not transforms_are_active():
         return function.apply(*args)
     single_level: Any = _single_level(function)
     with enable_single_level_autograd_function():
@@ -62,9 +60,9 @@ def record(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 @functools.cache
-def _single_level(function: type[torch.autograd.Function]) -> type[_SingleLevelFunction]:
+def _single_level(function: type[torch.autograd.Function]) -> type[SingleLevelFunction]:
     names = ("forward", "setup_context", "backward")
-    return type(function.__name__, (_SingleLevelFunction,), {n: staticmethod(getattr(function, n)) for n in names})
+    return type(function.__name__, (SingleLevelFunction,), {n: staticmethod(getattr(function, n)) for n in names})
 
 
 @contextlib.contextmanager
@@ -74,7 +72,7 @@ def inside_function() -> Generator[None]:
     A function's forward runs with grad mode off. Under nested functorch transforms that would reach the levels further
     out, which would then take the result for a constant.
     """
-    with torch.set_grad_enabled(torch._C._are_functorch_transforms_active()), below_autograd():
+    with torch.set_grad_enabled(transforms_are_active()), below_autograd():
         yield
 
 
@@ -87,13 +85,8 @@ def next_kernel(
     The key set says what the dispatcher would find: a plain backend key means that no mode, subclass or functorch level
     stands between, and then the kernel may be called as a function.
     """
-    below = keyset & (_after_ADInplaceOrView_keyset if mutates else _after_autograd_keyset)
+    below = keyset & (after_version_counter_keys if mutates else after_autograd_keys)
     return kernels.get(below.highestPriorityTypeId()), below
-
-
-def below_version_counter() -> Any:
-    """A context in which an in-place op neither records autograd history nor bumps version counters."""
-    return _AutoDispatchBelowADInplaceOrView()
 
 
 # What a torch_dispatch handler (a mode such as FlopCounterMode, a subclass such as DTensor) switches off around the ops
@@ -111,12 +104,9 @@ _DIFFERENTIATION_KEYS = (
 
 def differentiation() -> Any:
     """A context in which ``torch.func.vjp`` works wherever a kernel was called from."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in _DIFFERENTIATION_KEYS:
-        excluded = excluded.remove(key)
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    return without_keys_excluded(_DIFFERENTIATION_KEYS)
 
 
 def privateuse1_device() -> str:
     """The device type of the out-of-tree backend, "npu" where torch_npu is loaded."""
-    return torch._C._get_privateuse1_backend_name()
+    return privateuse1_name()

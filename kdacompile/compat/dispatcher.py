@@ -1,0 +1,57 @@
+"""The dispatcher's keys, key sets and guards, for operators whose kernels call each other cheaply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _after_ADInplaceOrView_keyset,
+    _after_autograd_keyset,
+    _any_requires_grad,
+    _AutoDispatchBelowADInplaceOrView,
+    _AutoDispatchBelowAutograd,
+)
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+
+__all__ = [
+    "DispatchKey",
+    "DispatchKeySet",
+    "SingleLevelFunction",
+    "after_autograd_keys",
+    "after_version_counter_keys",
+    "any_requires_grad",
+    "below_autograd",
+    "below_version_counter",
+    "enable_single_level_autograd_function",
+    "forward_mode_is_on",
+    "is_functorch_wrapped_tensor",
+    "privateuse1_name",
+    "transforms_are_active",
+    "without_keys_excluded",
+]
+
+after_autograd_keys = _after_autograd_keyset
+after_version_counter_keys = _after_ADInplaceOrView_keyset
+any_requires_grad = _any_requires_grad
+below_autograd = _AutoDispatchBelowAutograd
+below_version_counter = _AutoDispatchBelowADInplaceOrView
+transforms_are_active = torch._C._are_functorch_transforms_active
+privateuse1_name = torch._C._get_privateuse1_backend_name
+
+
+def forward_mode_is_on() -> bool:
+    return forward_ad._current_level >= 0
+
+
+def without_keys_excluded(keys: tuple[DispatchKey, ...]) -> Any:
+    """A context in which ``keys`` are not switched off."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in keys:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)

@@ -1,0 +1,32 @@
+"""What torch tells its users: the errors it hands through, graph breaks, traces; and how far Dynamo may go."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._dynamo import config
+from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.utils import counters
+
+__all__ = ["ShortenTraceback", "dynamo_settings", "graph_breaks", "trace_artifact"]
+
+
+def dynamo_settings(changes: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    """A context in which Dynamo's configuration differs by ``changes``."""
+    patchable: Any = config  # its methods are installed at run time
+    return patchable.patch(dict(changes))
+
+
+def graph_breaks() -> dict[str, int]:
+    """How often this process broke a graph, by reason."""
+    return dict(counters["graph_break"])
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Write an artifact for tlparse, if anyone is tracing."""
+    torch._logging.trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
+    )
