@@ -100,7 +100,7 @@ def _head(name: str, body: Body, lines: list[str]) -> list[str]:
     return head + ([f"    io = {io}.dtype.element_ty"] if any(".to(io)" in x for x in body.lines) else [])
 
 
-def _columns(body: Body, domain: Domain, rest: str) -> list[str]:
+def _columns(domain: Domain, rest: str) -> list[str]:
     """Split a task number into columns of V and the rest."""
     if domain in (Domain.CHUNK_COLUMNS, Domain.LANE_COLUMNS):
         return ["column = task % (V // BV) * BV", f"{rest} = task // (V // BV)"]
@@ -110,7 +110,7 @@ def _columns(body: Body, domain: Domain, rest: str) -> list[str]:
 def _chunks_text(name: str, body: Body, domain: Domain) -> str:
     """A kernel over all chunks at once."""
     body.argument("tasks", Kind.COUNT)
-    start = [*_columns(body, domain, "at"), "head = at % HV"]
+    start = [*_columns(domain, "at"), "head = at % HV"]
     mentioned = "\n".join(body.lines)
     if "token" in mentioned:
         chunks = body.argument("chunks", Kind.I32)
@@ -134,7 +134,7 @@ def _scan_text(made: Plan, body: Body) -> str:
     body.argument("tasks", Kind.COUNT)
     tile = "lane, column, K, V, BV"
     start = [
-        *_columns(body, Domain.LANE_COLUMNS, "lane"),
+        *_columns(Domain.LANE_COLUMNS, "lane"),
         "sequence = lane // HV",
         "head = lane % HV",
         f"start = tl.load({sequences} + sequence)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -134,11 +134,17 @@ def assemble(title: str, kernels: Iterable[str]) -> str:
     return "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
-def definition(name: str, arguments: Iterable[Argument], constants: Iterable[str]) -> list[str]:
+def definition(name: str, arguments: Sequence[Argument], constants: Iterable[str]) -> list[str]:
     """The lines of a kernel's decorator and signature."""
     words = [a.name for a in arguments] + [f"{c}:tl.constexpr" for c in constants]  # no blank: one word to wrap
     listed = textwrap.fill(", ".join(words), 112, initial_indent="    ", subsequent_indent="    ")
-    return ["@triton.jit", f"def {name}(", listed.replace(":tl", ": tl") + ",", "):"]
+    counts = [f'"{a.name}"' for a in arguments if a.kind is Kind.COUNT]  # change from call to call
+    return [
+        f"@triton.jit(do_not_specialize=[{', '.join(counts)}])",
+        f"def {name}(",
+        listed.replace(":tl", ": tl") + ",",
+        "):",
+    ]
 
 
 def indent(lines: Iterable[str], depth: int) -> list[str]:

@@ -216,7 +216,7 @@ def diagonal_at(ptr, at, n, C: tl.constexpr, R: tl.constexpr):
     return tl.make_block_ptr(base, (C, C), (C, 1), (n * R, n * R), (R, R), (1, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tasks"])
 def sub_chunks(
     q_ptr,
     k_ptr,

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TOOLS = ("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11==3.1.0", "numpy==2.4.6", "ml_dtypes==0.6.0")
+TOOLS = ("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11", "numpy", "ml_dtypes")
 TORCH_NPU = "torch_npu==2.14.0"
 NO_WHEEL = "No matching distribution found"
 
