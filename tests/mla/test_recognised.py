@@ -121,6 +121,19 @@ def test_a_mask_of_the_inputs_is_carried() -> None:
     assert relative_error(report.result, expected) < 1e-6
 
 
+@pytest.mark.parametrize(("tokens", "cached"), [(96, 96), (1, 300)])
+def test_bf16_is_no_worse_than_eager(tokens: int, cached: int) -> None:
+    """Measured against the same module in float64, which sees the same rounded weights and inputs."""
+    module = build("SliceCopies").to(torch.bfloat16)
+    arguments = tuple(x.to(torch.bfloat16) for x in inputs(tokens, cached, batch=8))
+    with torch.no_grad():
+        report = explained(module, arguments)
+        eager = module(*arguments)
+        exact = module.double()(*(x.double() for x in arguments))
+    assert len(report.matches) == 1, str(report)
+    assert relative_error(report.result, exact) <= relative_error(eager, exact)
+
+
 def test_one_graph_for_all_lengths() -> None:
     torch._dynamo.reset()
     module = build("Sdpa")

@@ -54,7 +54,9 @@ INDEXER: dict[str, Any] = {"index_topk": 512, "index_head_dim": 16, "index_n_hea
 
 @dataclass(frozen=True)
 class MlaModel:
-    """A tiny model: ``attentions`` of its attentions are MLA; ``linear`` names the pattern of its other layer."""
+    """A tiny model: ``attentions`` of its attentions are MLA that one graph holds; ``linear`` names the pattern of its
+    other layer. glm5_next has none: its indexer cuts the graph between the expanded latent and the attention.
+    """
 
     name: str
     config_class: str
@@ -135,7 +137,7 @@ _ALL = (
     MlaModel("glm4_moe_lite", "Glm4MoeLiteConfig", DENSE),
     MlaModel("glm5_next", "Glm5NextTextConfig", DENSE | INDEXER | {"qk_rope_head_dim": 0, "index_kpool": 4,
              "linear_num_heads": 2, "linear_head_dim": 32, "hc_mult": 2, "hc_sinkhorn_iters": 2,
-             "layer_types": [LINEAR, "indexed_attention"]}, attentions=1, linear="kda",
+             "layer_types": [LINEAR, "indexed_attention"]}, attentions=0, linear="kda",
              model_class="Glm5NextTextModel", static_cache=False, breaks_by_itself=True),
     MlaModel("glm_moe_dsa", "GlmMoeDsaConfig", DENSE | INDEXER),
     MlaModel("hy_v4", "HYV4Config", DENSE | INDEXER | {"hc_mult": 2, "head_dim": 20}, eager_only=True),
@@ -143,7 +145,7 @@ _ALL = (
              "num_local_experts": 4, "layer_types": [LINEAR, FULL]}, attentions=1, linear="kda", static_cache=False),
     MlaModel("longcat_flash", "LongcatFlashConfig", {"num_layers": 1, "ffn_hidden_size": 64, "moe_topk": 2,
              "zero_expert_num": 2, "expert_ffn_hidden_size": 32, "head_dim": 8},
-             without=("num_hidden_layers", "intermediate_size")),
+             breaks_by_itself=True, without=("num_hidden_layers", "intermediate_size")),
     MlaModel("minicpm3", "MiniCPM3Config", without=tuple(MOE)),
     MlaModel("mistral4", "Mistral4Config", {"first_k_dense_replace": 2}, model_class="Mistral4ForCausalLM"),
     MlaModel("mistral_large4", "MistralLarge4TextConfig", DENSE | INDEXER | {"head_dim": 8},
