@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, StaticCache
 from transformers.utils import logging as transformers_logging
 
-import kdacompile
+from kdacompile.collect import collecting
 
 if __package__:
     from examples import _common as common
@@ -30,7 +30,9 @@ transformers_logging.set_verbosity_error()
 
 def config(heads: int) -> DeepseekV3Config:
     """A latent of 512 channels, heads of 128 + 64 and 128: only fewer of everything."""
+    extra: dict[str, Any] = {"mlp_layer_types": ["dense", "dense"], "attn_implementation": "sdpa"}
     return DeepseekV3Config(
+        **extra,
         vocab_size=1024,
         hidden_size=256,
         intermediate_size=512,
@@ -42,10 +44,8 @@ def config(heads: int) -> DeepseekV3Config:
         qk_nope_head_dim=128,
         qk_rope_head_dim=64,
         v_head_dim=128,
-        mlp_layer_types=["dense", "dense"],
         max_position_embeddings=4096,
         initializer_range=0.1,
-        attn_implementation="sdpa",
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
@@ -73,7 +73,7 @@ def check(kind: str, model: DeepseekV3ForCausalLM, args: argparse.Namespace, pro
     torch.compiler.reset()
     compiled = common.compiled(model, args)
     want, seconds = common.timed(lambda: generate(model, cache(), prompt, steps), prompt.device)
-    with kdacompile.collecting() as report:
+    with collecting() as report:
         generate(compiled, cache(), prompt, steps)
     have, fast = common.timed(lambda: generate(compiled, cache(), prompt, steps), prompt.device)
     error = common.relative_error(have[0], want[0])
