@@ -16,9 +16,11 @@ from kdacompile.collect import emit
 from kdacompile.held import Tables
 from kdacompile.instances import Instances
 from kdacompile.patterns.absorb import absorb
+from kdacompile.patterns.absorb.casts import kept_upcasts
 from kdacompile.patterns.blockers import find_blockers
 from kdacompile.patterns.candidates import Candidate, candidates
 from kdacompile.patterns.ir import Graph, Op, ancestors
+from kdacompile.patterns.layers import inner_groups, is_layer
 from kdacompile.patterns.match import Fused, from_hypothesis
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Group, find_groups
@@ -149,24 +151,45 @@ class _Work:
             trace.after(self.gm)
 
     def search(self) -> None:
-        with self.timed("shadow"):
-            shadow = make_shadow(self.gm, held=self.held)
-        trace.shadow(shadow)
+        """Visit every group; where one of several layers within a group was rewritten, the graph is read again."""
+        shadow = self.read()
         if self.has_attention and not self.held:
             self.attention.run(shadow)
         if not self.has_recurrence:
             return
-        with self.timed("match"):
-            groups = find_groups(shadow)
-        for group in groups:
-            self.visit(shadow, group)
+        while self.visit_all(shadow):
+            self.instances = Instances(self.gm, self.held)
+            shadow = self.read()
         for call in reabsorb.calls(shadow):
             self.extend(shadow, call)
         self.reject_blocked(shadow)
 
+    def read(self) -> Graph:
+        with self.timed("shadow"):
+            shadow = make_shadow(self.gm, held=self.held)
+        trace.shadow(shadow)
+        return shadow
+
+    def visit_all(self, shadow: Graph) -> bool:
+        """True if there may be more to find once the graph is read again."""
+        self.rejections = []
+        with self.timed("match"):
+            groups = find_groups(shadow)
+        again = False
+        for group in groups:
+            again |= not self.visit(shadow, group) and self.visit_inside(shadow, group)
+        return again
+
+    def visit_inside(self, shadow: Graph, group: Group) -> bool:
+        """Rewrite one layer of a group that holds several; what is wrong with the others is not told here."""
+        told = len(self.rejections)
+        found = any(self.visit(shadow, inner, within=group) for inner in inner_groups(shadow, group))
+        del self.rejections[told:]
+        return found
+
     def search_with_tables(self) -> None:
         """Once more with the values of tables, for what does not hold without them."""
-        without, self.rejections = self.rejections, []
+        without = self.rejections
         matched = len(self.matches)
         self.held = self.tables
         self.instances = Instances(self.gm, self.tables)
@@ -174,9 +197,9 @@ class _Work:
         if len(self.matches) == matched:
             self.rejections = without
 
-    def visit(self, shadow: Graph, group: Group) -> None:
+    def visit(self, shadow: Graph, group: Group, within: Group | None = None) -> bool:
         """Rewrite the first candidate of a group that is proven and can be spliced; else report the most telling
-        reason.
+        reason. ``within`` is the larger group that this one must be a layer of.
         """
         obstacles: list[Obstacle] = []
         refused: list[tuple[Candidate, Verdict]] = []
@@ -189,11 +212,10 @@ class _Work:
             trace.candidate(found, verdict.reason or "proven")
             if verdict.hypothesis is None:
                 refused.append((found, verdict))
-            else:
-                fused = self.fuse(shadow, found, verdict)
-                failure = self.check_sizes(shadow, fused) or self.rewrite(shadow, fused)
+            elif within is None or is_layer(within, verdict.hypothesis.sizes):
+                failure = self.apply(shadow, found, verdict)
                 if failure is None:
-                    return
+                    return True
                 unspliced.append(failure)
             if len(refused) + len(unspliced) >= MAX_CANDIDATES:
                 break
@@ -201,6 +223,18 @@ class _Work:
             self.rejections.append(unspliced[0])
         else:
             self.reject(group, obstacles, refused)
+        return False
+
+    def apply(self, shadow: Graph, candidate: Candidate, verdict: Verdict) -> Rejection | None:
+        """Rewrite a proven candidate: with what stands upstream absorbed or, where the graph forbids that, without."""
+        whole = self.fuse(shadow, candidate, verdict)
+        failure = self.check_sizes(shadow, whole, self.fuse) or self.rewrite(shadow, whole)
+        if failure is None or failure.code == "disabled":
+            return failure
+        bare = self.take(shadow, candidate, verdict)
+        if bare.inputs == whole.inputs or self.check_sizes(shadow, bare, self.take) or self.rewrite(shadow, bare):
+            return failure
+        return None
 
     def extend(self, shadow: Graph, call: Fused) -> None:
         """Let an op that is in the graph already take over what stands above it, if it may."""
@@ -230,18 +264,26 @@ class _Work:
         with self.timed("proof"):
             return verdicts(candidate, wide=self.settings.verify == "wide")
 
-    def fuse(self, shadow: Graph, candidate: Candidate, verdict: Verdict) -> Fused:
+    def take(self, shadow: Graph, candidate: Candidate, verdict: Verdict) -> Fused:
+        """The match as it was proven."""
         assert verdict.hypothesis is not None
-        with self.timed("absorb"):
-            fused = from_hypothesis(candidate, verdict.hypothesis, verdict.max_error)
-            return absorb(fused, shadow, keep_upcasts=self.settings.precision == "fp32")
+        taken = from_hypothesis(candidate, verdict.hypothesis, verdict.max_error)
+        return replace(taken, upcast=kept_upcasts(taken)) if self.settings.precision == "fp32" else taken
 
-    def check_sizes(self, shadow: Graph, fused: Fused) -> Rejection | None:
+    def fuse(self, shadow: Graph, candidate: Candidate, verdict: Verdict) -> Fused:
+        """The match with everything upstream that the op does itself."""
+        with self.timed("absorb"):
+            taken = self.take(shadow, candidate, verdict)
+            return absorb(taken, shadow, keep_upcasts=self.settings.precision == "fp32")
+
+    def check_sizes(
+        self, shadow: Graph, fused: Fused, make: Callable[[Graph, Candidate, Verdict], Fused]
+    ) -> Rejection | None:
         """A rejection if the match might not hold at other values of the graph's symbolic sizes."""
 
         def recognise(other: Graph, candidate: Candidate) -> Fused | None:
             verdict = self.judge(candidate)
-            return None if verdict.hypothesis is None else self.fuse(other, candidate, verdict)
+            return None if verdict.hypothesis is None else make(other, candidate, verdict)
 
         with self.timed("sizes"):
             reason = self.instances.disagreement(shadow, fused, recognise)

@@ -42,6 +42,10 @@ class LinearAttentionSplice(Splice):
         self.erase()
         return str(call.target).removesuffix(".default").replace(".", "::")
 
+    def canonical(self, placement: Placement) -> fx.Node:
+        node = super().canonical(placement)
+        return self.method(node, "to", torch.float32) if placement.role in self.fused.upcast else node
+
     def expanded(self, node: fx.Node, like: fx.Node, letters: str) -> fx.Node:
         """Broadcast size-one dimensions of a gate or beta to v's batch, tokens and heads."""
         order = LETTERS["v"]
@@ -77,6 +81,8 @@ class LinearAttentionSplice(Splice):
         """True if the step's only use of the new state is to overwrite the old one: then it can be done in place."""
         state = self.fused.inputs.get("initial_state")
         if state is None or self.final is None or self.fused.mode != "step" or self.wants_gradient():
+            return False
+        if state.role in self.fused.upcast:
             return False
         cache = state.value.node
         if state.steps(self.fused.sizes) or self.final.letters != state.letters or cache.op != "placeholder":
@@ -130,6 +136,7 @@ class LinearAttentionSplice(Splice):
 
     def options(self, like: fx.Node) -> dict[str, Any]:
         fused, dtype = self.fused, compat.example_value(like).dtype
+        given = torch.float32 if "v" in fused.upcast else compat.example_value(fused.inputs["v"].value.node).dtype
         return {
             "scale": fused.scale,
             "delta": fused.delta,
@@ -139,7 +146,7 @@ class LinearAttentionSplice(Splice):
             "sigmoid_beta": fused.sigmoid_beta,
             "qk_l2norm_eps": fused.qk_l2norm_eps,
             # Left out where it is v's own: AOTInductor of torch 2.11 hands dtypes to Python ops under the wrong number.
-            "out_dtype": None if dtype == compat.example_value(fused.inputs["v"].value.node).dtype else dtype,
+            "out_dtype": None if dtype == given else dtype,
         }
 
     def place_state(self, state: fx.Node, final: Placement) -> None:

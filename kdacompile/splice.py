@@ -191,11 +191,22 @@ class Splice:
         state_storage = self.shadow.storages.get(self.final.value.node) if self.final and self.state_in_place else None
         if lost - {state_storage}:
             raise CannotSplice("mutation", "the region overwrites an input that is not its state")
+        rebased = self.rebased(redirected)
         for node, storage in self.shadow.storages.items():
-            if storage not in dying_writes or storage == state_storage:
+            if storage not in dying_writes or storage == state_storage or node in rebased:
                 continue
             if any(user not in self.dying and (node, user) not in redirected for user in node.users):
                 raise CannotSplice("alias", "a view of a buffer that the region fills is read outside it")
+
+    def rebased(self, redirected: set[tuple[fx.Node, fx.Node]]) -> set[fx.Node]:
+        """Views of a buffer that are taken of an output alone: they will be views of the op's result."""
+        storages = self.shadow.storages
+        found: set[fx.Node] = set()
+        for node in self.place:
+            sources = [arg for arg in node.all_input_nodes if arg in storages and storages[arg] == storages.get(node)]
+            if sources and all((source, node) in redirected or source in found for source in sources):
+                found.add(node)
+        return found
 
     # -- the new nodes --------------------------------------------------------------------------------------------
     def method(self, node: fx.Node, name: str, *args: Any, **kwargs: Any) -> fx.Node:

@@ -110,31 +110,48 @@ def _cuts(group: Group, output: Value, state: Value | None) -> Iterator[list[Val
         return
     seen: set[tuple[int, ...]] = set()
     targets = [output] if state is None else [output, state]
+    offsets = _offsets(targets, group)
+    ways = [(True, True, ()), (True, False, ()), (False, False, ()), *([(True, True, offsets)] if offsets else [])]
     for key_size in _key_sizes(group, sizes, state):
         readings = frames(output, state, key_size)
-        for raw_state, grouped in ((True, True), (True, False), (False, False)):
+        for raw_state, grouped, barriers in ways:
             eligible = _eligible(sizes, key_size, raw_state=raw_state, grouped=grouped)
             try:
-                cut = _cut_with_roles(targets, group, eligible, readings)
+                cut, late = _cut_with_roles(targets, group, eligible, readings, barriers)
             except NoCut:
                 continue
-            for variant in (cut, _pushed(cut, group, eligible)):
+            pushed = (_pushed(cut, group, eligible, past_gates=past) for past in (False, True))
+            for variant in (cut, *pushed, late):
                 key = tuple(value.index for value in variant)
                 if key not in seen:
                     seen.add(key)
                     yield variant
 
 
+def _offsets(targets: list[Value], group: Group) -> frozenset[Op]:
+    """``c - x`` upstream: one tensor may enter as two, as the gate and as the key that the gate leaves over (HGRN2)."""
+    above = ancestors(targets, lambda value: value.op is not None and not value.const and not is_soft(value.op))
+    return frozenset(
+        op
+        for op in above - group.ops
+        if op.name in ("sub", "rsub", "add") and not op.out.const and sum(not read.const for read in op.reads) == 1
+    )
+
+
 def _cut_with_roles(
-    targets: list[Value], group: Group, eligible: Callable[[Value], bool], readings: list[dict[str, int]]
-) -> list[Value]:
-    """The minimum cut among values that could have a role; sizes alone may suggest one that no reading allows."""
+    targets: list[Value],
+    group: Group,
+    eligible: Callable[[Value], bool],
+    readings: list[dict[str, int]],
+    barriers: frozenset[Op] | tuple[()],
+) -> tuple[list[Value], list[Value]]:
+    """The minimum cuts among values that could have a role; sizes alone may suggest one that no reading allows."""
     banned: set[Value] = set()
     for _ in range(MAX_INPUTS):
-        cut = minimum_cut(targets, group.ops, lambda value: value not in banned and eligible(value))
+        cut, late = minimum_cut(targets, group.ops, lambda value: value not in banned and eligible(value), barriers)
         odd = [value for value in cut if not has_role(value, readings)]
         if not odd:
-            return cut
+            return cut, late if all(has_role(value, readings) for value in late) else cut
         banned.update(odd)
     raise NoCut("no role fits what enters the region")
 
@@ -175,14 +192,17 @@ def _key_sizes(group: Group, sizes: Counter[int], state: Value | None) -> list[i
     return list(dict.fromkeys([*known[::-1], *(size for size, _ in seen.most_common(8))]))
 
 
-def _pushed(cut: list[Value], group: Group, eligible: Callable[[Value], bool]) -> list[Value]:
-    """The cut moved past operators that read nothing else (a constant factor, a sign), up to the first branch."""
+def _pushed(cut: list[Value], group: Group, eligible: Callable[[Value], bool], *, past_gates: bool) -> list[Value]:
+    """The cut moved past operators that read nothing else (a constant factor, a sign), up to the first branch.
+
+    ``past_gates``: past exponentials too, which leaves a gate as a factor, and what only looked like a gate as it is.
+    """
     moved: list[Value] = []
     for value in cut:
         while True:
             ahead = [user for user in value.users if user not in group.ops and is_soft(user)]
             per_head = sum(_sizes(value).values()) < 2  # such an exponential is a decay or a rate, not a gate
-            if len(value.users) != 1 or len(ahead) != 1 or (ahead[0].name == "exp" and not per_head):
+            if len(value.users) != 1 or len(ahead) != 1 or (ahead[0].name == "exp" and not per_head and not past_gates):
                 break
             data = [read for read in ahead[0].reads if not read.const]
             if len(data) != 1 or not eligible(ahead[0].out):

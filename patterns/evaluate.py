@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.patterns.ir import Op, Value, ancestors, map_values
+from kdacompile.patterns.vocabulary import INDEXED, SOLVES
 
 Factors = tuple[tuple[int, int], ...]
 """One dimension as a product of (captured size, size of this run)."""
@@ -179,6 +180,10 @@ def constant(value: Value) -> Tensor:
 
 
 _FILLERS = {"zeros": 0.0, "ones": 1.0, "zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0}
+_PICKED = frozenset(
+    "select slice select_scatter slice_scatter unbind split split_with_sizes unfold cat cumsum cumprod flip".split()
+)
+_FIXED = INDEXED | frozenset("constant_pad_nd repeat diagonal roll".split())
 _SIZED = frozenset({"view", "_unsafe_view", "_reshape_alias"})
 
 
@@ -253,16 +258,16 @@ def _reduced(op: Op, lanes: list[_Lane]) -> Step:
     if name == "expand":
         sizes = _expand_sizes(first, op.out.shape)
         return lambda tensors: [tensors[0].expand(sizes)]
-    if name in ("select", "slice", "select_scatter", "slice_scatter", "unbind", "split", "split_with_sizes", "cat"):
+    if name in _PICKED:
         _check_picks(op, first)
-    elif name in ("constant_pad_nd", "repeat", "index", "index_select", "index_put", "diagonal", "roll"):
+    elif name in _FIXED:
         _check_untouched(op, first)
     call = _call(op)
     if len(lanes) == 1 and name != "stack":
         return call
     if name == "stack":
         cuts = _align(op, lanes, offset=False)
-    elif name in ("bmm", "mm", "linalg_solve_triangular"):
+    elif name in ("bmm", "mm", *SOLVES):
         cuts = _align_batch(lanes)
     else:
         cuts = _align(op, lanes, offset=name not in ("cat", "select_scatter"))
@@ -319,7 +324,11 @@ def _dim_of(op: Op, lane: _Lane, place: int) -> int:
 
 
 def _check_picks(op: Op, lane: _Lane) -> None:
-    place = {"select": 1, "slice": 1, "unbind": 1, "cat": 1}.get(op.name, 2)
+    if op.name == "flip":
+        if any(_captured(lane.dims[dim]) != _run(lane.dims[dim]) for dim in op.args[1]):
+            raise LaneError("flip of a reduced dimension")
+        return
+    place = {"split": 2, "split_with_sizes": 2, "select_scatter": 2, "slice_scatter": 2}.get(op.name, 1)
     dim = lane.dims[_dim_of(op, lane, place)]
     if _captured(dim) == _run(dim):
         return

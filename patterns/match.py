@@ -28,6 +28,8 @@ class Fused:
     qk_l2norm_eps: float = 0.0
     decay: tuple[float, ...] = ()
     absorbed: tuple[str, ...] = field(default=())
+    upcast: frozenset[str] = frozenset()
+    """Roles whose half-precision tensors the op gets in float32, where the model's own upcasts are to be kept."""
 
     @property
     def pattern(self) -> Pattern:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kdacompile.patterns.ir import Graph, Op, Value
-from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT, PICKING, REGION, SCANS, SELECTIONS, SOLVES
+from kdacompile.patterns.vocabulary import CONTRACTIONS, INDEXED, LAYOUT, PICKING, REGION, SCANS, SELECTIONS, SOLVES
 
 
 def is_soft(op: Op) -> bool:
@@ -28,7 +28,7 @@ def is_soft(op: Op) -> bool:
         return isinstance(op.args[0], Value) and op.args[0].const
     if op.name == "masked_fill":
         return op.args[1].const
-    if op.name in ("index", "index_put", "index_select"):
+    if op.name in INDEXED:
         return all(v.const for v in op.reads[1:] if not v.dtype.is_floating_point)
     if op.name == "_to_copy":
         return op.out.dtype.is_floating_point
@@ -37,7 +37,27 @@ def is_soft(op: Op) -> bool:
         if isinstance(exponent, Value):
             return exponent.const or not isinstance(base, Value) or base.const
         return exponent == int(exponent)
-    return op.out.dtype.is_floating_point
+    return op.out.dtype.is_floating_point and not _saturates(op)
+
+
+def _saturates(op: Op) -> bool:
+    """``1 + exp(x)`` and what divides by it: a sigmoid in pieces. The recurrence never adds a number to an exponential,
+    so a region begins below it, as it does below ``sigmoid``.
+    """
+    if op.name in ("add", "sub", "rsub"):
+        data = [value for value in op.reads if not value.const]
+        return len(data) == 1 and _is_exponential(data[0])
+    below = {"div": op.args[1:2], "reciprocal": op.args[:1], "pow": op.args[:1]}.get(op.name, ())
+    made = [root(value).op for value in below if isinstance(value, Value) and not value.const]
+    return any(maker is not None and maker.name in ("add", "sub", "rsub") and _saturates(maker) for maker in made)
+
+
+def _is_exponential(value: Value) -> bool:
+    """True for an exponential, with a sign or a constant factor at most."""
+    op = root(value).op
+    while op is not None and op.name in ("mul", "neg") and sum(not read.const for read in op.reads) == 1:
+        op = root(next(read for read in op.reads if not read.const)).op
+    return op is not None and op.name in ("exp", "exp2")
 
 
 def root(value: Value) -> Value:
@@ -104,6 +124,8 @@ class Group:
     anchors: list[Op] = field(default_factory=list)
     ops: set[Op] = field(default_factory=set)
     exits: list[Exit] = field(default_factory=list)
+    masks: dict[Op, int] = field(default_factory=dict)
+    """For each operator of the graph, the anchors it depends on, as bits."""
 
 
 def find_groups(graph: Graph) -> list[Group]:
@@ -148,11 +170,14 @@ def find_groups(graph: Graph) -> list[Group]:
         if len(g.anchors) >= 2 and any(a.name in CONTRACTIONS or a.name == "sum" for a in g.anchors)
     ]
     for group in found:
-        group.exits = _exits(graph, group, masks)
+        group.masks = masks
+        group.exits = exits_of(graph, group)
     return found
 
 
-def _exits(graph: Graph, group: Group, masks: dict[Op, int]) -> list[Exit]:
+def exits_of(graph: Graph, group: Group) -> list[Exit]:
+    """The exits of a group, those of most anchors first."""
+    masks = group.masks
     sinks: dict[int, list[Value]] = {}
     for op in group.ops:
         for value in op.outs:

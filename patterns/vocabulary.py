@@ -14,10 +14,16 @@ LAYOUT = frozenset(
 )
 """Operators that keep every element: rearrangements, copies and casts."""
 
-PICKING = frozenset("select slice split split_with_sizes unbind diagonal flip index index_select".split())
+INDEXED = frozenset("index index_select gather index_put index_copy index_add scatter scatter_add".split())
+"""Operators that pick or place by index tensors."""
+
+PICKING = frozenset("select slice split split_with_sizes unbind unfold diagonal flip index index_select gather".split())
 """Operators that take elements of one tensor by fixed indices."""
 
-PLACING = frozenset("select_scatter slice_scatter diagonal_scatter cat stack index_put constant_pad_nd repeat".split())
+PLACING = frozenset(
+    "select_scatter slice_scatter diagonal_scatter cat stack index_put index_copy index_add scatter scatter_add "
+    "constant_pad_nd repeat".split()
+)
 """Operators that put tensors side by side or into a larger one."""
 
 MAKERS = frozenset(
@@ -30,9 +36,9 @@ SELECTIONS = frozenset("where masked_fill tril triu".split())
 """Operators that keep some elements and replace the others."""
 
 CONTRACTIONS = frozenset("bmm baddbmm mm addmm".split())
-SCANS = frozenset("cumsum".split())
-SOLVES = frozenset("linalg_solve_triangular linalg_inv_ex".split())
-POINTWISE = frozenset("add sub rsub mul div neg exp exp2 reciprocal pow square addcmul".split())
+SCANS = frozenset("cumsum cumprod".split())
+SOLVES = frozenset("linalg_solve_triangular _linalg_solve_ex linalg_inv_ex".split())
+POINTWISE = frozenset("add sub rsub mul div neg exp exp2 reciprocal pow square addcmul addcdiv lerp".split())
 
 REGION = (
     LAYOUT | PICKING | PLACING | MAKERS | SELECTIONS | CONTRACTIONS | SCANS | SOLVES | POINTWISE | frozenset({"sum"})

@@ -3,7 +3,8 @@
     x32 = x.transpose(1, 2).contiguous().float()      absorbed: x, with its dimensions relabelled
 
 Views, copies and upcasts to float32 are passed on the way up (``kda.precision="fp32"`` keeps the upcasts); a downcast
-rounds and stays. Half-precision inputs reach the op as they are: the op computes in float32 itself.
+rounds and stays. Half-precision inputs reach the op as they are: the op computes in float32 itself. Where a region
+makes its upcasts inside (token by token), ``kda.precision="fp32"`` hands the op float32 copies instead.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from kdacompile.patterns.absorb.letters import MOVES, above
-from kdacompile.patterns.absorb.scope import Scope
-from kdacompile.patterns.ir import Op
+from kdacompile.patterns.absorb.scope import HALVES, Scope
+from kdacompile.patterns.ir import Op, Value
 from kdacompile.patterns.match import Fused
 from kdacompile.patterns.roles import Placement
+from kdacompile.patterns.vocabulary import LAYOUT, PICKING
 
 MERGED = frozenset({"g", "dt_bias"})
 """Roles that may come with H and K merged."""
@@ -59,6 +63,32 @@ def absorb_casts(fused: Fused, scope: Scope) -> Fused | None:
         return None
     upcast = any(moved[role].value.dtype != fused.inputs[role].value.dtype for role in moved)
     return fused.taking("upcast", moved) if upcast else replace(fused, inputs={**fused.inputs, **moved})
+
+
+def kept_upcasts(fused: Fused) -> frozenset[str]:
+    """Roles of half-precision tensors that the region itself casts to float32 before it computes with them."""
+    ops = fused.candidate.ops
+    return frozenset(
+        role
+        for role, placement in fused.inputs.items()
+        if placement.value.dtype in HALVES
+        and placement.value in fused.candidate.cut
+        and _all_upcast(placement.value, ops)
+    )
+
+
+def _all_upcast(value: Value, ops: set[Op]) -> bool:
+    stack, seen = [value], {value}
+    while stack:
+        for user in stack.pop().users:
+            if user not in ops or (user.name == "_to_copy" and user.out.dtype == torch.float32):
+                continue
+            if user.name not in LAYOUT | PICKING or user.name == "_to_copy":
+                return False
+            fresh = [out for out in user.outs if out not in seen]
+            seen.update(fresh)
+            stack.extend(fresh)
+    return True
 
 
 Rule = Callable[[Fused, Scope], "Fused | None"]

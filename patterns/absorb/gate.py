@@ -70,7 +70,7 @@ def _cones(gate: Placement, scope: Scope, sizes: dict[str, int], activation: Act
 def _plausible(cone: Cone, fused: Fused, activation: Activation) -> bool:
     if not any(names <= cone.names for names in activation.needs):
         return False
-    if not all(_is_flat(read) for op in cone.ops for read in op.reads if read.const):
+    if not all(is_flat(read) for op in cone.ops for read in op.reads if read.const):
         return False
     logit = cone.sources[0].letters
     if fused.gate == "channel" and fused.sizes["K"] > 1 and not {"K", "*"} & set(logit):
@@ -78,7 +78,7 @@ def _plausible(cone: Cone, fused: Fused, activation: Activation) -> bool:
     return len(cone.sources) == 1 or set(cone.sources[1].letters) <= set("H.")
 
 
-def _is_flat(value: Value) -> bool:
+def is_flat(value: Value) -> bool:
     """True for a constant with one value throughout: a threshold of its own per channel could hide from the probes."""
     while value.op is not None and value.op.name in MOVES:
         value = value.op.reads[0]

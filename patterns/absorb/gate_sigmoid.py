@@ -23,7 +23,7 @@ def _definition(x: Tensor, rate: Tensor | None) -> Tensor:
 SIGMOID = Activation(
     gate_fn="sigmoid",
     shape=_definition,
-    needs=tuple(frozenset(names.split()) for names in ("sigmoid", "exp reciprocal", "exp div")),
+    needs=tuple(frozenset(names.split()) for names in ("sigmoid", "tanh", "exp reciprocal", "exp div", "exp pow")),
     takes_rate=True,
     sign=-1,
 )

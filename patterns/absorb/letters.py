@@ -12,7 +12,7 @@ from kdacompile.patterns.ir import Op, Value
 
 POINTWISE = frozenset(
     "add sub rsub mul div neg exp exp2 log log1p softplus sigmoid log_sigmoid_forward logaddexp where gt lt ge le "
-    "reciprocal sqrt rsqrt pow square tanh".split()
+    "reciprocal sqrt rsqrt pow square tanh abs relu maximum minimum clamp clamp_min clamp_max".split()
 )
 SAME = frozenset("clone contiguous alias lift_fresh _to_copy".split())
 REGROUPS = frozenset("view _unsafe_view _reshape_alias squeeze unsqueeze".split())

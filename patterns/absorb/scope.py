@@ -15,7 +15,7 @@ from kdacompile.patterns.vocabulary import LAYOUT
 FULL_PRECISION = 4
 """Bytes of float32: arithmetic below it rounds, and that rounding is the model's own."""
 
-_HALVES = frozenset({torch.float16, torch.bfloat16})
+HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Scope:
         source, target = op.reads[0].dtype, op.out.dtype
         if source == target:
             return True
-        return not self.keep_upcasts and source in _HALVES and target == torch.float32
+        return not self.keep_upcasts and source in HALVES and target == torch.float32
 
     def computes(self, op: Op) -> bool:
         """True if the operator's arithmetic is at least float32: the op's own is, and would not round in between."""

@@ -63,6 +63,7 @@ SOFTPLUS: dict[str, tuple[Gate, tuple[Tensor, ...], bool]] = {
     ),
     "log1p": (lambda x, a: -a.exp() * torch.where(x <= 30, x.exp().log1p(), x), (TOKEN, RATE), False),
     "stable": (lambda x, a: -a.exp() * stable(x), (TOKEN, RATE), False),
+    "relu": (lambda x, a: -a.exp() * (F.relu(x) + torch.log1p(torch.exp(-x.abs()))), (TOKEN, RATE), False),
     "logsigmoid": (lambda x, a: a.exp() * F.logsigmoid(-x), (TOKEN, RATE), False),
     "in_place": (lambda x, a, b: -a.exp() * F.softplus(x.clone().add_(b)), (TOKEN, RATE, BIAS), True),
 }
@@ -140,6 +141,22 @@ def with_beta(fn: Gate, logit: Tensor) -> tuple[str, ...]:
     ).absorbed
 
 
+WRITTEN_OUT: dict[str, Gate] = {
+    "divided": lambda x: 1 / (1 + torch.exp(-x)),
+    "reciprocal": lambda x: (-x).exp().add(1).reciprocal(),
+    "power": lambda x: (1 + torch.exp(-x)) ** -1,
+    "tanh": lambda x: 0.5 * (torch.tanh(0.5 * x) + 1),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_sigmoid_in_pieces(name: str) -> None:
+    """Of beta, and of a bounded gate: the region must begin below its exponential, which is no gate's."""
+    sigmoid = WRITTEN_OUT[name]
+    assert with_beta(sigmoid, TOKEN / 4) == ("sigmoid_beta",)
+    assert absorbed(lambda x: -5 * sigmoid(x), CHANNEL / 4) == ("gate_sigmoid",)
+
+
 def test_sigmoid_of_beta() -> None:
     assert with_beta(torch.sigmoid, TOKEN) == ("sigmoid_beta",)
     assert with_beta(lambda b: b.transpose(1, 2).contiguous().sigmoid().transpose(1, 2), TOKEN) == ("sigmoid_beta",)
@@ -152,8 +169,9 @@ def test_sigmoid_of_beta() -> None:
         lambda b: torch.sigmoid(b) ** 2,
         lambda b: b.sigmoid().clamp(max=0.9),
         F.hardsigmoid,
+        lambda b: 1 / (1.01 + torch.exp(-b)),
     ],
-    ids=["doubled", "squared", "clamped", "hard"],
+    ids=["doubled", "squared", "clamped", "hard", "nearly"],
 )
 def test_other_functions_of_beta_stay_outside(fn: Gate) -> None:
     assert "sigmoid_beta" not in with_beta(fn, TOKEN)

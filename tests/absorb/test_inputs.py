@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kdacompile import backend, compat
 from kdacompile.patterns.absorb.scale import factor
 from kdacompile.report import Match
 from kdacompile.shadow import make_shadow
@@ -181,6 +182,37 @@ def test_upcasts_are_absorbed_unless_the_user_keeps_them() -> None:
     kept = half("fp32")
     assert kept.absorbed == ("l2norm",)
     assert kept.roles["q"].endswith("float32")
+
+
+def test_upcasts_inside_the_region_are_kept_too() -> None:
+    """Token by token: there is no upcast tensor to hand over, so the op gets one made for it."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        state = q.new_zeros(BATCH, HEADS, SIZE, SIZE, dtype=torch.float32)
+        outs = []
+        for t in range(q.shape[1]):
+            state = state + k[:, t].float().unsqueeze(-1) * v[:, t].float().unsqueeze(-2)
+            outs.append((q[:, t].float().unsqueeze(-1) * state).sum(-2))
+        return torch.stack(outs, dim=1)
+
+    arguments = [heads(seed, length=5).bfloat16() for seed in (1, 2, 3)]
+    assert op_inputs(fn, arguments, "match") == {torch.bfloat16}
+    assert op_inputs(fn, arguments, "fp32") == {torch.float32}
+
+
+def op_inputs(fn: Callable[..., Tensor], arguments: list[Tensor], precision: str) -> set[torch.dtype]:
+    """The dtypes the op is given for q, k and v; the results equal eager's."""
+    seen: list[torch.fx.GraphModule] = []
+
+    def look(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        seen.append(gm)
+        return backend.kda(gm, inputs, options={"kda.inner": "eager", "kda.precision": precision})
+
+    torch._dynamo.reset()
+    ours = torch.compile(fn, backend=look)(*arguments)
+    assert worst_error(ours, fn(*arguments)) < 1e-5
+    call = next(node for node in seen[0].graph.nodes if "linear_attention" in str(node.target))
+    return {compat.example_value(node).dtype for node in call.args[:3]}
 
 
 def test_a_downcast_in_between_stays() -> None:

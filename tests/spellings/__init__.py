@@ -9,6 +9,9 @@ from tests.spellings import (
     fla_naive,
     near_misses_chunked,
     near_misses_more,
+    near_misses_published,
+    other_hands_closed,
+    other_hands_loops,
     parallel,
     recurrent_delta,
     recurrent_plain,
@@ -30,8 +33,11 @@ TEXTS = (
     upstream,
     steps,
     fla_naive,
+    other_hands_loops,
+    other_hands_closed,
     near_misses_more,
     near_misses_chunked,
+    near_misses_published,
 )
 SPELLINGS: tuple[Spelling, ...] = tuple(REGISTRY.values())
 NEAR_MISSES: tuple[NearMiss, ...] = tuple(NEAR_REGISTRY.values())

@@ -144,3 +144,25 @@ def kda_step_bf16_cache(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     s = s + k32[..., None] * (beta32[..., None] * (v32 - (s * k32[..., None]).sum(-2)))[..., None, :]
     state.copy_(s)
     return ((s * q32[..., None]).sum(-2) * q.shape[-1] ** -0.5).to(v.dtype)
+
+
+@spelling("gated_delta_rule", "q k v g beta state", returns_state=True, l2norm_eps=1e-6, **ONE)
+def gdn_step_transformers_4_57(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The older loop of one turn: its buffer leaves through views, for one token's transpose is contiguous already."""
+    dtype = q.dtype
+    q, k = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k, v, beta, g = (
+        x.transpose(1, 2).contiguous().to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v, beta, g)
+    )
+    q = q * (1 / (q.shape[-1] ** 0.5))
+    out = torch.zeros(v.shape).to(v)
+    state = state.to(v)
+    for i in range(v.shape[2]):
+        state = state * g[:, :, i].exp().unsqueeze(-1).unsqueeze(-1)
+        old = (state * k[:, :, i].unsqueeze(-1)).sum(dim=-2)
+        fresh = (v[:, :, i] - old) * beta[:, :, i].unsqueeze(-1)
+        state = state + k[:, :, i].unsqueeze(-1) * fresh.unsqueeze(-2)
+        out[:, :, i] = (state * q[:, :, i].unsqueeze(-1)).sum(dim=-2)
+    return out.transpose(1, 2).contiguous().to(dtype), state

@@ -1,0 +1,73 @@
+"""Several layers that only sums and products join: each is found, whatever else its group holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kdacompile
+from tests.compare import worst_error
+
+BATCH, LENGTH, HEADS, SIZE, VALUES = 1, 4, 3, 6, 5
+
+
+def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return ((q @ k.mT).tril() @ v).transpose(1, 2)
+
+
+def delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    s = k.new_zeros(BATCH, HEADS, SIZE, VALUES)
+    outs: list[Tensor] = []
+    for t in range(LENGTH):
+        s = s * g[:, t].exp()[..., None, None]
+        fresh = (v[:, t] - (s * k[:, t][..., None]).sum(-2)) * beta[:, t][..., None]
+        s = s + k[:, t][..., None] * fresh[..., None, :]
+        outs.append((s * q[:, t][..., None]).sum(-2))
+    return torch.stack(outs, 1), s
+
+
+def in_a_row(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    x = linear(q, k, v)
+    return linear(q, k, 0.5 * x + v) + x
+
+
+def with_states(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+    x, first = delta(q, k, v, g, beta)
+    y, second = delta(k, q, x + v, g, beta)
+    return y, first, second
+
+
+def side_by_side(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    return 2 * linear(q, k, v) + delta(q, k, v, g, beta)[0]
+
+
+def one_reads_the_other_twice(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    x = linear(q, k, v)
+    return linear(q, 2 * k, x + v) * linear(q, k, x * v)
+
+
+@pytest.mark.parametrize(
+    ("fn", "patterns"),
+    [
+        (in_a_row, ["linear_attention"] * 2),
+        (with_states, ["gated_delta_rule"] * 2),
+        (side_by_side, ["gated_delta_rule", "linear_attention"]),
+        (one_reads_the_other_twice, ["linear_attention"] * 3),
+    ],
+    ids=lambda item: getattr(item, "__name__", ""),
+)
+def test_every_layer_is_found(fn: Callable[..., Any], patterns: list[str]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (0.5 * torch.randn(BATCH, LENGTH, HEADS, size, generator=generator) for size in (SIZE, SIZE, VALUES))
+    gates = torch.rand(2, BATCH, LENGTH, HEADS, generator=generator)
+    arguments = (q, k, v, -gates[0], gates[1])
+    torch._dynamo.reset()
+    report = kdacompile.explain(fn)(*arguments)
+    assert sorted(match.pattern for match in report.matches) == patterns, str(report)
+    assert not report.rejections, str(report)
+    assert worst_error(report.result, fn(*arguments)) < 1e-5
