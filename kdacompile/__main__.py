@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="what this machine can run, and why not the rest")
     commands.add_parser("support", help="what is recognised, as a Markdown table")
     _add_plan(commands.add_parser("plan", help="how a pattern is cut into stages for a target, and its buffers"))
+    commands.add_parser("overhead", help="what the backend costs programs that have nothing for it")
     bench = commands.add_parser("bench", help="time ours beside Inductor alone and eager, each in its own process")
     bench.add_argument("--suite", default="cpu", help="a suite of kdacompile.bench.suites (default: cpu)")
     bench.add_argument("--case", action="append", help="only cases whose name contains this; may be repeated")
@@ -53,6 +54,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
             print(support.table())
             return 0
+        if arguments.command == "overhead":
+            from kdacompile.bench import overhead
+
+            return overhead.main()
         if arguments.command == "plan":
             from kdacompile import plans
 

@@ -26,6 +26,7 @@ from kdacompile.backend import kda
 from kdacompile.collect import collecting
 from kdacompile.errors import KdaError
 from kdacompile.report import Report
+from kdacompile.settings import parse
 from tests.compare import relative_error
 from tests.models.zoo import CASES, ModelCase
 
@@ -139,14 +140,15 @@ class _Compiled:
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
         torch._dynamo.reset()
-        self.options = options
         self.graphs = 0
         self.report = Report()
-        self.model = torch.compile(model, backend=self.backend, dynamic=False)
 
-    def backend(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        self.graphs += 1
-        return kda(graph, inputs, options=self.options)
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            self.graphs += 1
+            return kda(graph, inputs, options=options)
+
+        backend.kdacompile_settings = parse(None, options)  # functions are lifted as for the backend itself
+        self.model = torch.compile(model, backend=backend, dynamic=False)
 
     def __call__(self, **kwargs: Any) -> Any:
         with collecting() as self.report:

@@ -25,6 +25,7 @@ from torch._inductor.graph import GraphLowering
 from kdacompile import compat
 from kdacompile.backend import kda
 from kdacompile.collect import collecting
+from kdacompile.settings import Settings
 from tests.compare import tensors
 from tests.untouched.networks import NETWORKS, Compile
 from tests.untouched.operators import OPERATORS, PRODUCTS, Maker
@@ -83,6 +84,8 @@ def outcome(program: Program, backend: Backend) -> Outcome:
         graphs += 1
         return backend(gm, inputs)
 
+    if backend is kda:
+        counting.kdacompile_settings = Settings()  # Dynamo's calls are looked at as they are for the backend itself
     torch._dynamo.reset()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision(program.precision)
