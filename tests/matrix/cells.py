@@ -147,7 +147,8 @@ class _Compiled:
             self.graphs += 1
             return kda(graph, inputs, options=options)
 
-        backend.kdacompile_settings = parse(None, options)  # functions are lifted as for the backend itself
+        marked: Any = backend
+        marked.kdacompile_settings = parse(None, options)  # functions are lifted as for the backend itself
         self.model = torch.compile(model, backend=backend, dynamic=False)
 
     def __call__(self, **kwargs: Any) -> Any:
