@@ -65,7 +65,12 @@ class Splice:
         writes = {mutation.node for mutation in self.shadow.mutations}
         names = {node for op in ops for value in op.outs for node, _ in self.shadow.names.get(value, [])}
         nodes |= (names - writes) | self.shadow.dead
-        return {node for node in nodes if node in self.place and node.op in ("call_function", "call_method")}
+        nodes = {node for node in nodes if node in self.place and node.op in ("call_function", "call_method")}
+        # A dead value may live on as a buffer: zeros_like(state), overwritten by a copy, stays and reads a shape.
+        for node in sorted(nodes & self.shadow.dead, key=self.place.__getitem__, reverse=True):
+            if any(user not in nodes and compat.writes_first_argument(user) for user in node.users):
+                nodes.discard(node)
+        return nodes
 
     def now(self, position: int) -> int:
         """Where a position of the graph the shadow was made of is in the graph as it is now."""
