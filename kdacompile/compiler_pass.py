@@ -141,6 +141,10 @@ class _Work:
             if self.has_recurrence:
                 self.rejections.append(Rejection("linear_attention", reason, "unknown", "transform"))
             return
+        if compat.wrapped_tensors(self.gm.graph):
+            reason = "inputs are tensor subclasses (DTensor); local tensors are rewritten (DTensor.to_local, local_map)"
+            self.rejections.append(Rejection("linear_attention", reason, "unknown", "subclass"))
+            return
         trace.before(self.gm)
         self.search()
         if self.has_recurrence and any(node.users for node in self.tables):

@@ -22,7 +22,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from kdacompile.compat.reporting import ShortenTraceback, dynamo_settings, graph_breaks, trace_artifact
@@ -337,6 +337,12 @@ _TRANSFORMS = frozenset(
 def transforms(graph: fx.Graph) -> bool:
     """True if the graph runs under a transform of torch.func, whose tensors are not what their shapes say."""
     return any(getattr(node.target, "__name__", "") in _TRANSFORMS for node in graph.nodes)
+
+
+def wrapped_tensors(graph: fx.Graph) -> bool:
+    """True if an input of the graph is a tensor subclass around other tensors, such as a DTensor."""
+    inputs = (example_value(node) for node in graph.nodes if node.op == "placeholder")
+    return any(is_traceable_wrapper_subclass(value) for value in inputs)
 
 
 def attribute(gm: fx.GraphModule | None, node: fx.Node) -> Any:

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kdacompile.collect import collecting
 from kdacompile.ops import errors, linear_attention
+from tests.backend.layers import compiled, delta_arguments, gated_delta_loop
 from tests.ops.cases import assert_close, make_case
 
 if not dist.is_available():
@@ -50,3 +52,12 @@ def test_local_map_over_heads(mesh: DeviceMesh) -> None:
     actual: Any = torch.autograd.grad(o.sum(), sharded)
     for got, want in zip(actual, torch.autograd.grad(expected.sum(), leaves), strict=True):
         assert_close((got.full_tensor(),), (want.double(),), 1e-6)
+
+
+def test_a_graph_of_dtensors_is_left_alone(mesh: DeviceMesh) -> None:
+    arguments = [distribute_tensor(x, mesh, [Shard(2)]) for x in delta_arguments()]
+    with torch.no_grad(), collecting() as report:
+        out = compiled(gated_delta_loop)(*arguments)
+    assert not report.matches
+    assert {rejection.code for rejection in report.rejections} == {"subclass"}
+    torch.testing.assert_close(out.full_tensor(), gated_delta_loop(*delta_arguments()))
