@@ -20,13 +20,13 @@ from tests.backend.layers import delta_arguments, gated_delta_loop
 
 def change_the_rewrite() -> None:
     """Twice the scale, whatever was proven."""
-    options = rewrite.Splice.options
+    options = rewrite.LinearAttentionSplice.options
 
-    def doubled(self: rewrite.Splice, like: torch.fx.Node) -> dict[str, Any]:
+    def doubled(self: rewrite.LinearAttentionSplice, like: torch.fx.Node) -> dict[str, Any]:
         found = options(self, like)
         return {**found, "scale": 2 * found["scale"]}
 
-    rewrite.Splice.options = doubled  # type: ignore[method-assign]
+    rewrite.LinearAttentionSplice.options = doubled  # type: ignore[method-assign]
 
 
 def main(variant: str) -> None:
