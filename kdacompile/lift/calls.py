@@ -143,6 +143,23 @@ def open_dimensions(call: Call) -> Iterator[Call]:
             yield opened
 
 
+@dataclass(frozen=True)
+class Length:
+    """How many tokens a call has, and whether the captured graph leaves that open."""
+
+    now: int
+    symbolic: bool
+
+
+def length_of(call: Call, opened: Call) -> Length:
+    """The tokens of ``call``, whose open dimensions ``opened`` tells."""
+    for (_, tensor), (_, letters) in zip(call.tensors(), opened.tensors(), strict=True):
+        if "T" in letters.dims:
+            size = tensor.dims[letters.dims.index("T")]
+            return Length(int(str(size).removeprefix("~")), isinstance(size, str))
+    raise Unliftable("no argument has tokens")
+
+
 def _opened(call: Call, batch: Dim, tokens: Dim, position: int) -> Call:
     def letter(index: int, dim: Dim) -> Dim:
         if dim == tokens and (index == position or isinstance(dim, str)):

@@ -23,7 +23,7 @@ from typing import Any
 from kdacompile.fingerprint import source_fingerprint
 from kdacompile.lift import library, store, template, verify
 from kdacompile.lift import replacement as namespace
-from kdacompile.lift.calls import Call, Sizes, TensorArg, open_dimensions
+from kdacompile.lift.calls import Call, Sizes, TensorArg, length_of, open_dimensions
 from kdacompile.lift.capture import RUN_ERRORS, Captured, bound, capture
 from kdacompile.lift.errors import Unliftable, WrongLayout
 from kdacompile.lift.identity import Identity
@@ -34,6 +34,9 @@ from kdacompile.settings import Settings
 
 _FILENAME = "<kdacompile lift {key}>"
 _BATCHES = (2, 3, 7)
+
+MANY_TURNS = 8
+"""Turns of a loop up to which a function that nobody has proven yet is rather captured as it is."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Lifts:
         for opened in open_dimensions(call):
             key = _key(identity, opened, settings)
             if key not in self.known:
+                if not store.has(key) and not _pays(call, opened, identity):
+                    return Verdict(fn.__qualname__, source_of(fn), reason="a length this short is captured faster")
                 self.known[key] = _settle(
                     key, fn.__qualname__, source_of(fn), functools.partial(prove, fn, identity, opened, settings)
                 )
@@ -96,6 +101,18 @@ class Lifts:
         """The replacement that code under this key belongs to."""
         found = self.known.get(key)
         return found if isinstance(found, Lifted) else None
+
+
+def _pays(call: Call, opened: Call, identity: Identity) -> bool:
+    """True if proving is worth its time: the length is open already, or so many turns would be unrolled."""
+    length = length_of(call, opened)
+    turns = length.now // max(1, _chunk(identity.numbers | call.numbers()))
+    return length.symbolic or turns > MANY_TURNS
+
+
+def _chunk(numbers: AbstractSet[int]) -> int:
+    """What a function that mentions these numbers takes for a chunk; 0 if it goes token by token."""
+    return max((number for number in numbers if 8 <= number <= verify.LARGEST_CHUNK), default=0)
 
 
 def _settle(key: str, name: str, source: str, prove: Callable[[], Verdict]) -> Lifted | Verdict:
@@ -162,7 +179,7 @@ def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Sett
 
 def captures(fn: types.FunctionType, call: Call, numbers: AbstractSet[int], settings: Settings) -> list[Captured]:
     """The rewritten function at three sizes: within a chunk, over an edge, at whole chunks."""
-    chunk = max((number for number in numbers if 8 <= number <= verify.LARGEST_CHUNK), default=0)
+    chunk = _chunk(numbers)
     plans = [(5, chunk + 3, 3 * chunk), (chunk, 2 * chunk, 5 * chunk)] if chunk else [(3, 6, 11)]
     failure: Exception | None = None
     for plan in plans:

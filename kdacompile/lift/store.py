@@ -39,6 +39,10 @@ def _path(key: str) -> Path:
     return Path(compat.inductor_cache_dir()) / "kdacompile" / "lifts" / f"{key}.json"
 
 
+def has(key: str) -> bool:
+    return compat.disk_caches() and _path(key).exists()
+
+
 def load(key: str) -> Verdict | None:
     if not compat.disk_caches():
         return None

@@ -20,7 +20,7 @@ from tests.compare import relative_error
 from tests.lift import functions
 from tests.lift.functions import HEADS, KEY, VALUE
 
-LENGTHS = (20, 9, 33, 8, 16, 2, 3, 70, 129)
+LENGTHS = (80, 9, 33, 8, 16, 2, 3, 70, 129)
 
 
 def arguments(length: int, batch: int = 1, seed: int = 0) -> list[Any]:
@@ -94,6 +94,18 @@ def test_batches_and_states_share_a_graph() -> None:
     assert graphs() == 2
 
 
+def test_a_short_length_is_captured_as_it_is_unless_the_function_is_known() -> None:
+    run, args = compiled(functions.chunked_gla), arguments(20)
+    assert relative_error(run(*args)[0], functions.chunked_gla(*args)[0]) < 1e-5
+    assert not hook.lifts.known
+    run(*arguments(80))  # the second length opens it
+    assert lifted_functions() == {"chunked_gla"}
+    torch._dynamo.reset()
+    with collecting() as report:
+        compiled(functions.chunked_gla)(*args)
+    assert [match.lifted for match in report.matches] == ["chunked_gla"]
+
+
 def test_one_token_is_inlined() -> None:
     run = compiled(functions.recurrent_gla)
     args = arguments(1)
@@ -102,9 +114,9 @@ def test_one_token_is_inlined() -> None:
 
 
 def test_gradients() -> None:
-    own, theirs = ([x.requires_grad_() for x in arguments(21)] for _ in range(2))
+    own, theirs = ([x.requires_grad_() for x in arguments(81)] for _ in range(2))
     run = compiled(functions.chunked_gla)
-    seed = torch.randn(1, 21, HEADS, VALUE)
+    seed = torch.randn(1, 81, HEADS, VALUE)
     have = torch.autograd.grad(run(*own)[0], own, seed)
     want = torch.autograd.grad(functions.chunked_gla(*theirs)[0], theirs, seed)
     assert all(relative_error(x, y) < 1e-5 for x, y in zip(have, want, strict=True))
@@ -113,7 +125,7 @@ def test_gradients() -> None:
 
 def test_a_refused_length_is_refused_by_the_function() -> None:
     run = compiled(functions.whole_chunks_only)
-    for length in (16, 24, 64):
+    for length in (80, 24, 64):
         args = arguments(length)
         assert relative_error(run(*args), functions.whole_chunks_only(*args)) < 1e-5
     assert graphs() == 2
@@ -135,7 +147,7 @@ REFUSED = {
 def test_not_lifted(fn: Any, caplog: pytest.LogCaptureFixture) -> None:
     run = compiled(fn)
     caplog.set_level("INFO", "kdacompile.lift")
-    for length in (6, 9):
+    for length in (18, 19):
         own, theirs = arguments(length), arguments(length)
         assert relative_error(run(*own), fn(*theirs)) < 1e-5
         assert all(map(torch.equal, own, theirs))
@@ -150,7 +162,7 @@ def test_a_branch_on_the_length_is_noticed() -> None:
 
 def test_the_switch() -> None:
     run = compiled(functions.recurrent_gla, **{"kda.lift": False})
-    run(*arguments(6))
+    run(*arguments(18))
     assert not hook.lifts.known
 
 
@@ -158,7 +170,7 @@ def test_the_switch() -> None:
 
 
 def test_other_backends_and_export_see_the_function() -> None:
-    compiled(functions.recurrent_gla)(*arguments(6))
+    compiled(functions.recurrent_gla)(*arguments(18))
     seen: list[str] = []
 
     def other(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -168,13 +180,13 @@ def test_other_backends_and_export_see_the_function() -> None:
     def model(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         return functions.recurrent_gla(q, k, v, g)
 
-    torch.compile(model, backend=other)(*arguments(6))
+    torch.compile(model, backend=other)(*arguments(18))
 
     class Model(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
             return functions.recurrent_gla(q, k, v, g)
 
-    program = torch.export.export(Model(), tuple(arguments(6)), strict=True)
+    program = torch.export.export(Model(), tuple(arguments(18)), strict=True)
     seen.extend(str(node.target) for node in program.graph.nodes)
     assert len(seen) > 60
     assert not any("kdacompile" in target for target in seen)
@@ -182,7 +194,7 @@ def test_other_backends_and_export_see_the_function() -> None:
 
 def test_a_changed_global_ends_the_lift(monkeypatch: pytest.MonkeyPatch) -> None:
     run = compiled(functions.recurrent_retention)
-    args = arguments(6)[:3]
+    args = arguments(18)[:3]
     assert relative_error(run(*args), functions.recurrent_retention(*args)) < 1e-5
     monkeypatch.setattr(functions, "sharpness", 0.25)
     assert relative_error(run(*args), functions.recurrent_retention(*args)) < 1e-5
@@ -191,7 +203,7 @@ def test_a_changed_global_ends_the_lift(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_changed_helper_ends_the_lift(monkeypatch: pytest.MonkeyPatch) -> None:
     run = compiled(functions.recurrent_gla)
-    args = arguments(6)
+    args = arguments(18)
     run(*args)
     monkeypatch.setattr(functions, "normalized", lambda x: -x)
     assert relative_error(run(*args), functions.recurrent_gla(*args)) < 1e-5
@@ -199,7 +211,7 @@ def test_a_changed_helper_ends_the_lift(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_verdict_is_remembered_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = arguments(12)
+    args = arguments(20)
     compiled(functions.recurrent_gla)(*args)
     torch._dynamo.reset()
     monkeypatch.setattr(hook, "lifts", lifting.Lifts())
@@ -218,7 +230,7 @@ def test_an_edited_source_is_another_function(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "edited_functions.py"
     source = Path(str(functions.__file__)).read_text()
     monkeypatch.syspath_prepend(str(tmp_path))
-    args = arguments(6)
+    args = arguments(18)
     for text in (source, source.replace("return x * torch.rsqrt", "return -x * torch.rsqrt")):
         path.write_text(text)
         module = importlib.import_module("edited_functions")
@@ -231,9 +243,9 @@ def test_an_edited_source_is_another_function(tmp_path: Path, monkeypatch: pytes
 
 
 def test_explain_lifts_too() -> None:
-    report = kdacompile.explain(lambda *args: functions.recurrent_gla(*args))(*arguments(9))
+    report = kdacompile.explain(lambda *args: functions.recurrent_gla(*args))(*arguments(19))
     assert [match.lifted for match in report.matches] == ["recurrent_gla"]
     report = kdacompile.explain(lambda *args: functions.recurrent_gla(*args), options={"kda.lift": False})(
-        *arguments(9)
+        *arguments(19)
     )
     assert [match.lifted for match in report.matches] == [""]

@@ -71,7 +71,7 @@ def test_a_lifted_function_reports_what_its_caller_gave_it() -> None:
         return functions.chunked_gla(q, k, v, F.logsigmoid(x) / 16)[0]
 
     torch._dynamo.reset()
-    inputs = operands(19)[:4]
+    inputs = operands(80)[:4]
     with collecting() as report:
         result = torch.compile(model, backend="kda", options={"kda.inner": "eager"})(*inputs)
     assert relative_error(result, model(*inputs)) < 1e-5
