@@ -13,8 +13,6 @@ from kdacompile.fingerprint import source_fingerprint
 from kdacompile.report import GraphReport
 from kdacompile.settings import Settings, parse
 
-lift.install()  # Dynamo captures before it calls the backend, so importing the backend is the moment
-
 
 class KdaPass(compat.CustomGraphPass):
     """The rewrite as Inductor's pre-grad pass. Inductor runs it on nested graphs itself, so it does not recurse.
@@ -133,3 +131,6 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
     else:
         memory.emit()
     return compiled
+
+
+lift.install(kda)  # Dynamo captures before it calls the backend, so importing the backend is the moment

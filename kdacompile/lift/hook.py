@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import types
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,15 +33,15 @@ _identities: WeakKeyDictionary[types.FunctionType, Identity] = WeakKeyDictionary
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format)
 
 
-def install() -> None:
-    """Start looking at calls; harmless to repeat."""
-    if not _installed:
-        _installed.append(True)
+def install(backend: Callable[..., Any]) -> None:
+    """Start looking at calls in regions that are compiled with ``backend``."""
+    if not _backends:
         dynamo.on_function_call(consult)
         dynamo.on_disabled_call(consult_library)
+    _backends.append(backend)
 
 
-_installed: list[bool] = []
+_backends: list[Callable[..., Any]] = []
 
 
 def consult(fn: types.FunctionType, site: dynamo.CallSite) -> Any:
@@ -88,13 +89,11 @@ def _plausible(code: types.CodeType) -> bool:
 
 def _settings(site: dynamo.CallSite) -> Settings | None:
     """The settings if the region is compiled with this backend."""
-    from kdacompile.backend import kda
-
     for backend, given in site.backend():
         own = getattr(backend, "kdacompile_settings", None)
         if isinstance(own, Settings):
             return own
-        if backend is kda:
+        if any(backend is own for own in _backends):
             try:
                 return parse(given.get("mode"), given.get("options"))
             except KdaError:
