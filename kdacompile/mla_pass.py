@@ -23,7 +23,9 @@ from kdacompile.splice import CannotSplice
 
 log = logging.getLogger(__name__)
 
-_ATTENTION = frozenset({"softmax", "scaled_dot_product_attention"})
+_WHOLE = frozenset({"scaled_dot_product_attention"})
+_SOFTMAX = frozenset({"softmax", "_softmax"})
+_PRODUCTS = frozenset("matmul __matmul__ bmm baddbmm einsum mm mul sum".split())
 
 verdicts = MlaVerdicts()
 
@@ -31,12 +33,17 @@ Timed = Callable[[str], AbstractContextManager[None]]
 
 
 def worth_a_look(graph: fx.Graph) -> bool:
-    """A cheap test of the calls: MLA has a softmax, whole or inside scaled_dot_product_attention."""
+    """A cheap test of the calls: MLA is a softmax between two products, or scaled_dot_product_attention."""
+    products = softmax = 0
     for node in graph.nodes:
         if node.op in ("call_function", "call_method"):
             target = node.target
-            name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-            if name.split(".")[0] in _ATTENTION:
+            name = (target if isinstance(target, str) else getattr(target, "__name__", str(target))).split(".")[0]
+            if name in _WHOLE:
+                return True
+            softmax += name in _SOFTMAX
+            products += name in _PRODUCTS
+            if softmax and products > 1:
                 return True
     return False
 
