@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch import fx
 
 from kdacompile import compat, compiler_pass, mla_pass
 from kdacompile.collect import emit
+from kdacompile.disk import write_whole
 from kdacompile.errors import ReportFormatError
 from kdacompile.report import GraphReport, Report
 
@@ -40,10 +39,7 @@ class Memory:
         if self.path is None or not compat.disk_caches():
             return
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-                file.write(Report(graphs=list(reports)).to_json())
-            os.replace(file.name, self.path)  # at once: another process may be reading
+            write_whole(self.path, Report(graphs=list(reports)).to_json())
         except OSError as error:
             log.warning("the report could not be kept for later processes: %s", error)
 

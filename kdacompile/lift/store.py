@@ -7,13 +7,12 @@ and our own source. Written atomically: processes may share the directory.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kdacompile import compat
+from kdacompile.disk import write_whole
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,7 @@ def load(key: str) -> Verdict | None:
 def save(key: str, verdict: Verdict) -> None:
     if not compat.disk_caches():
         return
-    path = _path(key)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            json.dump(asdict(verdict), file)
-        os.replace(name, path)
+        write_whole(_path(key), json.dumps(asdict(verdict)))
     except OSError:
         return  # a full or read-only disk: it only costs time
