@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -59,8 +59,11 @@ class Instances:
 
         ``move`` finds the candidate again in another shadow.
         """
-        nodes = _nodes(fused)
-        symbols = set().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
+        return self.anywhere(_nodes(fused), lambda sizes: self.compare(shadow, fused, sizes, recognise, move or _moved))
+
+    def anywhere(self, nodes: Collection[fx.Node], disagreement: Callable[[Sizes], str | None]) -> str | None:
+        """The first reason that ``disagreement`` gives at other sizes of these nodes; None if there is none."""
+        symbols = set[Any]().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
         if not symbols:
             return None
         if any(compat.is_unbacked(symbol) for symbol in symbols):
@@ -68,7 +71,7 @@ class Instances:
         try:
             others = list(other_sizes(compat.shape_env(self.nodes), symbols, numbers_in(nodes)))
             for sizes in others:
-                reason = self.compare(shadow, fused, sizes, recognise, move or _moved)
+                reason = disagreement(sizes)
                 if reason is not None:
                     where = ", ".join(f"{symbol} = {sizes[symbol]}" for symbol in sorted(symbols, key=str))
                     return f"{reason} (at {where})"

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 
 from torch import fx
 
-from kdacompile import compat, trace
-from kdacompile.instances import CannotInstantiate, Instances, numbers_in, other_sizes
+from kdacompile import trace
+from kdacompile.instances import Instances
 from kdacompile.mla_proof import MlaVerdicts
 from kdacompile.mla_rewrite import MlaSplice
 from kdacompile.patterns.ir import Graph, Value
@@ -105,21 +105,7 @@ class MlaWork:
 
     def disagreement(self, fused: FusedMla) -> str | None:
         """Why the match does not hold at all sizes the graph allows, as far as other instances can tell."""
-        nodes = _nodes(fused)
-        symbols = set[object]().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
-        if not symbols:
-            return None
-        if any(map(compat.is_unbacked, symbols)):
-            return "a size of the region is known only when the graph runs"
-        try:
-            for sizes in other_sizes(compat.shape_env(self.instances.nodes), symbols, numbers_in(nodes)):
-                reason = self.compare(fused, self.instances.at(sizes)[0])
-                if reason is not None:
-                    where = ", ".join(f"{symbol} = {sizes[symbol]}" for symbol in sorted(symbols, key=str))
-                    return f"{reason} (at {where})"
-        except CannotInstantiate as error:
-            return str(error)
-        return None
+        return self.instances.anywhere(_nodes(fused), lambda sizes: self.compare(fused, self.instances.at(sizes)[0]))
 
     def compare(self, fused: FusedMla, other: Graph) -> str | None:
         for item in find_mla(other):
