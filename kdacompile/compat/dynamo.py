@@ -130,30 +130,30 @@ def on_disabled_call(consult: Callable[[Any, CallSite], Any]) -> None:
     """Have ``consult`` see calls of functions Dynamo may not enter, as ``on_function_call`` does for the others."""
     from torch._dynamo.variables.functions import SkipFunctionVariable
 
-    skip = SkipFunctionVariable.call_function
-
-    @functools.wraps(skip)
-    def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        replaced = consult(self.value, CallSite(self, tx, args, kwargs))
-        return skip(self, tx, args, kwargs) if replaced is None else replaced
-
-    SkipFunctionVariable.call_function = call_function
+    _before_calls(SkipFunctionVariable, lambda variable: variable.value, consult)
 
 
 def on_function_call(consult: Callable[[types.FunctionType, CallSite], Any]) -> None:
     """Have ``consult`` see each Python function before Dynamo inlines it; what it returns, unless None, is the result.
 
-    Installed once a process; ``consult`` must look at the call's backend first.
+    Installed once a process; ``consult`` must look at the call's backend.
     """
     from torch._dynamo.variables import UserFunctionVariable
 
-    inline = UserFunctionVariable.call_function
+    def plain_function(variable: Any) -> Any:  # not a method, which is a subclass
+        return variable.fn if type(variable) is UserFunctionVariable else None
 
-    @functools.wraps(inline)
+    _before_calls(UserFunctionVariable, plain_function, consult)
+
+
+def _before_calls(kind: Any, function_of: Callable[[Any], Any], consult: Callable[[Any, CallSite], Any]) -> None:
+    """Ask ``consult`` before a kind of variable is called, if ``function_of`` finds a function in it."""
+    usual = kind.call_function
+
+    @functools.wraps(usual)
     def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        replaced = None
-        if type(self) is UserFunctionVariable and isinstance(self.fn, types.FunctionType):
-            replaced = consult(self.fn, CallSite(self, tx, args, kwargs))
-        return inline(self, tx, args, kwargs) if replaced is None else replaced
+        fn = function_of(self)
+        replaced = None if fn is None else consult(fn, CallSite(self, tx, args, kwargs))
+        return usual(self, tx, args, kwargs) if replaced is None else replaced
 
-    UserFunctionVariable.call_function = call_function
+    kind.call_function = call_function

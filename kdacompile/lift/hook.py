@@ -20,16 +20,20 @@ from kdacompile import compat
 from kdacompile.compat import dynamo
 from kdacompile.errors import KdaError
 from kdacompile.lift import library
-from kdacompile.lift.calls import Call, Group, describe
+from kdacompile.lift.calls import MIN_TENSORS, Call, Group, describe
 from kdacompile.lift.errors import Unliftable
 from kdacompile.lift.identity import Identity, has_loop, identify, is_trusted
 from kdacompile.lift.lifting import Lifted, Lifts
+from kdacompile.lift.store import Verdict
 from kdacompile.settings import Settings, parse
 
 log = logging.getLogger(__name__)
 
 lifts = Lifts()
 _identities: WeakKeyDictionary[types.FunctionType, Identity] = WeakKeyDictionary()
+Find = Callable[[Any, dynamo.CallSite, Settings, "list[Any]"], Lifted]
+"""The replacement of a function at a call; the variables to call it with go to the list. Raises ``Unliftable``."""
+
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format)
 
 
@@ -44,40 +48,33 @@ def install(backend: Callable[..., Any]) -> None:
 _backends: list[Callable[..., Any]] = []
 
 
-def consult(fn: types.FunctionType, site: dynamo.CallSite) -> Any:
+def consult(fn: Any, site: dynamo.CallSite) -> Any:
     """The replaced call's result, or None to let Dynamo inline the function."""
     if library.row_of(fn) is not None:
         return consult_library(fn, site)
-    if not _plausible(fn.__code__) or is_trusted(str(fn.__module__)):
+    if not isinstance(fn, types.FunctionType) or not _plausible(fn.__code__) or is_trusted(str(fn.__module__)):
         return None
-    settings = _settings(site)
-    if settings is None or not settings.lift or site.under_transform():
-        return None
-    try:
-        return _lift(fn, site, settings)
-    except Unliftable as error:
-        log.info("not lifted: %s: %s", fn.__qualname__, error.reason)
-        return None
+    return _attempt(fn, site, _find)
 
 
 def consult_library(fn: Any, site: dynamo.CallSite) -> Any:
     """The same for a function that a library keeps torch.compile out of."""
-    if library.row_of(fn) is None:
-        return None
+    return None if library.row_of(fn) is None else _attempt(fn, site, _find_library)
+
+
+def _attempt(fn: Any, site: dynamo.CallSite, find: Find) -> Any:
+    """Call what ``find`` finds in the function's place."""
     settings = _settings(site)
     if settings is None or not settings.lift or site.under_transform():
         return None
     tensors: list[Any] = []
     try:
-        found = lifts.find_library(fn, _call(fn, site, tensors, documented=True), settings)
-        reason = "" if isinstance(found, Lifted) else found.reason
+        found = find(fn, site, settings, tensors)
     except Unliftable as error:
-        found, reason = None, error.reason
-    if isinstance(found, Lifted):
-        log.info("lifted %s at %s", found.verdict.function, found.verdict.source)
-        return site.call(found.run, tensors)
-    log.info("not lifted: %s: %s", library.name_of(fn), reason)
-    return None
+        log.info("not lifted: %s: %s", library.name_of(fn), error.reason)
+        return None
+    log.info("lifted %s at %s", found.verdict.function, found.verdict.source)
+    return site.call(found.run, tensors)
 
 
 @functools.cache
@@ -89,32 +86,37 @@ def _plausible(code: types.CodeType) -> bool:
 
 def _settings(site: dynamo.CallSite) -> Settings | None:
     """The settings if the region is compiled with this backend."""
-    for backend, given in site.backend():
-        own = getattr(backend, "kdacompile_settings", None)
-        if isinstance(own, Settings):
-            return own
-        if any(backend is own for own in _backends):
-            try:
+    try:
+        for backend, given in site.backend():
+            explained = getattr(backend, "kdacompile_settings", None)
+            if isinstance(explained, Settings):
+                return explained
+            if any(backend is own for own in _backends):
                 return parse(given.get("mode"), given.get("options"))
-            except KdaError:
-                return None  # the backend will say so itself
+    except KdaError:  # the backend will say so itself
+        return None
     return None
 
 
-def _lift(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings) -> Any:
-    tensors: list[Any] = []
+def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, tensors: list[Any]) -> Lifted:
     call = _call(fn, site, tensors)
-    if len(tensors) < 3:
-        return None
+    if len(tensors) < MIN_TENSORS:
+        raise Unliftable("it takes fewer than three tensors")
     identity = _identity(fn)
-    found = lifts.find(fn, identity, call, settings)
-    if not isinstance(found, Lifted):
-        log.info("not lifted: %s: %s", fn.__qualname__, found.reason)
-        return None
-    if not _takes(found, tensors, site) or not _guard(identity, site):
-        return None
-    log.info("lifted %s at %s", found.verdict.function, found.verdict.source)
-    return site.call(found.run, tensors)
+    found = _proven(lifts.find(fn, identity, call, settings))
+    _check_length(found, tensors, site)
+    _guard(identity, site)
+    return found
+
+
+def _find_library(fn: Any, site: dynamo.CallSite, settings: Settings, tensors: list[Any]) -> Lifted:
+    return _proven(lifts.find_library(fn, _call(fn, site, tensors, documented=True), settings))
+
+
+def _proven(found: Lifted | Verdict) -> Lifted:
+    if isinstance(found, Lifted):
+        return found
+    raise Unliftable(found.reason)
 
 
 def _identity(fn: types.FunctionType) -> Identity:
@@ -162,15 +164,15 @@ def _call(fn: Any, site: dynamo.CallSite, tensors: list[Any], *, documented: boo
     return Call(tuple(arguments))
 
 
-def _takes(found: Lifted, tensors: list[Any], site: dynamo.CallSite) -> bool:
-    """False for a length the function refuses: it shall say so itself."""
-    if found.modulus is None:
-        return True
-    index, dim = found.tokens
-    return compat.size_hint(site.example(tensors[index]).shape[dim]) % found.modulus == 0  # type: ignore[union-attr]
+def _check_length(found: Lifted, tensors: list[Any], site: dynamo.CallSite) -> None:
+    """Raises ``Unliftable`` for a length the function refuses: it shall say so itself."""
+    index, dim = found.verdict.tokens
+    modulus = found.verdict.modulus
+    if modulus and compat.size_hint(site.example(tensors[index]).shape[dim]) % modulus:  # type: ignore[union-attr]
+        raise Unliftable("it does not take this length")
 
 
-def _guard(identity: Identity, site: dynamo.CallSite) -> bool:
+def _guard(identity: Identity, site: dynamo.CallSite) -> None:
     """Guard everything the function reads, since Dynamo does not get to see it read."""
     for read in identity.reads:
         if read.cell is not None:
@@ -178,6 +180,4 @@ def _guard(identity: Identity, site: dynamo.CallSite) -> bool:
         else:
             guarded = site.guard_global(read.owner.__globals__, read.name, read.attributes)
         if not guarded:
-            log.info("not lifted: %s of %s cannot be guarded", read.name, read.owner.__qualname__)
-            return False
-    return True
+            raise Unliftable(f"{read.name} of {read.owner.__qualname__} cannot be guarded")

@@ -65,7 +65,8 @@ _COMMON = frozenset(
 _HARMLESS = frozenset("cu_seqlens_cpu chunk_indices safe_gate disable_recompute chunk_size".split())
 """Arguments that change how a result is computed, not what it is."""
 
-_STATELESS_DEFAULTS = {"normalize": {"chunk_linear_attn": True, "fused_recurrent_linear_attn": False}}
+_NORMALIZES = frozenset({"chunk_linear_attn"})
+"""Functions whose ``normalize`` is on unless it is given."""
 
 
 def row_of(fn: Callable[..., Any]) -> Row | None:
@@ -191,9 +192,7 @@ def _arguments(call: Call) -> tuple[dict[str, str], dict[str, int]]:
 
 def _refuse_the_rest(fn: Callable[..., Any], row: Row, given: Mapping[str, str]) -> None:
     """Arguments beyond the recurrence must be off."""
-    name = name_of(fn)
-    normalize = given.get("normalize", str(_STATELESS_DEFAULTS["normalize"].get(name, False)))
-    if normalize != "False":
+    if given.get("normalize", str(name_of(fn) in _NORMALIZES)) != "False":
         raise Unliftable("it normalises by the sum of its weights")
     known = {*_COMMON, *_HARMLESS, *row.gates, *row.own, "normalize"}
     for argument, text in given.items():
@@ -219,7 +218,7 @@ def _activation(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _roles(named: Mapping[str, int], row: Row, options: Mapping[str, Any]) -> dict[int, str]:
-    form = {"log": "log"}.get(str(options.get("gate_fn", "log")).strip('"'), "logit")
+    form = "logit" if "gate_fn" in options else "log"
     roles = {index: name for name, index in named.items()}
     for name, index in named.items():
         if name in row.gates:

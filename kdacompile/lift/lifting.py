@@ -20,6 +20,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from kdacompile.fingerprint import source_fingerprint
 from kdacompile.lift import library, store, template, verify
 from kdacompile.lift import replacement as namespace
@@ -45,16 +47,6 @@ class Lifted:
 
     run: Callable[..., Any]
     verdict: Verdict
-
-    @property
-    def modulus(self) -> int | None:
-        """The function takes only lengths divisible by it; None: every length."""
-        return self.verdict.modulus
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """Where the length stands: (tensor, dimension)."""
-        return self.verdict.tokens
 
     @property
     def matches(self) -> tuple[Match, ...]:
@@ -129,7 +121,8 @@ def _settle(key: str, name: str, source: str, prove: Callable[[], Verdict]) -> L
 
 def _key(identity: Identity, call: Call, settings: Settings) -> str:
     policy = (settings.precision, settings.verify, settings.disable)
-    text = "\n".join([identity.digest, call.text, repr(policy), source_fingerprint()])
+    ambient = (torch.get_default_dtype(), torch.get_default_device())  # what tensors made from nothing turn out as
+    text = "\n".join([identity.digest, call.text, repr(policy), repr(ambient), source_fingerprint()])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
