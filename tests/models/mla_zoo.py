@@ -6,7 +6,6 @@ and makes the arguments of a prefill or of a one-token step over a filled cache,
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.utils import logging as transformers_logging
+
+from tests.models.zoo import random_model
 
 transformers_logging.set_verbosity_error()
 
@@ -70,18 +71,9 @@ class MlaModel:
     breaks_by_itself: bool = False  # its indexer or its experts cut the graph under any backend
 
     def build(self, attention: str = "eager", dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-        torch.manual_seed(seed)
         given = {k: v for k, v in (BASE | MLA | MOE | self.settings).items() if k not in self.without}
         config: PreTrainedConfig = getattr(transformers, self.config_class)(**given)
-        config._attn_implementation = attention
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if self.model_class is None:
-                model = transformers.AutoModelForCausalLM.from_config(config)
-            else:
-                model = getattr(transformers, self.model_class)(config)
-        if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("batched_mm")  # the default loops over nonzero(): a graph break
+        model = random_model(config, self.model_class, attention, seed)
         _randomise(model)
         return model.to(dtype).eval()
 

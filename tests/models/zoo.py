@@ -244,17 +244,7 @@ class ModelCase:
 
     def build(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
         """A random model in eval mode; parameters that models leave empty or constant are drawn too."""
-        torch.manual_seed(seed)
-        config = self.config()
-        config._attn_implementation = "eager"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if self.model_class is None:
-                model = transformers.AutoModelForCausalLM.from_config(config)
-            else:
-                model = getattr(transformers, self.model_class)(config)
-        if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("batched_mm")  # the default loops over nonzero(): a graph break
+        model = random_model(self.config(), self.model_class, "eager", seed)
         _randomise(model)
         return model.to(dtype).eval()
 
@@ -285,6 +275,21 @@ class ModelCase:
     def tokens(length: int, batch: int = 2, seed: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(3, 127, (batch, length), generator=generator)
+
+
+def random_model(config: PreTrainedConfig, model_class: str | None, attention: str, seed: int) -> Any:
+    """A model as transformers initialises it; without a class, AutoModelForCausalLM."""
+    torch.manual_seed(seed)
+    config._attn_implementation = attention
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if model_class is None:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        else:
+            model = getattr(transformers, model_class)(config)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")  # the default loops over nonzero(): a graph break
+    return model
 
 
 def _randomise(model: nn.Module) -> None:
