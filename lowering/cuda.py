@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from .attention_calls import AttentionImplementation
 from .calls import Call, Implementation
 from .hopper import HopperKernels
+from .run_attention import Attention
 from .triton import TritonKernels
 
 # In the order they are asked. What none of them takes is the torch executor's.
 IMPLEMENTATIONS: list[Implementation] = [HopperKernels(), TritonKernels()]
+ATTENTION: list[AttentionImplementation] = []
 
 
 def choose(call: Call) -> Implementation | None:
     """The first implementation that takes the call."""
     return next((kernels for kernels in IMPLEMENTATIONS if kernels.declines(call) is None), None)
+
+
+def choose_attention(call: Attention) -> AttentionImplementation | None:
+    """The first implementation that takes the call of MLA."""
+    return next((kernels for kernels in ATTENTION if kernels.declines(call) is None), None)
 
 
 def declined(call: Call) -> dict[str, str]:

@@ -31,7 +31,8 @@ COPIED_BLOCK = 512
 class Attention:
     """One call. q ``[B, T, H, N]``, q_rope ``[B, T, H, D]``, latent ``[B, S, R]`` or pages ``[P, page, R]``, k_rope
     alike with D, w_uk ``[H, N, R]`` and w_uv ``[H, V, R]`` (both None: q and the result are ``[B, T, H, R]``), mask
-    bool or additive ``[B|1, H|1, T|1, S]``, sinks ``[H]``, lengths ``[B]``, block_table ``[B, pages]``.
+    bool or additive ``[B|1, H|1, T|1, S]``, sinks ``[H]``, lengths ``[B]``, block_table ``[B, pages]``. ``out_dtype``
+    is what o is wanted in.
     """
 
     q: Tensor
@@ -47,7 +48,12 @@ class Attention:
     scale: float
     causal: bool
     form: str
-    dtype: torch.dtype
+    out_dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The executor's: float64 if the queries or the cache are, else float32. Also lse's."""
+        return torch.float64 if torch.float64 in (self.q.dtype, self.latent.dtype) else torch.float32
 
     @property
     def page(self) -> int:

@@ -33,8 +33,13 @@ def mla_kernel(
     """``kdacompile::mla``."""
     operands = (q, q_rope, latent, k_rope, w_uk, w_uv, mask, sinks, lengths, block_table)
     check_mla(*operands, form=form)
-    o, lse = run_attention(Attention(*operands, scale, causal, form, _compute_dtype(q, latent)))
-    return o.to(q.dtype if out_dtype is None else out_dtype).contiguous(), lse.contiguous()
+    return execute(Attention(*operands, scale, causal, form, q.dtype if out_dtype is None else out_dtype))
+
+
+def execute(call: Attention) -> tuple[Tensor, Tensor]:
+    """A checked call on the torch executor."""
+    o, lse = run_attention(call)
+    return o.to(call.out_dtype).contiguous(), lse.contiguous()
 
 
 def mla_fake(
@@ -54,7 +59,8 @@ def mla_fake(
     batch, tokens, heads, width = q.shape
     value = width if w_uv is None else w_uv.shape[1]
     o = q.new_empty((batch, tokens, heads, value), dtype=q.dtype if out_dtype is None else out_dtype)
-    return o, q.new_empty((batch, heads, tokens), dtype=_compute_dtype(q, latent))
+    wide = torch.float64 in (q.dtype, latent.dtype)
+    return o, q.new_empty((batch, heads, tokens), dtype=torch.float64 if wide else torch.float32)
 
 
 def mla_backward_kernel(
@@ -82,7 +88,7 @@ def mla_backward_kernel(
     if block_table is not None:
         raise PagedCacheError(problem="a paged cache has no gradients: gather it, or detach what reads it")
     operands = (q, q_rope, latent, k_rope, w_uk, w_uv, mask, sinks, lengths, block_table)
-    call = Attention(*operands, scale, causal, form, _compute_dtype(q, latent))
+    call = Attention(*operands, scale, causal, form, o.dtype)
     likes = {name: x for name, x, want in zip(NAMES, operands, wanted, strict=False) if want and x is not None}
     gradients = run_attention_backward(call, o, lse, grad_o, grad_lse, list(likes))
     return [gradients[name].to(like.dtype).contiguous() for name, like in likes.items()]
@@ -92,8 +98,3 @@ def mla_backward_fake(
     grad_o: _Operand, grad_lse: _Operand, o: Tensor, lse: Tensor, *tensors: _Operand, wanted: list[bool], **_: object
 ) -> list[Tensor]:
     return [x.new_empty(x.shape) for x, want in zip(tensors, wanted, strict=False) if want and x is not None]
-
-
-def _compute_dtype(q: Tensor, latent: Tensor) -> torch.dtype:
-    """float64 if the queries or the cache are, else float32."""
-    return torch.float64 if torch.float64 in (q.dtype, latent.dtype) else torch.float32

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from kdacompile import ops
+from kdacompile.lowering.attention_calls import absorb, heads_through
+from kdacompile.lowering.run_attention import Attention
+from kdacompile.lowering.scratch import Scratch
 from kdacompile.ops import errors
-from tests.ops.mla_cases import MlaCase, make_mla
+from kdacompile.ops.mla_fused import FusedAttention
+from kdacompile.patterns.attention_oracle import latent_attention
+from tests.ops.mla_cases import OPERANDS, MlaCase, make_mla
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -190,3 +195,47 @@ def test_no_gradients_from_pages() -> None:
     o, _ = case.with_tensors(latent=latent).run()
     with pytest.raises(errors.PagedCacheError):
         o.sum().backward()
+
+
+class Recorder:
+    """An implementation that takes calls on a latent without a mask, by the oracle, in the absorbed form."""
+
+    name = "recorder"
+
+    def declines(self, call: Attention) -> str | None:
+        return None if call.absorbed and call.mask is None else "not its business"
+
+    def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        return absorb(call, self.attend)
+
+    def attend(self, call: Attention) -> tuple[Tensor, Tensor]:
+        assert call.w_uk is None and call.w_uv is None
+        tensors = [getattr(call, name) for name in OPERANDS]
+        o, lse = latent_attention(*tensors, scale=call.scale, causal=call.causal)
+        return o.to(call.out_dtype), lse
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"weights": False}, {"mask": "bool"}, {"form": "expanded"}, {"tokens": 0}], ids=str
+)
+def test_a_device_s_kernels_and_the_rest(change: dict[str, Any]) -> None:
+    case = make_mla(**change, causal=True)
+    asked: list[str | None] = []
+
+    def choose(call: Attention) -> Recorder | None:
+        asked.append(Recorder().declines(call))
+        return Recorder() if asked[-1] is None else None
+
+    have = FusedAttention(choose).attention(*case.positional, **case.options)
+    for x, y in zip(have, case.oracle(), strict=True):
+        torch.testing.assert_close(x, y)
+    assert asked == ([] if "tokens" in change else [None if change in ({}, {"weights": False}) else "not its business"])
+
+
+def test_the_weights_around_a_kernel() -> None:
+    """Views of any strides, each head through its own weights, the result contiguous."""
+    x = torch.randn(2, 3, 8, 4, dtype=torch.float64)[:, :, ::2]
+    weight = torch.randn(4, 9, 5, dtype=torch.float64)[:, 2:6]
+    have = heads_through(x, weight, torch.float32)
+    assert have.is_contiguous() and have.dtype is torch.float32
+    torch.testing.assert_close(have.double(), torch.einsum("bthi,hio->btho", x, weight), rtol=1e-5, atol=1e-5)

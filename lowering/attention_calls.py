@@ -1,0 +1,51 @@
+"""Kernels of MLA that a device has: what they take, and the weights around those that attend to the latent itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .run_attention import Attention
+from .scratch import Scratch
+
+
+class AttentionImplementation(Protocol):
+    """Kernels for some calls. ``declines`` names what is in the way, or is None where ``run`` will do."""
+
+    name: str
+
+    def declines(self, call: Attention) -> str | None: ...
+
+    def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        """o ``[B, T, H, V]`` in the call's ``out_dtype`` and lse ``[B, H, T]`` in fp32, both contiguous and fresh.
+
+        No size of q and of the cache is 0; a query that sees no token gives 0 and +inf.
+        """
+        ...
+
+
+Attend = Callable[[Attention], tuple[Tensor, Tensor]]
+
+
+def absorb(call: Attention, attend: Attend) -> tuple[Tensor, Tensor]:
+    """The call through ``attend``, which knows no weights: the query through w_uk before, the result through w_uv.
+
+    Both products accumulate in fp32 and round to the operands' dtype, as the expanded form rounds its keys and values.
+    """
+    if call.w_uk is None or call.w_uv is None:
+        return attend(call)
+    q = heads_through(call.q, call.w_uk, call.q.dtype)
+    o, lse = attend(replace(call, q=q, w_uk=None, w_uv=None, out_dtype=call.q.dtype))
+    return heads_through(o, call.w_uv.mT, call.out_dtype), lse
+
+
+def heads_through(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[B, T, H, I]`` times each head's ``[H, I, O]``: ``[B, T, H, O]``, contiguous, without a copy in between."""
+    batch, tokens, heads, _ = x.shape
+    out = torch.empty((batch, tokens, heads, weight.shape[-1]), dtype=x.dtype, device=x.device)
+    torch.bmm(x.flatten(0, 1).transpose(0, 1), weight, out=out.flatten(0, 1).transpose(0, 1))
+    return out.to(dtype)
