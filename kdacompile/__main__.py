@@ -31,7 +31,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--size", nargs="+", default=[], metavar="NAME=N", help="B T H K V, C (a chunk), BV (a value tile)"
     )
-    plan.add_argument("--target", default="ascend910b", help="ascend910b, ascend910_95, cuda_sm90, cpu")
+    plan.add_argument("--target", default="ascend910b", help="ascend910b, ascend910b1, ascend910_95, cuda_sm90, cpu")
     plan.add_argument("--form", default="chunk", choices=["chunk", "token"], help="token: the one-token step")
     plan.add_argument("--naive", action="store_true", help="the textbook's order, to compare with")
     plan.add_argument("--io", default="bf16", help="dtype of the inputs: bf16, fp16, fp32 (default: bf16)")

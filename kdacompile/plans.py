@@ -40,11 +40,11 @@ def plan(
 ) -> Plan:
     """The plan of a pattern's program on a target.
 
-    ``pattern``: a name of ``python -m kdacompile support``, "mla" or "gdn_state". ``target``: ascend910b, ascend910_95,
-    cuda_sm90 or cpu. ``optimise=False`` is the textbook's order of work, stage by stage, to compare with. ``io``: the
-    inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", or "token" for the one-token step. ``shape``: B, T, H
-    (heads), K, V (widths), C (tokens a chunk), BV (columns a value tile); for "mla" M (heads of one latent), K (its
-    rank), D (shared key columns), V, C (cached tokens a block), and B x H is the number of requests.
+    ``pattern``: a name of ``python -m kdacompile support``, "mla" or "gdn_state". ``target``: ascend910b, ascend910b1,
+    ascend910_95, cuda_sm90 or cpu. ``optimise=False`` is the textbook's order of work, stage by stage, to compare with.
+    ``io``: the inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", or "token" for the one-token step. ``shape``: B,
+    T, H (heads), K, V (widths), C (tokens a chunk), BV (columns a value tile); for "mla" M (heads of one latent), K
+    (its rank), D (shared key columns), V, C (cached tokens a block), and B x H is the number of requests.
 
     Raises :class:`~kdacompile.errors.UnknownPatternError`, and from ``kdacompile.lowering`` ``ArgumentError`` on a
     wrong size and ``CapacityError`` where a tile does not fit the target.

@@ -2,8 +2,11 @@
 
 A unit does its tasks of a section in order, step after step. A tile it makes is on chip until it is last read there; a
 tile it loads, from the first to the last task of a stage that reads it. Cube keeps narrow operands in L1 and fp32
-results in L0C; each of a group's Vec cores keeps its rows of every tile in UB. On a GPU narrow tiles are in shared
-memory and fp32 ones in registers.
+results in L0C, and takes operands through L0A and L0B in pieces; each of a group's Vec cores keeps its rows of every
+tile in UB. On a GPU narrow tiles are in shared memory and fp32 ones in registers.
+
+Two figures a stage and memory: what is alive at the worst moment, which no layout can go below, and every tile in a
+place of its own, which is what the Ascend compiler lays out (``tests/ascend/test_compiler.py`` compares them).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from ..target import Target, Unit
 from .split import Graph
 
 STREAM_ROWS = 16  # rows of a piece where a tile is handed over row by row
+_PIECE = 2 * 32  # bytes of one row or column of an operand in L0A, L0B: one fractal deep, and the next being loaded
 _ELEMENTWISE = (OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.SCALE, OpKind.NEG, OpKind.CAST)
 _HOME = {
     (Unit.CUBE, DType.IO): "L1",
@@ -31,13 +35,22 @@ _HOME = {
 
 @dataclass(frozen=True)
 class Need:
-    """The most bytes a stage has in one memory of one core, and the tiles that make them up."""
+    """The most bytes a stage has in one memory of one core, and the tiles that make them up.
+
+    ``apart``: every tile the stage ever has there, each once; a sum of products is one tile, and so is a carried value
+    with what it becomes. Empty for L0A and L0B, through which Cube takes its operands in pieces.
+    """
 
     stage: str
     memory: str
     bytes: int
     available: int
     tiles: tuple[tuple[str, int], ...]
+    apart: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def apart_bytes(self) -> int:
+        return _total(self.apart)
 
     @property
     def over(self) -> int:
@@ -120,11 +133,47 @@ def _stage_needs(graph: Graph, stage: Stage, ring: Sequence[Stage], chip: Chip, 
         for memory, tiles in held.items():
             if _total(tiles) > _total(peak.get(memory, [])):
                 peak[memory] = tiles
+    apart = _apart(graph, stage, chip)
+    found = [(memory, tiles, tuple(apart.get(memory, {}).items())) for memory, tiles in sorted(peak.items())]
+    found += [(memory, [piece], ()) for memory, piece in _pieces(stage, chip).items()]
     return [
-        Need(stage.name, memory, _total(tiles), capacity, tuple(tiles))
-        for memory, tiles in sorted(peak.items())
+        Need(stage.name, memory, _total(tiles), capacity, tuple(tiles), places)
+        for memory, tiles, places in found
         if (capacity := chip.target.capacity(memory)) is not None
     ]
+
+
+def _apart(graph: Graph, stage: Stage, chip: Chip) -> dict[str, dict[str, int]]:
+    """Every tile of a stage once, by memory. Cube has its operands in L1 and its sums in L0C: a cast is on store."""
+    places: dict[str, dict[str, int]] = {}
+    sums: dict[Value, Value] = {}  # a product -> the one that its sum begins with
+    for task in stage.tasks:
+        values = (*task.inputs, task.output)
+        if stage.unit is Unit.CUBE:
+            if task.op.kind is OpKind.CAST:
+                continue
+            sums[task.output] = sums.get(task.inputs[2], task.inputs[2]) if len(task.inputs) > 2 else task.output
+            values = (*task.inputs[:2], sums[task.output])
+        for value in values:
+            value = graph.last.get(value, value)
+            memory = _HOME[stage.unit, value.type.dtype]
+            places.setdefault(memory, {})[value.name] = chip.bytes(value, stage.unit, streamed=False)
+    return places
+
+
+def _pieces(stage: Stage, chip: Chip) -> dict[str, tuple[str, int]]:
+    """The largest operand a stage takes through L0A (by rows) and L0B (by columns), and the bytes of its pieces."""
+    widest: dict[str, tuple[str, int]] = {}
+    if stage.unit is not Unit.CUBE:
+        return widest
+    for task in stage.tasks:
+        if task.op.kind is OpKind.CAST:
+            continue
+        for memory, operand, dim in zip(("L0A", "L0B"), task.inputs, task.output.type.shape, strict=False):
+            bytes = evaluate(size(dim), chip.sizes) * _PIECE
+            if bytes > widest.get(memory, ("", 0))[1]:
+                widest[memory] = (operand.name, bytes)
+    return widest
 
 
 def _made(graph: Graph, ring: Sequence[Stage]) -> dict[Value, tuple[int, int]]:

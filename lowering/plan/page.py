@@ -10,6 +10,7 @@ from ..stages import Buffer, Scope, Section, Stage
 from .cost import assumptions, total_bytes, total_flops
 from .model import Plan
 from .picture import groups_svg, timeline_svg
+from .text import apart_text
 from .timeline import schedule, timeline
 
 _CHUNKS = 4
@@ -132,10 +133,10 @@ def _chip(plan: Plan) -> str:
     if not plan.needs:
         return ""
     rows = (
-        (n.stage, n.memory, f"{n.bytes:,}", f"{n.available:,}", ", ".join(name for name, _ in n.tiles))
+        (n.stage, n.memory, f"{n.bytes:,}", apart_text(plan, n), f"{n.available:,}", ", ".join(x for x, _ in n.tiles))
         for n in plan.needs
     )
-    return "<h2>On chip</h2>" + _card(_table(("stage", "memory", "most bytes", "has", "tiles"), rows))
+    return "<h2>On chip</h2>" + _card(_table(("stage", "memory", "most bytes", "apart", "has", "tiles"), rows))
 
 
 def _cost(plan: Plan) -> str:

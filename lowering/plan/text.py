@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ..ir import DType
 from ..stages import Buffer, Scope, Stage
+from .capacity import Need
 from .model import Plan
 
 _SCOPES = {
@@ -28,8 +29,8 @@ def to_text(plan: Plan) -> str:
         if chosen:
             lines += ["", title, *table(_HEAD, [_row(plan, b) for b in chosen])]
     if plan.needs:
-        rows = [(n.stage, n.memory, f"{n.bytes:,}", f"{n.available:,}") for n in plan.needs]
-        lines += ["", "on chip, bytes a core", *table(("stage", "memory", "most", "has"), rows)]
+        rows = [(n.stage, n.memory, f"{n.bytes:,}", apart_text(plan, n), f"{n.available:,}") for n in plan.needs]
+        lines += ["", "on chip, bytes a core", *table(("stage", "memory", "most", "apart", "has"), rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -68,6 +69,11 @@ def _row(plan: Plan, b: Buffer) -> tuple[str, ...]:
     note = "; ".join(filter(None, (b.reason, "row by row" if b.streamed else "")))
     at = " ".join(str(a) for a in b.addresses)
     return (b.name, f"[{b.shape[0]},{b.shape[1]}]", dtype, bytes, b.producer, " ".join(b.consumers), alive, at, note)
+
+
+def apart_text(plan: Plan, need: Need) -> str:
+    """Bytes with every tile in a place of its own, where a compiler lays them out so."""
+    return f"{need.apart_bytes:,}" if need.apart and plan.target.split else ""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -13,8 +13,9 @@ from kdacompile.lowering.ascend.launch import column_tile
 from kdacompile.lowering.ascend.step import step_module
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
 from kdacompile.lowering.plan import Options, Plan, plan
+from kdacompile.lowering.plan.capacity import Need
 from kdacompile.lowering.stages import Section
-from kdacompile.lowering.target import ASCEND910B
+from kdacompile.lowering.target import ASCEND910_95, ASCEND910B, ASCEND910B1, Target
 from tests.ascend.cases import SIZES
 from tests.ascend.tools import ARCH, NEXT_ARCH, ToolError, Tools
 
@@ -26,10 +27,10 @@ def constants(delta: bool, **sizes: int) -> dict[str, int]:
     return {**SIZES, "DELTA": int(delta), **sizes}
 
 
-def plan_of(row: tuple[str, bool], io: str = "bf16", **options: Any) -> Plan:
+def plan_of(row: tuple[str, bool], io: str = "bf16", target: Target = ASCEND910B, **options: Any) -> Plan:
     sizes = {name: options.pop(name) for name in ("K", "V", "BV") if name in options}
     program = linear_attention_program(*row)
-    return plan(program, ASCEND910B, Options(**options), io=io, C=CHUNK, **sizes)
+    return plan(program, target, Options(**options), io=io, C=CHUNK, **sizes)
 
 
 def workspace(made: Plan, module: Module) -> int:
@@ -41,9 +42,60 @@ def workspace(made: Plan, module: Module) -> int:
     return sum(made.bytes(b) for b in passing if b.name not in own)
 
 
-def within_capacity(facts: dict[str, Any]) -> bool:
-    peaks = [unit["peak"] for unit in (facts["cube"], facts["vec"]) if unit is not None]
-    return all(size <= (ASCEND910B.capacity(memory) or 0) for peak in peaks for memory, size in peak.items())
+def on_chip(made: Plan, section: str, facts: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
+    """By memory: the least the plan says a section can do with, what the compiler took, every tile apart."""
+    stages = [stage.name for stage in made.section(Section(section))]
+    least: dict[str, int] = {}
+    apart: dict[str, dict[str, int]] = {}
+    for need in made.needs:
+        if need.stage in stages and need.memory in facts["memories"]:
+            least[need.memory] = max(least.get(need.memory, 0), need.bytes)
+            apart.setdefault(need.memory, {}).update(need.apart)
+    return {m: (n, facts["memories"][m]["peak"], sum(apart[m].values())) for m, n in least.items()}
+
+
+def within_capacity(facts: dict[str, Any], target: Target = ASCEND910B) -> bool:
+    return all(found["peak"] <= (target.capacity(memory) or 0) for memory, found in facts["memories"].items())
+
+
+# What a kernel has in UB beside the plan's tiles: a vector spread for an elementwise operation with a tile.
+TEMPORARIES = 5 * 1024
+
+
+def check_on_chip(made: Plan, section: str, facts: dict[str, Any]) -> None:
+    """Never less than what is alive at once. Where the text is the plan's, operation by operation (macros make the
+    Gram matrices and inverses of the prologue), no more than every tile in two places: the compiler shares none over
+    lifetimes, and doubles what comes from or goes to memory, so that the next is under way meanwhile."""
+    assert within_capacity(facts, made.target)
+    for memory, (least, found, apart) in on_chip(made, section, facts).items():
+        assert least <= found, memory
+        assert section == "prologue" or found <= 2 * apart + TEMPORARIES * (memory == "UB"), memory
+
+
+def check_scan_tiles(made: Plan, memories: dict[str, Any]) -> None:
+    """A scan on both units, tile by tile: each operand of Cube twice, each sum once, each tile of Vec once."""
+    places = {need.memory: sorted((n for _, n in need.apart), reverse=True) for need in made.needs if _in_scan(need)}
+    assert memories["L1"]["places"] == sorted(places["L1"] * 2, reverse=True)
+    assert memories["L0C"]["places"] == places["L0C"]
+    rest = list(memories["UB"]["places"])
+    for size in places["UB"]:
+        if size > TEMPORARIES:
+            rest.remove(size)
+    assert sum(rest) <= TEMPORARIES
+
+
+def _in_scan(need: Need) -> bool:
+    return need.stage.startswith("scan") and bool(need.apart)
+
+
+@pytest.mark.parametrize(
+    ("arch", "target"), [(ARCH, ASCEND910B), ("Ascend910B1", ASCEND910B1), (NEXT_ARCH, ASCEND910_95)]
+)
+def test_targets_are_what_the_compiler_takes_them_for(tools: Tools, arch: str, target: Target) -> None:
+    """Sizes of the memories and the number of core groups."""
+    (kernel,) = step_module("token", True).kernels
+    device = tools.compile(kernel, constants(True, BV=column_tile(128, 128, alone=True)), arch=arch).device
+    assert device == {**{name: figure.value for name, figure in target.memories.items()}, "groups": target.groups.value}
 
 
 @pytest.mark.parametrize("row", FAMILY)
@@ -53,13 +105,17 @@ def test_family_compiles_as_planned(tools: Tools, row: tuple[str, bool]) -> None
     for kernel in module.kernels:
         tile = column_tile(128, 128, alone=not kernel.cube)
         facts = tools.compile(kernel, constants(row[1], BV=tile)).facts
-        assert within_capacity(facts)
+        if kernel.name == "sub_chunks":  # a part of the prologue, by R tokens at a time
+            assert within_capacity(facts)
+            continue
+        check_on_chip(made, kernel.name, facts)
         if kernel.name == "scan":
             assert facts["workspace_bytes"] == workspace(made, module)
             assert facts["handovers"] == made.handovers
             if made.handovers:
                 assert facts["cube"]["block_sets"] == facts["vec"]["block_waits"] <= 3
                 assert facts["vec"]["block_sets"] == facts["cube"]["block_waits"] <= 3
+                check_scan_tiles(made, facts["memories"])
 
 
 @pytest.mark.parametrize("row", FAMILY)
@@ -72,10 +128,13 @@ def test_steps_compile(tools: Tools, row: tuple[str, bool]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", FAMILY)
 def test_next_generation_meets_on_chip(tools: Tools, row: tuple[str, bool]) -> None:
-    kernels = [*chunk_module(*row).kernels, *step_module(*row).kernels]
-    for kernel in kernels:
+    made = plan_of(row, target=ASCEND910_95)
+    for kernel in [*chunk_module(*row).kernels, *step_module(*row).kernels]:
         sizes = constants(row[1], BV=column_tile(128, 128, alone=not kernel.cube))
-        assert tools.compile(kernel, sizes, arch=NEXT_ARCH).facts["workspace_bytes"] == 0
+        facts = tools.compile(kernel, sizes, arch=NEXT_ARCH).facts
+        assert facts["workspace_bytes"] == 0 and within_capacity(facts, ASCEND910_95)
+        if kernel.name == "scan":
+            check_on_chip(made, kernel.name, facts)
 
 
 def test_same_kernels() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import ascendnpuir  # pyright: ignore[reportMissingImports]
 import numpy as np
 
-from tests.ascend.simulator import DeadlockError, FlagError, Simulator, UnsupportedError, facts, parse, workspace_bytes
+from tests.ascend.simulator import DeadlockError, FlagError, Simulator, UnsupportedError, device, facts, layout, parse
 from tests.ascend.simulator.memory import DTYPES, BoundsError
 
 BINARIES = Path(str(ascendnpuir.__file__)).parent / "bin"
@@ -55,9 +55,10 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
                 work.rename(folder)
     text, kernel = (folder / "kernel.mlir").read_text(), request["kernel"]
     if _suffix(request["arch"]):  # its Vec code is functions with jumps, which nothing here reads
-        return {"folder": str(folder), "facts": {"workspace_bytes": workspace_bytes(text, kernel)}}
-    module = parse((folder / "kernel.generic.mlir").read_text())
-    return {"folder": str(folder), "facts": asdict(facts(module, text, kernel))}
+        found = layout(text, kernel)
+    else:
+        found = facts(parse((folder / "kernel.generic.mlir").read_text()), text, kernel)
+    return {"folder": str(folder), "device": device(text), "facts": asdict(found)}
 
 
 def _suffix(arch: str) -> str:

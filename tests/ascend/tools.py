@@ -33,10 +33,12 @@ class ToolError(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel. ``facts`` as :class:`tests.ascend.simulator.Facts`, as a dictionary."""
+    """A compiled kernel. ``facts`` as :class:`tests.ascend.simulator.Facts`, as a dictionary; ``device`` is what the
+    compiler took the device to have."""
 
     folder: str
     facts: dict[str, Any]
+    device: dict[str, int]
 
 
 class Tools:
@@ -85,7 +87,7 @@ class Tools:
             options=list(options),
             cache=str(self._cache),
         )
-        return Compiled(answer["folder"], answer["facts"])
+        return Compiled(answer["folder"], answer["facts"], answer["device"])
 
     def run(
         self,

@@ -159,7 +159,28 @@ def test_the_value_tile_is_halved_until_it_fits() -> None:
     found = plan(linear_attention_program("channel", True), "ascend910b", K=256, V=256)
     assert found.sizes["BV"] < 256
     assert all(need.over <= 0 for need in found.needs)
-    assert {need.memory for need in found.needs} == {"UB", "L1", "L0C"}
+    assert {need.memory for need in found.needs} == {"UB", "L1", "L0A", "L0B", "L0C"}
+
+
+def test_what_a_stage_has_on_chip() -> None:
+    """At the worst moment, and with every tile in a place of its own; a sum of products is one tile in L0C."""
+    found = plan(linear_attention_program("channel", True), "ascend910b")
+    needs = {(need.stage, need.memory): need for need in found.needs}
+    sums = needs["scan.1.cube", "L0C"]
+    assert (sums.bytes, sums.apart) == (98_304, (("U", 32_768), ("O_inter", 32_768), ("dS", 65_536)))
+    operands = needs["scan.1.cube", "L1"]
+    assert (operands.bytes, operands.apart_bytes, len(operands.apart)) == (65_536, 131_072, 8)
+    vec = needs["scan.2.vec", "UB"]
+    assert vec.bytes == 65_536 and dict(vec.apart)["S"] == 32_768 and "S_next" not in dict(vec.apart)
+    assert all(need.bytes <= need.apart_bytes for need in found.needs if need.apart)
+    assert needs["scan.1.cube", "L0B"].tiles == (("v", 128 * 64),)
+
+
+def test_an_operand_too_wide_for_the_cube() -> None:
+    """L0B takes an operand a fractal deep, two at a time: 1,024 columns."""
+    memories = {**ASCEND910B.memories, "L0B": Figure(8191, "bytes", "a smaller core")}
+    with pytest.raises(CapacityError, match="L0B"):
+        plan(linear_attention_program("channel", True), replace(ASCEND910B, memories=memories), BV=128)
 
 
 def test_rows_are_streamed_where_whole_tiles_do_not_fit() -> None:
@@ -201,6 +222,8 @@ def test_heads_go_to_core_groups() -> None:
     spread = schedule(plan(linear_attention_program("channel", True), "ascend910b", H=16))
     assert [group.lanes for group in spread.groups if group.lanes] == [(i,) for i in range(16)]
     assert sum(group.prefetches for group in spread.groups) == 4
+    larger = schedule(plan(linear_attention_program("channel", True), "ascend910b1", H=16))
+    assert (len(larger.groups), sum(group.prefetches for group in larger.groups)) == (24, 8)
     many = schedule(plan(linear_attention_program("channel", True), "ascend910b", H=32))
     assert sorted(lane for group in many.groups for lane in group.lanes) == list(range(32))
     assert spread.low <= spread.high

@@ -12,7 +12,7 @@ still seen, because sets and waits must balance; a dropped barrier is not.
 
 from __future__ import annotations
 
-from .facts import Facts, UnitFacts, facts, workspace_bytes
+from .facts import Facts, Memory, UnitFacts, device, facts, layout
 from .machine import DeadlockError, FlagError, Simulator
 from .parse import Module, UnsupportedError, parse
 
@@ -20,11 +20,13 @@ __all__ = [
     "DeadlockError",
     "Facts",
     "FlagError",
+    "Memory",
     "Module",
     "Simulator",
     "UnitFacts",
     "UnsupportedError",
+    "device",
     "facts",
+    "layout",
     "parse",
-    "workspace_bytes",
 ]

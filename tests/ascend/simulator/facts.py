@@ -5,70 +5,102 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .memory import memref_type
-from .parse import Block, Module, Op
+from .parse import Block, Module, Op, UnsupportedError
 
 _SPACES = {"ub": "UB", "cbuf": "L1", "cc": "L0C"}
+_CONSTANT = re.compile(r"(%\w+) = (?:arith\.constant |llvm\.mlir\.constant\()(\d+)")
+_TILE = re.compile(r"hivm\.hir\.pointer_cast\((%\w+)\) : memref<(\w+), #hivm\.address_space<(\w+)>>")
+_SIZES = ("UB_SIZE", "L1_SIZE", "L0A_SIZE", "L0B_SIZE", "L0C_SIZE")
 
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """One function: bytes of each memory up to the highest address used, and its synchronisations with other cores."""
+    """One function: its synchronisations with other cores, and between its own pipes."""
 
-    peak: dict[str, int]
     block_sets: int
     block_waits: int
     pipe_sets: int
 
 
 @dataclass(frozen=True)
+class Memory:
+    """One memory of a core: its bytes up to the highest address used, and those of every place it is cut into."""
+
+    peak: int
+    places: list[int]
+
+
+@dataclass(frozen=True)
 class Facts:
-    """One kernel. ``workspace_bytes`` is per block; ``handovers`` counts changes of unit in one turn of the innermost
-    loop that has any, the wrap to the next turn included."""
+    """One kernel. ``workspace_bytes`` is per block; ``memories`` by name. What follows is None where it was not read:
+    ``handovers`` counts changes of unit in one turn of the innermost loop that has any, the wrap to the next turn
+    included."""
 
     workspace_bytes: int
-    cube: UnitFacts | None
-    vec: UnitFacts | None
-    handovers: int
+    memories: dict[str, Memory]
+    cube: UnitFacts | None = None
+    vec: UnitFacts | None = None
+    handovers: int | None = None
 
 
-def workspace_bytes(text: str, kernel: str) -> int:
-    """Bytes of global memory a block of ``kernel`` needs, from the custom form of its HIVM."""
+def device(text: str) -> dict[str, int]:
+    """What the compiler takes the device to have, as it notes in its output: bytes of each memory, and core groups."""
+    entries = dict(re.findall(r'dl_entry<"(\w+)", (\d+) : i32>', text))
+    memories = {name.removesuffix("_SIZE"): int(bits) // 8 for name, bits in entries.items() if name in _SIZES}
+    return {**memories, "groups": int(entries["CUBE_CORE_COUNT"])}
+
+
+def layout(text: str, kernel: str) -> Facts:
+    """What the custom form of a kernel's HIVM says of memory alone; it is alike for all generations."""
+    return Facts(_workspace_bytes(text, kernel), _memories(text, kernel))
+
+
+def facts(module: Module, text: str, kernel: str) -> Facts:
+    """All facts of ``kernel``, from the parsed ``module`` and the custom form ``text`` it came from."""
+    found = layout(text, kernel)
+    cube, vec = (module.functions.get(f"{kernel}_mix_{unit}") for unit in ("aic", "aiv"))
+    if cube is not None and vec is not None:
+        return replace(found, cube=_unit(cube), vec=_unit(vec), handovers=_handovers(cube))
+    alone = module.functions[kernel]
+    unit = "cube" if "func_core_type<AIC>" in alone.attributes else "vec"
+    return replace(found, handovers=0, **{unit: _unit(alone)})
+
+
+def _workspace_bytes(text: str, kernel: str) -> int:
+    """Bytes of global memory a block of ``kernel`` needs."""
     function = rf"@{kernel}_infer_workspace_shape_function\(\).*?\n\s*%\w+ = arith.constant (\d+) : index"
     found = re.search(function, text, re.S)
     return int(found.group(1)) if found else 0
 
 
-def facts(module: Module, text: str, kernel: str) -> Facts:
-    """Facts of ``kernel`` from the parsed ``module`` and the custom-form ``text`` it came from."""
-    workspace = workspace_bytes(text, kernel)
-    cube, vec = (module.functions.get(f"{kernel}_mix_{unit}") for unit in ("aic", "aiv"))
-    if cube is not None and vec is not None:
-        return Facts(workspace, _unit(cube), _unit(vec), _handovers(cube))
-    alone = module.functions[kernel]
-    on_cube = "func_core_type<AIC>" in alone.attributes
-    return Facts(workspace, _unit(alone) if on_cube else None, None if on_cube else _unit(alone), 0)
+def _memories(text: str, kernel: str) -> dict[str, Memory]:
+    """Where the kernel's functions put their tiles: addresses are constants of each function."""
+    places: dict[str, dict[int, int]] = {}
+    for function in re.split(r"\n(?=  func\.func)", text):
+        if not re.match(rf"  func\.func (?:private )?@{kernel}(?:_mix_\w+)?\(", function):
+            continue
+        constants = dict(_CONSTANT.findall(function))
+        tiles = _TILE.findall(function)
+        if len(tiles) != function.count("hivm.hir.pointer_cast("):
+            raise UnsupportedError(f"a tile of {kernel} without an address")
+        for name, kind, space in tiles:
+            sizes, dtype = memref_type(f"memref<{kind}>")
+            count, at = math.prod(sizes), int(constants[name])
+            size = -(-count // 8) if dtype.kind == "b" else count * dtype.itemsize
+            known = places.setdefault(_SPACES[space], {})
+            known[at] = max(known.get(at, 0), size)
+    return {
+        memory: Memory(max(at + size for at, size in known.items()), sorted(known.values(), reverse=True))
+        for memory, known in places.items()
+    }
 
 
 def _unit(function: Op) -> UnitFacts:
-    constants: dict[str, int] = {}
-    peak: dict[str, int] = {}
-    counts = dict.fromkeys(("sync_block_set", "sync_block_wait", "set_flag"), 0)
-    for op in function.walk():
-        name = op.name.rpartition(".")[2]
-        if op.name == "arith.constant" and op.type == "i64":
-            constants[op.results[0]] = int(op.get(r"value = (-?\d+)"))
-        elif name == "pointer_cast":
-            sizes, dtype = memref_type(op.type)
-            count = math.prod(sizes)
-            size = -(-count // 8) if dtype.kind == "b" else count * dtype.itemsize
-            space = _SPACES[op.get(r"-> .*address_space<(\w+)>")]
-            peak[space] = max(peak.get(space, 0), constants[op.operands[0]] + size)
-        elif name in counts:
-            counts[name] += 1
-    return UnitFacts(peak, counts["sync_block_set"], counts["sync_block_wait"], counts["set_flag"])
+    names = [op.name.rpartition(".")[2] for op in function.walk()]
+    return UnitFacts(*(names.count(name) for name in ("sync_block_set", "sync_block_wait", "set_flag")))
 
 
 def _handovers(cube: Op) -> int:
