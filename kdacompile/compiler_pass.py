@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from kdacompile import compat, mla_pass, reabsorb, trace
+from kdacompile import aliases, compat, mla_pass, reabsorb, trace
 from kdacompile.collect import emit
 from kdacompile.held import Tables
 from kdacompile.instances import Instances
@@ -157,6 +157,8 @@ class _Work:
     def search(self) -> None:
         """Visit every group; where one of several layers within a group was rewritten, the graph is read again."""
         shadow = self.read()
+        if self.shares_memory(shadow):
+            return
         if self.has_attention and not self.held:
             self.attention.run(shadow)
         if not self.has_recurrence:
@@ -167,6 +169,16 @@ class _Work:
         for call in reabsorb.calls(shadow):
             self.extend(shadow, call)
         self.reject_blocked(shadow)
+
+    def shares_memory(self, shadow: Graph) -> bool:
+        """True, with a rejection, if the graph overwrites what another of its inputs reads."""
+        target = aliases.overwritten(shadow, self.gm.graph.nodes)
+        if target is None:
+            return False
+        reason = "the graph overwrites an input that shares its memory with another input"
+        writer = next(m.node for m in shadow.mutations if m.storage == shadow.storages.get(target))
+        self.rejections = [Rejection("linear_attention", reason, source_of(writer), "alias")]
+        return True
 
     def read(self) -> Graph:
         with self.timed("shadow"):

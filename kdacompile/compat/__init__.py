@@ -352,6 +352,14 @@ def attribute(gm: fx.GraphModule | None, node: fx.Node) -> Any:
     return value
 
 
+def memory_of(tensor: torch.Tensor) -> Any:
+    """What tensors that share memory have in common, fake ones included; their own identity where there is none."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses without a storage
+        return id(tensor)
+
+
 def is_literal(node: fx.Node) -> bool:
     """``torch.tensor`` of plain numbers: a constant whose data stand in the graph's text."""
     return node.target in (torch.tensor, torch.as_tensor) and not node.all_input_nodes

@@ -71,3 +71,31 @@ def test_every_layer_is_found(fn: Callable[..., Any], patterns: list[str]) -> No
     assert sorted(match.pattern for match in report.matches) == patterns, str(report)
     assert not report.rejections, str(report)
     assert worst_error(report.result, fn(*arguments)) < 1e-5
+
+
+def channel_gated(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    s = k.new_zeros(BATCH, HEADS, SIZE, VALUES)
+    outs: list[Tensor] = []
+    for t in range(LENGTH):
+        s = s * g[:, t].exp()[..., None] + k[:, t][..., None] * v[:, t][..., None, :]
+        outs.append((s * q[:, t][..., None]).sum(-2))
+    return torch.stack(outs, 1)
+
+
+@pytest.mark.parametrize("uniform_first", [True, False])
+def test_layers_with_the_same_region_may_have_another_gate(uniform_first: bool) -> None:
+    """One gate is expanded along the channels before its activation, the other differs in each: one text, two roles."""
+    tokens = (BATCH, LENGTH, HEADS)
+    torch.manual_seed(0)
+    q, k, v, wide = (torch.randn(*tokens, size) for size in (SIZE, SIZE, VALUES, SIZE))
+    narrow = torch.randn(*tokens, 1)
+
+    def both(q: Tensor, k: Tensor, v: Tensor, narrow: Tensor, wide: Tensor) -> tuple[Tensor, Tensor]:
+        gates = [-torch.nn.functional.softplus(x.expand(*tokens, SIZE)) for x in (narrow, wide)]
+        one, other = gates if uniform_first else gates[::-1]
+        return channel_gated(q, k, v, one), channel_gated(q.sin(), k.sin(), v.sin(), other)
+
+    torch._dynamo.reset()
+    report = kdacompile.explain(both, options={"kda.lift": False})(q, k, v, narrow, wide)
+    assert worst_error(report.result, both(q, k, v, narrow, wide)) <= 1e-6
+    assert {match.pattern for match in report.matches} == {"simple_gla", "gla"}, str(report)
