@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -25,6 +25,20 @@ class AttentionImplementation(Protocol):
 
         No size of q and of the cache is 0; a query that sees no token gives 0 and +inf.
         """
+        ...
+
+
+class AttentionGradients(Protocol):
+    """Kernels for the gradients of some calls; what none of them takes is the torch executor's."""
+
+    name: str
+
+    def declines(self, call: Attention) -> str | None: ...
+
+    def gradients(
+        self, call: Attention, o: Tensor, lse: Tensor, grad_o: Tensor, wanted: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Of the ``wanted`` operands, by name, given both results and the gradient of o alone."""
         ...
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from .attention_calls import AttentionImplementation
+from .attention_calls import AttentionGradients, AttentionImplementation
 from .calls import Call, Implementation
+from .cudnn import CudnnAttention
 from .hopper import HopperKernels
 from .run_attention import Attention
 from .triton import TritonKernels
 
 # In the order they are asked. What none of them takes is the torch executor's.
 IMPLEMENTATIONS: list[Implementation] = [HopperKernels(), TritonKernels()]
-ATTENTION: list[AttentionImplementation] = []
+ATTENTION: list[AttentionImplementation] = [CudnnAttention()]
+GRADIENTS: list[AttentionGradients] = [CudnnAttention()]
 
 
 def choose(call: Call) -> Implementation | None:
@@ -21,6 +23,11 @@ def choose(call: Call) -> Implementation | None:
 def choose_attention(call: Attention) -> AttentionImplementation | None:
     """The first implementation that takes the call of MLA."""
     return next((kernels for kernels in ATTENTION if kernels.declines(call) is None), None)
+
+
+def choose_gradients(call: Attention) -> AttentionGradients | None:
+    """The first implementation that has the gradients of the call of MLA."""
+    return next((kernels for kernels in GRADIENTS if kernels.declines(call) is None), None)
 
 
 def declined(call: Call) -> dict[str, str]:

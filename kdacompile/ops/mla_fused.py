@@ -1,30 +1,33 @@
-"""Serving the MLA op on a device that has kernels of its own, with the torch executor for the rest."""
+"""Serving the MLA ops on a device that has kernels of its own, with the torch executor for the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kdacompile.lowering.attention_calls import AttentionImplementation
+from kdacompile.lowering.attention_calls import AttentionGradients, AttentionImplementation
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.ops import definitions, mla_definitions
 from kdacompile.ops.mla_checks import check_mla
-from kdacompile.ops.mla_kernels import execute
+from kdacompile.ops.mla_kernels import execute, gradients_of, mla_backward_kernel
 
 ChooseAttention = Callable[[Attention], AttentionImplementation | None]
+ChooseGradients = Callable[[Attention], AttentionGradients | None]
 
 
 class FusedAttention:
-    """The kernel of ``kdacompile::mla`` over whatever ``choose`` finds for a call; its gradients are the executor's."""
+    """The kernels of ``kdacompile::mla`` and its gradients, over what ``choose`` and ``gradients`` find for a call."""
 
-    def __init__(self, choose: ChooseAttention) -> None:
-        self._choose = choose
+    def __init__(self, choose: ChooseAttention, gradients: ChooseGradients | None = None) -> None:
+        self._choose, self._gradients = choose, gradients
 
     def serve(self, device: str) -> None:
         """Register on a device's dispatch key ("CUDA", "PrivateUse1")."""
         definitions.add_kernel(mla_definitions.mla._opname, device, self.attention)
+        definitions.add_kernel(mla_definitions.mla_backward._opname, device, self.backward)
 
     def attention(
         self,
@@ -44,3 +47,28 @@ class FusedAttention:
         nothing = 0 in (q.numel(), latent.numel(), call.width)
         chosen = None if nothing else self._choose(call)
         return execute(call) if chosen is None else chosen.run(call)
+
+    def backward(
+        self,
+        grad_o: Tensor | None,
+        grad_lse: Tensor | None,
+        o: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        q_rope: Tensor | None,
+        latent: Tensor,
+        *others: Tensor | None,
+        scale: float,
+        causal: bool,
+        form: str,
+        wanted: list[bool],
+    ) -> list[Tensor]:
+        """``kdacompile::mla_backward``."""
+        if grad_o is not None and grad_lse is None and grad_o.numel() and self._gradients is not None:
+            call = Attention(q, q_rope, latent, *others, scale=scale, causal=causal, form=form, out_dtype=o.dtype)
+            chosen = self._gradients(call)
+            if chosen is not None:
+                operands = (q, q_rope, latent, *others)
+                return gradients_of(operands, wanted, lambda names: chosen.gradients(call, o, lse, grad_o, names))
+        options: dict[str, Any] = {"scale": scale, "causal": causal, "form": form, "wanted": wanted}
+        return mla_backward_kernel(grad_o, grad_lse, o, lse, q, q_rope, latent, *others, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -89,8 +91,15 @@ def mla_backward_kernel(
         raise PagedCacheError(problem="a paged cache has no gradients: gather it, or detach what reads it")
     operands = (q, q_rope, latent, k_rope, w_uk, w_uv, mask, sinks, lengths, block_table)
     call = Attention(*operands, scale, causal, form, o.dtype)
+    return gradients_of(operands, wanted, lambda names: run_attention_backward(call, o, lse, grad_o, grad_lse, names))
+
+
+def gradients_of(
+    operands: Sequence[_Operand], wanted: list[bool], compute: Callable[[list[str]], dict[str, Tensor]]
+) -> list[Tensor]:
+    """What ``compute`` gives for the wanted operands, in their order and dtypes."""
     likes = {name: x for name, x, want in zip(NAMES, operands, wanted, strict=False) if want and x is not None}
-    gradients = run_attention_backward(call, o, lse, grad_o, grad_lse, list(likes))
+    gradients = compute(list(likes))
     return [gradients[name].to(like.dtype).contiguous() for name, like in likes.items()]
 
 
