@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from kdacompile import lowering
 from kdacompile.errors import UnknownPatternError
-from kdacompile.lowering.attention import attention_program
+from kdacompile.lowering.attention import decode_program
 from kdacompile.lowering.ir import Combine, Program
 from kdacompile.lowering.linear_attention import linear_attention_program
 from kdacompile.lowering.plan import Options, Plan, gdn_state_program, naive_program
@@ -18,9 +18,9 @@ from kdacompile.lowering.target import TARGETS
 from kdacompile.patterns.family import FAMILY
 
 STATE_KERNEL = "gdn_state"  # the state kernel of public libraries, to compare with
-MLA = "mla"  # softmax attention over a latent: M query rows (heads), keys of K and D columns, values of V
+MLA = "mla"  # decoding over a latent: M heads, a latent of K columns and D shared columns, blocks of C cached tokens
 
-_MLA_SHAPE = {"M": 32, "C": 128, "K": 512, "D": 64, "V": 512}
+_MLA_SHAPE = {"M": 32, "C": 128, "K": 512, "D": 64}
 
 # What the real compiler made of the emitted scan kernels, by pattern and target, written where the compiler runs (`make
 # test-ascend`): its workspace, the buffers the kernel brings itself, and, where they can be counted, hand-overs.
@@ -43,8 +43,8 @@ def plan(
     ``pattern``: a name of ``python -m kdacompile support``, "mla" or "gdn_state". ``target``: ascend910b, ascend910b1,
     ascend910_95, cuda_sm90 or cpu. ``optimise=False`` is the textbook's order of work, stage by stage, to compare with.
     ``io``: the inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", or "token" for the one-token step. ``shape``: B,
-    T, H (heads), K, V (widths), C (tokens a chunk), BV (columns a value tile); for "mla" M (heads of one latent), K
-    (its rank), D (shared key columns), V, C (cached tokens a block), and B x H is the number of requests.
+    T, H (heads), K, V (widths), C (tokens a chunk), BV (columns a value tile); for "mla" M (heads of a tile), K (the
+    latent's rank), D (shared key columns), C (cached tokens a block), and B x H is the number of tiles.
 
     Raises :class:`~kdacompile.errors.UnknownPatternError`, and from ``kdacompile.lowering`` ``ArgumentError`` on a
     wrong size and ``CapacityError`` where a tile does not fit the target.
@@ -61,7 +61,7 @@ def names() -> list[str]:
 
 def _program(pattern: str, form: str, *, naive: bool) -> Program | Combine:
     if pattern == MLA:
-        return attention_program(bias=False)
+        return decode_program()
     if pattern == STATE_KERNEL:
         return gdn_state_program()
     row = next((row for row in FAMILY if row.name == pattern), None)

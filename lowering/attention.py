@@ -16,6 +16,12 @@ before, so the pair is a :class:`~kdacompile.lowering.ir.Combine` without a step
 
 MLA is this program twice. *Absorbed*, the latent is both key and value (K = V = the latent's rank) and heads are rows
 of one lane. *Expanded*, every head has keys and values of its own. ``cost`` says which is cheaper.
+
+Where one walk over the cache is one loop, as on Ascend, a step takes the carry in at once (:func:`decode_program`)::
+
+    m = max(m0, rowmax S)      w = exp(m0 - m)      P = exp(S - m)      l = l0 w + rowsum P      A = A0 w + P c
+
+which is the same merge with ``e^{m1 - m}`` multiplied into P: a pass over the accumulator less.
 """
 
 from __future__ import annotations
@@ -68,6 +74,32 @@ def _merge() -> Program:
     b.store("max", largest, per=Per.STEP)
     b.store("sum", b.add(b.mul(l0, w0, "l0"), b.mul(l1, w1, "l1"), "l"), per=Per.STEP)
     b.store("acc", b.add(b.mul(a0, w0, "A0"), b.mul(a1, w1, "A1"), "A"), per=Per.STEP)
+    return b.build()
+
+
+@cache
+def decode_program(*, rope: bool = True) -> Program:
+    """One block of the latent ``c`` into the carry, absorbed: inputs ``max0``, ``sum0`` and ``acc0`` are what outputs
+    ``max``, ``sum`` and ``acc`` were a block before. ``rope``: whether keys have the part that all heads share."""
+    notes = "hidden is 0 for tokens that may be seen, and so low for others that their weight is 0"
+    b = Builder("latent_attention", axis="block", notes=notes)
+    m0, l0 = (b.input(name, _MAX, per=Per.LANE) for name in ("max0", "sum0"))
+    a0 = b.input("acc0", TileType("M", "K"), per=Per.LANE)
+    latent = b.input("latent", TileType("C", "K"), heads="shared")
+    scores = b.dot(b.input("q", TileType("M", "K"), per=Per.LANE), latent, trans_b=True, name="S_latent" if rope else "S")
+    if rope:
+        q_rope = b.input("q_rope", TileType("M", "D"), per=Per.LANE)
+        k_rope = b.input("k_rope", TileType("C", "D"), heads="shared")
+        scores = b.dot(q_rope, k_rope, scores, trans_b=True, name="S")
+    hidden = b.input("hidden", TileType(1, "C"), per=Per.STEP)
+    seen = b.add(b.scale(scores, "scale", "S_scaled"), hidden, "S_seen")
+    m = b.max(m0, b.row_max(seen, "m_block"), "m")
+    weights = b.exp(b.sub(seen, m, "S_shifted"), "P")
+    w = b.exp(b.sub(m0, m, "m_change"), "w")
+    b.store("max", m, per=Per.LANE)
+    b.store("sum", b.add(b.mul(l0, w, "l_kept"), b.row_sum(weights, "l_block"), "l"), per=Per.LANE)
+    added = b.dot(weights, latent, name="PC")
+    b.store("acc", b.add(b.mul(a0, w, "A_kept"), added, "A"), per=Per.LANE)
     return b.build()
 
 

@@ -24,7 +24,7 @@ _OVERWRITES = {OpKind.ADD: "add_", OpKind.SUB: "sub_", OpKind.MUL: "mul_", OpKin
 
 @cache
 def compiled(program: Program) -> Callable[..., tuple[Tensor, ...]]:
-    """A function of the program's input ports, by name, that returns its outputs in their order."""
+    """A function of the program's input ports and scalars, by name, that returns its outputs in their order."""
     source = generate(program)
     filename = f"<kdacompile {program.name} {len(linecache.cache)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -40,7 +40,8 @@ def generate(program: Program) -> str:
     last = {value: index for index, op in enumerate(program.ops) for value in op.inputs}
     ports = {op.output for op in program.ops if op.kind is OpKind.LOAD}
     stored = {op.inputs[0]: str(op.attr("port")) for op in program.ops if op.kind is OpKind.STORE}
-    lines = [f"def run(*, {', '.join(port.name for port in program.inputs)}):"]
+    names = (*(port.name for port in program.inputs), *program.scalars)
+    lines = [f"def run(*, {', '.join(names)}):"]
     for index, op in enumerate(program.ops):
         if op.kind is OpKind.STORE or (op.kind is OpKind.LOAD and op.result.name == op.attr("port")):
             continue
@@ -60,6 +61,8 @@ def _line(op: Op, dies: bool) -> str:
         return _product(op, refs)
     if dies and op.kind in _OVERWRITES and _keeps_shape(op):
         return f"{refs[0]}.{_OVERWRITES[op.kind]}({', '.join(refs[1:])})"
+    if op.kind is OpKind.SCALE:
+        return f"{refs[0]} * {op.attr('by')}"
     if op.kind in (OpKind.REDUCE, OpKind.CUMSUM):
         raise TileProgramError("no straight form for this op", str(op))
     return expression(op, refs)

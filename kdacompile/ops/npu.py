@@ -12,10 +12,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kdacompile.lowering.ascend.npu import choose
+from kdacompile.lowering.ascend.npu import choose, choose_attention
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.run import l2norm
 from kdacompile.ops.fused import FusedKernels
+from kdacompile.ops.mla_fused import FusedAttention
 from kdacompile.ops.semantics import log_gate
 
 
@@ -51,3 +52,4 @@ def prepare(call: Call) -> Call:
 
 
 FusedKernels(choose, prepare).serve("PrivateUse1")
+FusedAttention(choose_attention).serve("PrivateUse1")

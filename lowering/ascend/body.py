@@ -14,9 +14,9 @@ from ..errors import TileProgramError
 from ..ir import DType, OpKind, Per, Program, Value
 from ..plan.units import is_product, is_widening
 from ..stages import Buffer, Scope, Task
+from .elementwise import elementwise
 from .kernel import Argument, Kind, Scratch
 
-_INFIX = {OpKind.ADD: "+", OpKind.SUB: "-", OpKind.MUL: "*"}
 _KEY_PORTS = ("q", "k")
 
 
@@ -189,19 +189,14 @@ class Body:
             return self._gram_part(task)
         if op.kind is OpKind.DOT:
             return self._product(task)
-        if op.kind in _INFIX:
-            x, y = (self.fitted(v, op.result) for v in op.inputs)
-            return f"{x} {_INFIX[op.kind]} {y}"
+        if op.kind in (OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.EXP, OpKind.NEG):
+            return elementwise(op, [self.fitted(v, op.result) for v in op.inputs])
         x = op.inputs[0]
         match op.kind:
             case OpKind.CAST:
                 return f"{self.vec(x)}.to(io)"
             case OpKind.SCALE:
                 return f"{self.vec(x)} * {self.argument(str(op.attr('by')), Kind.NUMBER)}"
-            case OpKind.EXP:
-                return f"tl.exp({self.vec(x)})"
-            case OpKind.NEG:
-                return f"-{self.vec(x)}"
             case OpKind.TRANSPOSE if 1 in x.type.shape:
                 return self.vec(x)  # a vector has no orientation until it meets a tile
             case OpKind.REDUCE if x.type.shape == ("C", 1):

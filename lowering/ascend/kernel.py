@@ -34,6 +34,7 @@ class Domain(str, Enum):
     CHUNKS = "chunks of heads"
     CHUNK_COLUMNS = "chunks of heads, by columns"
     LANE_COLUMNS = "lanes, by columns"
+    HEAD_TILES = "queries by tiles of heads, by parts of the cache"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ class Module:
         return next(kernel for kernel in self.kernels if kernel.name == name)
 
 
-CONSTANTS = ("H", "HV", "C", "K", "V", "BV", "R", "LEVELS", "DELTA", "INITIAL")
+CONSTANTS = ("H", "HV", "C", "K", "V", "BV", "R", "LEVELS", "DELTA", "INITIAL") + (
+    "ROPE", "TILE", "TILES", "PARTS", "PAGE", "LATENT_ROW", "ROPE_ROW"
+)  # fmt: skip
 
 
 def used_constants(text: str) -> tuple[str, ...]:

@@ -62,6 +62,74 @@ def load_one(ptr, at, N: tl.constexpr):
     return tl.broadcast_to(one.to(tl.float32), (N,))
 
 
+@triton.jit
+def heads_at(ptr, row, head, HEADS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    base = ptr + (row.to(tl.int64) * HEADS + head) * WIDTH
+    return tl.make_block_ptr(base, (HEADS - head, WIDTH), (WIDTH, 1), (0, 0), (TILE, WIDTH), (1, 0))
+
+
+@triton.jit
+def numbers_at(ptr, row, head, HEADS: tl.constexpr, TILE: tl.constexpr):
+    base = ptr + row.to(tl.int64) * HEADS + head
+    return tl.make_block_ptr(base, (HEADS - head,), (1,), (0,), (TILE,), (0,))
+
+
+@triton.jit
+def load_heads(ptr, row, head, HEADS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """A tile of heads of ``[rows, HEADS, WIDTH]``; heads that do not exist read as 0."""
+    return tl.load(heads_at(ptr, row, head, HEADS, TILE, WIDTH), boundary_check=(0,))
+
+
+@triton.jit
+def store_heads(ptr, row, head, value, HEADS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    tl.store(heads_at(ptr, row, head, HEADS, TILE, WIDTH), value, boundary_check=(0,))
+
+
+@triton.jit
+def load_numbers(ptr, row, head, HEADS: tl.constexpr, TILE: tl.constexpr):
+    """One number a head, of ``[rows, HEADS]``."""
+    return tl.load(numbers_at(ptr, row, head, HEADS, TILE), boundary_check=(0,))
+
+
+@triton.jit
+def store_numbers(ptr, row, head, value, HEADS: tl.constexpr, TILE: tl.constexpr):
+    tl.store(numbers_at(ptr, row, head, HEADS, TILE), value, boundary_check=(0,))
+
+
+@triton.jit
+def load_block(ptr, page, first, rows, stride, ROW: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The ``rows`` tokens that exist, from the ``first`` of a page on; pages are ``stride`` apart and tokens ROW."""
+    base = ptr + page.to(tl.int64) * stride + first * ROW
+    block = tl.make_block_ptr(base, (rows, WIDTH), (ROW, 1), (0, 0), (ROWS, WIDTH), (1, 0))
+    return tl.load(block, boundary_check=(0,))
+
+
+# ---- softmax
+
+@triton.jit
+def lowest(N: tl.constexpr):
+    """Below any score, and finite: the difference of two is no NaN."""
+    return tl.full([N], -1.0e30, tl.float32)
+
+
+@triton.jit
+def hidden_after(rows, C: tl.constexpr):
+    """[C]: 0 for the first ``rows`` tokens; others are too low for any weight."""
+    return tl.where(tl.arange(0, C).to(tl.float32) < rows.to(tl.float32), 0.0, -1.0e30)
+
+
+@triton.jit
+def divided(acc, total):
+    """acc / total by rows; 0 where nothing was added."""
+    return acc / tl.where(total > 0.0, total, 1.0)[:, None]
+
+
+@triton.jit
+def log_of_sum(largest, total):
+    """The logarithm of the sum of all exponentials; +inf where there were none."""
+    return tl.where(total > 0.0, largest + tl.log(tl.where(total > 0.0, total, 1.0)), float("inf"))
+
+
 # ---- gates
 
 

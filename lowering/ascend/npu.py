@@ -10,9 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention_calls import AttentionImplementation
 from ..calls import Call, Implementation
+from ..run_attention import Attention
 from ..scratch import Scratch
 from ..triton.load import load_source
+from .attention_launch import decline as decline_attention
+from .attention_launch import run as run_attention
 from .launch import Launch, Launcher, decline, run_chunks, run_step
 from .operators import GatedDeltaRuleOperators
 
@@ -75,12 +79,33 @@ class EmittedKernels:
         return o.to(call.out_dtype), new if state is None else state
 
 
+class EmittedAttention:
+    """:class:`kdacompile.lowering.attention_calls.AttentionImplementation`: the emitted kernels of latent attention.
+
+    ``launch`` and ``cores`` stand in for triton-ascend and its device.
+    """
+
+    name = "triton-ascend"
+
+    def __init__(self, launch: Launcher | None = None, cores: int = 0) -> None:
+        self._launch, self._cores = launch, cores
+
+    def declines(self, call: Attention) -> str | None:
+        if self._launch is None and (reason := missing()):
+            return reason
+        return decline_attention(call)
+
+    def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        return run_attention(call, self._cores or cube_cores(), self._launch or triton_launch, scratch)
+
+
 def _single(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float()
 
 
 # In the order they are asked. What none of them takes is the torch executor's.
 IMPLEMENTATIONS: list[Implementation] = [GatedDeltaRuleOperators(), EmittedKernels()]
+ATTENTION: list[AttentionImplementation] = [EmittedAttention()]
 
 
 def choose(call: Call) -> Implementation | None:
@@ -88,3 +113,10 @@ def choose(call: Call) -> Implementation | None:
     if call.q.device.type != "npu":
         return None
     return next((kernels for kernels in IMPLEMENTATIONS if kernels.declines(call) is None), None)
+
+
+def choose_attention(call: Attention) -> AttentionImplementation | None:
+    """The same for a call of MLA."""
+    if call.q.device.type != "npu":
+        return None
+    return next((kernels for kernels in ATTENTION if kernels.declines(call) is None), None)

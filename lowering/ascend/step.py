@@ -12,9 +12,8 @@ from ..errors import TileProgramError
 from ..ir import DType, Op, OpKind, Value
 from ..linear_attention import linear_attention_program
 from ..plan.units import is_widening
+from .elementwise import elementwise
 from .kernel import Argument, Domain, Kernel, Kind, Module, assemble, definition, indent, used_constants
-
-_INFIX = {OpKind.ADD: "+", OpKind.SUB: "-", OpKind.MUL: "*"}
 
 
 @cache
@@ -73,17 +72,15 @@ class _Step:
             case OpKind.SCALE:
                 self.arguments[str(op.attr("by"))] = Kind.NUMBER
                 return f"{x} * {op.attr('by')}"
-            case OpKind.EXP:
-                return f"tl.exp({x})"
             case OpKind.TRANSPOSE:
                 return x
-            case OpKind.ADD | OpKind.SUB | OpKind.MUL:
-                a, b = (self._fitted(v, op.result) for v in op.inputs)
-                return f"{a} {_INFIX[op.kind]} {b}"
             case OpKind.DOT:
                 return self._product(op)
             case _:
-                raise TileProgramError("no Ascend text for this op of a step", str(op))
+                text = elementwise(op, [self._fitted(v, op.result) for v in op.inputs])
+                if text is None:
+                    raise TileProgramError("no Ascend text for this op of a step", str(op))
+                return text
 
     def _load(self, op: Op) -> str:
         """A port as fp32: rows of K by key head or value head, columns of V, or one number of the head."""

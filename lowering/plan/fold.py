@@ -1,6 +1,7 @@
-"""A scan given as a block's summary and the merge of two, as one program that carries what it has merged so far.
+"""A scan that carries several values: a block's summary and the merge of two, as one program that carries what it has
+merged so far, or a step that is written so.
 
-That is softmax attention over blocks of the cache: nothing of a summary depends on what came before. It stays in the
+The first is softmax attention over blocks of the cache: nothing of a summary depends on what came before. It stays in the
 scan all the same, or every block's accumulator would be written to memory; what overlaps it with the merge is that
 tasks of neighbouring blocks share stages.
 """
@@ -46,6 +47,25 @@ def fold(combine: Combine) -> Folded:
     name = summary.name.removesuffix("_block")
     program = Program(name, tuple(inputs), outputs, tuple(ops), axis=summary.axis, scalars=summary.scalars)
     return Folded(program, _carried(program))
+
+
+def step(program: Program) -> Folded:
+    """A program without a carry of its own whose inputs ``x0`` are what its outputs ``x`` were a step before; what only
+    feeds products comes in the inputs' own dtype. Any other program is left as it is."""
+    names = {port.name for port in program.inputs}
+    if program.carry is not None or not all(f"{port.name}0" in names for port in program.outputs):
+        return Folded(program, ())
+    narrow = {port.name for port in program.inputs if _only_multiplied(program, port)}
+    new: dict[Value, Value] = {}
+    ops: list[Op] = []
+    for op in program.ops:
+        output = op.output
+        if op.kind is OpKind.LOAD and str(op.attr("port")) in narrow:
+            output = new[op.result] = replace(op.result, type=_narrow(op.result.type))
+        ops.append(Op(op.kind, tuple(new.get(v, v) for v in op.inputs), output, op.attrs))
+    inputs = tuple(_retyped(port, narrow) for port in program.inputs)
+    made = replace(program, inputs=inputs, ops=tuple(ops))
+    return Folded(made, _carried(made))
 
 
 def _carried(program: Program) -> Carried:

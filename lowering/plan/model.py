@@ -13,7 +13,7 @@ from ..target import Target, target_of
 from .assemble import make_stage, name_runs, order_scan, workspaces
 from .buffers import Rule, allocate, buffers
 from .capacity import Chip, Need, needs
-from .fold import Carried, Folded, fold
+from .fold import Carried, Folded, fold, step
 from .hazards import Order
 from .split import Graph, PlacedRun, Run, arrange, circuit_bound, fewest_runs, hand_overs, in_order, place
 from .units import is_widening, legalise, tasks
@@ -200,7 +200,7 @@ def plan(
     machine = target_of(target)
     if io not in WIDTHS:
         raise ArgumentError(f"io must be one of {', '.join(WIDTHS)}, got {io!r}")
-    scan = fold(program) if isinstance(program, Combine) else Folded(program, ())
+    scan = fold(program) if isinstance(program, Combine) else step(program)
     return _planned(scan, machine, options, io, tuple(sorted(_bind(scan.program, sizes).items())))
 
 

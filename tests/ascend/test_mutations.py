@@ -11,31 +11,21 @@ import torch
 from kdacompile.lowering.ascend.emit import chunk_module
 from kdacompile.lowering.ascend.launch import Launch
 from tests.ascend.cases import Verdict, ascend_case, judge, rounded_inputs, run
+from tests.ascend.damage import LOUD, NOTHING, ORDERS, WAIT, damage_is_caught
 from tests.ascend.test_compiler import constants
-from tests.ascend.tools import Edit, SimulatedDevice, ToolError, Tools
+from tests.ascend.tools import Edit, SimulatedDevice, Tools
 
-ORDERS = (("AIC", "AIV0", "AIV1"), ("AIV1", "AIV0", "AIC"))
 CASE = ascend_case("token", True, (200,), value_heads=1)
 INPUTS = rounded_inputs(CASE, torch.bfloat16)
-WAIT = r'"hivm\.hir\.sync_block_wait"'
-NOTHING = '"hivm.hir.pipe_barrier"'
 
 
 def verdict(device: SimulatedDevice) -> Verdict:
     return judge(CASE, INPUTS, run(CASE, INPUTS, device))
 
 
-def is_caught(tools: Tools, edits: Sequence[Edit], errors: str = "DeadlockError|FlagError|BoundsError") -> bool:
-    """Whether the damaged scan fails or is wrong with the cores in one of the orders."""
-    for order in ORDERS:
-        try:
-            worst = verdict(SimulatedDevice(tools, order, {"scan": edits})).worst
-        except ToolError as error:
-            assert any(name in str(error) for name in errors.split("|")), error
-            return True
-        if not worst < 6e-3:
-            return True
-    return False
+def is_caught(tools: Tools, edits: Sequence[Edit], errors: str = LOUD) -> bool:
+    """Whether the damaged scan fails or is wrong."""
+    return damage_is_caught(tools, "scan", edits, lambda device: verdict(device).worst < 6e-3, errors)
 
 
 def test_undamaged(tools: Tools) -> None:

@@ -97,7 +97,7 @@ class Tools:
         order: Sequence[str] = ("AIC", "AIV0", "AIV1"),
         edits: Sequence[Edit] = (),
     ) -> None:
-        """Run a launch in the simulator; its tensors are written in place."""
+        """Run a launch in the simulator; its tensors are written in place, but views with gaps, which are only read."""
         tensors = {name: x for name, x in launch.arguments.items() if isinstance(x, Tensor)}
         path = self._work / "arrays.npz"
         np.savez(path, **{name: _numpy(x) for name, x in tensors.items()})
@@ -115,6 +115,8 @@ class Tools:
         )
         with np.load(path) as stored:
             for name, x in tensors.items():
+                if not x.is_contiguous():
+                    continue
                 found = torch.from_numpy(stored[name])
                 x.copy_(found.view(torch.bfloat16).view(x.shape) if x.dtype is torch.bfloat16 else found.view(x.shape))
 
@@ -125,7 +127,9 @@ def _signature(kind: Kind, io: torch.dtype) -> str:
 
 
 def _numpy(x: Tensor) -> Any:
-    x = x.detach().reshape(-1)
+    """The elements from the tensor's address on: those of a view with gaps up to the end of its memory."""
+    rest = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    x = x.detach().reshape(-1) if x.is_contiguous() else x.detach().as_strided((rest,), (1,))
     return x.view(torch.uint16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
 
 

@@ -7,7 +7,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from kdacompile.lowering.attention import DIMS, attention_program, choose_form, cost
+from kdacompile.lowering.attention import DIMS, attention_program, choose_form, cost, decode_program
 from kdacompile.lowering.builder import Builder
 from kdacompile.lowering.errors import TileProgramError
 from kdacompile.lowering.ir import Per, TileType
@@ -52,6 +52,30 @@ def test_merging_is_associative_and_nothing_is_lost() -> None:
     for x, y in zip(left, right, strict=True):
         torch.testing.assert_close(x, y)
     torch.testing.assert_close(left[2] / left[1], scores.softmax(-1) @ values)
+
+
+def test_a_step_of_decoding_is_a_summary_merged() -> None:
+    """Three blocks, the last half empty: the carry in at once, and block by block through the merge."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(1, 1, *shape, generator=generator, dtype=torch.float64)
+
+    q, q_rope, latent, k_rope = draw(4, 6), draw(4, 2), draw(30, 6), draw(30, 2)
+    hidden = torch.where(torch.arange(30) < 25, 0.0, -1.0e30).double().view(1, 1, 1, 30)
+    carry = (torch.full((1, 1, 4, 1), -1.0e30, dtype=torch.float64), torch.zeros(1, 1, 4, 1), torch.zeros(1, 1, 4, 6))
+    merged = carry = tuple(x.double() for x in carry)
+    step, block = compiled(decode_program()), compiled(attention_program().summary)
+    for i in (0, 10, 20):
+        c, r, unseen = latent[..., i : i + 10, :], k_rope[..., i : i + 10, :], hidden[..., i : i + 10]
+        state = dict(zip(("max0", "sum0", "acc0"), carry, strict=True))
+        carry = step(**state, latent=c, q=q, q_rope=q_rope, k_rope=r, hidden=unseen, scale=0.5)
+        bias = unseen.expand(1, 1, 4, 10)
+        merged = merge(merged, block(q=0.5 * q, k=c, q_shared=0.5 * q_rope, k_shared=r, bias=bias, v=c))
+    for x, y in zip(carry, merged, strict=True):
+        torch.testing.assert_close(x, y)
+    scores = 0.5 * (q @ latent.mT + q_rope @ k_rope.mT) + hidden
+    torch.testing.assert_close(carry[2] / carry[1], scores.softmax(-1) @ latent)
 
 
 def test_a_block_that_is_all_masked_changes_nothing() -> None:

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from kdacompile.lowering.attention import attention_program
+from kdacompile.lowering.attention import attention_program, decode_program
 from kdacompile.lowering.builder import Builder
 from kdacompile.lowering.errors import ArgumentError
 from kdacompile.lowering.ir import OpKind, Program, TileType, Value
@@ -132,6 +132,24 @@ def test_attention_overlaps_its_blocks() -> None:
     cube, vec = found.stages
     assert {"S", "S_shared"} == set(cube.shift) and "A_next" not in vec.shift
     check_golden("attention.ascend910b.plan.txt", str(found))
+
+
+def test_decoding_carries_its_sums_itself() -> None:
+    """A step that takes the carry in at once: the same hand-overs and bytes, and a pass over the accumulator less."""
+    sizes = {"M": 32, "C": 128, "K": 512, "D": 64}
+    merged = plan(attention_program(bias=False), "ascend910b", V=512, **sizes)
+    found = plan(decode_program(), "ascend910b", **sizes)
+    assert (found.handovers, found.lower_bound, found.workspace_bytes) == (2, 2, 106_496)
+    assert {after.name for _, after in found.carried} == {"m", "l", "A"}
+    naive = plan(decode_program(), "ascend910b", False, **sizes)
+    assert (naive.handovers, naive.workspace_bytes) == (4, 90_112)
+
+    def whole_tiles(p: Plan) -> int:
+        return sum(t.output.type.shape == ("M", p.program.port("acc").type.cols) for t in p.stages[1].tasks)
+
+    assert (whole_tiles(merged), whole_tiles(found)) == (3, 2)
+    assert plan(decode_program(rope=False), "ascend910b", M=32, C=128, K=512).handovers == 2
+    check_golden("latent_attention.ascend910b.plan.txt", str(found))
 
 
 # ---- the bound, against searches that know nothing of it

@@ -35,6 +35,10 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "vcmp_ge": np.greater_equal,
 }
 _UNARY: dict[str, Callable[[Any], Any]] = {"vexp": np.exp, "vln": np.log, "vnot": np.logical_not, "vabs": np.abs}
+_REDUCTIONS: dict[str, Callable[[Any, int], Any]] = {
+    "sum": lambda x, axis: x.sum(axis, dtype=np.float32),
+    "max": lambda x, axis: x.max(axis),
+}
 _ROUNDING: dict[int, Callable[[Any], Any]] = {0: np.rint, 2: np.floor, 3: np.ceil, 4: np.trunc}
 
 
@@ -92,14 +96,9 @@ def _reduced_axis(letters: str) -> int:
     return letters.index("r")
 
 
-def _reduce(letters: str) -> Function:
-    axis = _reduced_axis(letters)
-
-    def reduce(core: Core, a: list[Any]) -> None:
-        total = a[0].read().sum(axis, keepdims=True, dtype=np.float32)
-        a[1].write(total.reshape(a[1].sizes))
-
-    return reduce
+def _reduce(name: str, letters: str) -> Function:
+    function, axis = _REDUCTIONS[name], _reduced_axis(letters)
+    return lambda core, a: a[1].write(function(a[0].read(), axis).reshape(a[1].sizes))
 
 
 def _cumsum(letters: str) -> Function:
@@ -162,7 +161,7 @@ _TABLE: tuple[tuple[str, Callable[..., Function]], ...] = (
     (r"vsel_", _select),
     (r"vcast_(\w+?)_(?:to_\w+)_1d_with", _cast),
     (r"arange_\dd_", lambda: _arange),
-    (r"(?:enablevc_)?reduce_sum_([ar]+)_float", _reduce),
+    (r"(?:enablevc_)?reduce_(sum|max)_([ar]+)_float", _reduce),
     (r"(?:enablevc_)?cumsum_([ar]+)_float", _cumsum),
     (r"broadcast_(?:scalar|first_axis|middle_axis|last_axis)", _copy),
     (r"(?:load_gm_to_ubuf|store_ubuf_to_gm|copy_ubuf_to_ubuf|set_l1)_", _copy),

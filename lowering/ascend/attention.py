@@ -1,0 +1,191 @@
+"""Latent attention for Ascend: the decode program's plan as one kernel on both units, and the merge of its parts.
+
+A task is a tile of heads of one query, and a part of the blocks that query sees. The blocks are walked with the carry
+on Vec; where a query's blocks are cut into parts, each leaves its carry in memory and a kernel on Vec merges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+
+from ..attention import attention_program, decode_program
+from ..errors import TileProgramError
+from ..ir import Op, OpKind, Program, Value
+from ..plan import Plan, plan
+from ..stages import Section
+from .elementwise import elementwise
+from .kernel import Argument, Domain, Kernel, Kind, Module, assemble, definition, indent, used_constants
+
+HEADS = (16, 32)  # heads of a tile: one fractal of the Cube, and what two Vec cores hold the accumulator of
+BLOCK = 128  # cached tokens of a block, where they fit
+CARRY = ("max", "sum", "acc")
+_START = {
+    "max": "lowest(TILE)",
+    "sum": "tl.zeros([TILE], tl.float32)",
+    "acc": "tl.zeros([TILE, K], tl.float32)",
+}
+
+
+def attention_plan(heads: int, block: int, rank: int, rope: int, io: str, target: str = "ascend910b") -> Plan:
+    """The plan of ``heads`` heads by ``block`` cached tokens; ``rope`` 0 where keys have no shared part."""
+    sizes = {"D": rope} if rope else {}
+    return plan(decode_program(rope=rope > 0), target, io=io, M=heads, C=block, K=rank, **sizes)
+
+
+@cache
+def attention_module(rope: bool) -> Module:
+    """``attend`` and ``merge``; their texts are the same for all sizes."""
+    made = attention_plan(32, BLOCK, 512, 64 if rope else 0, "bf16")
+    kernels = (_attend(made, rope), _merge())
+    title = f"{made.program.name}, {made.handovers} hand-overs a block."
+    name = made.program.name + ("" if rope else "_norope")
+    return Module(name, assemble(title, [kernel.text for kernel in kernels]), kernels)
+
+
+def _attend(made: Plan, rope: bool) -> Kernel:
+    tasks = [task for stage in made.section(Section.SCAN) for task in stage.tasks]
+    early = [t for stage in made.section(Section.SCAN) for t in stage.tasks if stage.shift.get(t.name)]
+    # a product may overwrite its left operand, so queries are loaded for each
+    ports = {"q": "load_heads(q_ptr, row, head, H, TILE, K)", "q_rope": "load_heads(q_rope_ptr, row, head, H, TILE, ROPE)"}
+    ports |= {name: name for name in (*(f"{name}0" for name in CARRY), "latent", "k_rope", "hidden")}
+    printer = _Printer(made.program, ports)
+    for op in dict.fromkeys(task.op for task in [*early, *tasks]):
+        printer.op(op)
+    loads = ["latent = load_block(latent_ptr, page, first, rows, page_stride, LATENT_ROW, C, K)"]
+    if rope:
+        loads.append("k_rope = load_block(k_rope_ptr, page, first, rows, rope_stride, ROPE_ROW, C, ROPE)")
+    block = [
+        "rows = visible - n * C",
+        "page = row // queries",
+        "first = n * C",
+        "if PAGE:",
+        "    page = tl.load(table_ptr + page * pages + n // (PAGE // C))",
+        "    first = n % (PAGE // C) * C",
+        *loads,
+        "hidden = hidden_after(rows, C)",
+        *printer.lines,
+        *(f"{name}0 = {value}" for name, value in _stored(made.program).items()),
+    ]
+    lines = [
+        *_task("row", "tile % TILES"),
+        "visible = tl.load(visible_ptr + row)",
+        "blocks = (visible + C - 1) // C",
+        "share = (blocks + PARTS - 1) // PARTS",
+        *_carry_start(),
+        "for n in range(part * share, tl.minimum(part * share + share, blocks)):",
+        *indent(block, 1),
+        "if PARTS == 1:",
+        *indent(_finished(), 1),
+        "else:",
+        *indent([f"store_{_part(name, f'{name}0')}" for name in CARRY], 1),
+    ]
+    kinds = {"q_ptr": Kind.IO, "latent_ptr": Kind.IO, "q_rope_ptr": Kind.IO, "k_rope_ptr": Kind.IO, "o_ptr": Kind.IO}
+    kinds |= {f"{name}_ptr": Kind.F32 for name in ("lse", *CARRY)} | {"table_ptr": Kind.I32, "visible_ptr": Kind.I32}
+    kinds |= {"scale": Kind.NUMBER}
+    counts = ("page_stride", "rope_stride", "pages", "queries", "tasks")
+    kinds |= dict.fromkeys(counts, Kind.COUNT)
+    if not rope:
+        kinds = {name: kind for name, kind in kinds.items() if "rope" not in name}
+    return _kernel("attend", lines, kinds, ["io = q_ptr.dtype.element_ty"])
+
+
+def _merge() -> Kernel:
+    """The merge program over the parts of a tile of heads, on Vec alone."""
+    merge = attention_program().merge
+    printer = _Printer(merge, {f"{name}{i}": f"{name}{i}" for name in CARRY for i in (0, 1)})
+    for op in merge.ops:
+        printer.op(op)
+    turn = [
+        *(f"{name}1 = load_{_part(name)}" for name in CARRY),
+        *printer.lines,
+        *(f"{name}0 = {value}" for name, value in _stored(merge).items()),
+    ]
+    lines = [
+        "row = task // TILES",
+        "head = task % TILES * TILE",
+        *_carry_start(),
+        "for part in range(PARTS):",
+        *indent(turn, 1),
+        *_finished(),
+    ]
+    kinds = {"o_ptr": Kind.IO, **{f"{name}_ptr": Kind.F32 for name in ("lse", *CARRY)}, "tasks": Kind.COUNT}
+    return _kernel("merge", lines, kinds, ["io = o_ptr.dtype.element_ty"])
+
+
+def _kernel(name: str, lines: list[str], kinds: Mapping[str, Kind], start: list[str]) -> Kernel:
+    arguments = tuple(Argument(*pair) for pair in kinds.items())
+    constants = used_constants("\n".join(lines))
+    head = [*definition(name, arguments, constants), "    core = tl.program_id(0)", "    cores = tl.num_programs(0)"]
+    body = [*indent(start, 1), "    for task in range(core, tasks, cores):", *indent(lines, 2)]
+    return Kernel(name, Domain.HEAD_TILES, arguments, constants, "\n".join([*head, *body]))
+
+
+def _task(row: str, tile: str) -> list[str]:
+    return ["part = task % PARTS", "tile = task // PARTS", f"{row} = tile // TILES", f"head = {tile} * TILE"]
+
+
+def _carry_start() -> list[str]:
+    return [f"{name}0 = {_START[name]}" for name in CARRY]
+
+
+def _finished() -> list[str]:
+    return [
+        "o = divided(acc0, sum0).to(io)",
+        "store_heads(o_ptr, row, head, o, H, TILE, K)",
+        "store_numbers(lse_ptr, row, head, log_of_sum(max0, sum0), H, TILE)",
+    ]
+
+
+def _part(name: str, value: str = "") -> str:
+    """The rest of a call that loads or stores a part's carry: it lies by query, part and head."""
+    words = [f"{name}_ptr", "row * PARTS + part", "head", *([value] if value else []), "H", "TILE"]
+    return f"heads({', '.join([*words, 'K'])})" if name == "acc" else f"numbers({', '.join(words)})"
+
+
+def _stored(program: Program) -> dict[str, str]:
+    stores = {str(op.attr("port")): op.inputs[0].name for op in program.ops if op.kind is OpKind.STORE}
+    return {name: stores[name] for name in CARRY}
+
+
+class _Printer:
+    """Ops as lines. A value with one column or one row is a vector and takes its axis where it meets a tile."""
+
+    def __init__(self, program: Program, ports: Mapping[str, str]) -> None:
+        self.lines: list[str] = []
+        self._text: dict[Value, str] = {}
+        for op in program.ops:
+            if op.kind is OpKind.LOAD:
+                self._text[op.result] = ports[str(op.attr("port"))]
+
+    def op(self, op: Op) -> None:
+        if op.kind in (OpKind.LOAD, OpKind.STORE):
+            return
+        name = op.result.name
+        self.lines.append(f"{name} = {self._expression(op)}")
+        self._text[op.result] = name
+
+    def _expression(self, op: Op) -> str:
+        if op.kind is OpKind.DOT:
+            return self._product(op)
+        names = [self._text[v] for v in op.inputs]
+        if op.kind is OpKind.SCALE:
+            return f"{names[0]} * {op.attr('by')}"
+        if op.kind is OpKind.CAST:
+            return f"{names[0]}.to(io)"
+        text = elementwise(op, names if 1 in op.result.type.shape else list(self._fitted(op.inputs)))
+        if text is None:
+            raise TileProgramError("no Ascend text for this op of attention", str(op))
+        return text
+
+    def _fitted(self, values: Iterable[Value]) -> Iterable[str]:
+        for value in values:
+            rows, cols = value.type.shape
+            axis = "[None, :]" if rows == 1 else "[:, None]" if cols == 1 else ""
+            yield self._text[value] + axis
+
+    def _product(self, op: Op) -> str:
+        x, y, *acc = (self._text[v] for v in op.inputs)
+        y = f"tl.trans({y})" if op.attr("trans_b", False) else y
+        self.lines.append(f"left = {x}")
+        return f"tl.dot({', '.join(['left', y, *acc])}, input_precision=\"ieee\")"

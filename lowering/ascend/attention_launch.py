@@ -1,0 +1,140 @@
+"""Running latent attention's emitted kernels: what they take, tiles, parts of the cache, grids."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention_calls import absorb
+from ..run_attention import Attention
+from ..scratch import Scratch
+from .attention import BLOCK, CARRY, HEADS, attention_module, attention_plan
+from .launch import Launch, Launcher
+
+MOST_QUERIES = 16  # of a speculative step: every query walks the cache by itself
+_MERGED_HEADS = 8  # a Vec core holds two accumulators of so many heads, and what spreads the weights over them
+_WIDTHS = (16, 32, 64, 128, 256, 512)
+_IO = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def decline(call: Attention) -> str | None:
+    """Why the emitted kernels do not take a call, or None."""
+    operands = (call.q, call.q_rope, call.latent, call.k_rope, call.w_uk, call.w_uv)
+    dtypes = {x.dtype for x in operands if x is not None}
+    rope = 0 if call.k_rope is None else call.k_rope.shape[-1]
+    if call.mask is not None:
+        return "a mask"
+    if not call.absorbed or call.q.shape[1] > MOST_QUERIES:
+        return "many queries: the expanded form does less"
+    if len(dtypes) > 1 or not dtypes <= _IO.keys():
+        return "queries, cache and weights are not of one dtype of 16 or 32 bits"
+    if call.latent.shape[-1] not in _WIDTHS or rope not in (0, *_WIDTHS[:4]):
+        return f"rank {call.latent.shape[-1]} with {rope} shared columns"
+    if any(x is not None and x.stride(-1) != 1 for x in (call.latent, call.k_rope)):
+        return "a cache whose rows do not lie together"
+    if not block_of(call):
+        return f"pages of {call.page} tokens"
+    return None
+
+
+def block_of(call: Attention) -> int:
+    """Cached tokens of a block: they lie in one page, and every operand of Cube fits L1 twice. 0 if none do."""
+    rope = 0 if call.k_rope is None else call.k_rope.shape[-1]
+    page = 0 if call.block_table is None else call.page
+    return _block(page, head_tile(call.q.shape[2]), call.latent.shape[-1], rope, _IO[call.latent.dtype])
+
+
+@cache
+def _block(page: int, heads: int, rank: int, rope: int, io: str) -> int:
+    block = BLOCK
+    while block >= 16:
+        if page % block == 0:
+            operands = next(n for n in attention_plan(heads, block, rank, rope, io).needs if n.memory == "L1")
+            if 2 * operands.apart_bytes <= operands.available:
+                return block
+        block //= 2
+    return 0
+
+
+def head_tile(heads: int) -> int:
+    return HEADS[0] if heads <= HEADS[0] else HEADS[1]
+
+
+def run(call: Attention, cores: int, launch: Launcher, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+    """o and lse of a call that :func:`decline` has nothing against, as ``AttentionImplementation.run`` has them."""
+    return absorb(call, lambda inner: _attend(inner, cores, launch, scratch or Scratch()))
+
+
+def _attend(call: Attention, cores: int, launch: Launcher, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    batch, queries, heads, rank = call.q.shape
+    device, io = call.q.device, call.q.dtype
+    block, tile = block_of(call), head_tile(heads)
+    rows, tiles = batch * queries, -(-heads // tile)
+    parts = parts_of(rows * tiles, -(-call.width // block), cores)
+    module = attention_module(call.q_rope is not None)
+    o = torch.empty(rows, heads, rank, dtype=io, device=device)
+    lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
+    values: dict[str, Any] = {
+        "q_ptr": call.q.contiguous(),
+        "latent_ptr": call.latent,
+        "o_ptr": o,
+        "lse_ptr": lse,
+        "visible_ptr": _visible(call),
+        "scale": call.scale,
+        "page_stride": call.latent.stride(0),
+        "queries": queries,
+        "pages": 0,
+        "tasks": rows * tiles * parts,
+    }
+    constants = {"H": heads, "C": block, "K": rank, "TILE": tile, "TILES": tiles, "PARTS": parts, "PAGE": 0}
+    constants["LATENT_ROW"] = call.latent.stride(1)
+    if call.q_rope is not None and call.k_rope is not None:
+        values |= {"q_rope_ptr": call.q_rope.contiguous(), "k_rope_ptr": call.k_rope}
+        values["rope_stride"] = call.k_rope.stride(0)
+        constants |= {"ROPE": call.k_rope.shape[-1], "ROPE_ROW": call.k_rope.stride(1)}
+    if call.block_table is not None:
+        values |= {"table_ptr": call.block_table.int().contiguous(), "pages": call.block_table.shape[1]}
+        constants["PAGE"] = call.page
+    if parts > 1:
+        shapes = {"max": (), "sum": (), "acc": (rank,)}
+        for name in CARRY:
+            values[f"{name}_ptr"] = scratch.empty((rows, parts, heads, *shapes[name]), torch.float32, device)
+    unused = {"table_ptr": torch.int32, **{f"{name}_ptr": torch.float32 for name in CARRY}}
+    values = {**{name: torch.empty(1, dtype=dtype, device=device) for name, dtype in unused.items()}, **values}
+    attend, merge = module.kernels
+    launch(_launch_of(module, attend, min(values["tasks"], cores), values, constants))
+    if parts > 1:
+        merged = min(tile, _MERGED_HEADS)
+        values["tasks"] = rows * -(-heads // merged)
+        constants |= {"TILE": merged, "TILES": -(-heads // merged)}
+        launch(_launch_of(module, merge, min(values["tasks"], 2 * cores), values, constants))
+    o, lse = o.view(batch, queries, heads, rank), lse.view(batch, queries, heads).transpose(1, 2).contiguous()
+    if call.sinks is not None:
+        o = o * torch.sigmoid(lse.transpose(1, 2) - call.sinks.float()).unsqueeze(-1)
+    return o.to(call.out_dtype), lse
+
+
+def parts_of(tasks: int, blocks: int, cores: int) -> int:
+    """Into how many parts to cut the blocks of a query, so that cores have a task each; a power of two, since every
+    number is another compilation and blocks grow with the cache."""
+    return 1 << (max(1, min(cores // tasks, blocks)).bit_length() - 1)
+
+
+def _visible(call: Attention) -> Tensor:
+    """How many tokens each query sees, ``[B * T]``: computed where the lengths are, without waiting for them."""
+    batch, queries = call.q.shape[:2]
+    device = call.q.device
+    if call.lengths is None:
+        lengths = torch.full((batch,), call.width, dtype=torch.int32, device=device)
+    else:
+        lengths = call.lengths.to(device=device, dtype=torch.int32)
+    behind = torch.arange(1 - queries, 1, dtype=torch.int32, device=device) if call.causal else 0
+    return (lengths[:, None] + behind).clamp(min=0).expand(batch, queries).reshape(-1).contiguous()
+
+
+def _launch_of(module: Any, kernel: Any, grid: int, values: dict[str, Any], constants: dict[str, int]) -> Launch:
+    arguments = {a.name: values[a.name] for a in kernel.arguments}
+    return Launch(module, kernel, grid, arguments, {name: constants[name] for name in kernel.constants})

@@ -1,0 +1,28 @@
+"""Damaging compiled kernels, to see that the tests notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tests.ascend.tools import Edit, SimulatedDevice, ToolError, Tools
+
+ORDERS = (("AIC", "AIV0", "AIV1"), ("AIV1", "AIV0", "AIC"))
+LOUD = "DeadlockError|FlagError|BoundsError"
+WAIT = r'"hivm\.hir\.sync_block_wait"'
+NOTHING = '"hivm.hir.pipe_barrier"'
+
+
+def damage_is_caught(
+    tools: Tools, kernel: str, edits: Sequence[Edit], is_right: Callable[[SimulatedDevice], bool], errors: str = LOUD
+) -> bool:
+    """Whether a kernel with these edits fails, with one of these ``errors``, or is wrong, with the cores let run in one
+    of the orders."""
+    for order in ORDERS:
+        try:
+            right = is_right(SimulatedDevice(tools, order, {kernel: edits}))
+        except ToolError as error:
+            assert any(name in str(error) for name in errors.split("|")), error
+            return True
+        if not right:
+            return True
+    return False
