@@ -86,7 +86,8 @@ def decode_program(*, rope: bool = True) -> Program:
     m0, l0 = (b.input(name, _MAX, per=Per.LANE) for name in ("max0", "sum0"))
     a0 = b.input("acc0", TileType("M", "K"), per=Per.LANE)
     latent = b.input("latent", TileType("C", "K"), heads="shared")
-    scores = b.dot(b.input("q", TileType("M", "K"), per=Per.LANE), latent, trans_b=True, name="S_latent" if rope else "S")
+    q = b.input("q", TileType("M", "K"), per=Per.LANE)
+    scores = b.dot(q, latent, trans_b=True, name="S_latent" if rope else "S")
     if rope:
         q_rope = b.input("q_rope", TileType("M", "D"), per=Per.LANE)
         k_rope = b.input("k_rope", TileType("C", "D"), heads="shared")

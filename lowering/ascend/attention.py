@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cache
+from typing import Any
 
 from ..attention import attention_program, decode_program
 from ..errors import TileProgramError
@@ -29,7 +30,7 @@ _START = {
 
 def attention_plan(heads: int, block: int, rank: int, rope: int, io: str, target: str = "ascend910b") -> Plan:
     """The plan of ``heads`` heads by ``block`` cached tokens; ``rope`` 0 where keys have no shared part."""
-    sizes = {"D": rope} if rope else {}
+    sizes: dict[str, Any] = {"D": rope} if rope else {}
     return plan(decode_program(rope=rope > 0), target, io=io, M=heads, C=block, K=rank, **sizes)
 
 
@@ -47,7 +48,10 @@ def _attend(made: Plan, rope: bool) -> Kernel:
     tasks = [task for stage in made.section(Section.SCAN) for task in stage.tasks]
     early = [t for stage in made.section(Section.SCAN) for t in stage.tasks if stage.shift.get(t.name)]
     # a product may overwrite its left operand, so queries are loaded for each
-    ports = {"q": "load_heads(q_ptr, row, head, H, TILE, K)", "q_rope": "load_heads(q_rope_ptr, row, head, H, TILE, ROPE)"}
+    ports = {
+        "q": "load_heads(q_ptr, row, head, H, TILE, K)",
+        "q_rope": "load_heads(q_rope_ptr, row, head, H, TILE, ROPE)",
+    }
     ports |= {name: name for name in (*(f"{name}0" for name in CARRY), "latent", "k_rope", "hidden")}
     printer = _Printer(made.program, ports)
     for op in dict.fromkeys(task.op for task in [*early, *tasks]):
@@ -188,4 +192,4 @@ class _Printer:
         x, y, *acc = (self._text[v] for v in op.inputs)
         y = f"tl.trans({y})" if op.attr("trans_b", False) else y
         self.lines.append(f"left = {x}")
-        return f"tl.dot({', '.join(['left', y, *acc])}, input_precision=\"ieee\")"
+        return f'tl.dot({", ".join(["left", y, *acc])}, input_precision="ieee")'

@@ -86,8 +86,9 @@ class Module:
         return next(kernel for kernel in self.kernels if kernel.name == name)
 
 
-CONSTANTS = ("H", "HV", "C", "K", "V", "BV", "R", "LEVELS", "DELTA", "INITIAL") + (
-    "ROPE", "TILE", "TILES", "PARTS", "PAGE", "LATENT_ROW", "ROPE_ROW"
+CONSTANTS = (
+    "H", "HV", "C", "K", "V", "BV", "R", "LEVELS", "DELTA", "INITIAL",
+    "ROPE", "TILE", "TILES", "PARTS", "PAGE", "LATENT_ROW", "ROPE_ROW",
 )  # fmt: skip
 
 

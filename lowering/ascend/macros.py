@@ -106,6 +106,7 @@ def load_block(ptr, page, first, rows, stride, ROW: tl.constexpr, ROWS: tl.const
 
 # ---- softmax
 
+
 @triton.jit
 def lowest(N: tl.constexpr):
     """Below any score, and finite: the difference of two is no NaN."""

@@ -1,8 +1,8 @@
 """A scan that carries several values: a block's summary and the merge of two, as one program that carries what it has
 merged so far, or a step that is written so.
 
-The first is softmax attention over blocks of the cache: nothing of a summary depends on what came before. It stays in the
-scan all the same, or every block's accumulator would be written to memory; what overlaps it with the merge is that
+The first is softmax attention over blocks of the cache: nothing of a summary depends on what came before. It stays in
+the scan all the same, or every block's accumulator would be written to memory; what overlaps it with the merge is that
 tasks of neighbouring blocks share stages.
 """
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def call(
     operands |= {"q": torch.zeros(batch, queries, heads, rank, dtype=dtype), "latent": cache[..., :rank]}
     operands |= {"q_rope": torch.zeros(batch, queries, heads, rope, dtype=dtype) if rope else None}
     operands |= {"k_rope": cache[..., rank:] if rope else None, "block_table": table}
-    options = {"scale": 0.1, "causal": False, "form": "auto", "out_dtype": dtype}
+    options: dict[str, Any] = {"scale": 0.1, "causal": False, "form": "auto", "out_dtype": dtype}
     return Attention(**{**operands, **options, **changes})
 
 
@@ -128,7 +129,7 @@ def test_weights_go_around_the_kernel() -> None:
     given = call(w_uk=w_uk, w_uv=w_uv, form="absorbed")
     q = torch.randn(2, 1, 32, 128).bfloat16()
     seen: list[Launch] = []
-    o, _ = run(Attention(**{**vars(given), "q": q}), CORES, seen.append)
+    o, _ = run(replace(given, q=q), CORES, seen.append)
     assert o.shape == (2, 1, 32, 128)
     inner = seen[0].arguments["q_ptr"]
     assert isinstance(inner, Tensor)

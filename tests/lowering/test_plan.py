@@ -136,12 +136,11 @@ def test_attention_overlaps_its_blocks() -> None:
 
 def test_decoding_carries_its_sums_itself() -> None:
     """A step that takes the carry in at once: the same hand-overs and bytes, and a pass over the accumulator less."""
-    sizes = {"M": 32, "C": 128, "K": 512, "D": 64}
-    merged = plan(attention_program(bias=False), "ascend910b", V=512, **sizes)
-    found = plan(decode_program(), "ascend910b", **sizes)
+    merged = plan(attention_program(bias=False), "ascend910b", M=32, C=128, K=512, D=64, V=512)
+    found = plan(decode_program(), "ascend910b", M=32, C=128, K=512, D=64)
     assert (found.handovers, found.lower_bound, found.workspace_bytes) == (2, 2, 106_496)
     assert {after.name for _, after in found.carried} == {"m", "l", "A"}
-    naive = plan(decode_program(), "ascend910b", False, **sizes)
+    naive = plan(decode_program(), "ascend910b", False, M=32, C=128, K=512, D=64)
     assert (naive.handovers, naive.workspace_bytes) == (4, 90_112)
 
     def whole_tiles(p: Plan) -> int:
