@@ -58,7 +58,9 @@ class Target:
     ``memories``: capacity in bytes by name, of ONE core of the unit that owns it (see ``owner``). ``groups``: how many
     tasks run at once; each group has one CUBE and ``vec_cores`` VEC cores. ``own_operands``: where a result of Cube
     waits that is an operand of its next product ("global" or "chip"). ``outputs``: where its kernels compute what reads
-    the carry but nothing waits for, "scan" or "epilogue"; "auto" leaves it to the planner.
+    the carry but nothing waits for, "scan" or "epilogue"; "auto" leaves it to the planner. ``values``: where they
+    compute what is as wide as V and waits for no carry: "prologue"; "scan", since all it reads crosses anyway or is
+    smaller; or "uninverted", the scan but for what comes from a triangular inverse.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Target:
     paths: Mapping[str, Bandwidth] = field(default_factory=dict[str, Bandwidth])
     own_operands: str = "chip"
     outputs: str = "auto"
+    values: str = "prologue"
 
     @property
     def split(self) -> bool:
@@ -153,6 +156,7 @@ CUDA_SM90 = Target(
     (Unit.CORE,),
     "register",
     Figure(132, "multiprocessors", _NVIDIA),
+    values="uninverted",
     memories={
         "shared": _kib(227, _NVIDIA + ", per block"),
         "registers": _kib(256, _NVIDIA + ", per multiprocessor"),

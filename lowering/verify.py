@@ -179,7 +179,7 @@ def verify(
 ) -> Verdict:
     """Run ``implementation`` (called as ``run_linear_attention``) on a case; a :class:`VerificationError` if it fails.
 
-    ``scratch_bytes`` is the plan's figure, compared exactly when given.
+    ``scratch_bytes`` is the plan's figure, compared exactly when given: a plan that kernels do not follow is a defect.
     """
     inputs = make_inputs(case)
     scratch = Scratch(poison=True)

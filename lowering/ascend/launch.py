@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..ir import Dim
+from ..scratch import Scratch
 from ..stages import evaluate, size
 from .emit import CHUNK, chunk_module
 from .kernel import SUB_CHUNK, Domain, Kernel, Kind, Module
@@ -76,6 +77,7 @@ def run_chunks(
     launch: Launcher,
     outputs: str = "auto",
     narrow_update: bool = False,
+    scratch: Scratch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Linear attention over whole sequences.
 
@@ -85,6 +87,7 @@ def run_chunks(
     Raises :class:`ArgumentError` where :func:`decline` has a reason.
     """
     _check(q, k, v)
+    scratch = scratch or Scratch()
     batch, length, heads, width = q.shape
     value_heads, columns = v.shape[2:]
     bounds = _bounds(cu_seqlens, batch, length)
@@ -118,7 +121,7 @@ def run_chunks(
         else:
             count = chunks * value_heads
         dtype = v.dtype if buffer.kind is Kind.IO else torch.float32
-        values[f"{buffer.name}_ptr"] = torch.empty(count * rows * cols, dtype=dtype, device=v.device)
+        values[f"{buffer.name}_ptr"] = scratch.empty((count * rows * cols,), dtype, v.device)
     lanes, tiles = (len(bounds) - 1) * value_heads, chunks * value_heads
     for kernel in module.kernels:
         block = tile if kernel.cube else column_tile(width, columns, alone=True)

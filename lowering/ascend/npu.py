@@ -62,7 +62,7 @@ class EmittedKernels:
         o, state = run_chunks(
             call.q, call.k, call.v, _single(call.g), _single(call.beta), _single(call.initial_state), scale=call.scale,
             delta=call.delta, gate=call.gate, cu_seqlens=call.cu_seqlens, cores=self._cores or cube_cores(),
-            launch=self._launch or triton_launch,
+            launch=self._launch or triton_launch, scratch=scratch,
         )  # fmt: skip
         return o.to(call.out_dtype), state
 

@@ -31,6 +31,7 @@ class Options:
     ``pipeline``: tasks of neighbouring steps may share a stage. ``narrow``: what every reader rounds anyway crosses in
     the inputs' dtype; ``narrow_update``: the carry's change too (it costs accuracy). ``reuse``: buffers whose lifetimes
     do not meet share addresses. ``outputs``: "scan", "epilogue", or "auto" for fewer hand-overs, then fewer bytes.
+    ``values``: as in :class:`Target`, or "auto" for the target's.
     """
 
     hoist: bool = True
@@ -40,6 +41,7 @@ class Options:
     narrow_update: bool = False
     reuse: bool = True
     outputs: str = "auto"
+    values: str = "auto"
 
 
 NAIVE = Options(
@@ -210,6 +212,8 @@ def _planned(scan: Folded, target: Target, options: Options, io: str, sizes: tup
     bound = dict(sizes)
     if options.outputs == "auto" and target.outputs != "auto":
         options = replace(options, outputs=target.outputs)
+    if options.values == "auto":
+        options = replace(options, values=target.values)
     choices = ("scan", "epilogue") if options.outputs == "auto" else (options.outputs,)
     plans = [_fitted(legal, target, replace(options, outputs=o), bound, io) for o in choices]
     best = min(plans, key=lambda p: (p.handovers, p.tensor_bytes))
@@ -249,7 +253,8 @@ def _bind(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
 def _plan(folded: Folded, target: Target, options: Options, sizes: Mapping[str, int], io: str) -> Plan:
     program = folded.program
     graph = Graph(program, tasks(program, target), folded.carried)
-    placed = place(graph, hoist=options.hoist and not folded.carried, outputs=Section(options.outputs))
+    hoist = options.hoist and not folded.carried
+    placed = place(graph, hoist=hoist, outputs=Section(options.outputs), values=options.values)
     by_section = {s: [t for t in graph.tasks if placed[t] is s] for s in Section}
     cut: dict[Section, list[Run]] = {}
     for section, inside in by_section.items():

@@ -79,12 +79,12 @@ class Graph:
         return within + across
 
 
-def place(graph: Graph, *, hoist: bool, outputs: Section) -> dict[Task, Section]:
+def place(graph: Graph, *, hoist: bool, outputs: Section, values: str = "prologue") -> dict[Task, Section]:
     """The section of every task.
 
     ``hoist``: what is free of the carry leaves the scan. ``outputs``: where to put what reads the carry but nothing
-    waits for (EPILOGUE or SCAN). A product goes where the sum it is accumulated into is formed, and a cast to the
-    inputs' dtype where its operand is made.
+    waits for (EPILOGUE or SCAN). ``values``: as in :class:`~kdacompile.lowering.target.Target`. A product goes where
+    the sum it is accumulated into is formed, and a cast to the inputs' dtype where its operand is made.
     """
     if not graph.next:
         return dict.fromkeys(graph.tasks, Section.PROLOGUE)
@@ -109,7 +109,22 @@ def place(graph: Graph, *, hoist: bool, outputs: Section) -> dict[Task, Section]
     for task in reversed(graph.tasks):
         if task.unit is Unit.CUBE and task.op.kind is OpKind.DOT and len(task.inputs) == 3:
             placed[graph.made[task.inputs[2]]] = placed[task]
+    if values != "prologue":
+        _keep_wide(graph, placed, inverted=values == "scan")
     return placed
+
+
+def _keep_wide(graph: Graph, placed: dict[Task, Section], *, inverted: bool) -> None:
+    """What is as wide as V goes where it is first read; with ``inverted`` also what comes from an inverse."""
+    order = list(Section)
+    behind: set[Value] = set()
+    for task in graph.tasks:
+        if task.op.kind is OpKind.UNIT_LOWER_INVERSE or any(v in behind for v in task.inputs):
+            behind.add(task.output)
+    for task in reversed(graph.tasks):
+        readers = graph.readers(task.output)
+        if "V" in task.output.type.shape and readers and (inverted or task.output not in behind):
+            placed[task] = max(placed[task], min((placed[t] for t in readers), key=order.index), key=order.index)
 
 
 def _narrows_scan_value(graph: Graph, task: Task, scan: set[Task]) -> bool:

@@ -12,6 +12,7 @@ from kdacompile.lowering.linear_attention import ROWS
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton import TritonKernels
 from kdacompile.lowering.verify import Case, as_implementation, make_inputs, verify
+from tests.lowering.planned import triton_scratch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -37,9 +38,9 @@ def test_every_row(row: tuple[str, bool], dtype: torch.dtype) -> None:
         case = Case(
             *row, 300, key_width=128, value_width=128, value_heads=4, dtype=dtype, strength=strength, device="cuda"
         )
-        verify(implementation, case, tolerance=tolerance)
+        verify(implementation, case, tolerance=tolerance, scratch_bytes=triton_scratch(case))
     packed = Case(*row, lengths=(33, 0, 170, 64, 1), key_width=64, value_width=96, dtype=dtype, device="cuda")
-    verify(implementation, packed, tolerance=tolerance)
+    verify(implementation, packed, tolerance=tolerance, scratch_bytes=triton_scratch(packed))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
