@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 MAX_CANDIDATES = 24
 """Candidates proven per group before it is left alone."""
 
-_PRODUCTS = frozenset("matmul __matmul__ bmm baddbmm einsum mm sum mv inner".split())
+_PRODUCTS = frozenset(
+    "matmul __matmul__ bmm baddbmm einsum mm sum mv inner linalg_matmul linalg_vecdot tensordot".split()
+)
 _OUTER = frozenset("mul __mul__ multiply imul addcmul addcmul_".split())
 
 verdicts = Verdicts()

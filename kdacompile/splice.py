@@ -167,8 +167,23 @@ class Splice:
             (name, user)
             for name, since in self.names(placement)
             for user in name.users
-            if user not in self.dying and self.place.get(user, -1) > since
+            if user not in self.dying
+            and self.place.get(user, -1) > since
+            and not self.is_copy_apart(placement, name, since, user)
         ]
+
+    def is_copy_apart(self, placement: Placement, name: fx.Node, since: int, user: fx.Node) -> bool:
+        """True if ``name`` is a copy of the output (a cache it was stored in) and, when ``user`` comes, either was
+        written to: from then on ``user`` must read the copy itself.
+        """
+        storages = self.shadow.storages
+        ends = {storages.get(name), storages.get(placement.value.node)}
+        return len(ends) == 2 and any(
+            mutation.storage in ends
+            and mutation.node not in self.dying
+            and since < self.now(mutation.position) <= self.place[user]
+            for mutation in self.shadow.mutations
+        )
 
     def check_inputs(self, before: int) -> None:
         """Every input must still hold, where the op is inserted, what it held when the region read it."""
@@ -183,7 +198,9 @@ class Splice:
                     )
 
     def check_aliases(self, before: int, written: Sequence[int]) -> None:
-        """Buffers the region fills in place must not be read elsewhere, except as its outputs."""
+        """Buffers the region fills in place must not be read elsewhere, except as its outputs. Neither may what shares
+        memory with a result, where somebody writes to that memory later.
+        """
         stores = {copy for copy, _ in self.stores}
         dying_writes = {m.storage for m in self.shadow.mutations if m.node in self.dying and m.node not in stores}
         outside_writes = {
@@ -197,8 +214,10 @@ class Splice:
         if lost - {state_storage}:
             raise CannotSplice("mutation", "the region overwrites an input that is not its state")
         rebased = self.rebased(redirected)
+        results = {self.shadow.storages.get(placement.value.node) for placement in self.redirected}
+        watched = dying_writes | results & {m.storage for m in self.shadow.mutations if m.node not in self.dying}
         for node, storage in self.shadow.storages.items():
-            if storage not in dying_writes or storage == state_storage or node in rebased:
+            if storage not in watched or storage == state_storage or node in rebased:
                 continue
             if any(user not in self.dying and (node, user) not in redirected for user in node.users):
                 raise CannotSplice("alias", "a view of a buffer that the region fills is read outside it")

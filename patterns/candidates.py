@@ -165,7 +165,7 @@ def _eligible(sizes: Counter[int], key_size: int, *, raw_state: bool, grouped: b
     step = sum(sizes.values()) < 4
 
     def eligible(value: Value) -> bool:
-        if value.node is None or not value.dtype.is_floating_point:
+        if value.node is None or not value.dtype.is_floating_point or 0 in value.shape:
             return False
         odd = list((_sizes(value) - allowed).elements())
         if odd and not (grouped and len(odd) == 1 and any(size % odd[0] == 0 for size in sizes)):

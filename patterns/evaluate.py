@@ -181,7 +181,8 @@ def constant(value: Value) -> Tensor:
 
 _FILLERS = {"zeros": 0.0, "ones": 1.0, "zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0}
 _PICKED = frozenset(
-    "select slice select_scatter slice_scatter unbind split split_with_sizes unfold cat cumsum cumprod flip".split()
+    "select slice select_scatter slice_scatter unbind split split_with_sizes unfold cat cumsum cumprod flip "
+    "diag_embed".split()
 )
 _FIXED = INDEXED | frozenset("constant_pad_nd repeat diagonal roll".split())
 _SIZED = frozenset({"view", "_unsafe_view", "_reshape_alias"})
@@ -327,6 +328,10 @@ def _check_picks(op: Op, lane: _Lane) -> None:
     if op.name == "flip":
         if any(_captured(lane.dims[dim]) != _run(lane.dims[dim]) for dim in op.args[1]):
             raise LaneError("flip of a reduced dimension")
+        return
+    if op.name == "diag_embed":
+        if _captured(lane.dims[-1]) != _run(lane.dims[-1]):
+            raise LaneError("a reduced dimension on a diagonal")
         return
     place = {"split": 2, "split_with_sizes": 2, "select_scatter": 2, "slice_scatter": 2}.get(op.name, 1)
     dim = lane.dims[_dim_of(op, lane, place)]

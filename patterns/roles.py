@@ -7,9 +7,10 @@ same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import permutations
+from heapq import heapify, heappop, heappush
+from itertools import islice, permutations
 
 from torch import Tensor
 
@@ -140,10 +141,9 @@ def gate_like(value: Value, region: set[Op]) -> bool:
         seen.add(op)
         if op.name in ("exp", "exp2"):
             return True
-        if op.name in ("bmm", "baddbmm", "mm", "linalg_solve_triangular"):
-            continue
-        if op.name == "mul" and sum(not read.const for read in op.reads) > 1:
-            continue
+        products = ("mul", "bmm", "baddbmm", "mm", "linalg_solve_triangular")
+        if op.name in products and sum(not read.const for read in op.reads) > 1:
+            continue  # a product with a constant may be a cumulative sum
         stack.extend(user for out in op.outs for user in out.users if user in region)
     return False
 
@@ -152,7 +152,7 @@ def _labelings(value: Value, role: str, sizes: dict[str, int]) -> Iterator[tuple
     """Letters for each dimension of ``value`` in ``role`` that agree with the sizes known so far."""
     dims = [(i, size) for i, size in enumerate(value.shape) if size != 1 and i not in value.uniform]
     order = LETTERS[role]
-    if len(dims) > len(order):
+    if len(dims) > len(order) or 0 in value.shape:
         return
     for letters in permutations(order, len(dims)):
         known = dict(sizes)
@@ -214,38 +214,76 @@ def _gate_kind(placement: Placement | None, sizes: dict[str, int]) -> str:
     return "head" if per_head or sizes["T"] > 1 else "token"
 
 
+MAX_HYPOTHESES = 240
+"""Claims looked at before a region is given up."""
+
+
 def hypotheses(cut: Sequence[Value], output: Value, state: Value | None, region: set[Op]) -> list[Hypothesis]:
-    """All consistent role assignments, most plausible first."""
+    """Consistent role assignments, most plausible first."""
+    return list(islice(_by_penalty(cut, output, state, region), MAX_HYPOTHESES))
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """Roles for the first tensors of a cut, and for the results."""
+
+    inputs: tuple[Placement, ...]
+    ends: tuple[Placement, ...]
+    sizes: dict[str, int]
+    seen: int = 0
+    """Tensors of the cut that have a role."""
+
+
+def _by_penalty(cut: Sequence[Value], output: Value, state: Value | None, region: set[Op]) -> Iterator[Hypothesis]:
+    """Cheapest first: where all sizes are equal there are millions of assignments, and the first ones are wanted."""
     gates = {value: gate_like(value, region) for value in cut}
-    found: list[Hypothesis] = []
+    # Ties go to the path that was found first, so that the order is that of a sorted full list.
+    queue: list[tuple[int, tuple[int, ...], _Partial | Hypothesis]] = [
+        (cost, (place,), partial) for place, (cost, partial) in enumerate(_readings(output, state))
+    ]
+    heapify(queue)
+    while queue:
+        penalty, path, item = heappop(queue)
+        if isinstance(item, Hypothesis):
+            yield item
+            continue
+        onward: Iterable[tuple[int, _Partial | Hypothesis]]
+        if item.seen == len(cut):
+            onward = ((h.penalty - penalty, h) for h in _complete(item.inputs, item.ends, item.sizes, penalty, gates))
+        else:
+            onward = _with_one_more(item, cut, gates)
+        for place, (cost, found) in enumerate(onward):
+            heappush(queue, (penalty + cost, (*path, place), found))
 
-    def assign(
-        index: int, taken: tuple[Placement, ...], sizes: dict[str, int], penalty: int, ends: tuple[Placement, ...]
-    ) -> None:
-        if index == len(cut):
-            found.extend(_complete(taken, ends, sizes, penalty, gates))
-            return
-        value = cut[index]
-        used = {placement.role for placement in taken}
-        for role in INPUTS:
-            if role in used or (gates[value] and role != "g"):
-                continue
-            for letters, known in _labelings(value, role, sizes):
-                cost = _oddity(letters) + (2 if role == "g" and not gates[value] else 0)
-                assign(index + 1, (*taken, Placement(role, value, letters)), known, penalty + cost, ends)
-                if role == "g" and not gates[value] and "beta" not in used and "K" not in letters:
-                    both = (Placement(role, value, letters), Placement("beta", value, letters))  # a step size: dt
-                    assign(index + 1, (*taken, *both), known, penalty + cost, ends)
 
+def _readings(output: Value, state: Value | None) -> Iterator[tuple[int, _Partial]]:
+    """Every reading of the results, with its penalty."""
     for letters, sizes in _labelings(output, "o", {}):
         start = Placement("o", output, letters)
         if state is None:
-            assign(0, (), sizes, _oddity(letters), (start,))
+            yield _oddity(letters), _Partial((), (start,), sizes)
             continue
         for state_letters, known in _labelings(state, "final_state", sizes):
-            cost = _oddity(letters) + _oddity(state_letters)
-            assign(0, (), known, cost, (start, Placement("final_state", state, state_letters)))
-    return sorted(found, key=lambda h: h.penalty)
+            ends = (start, Placement("final_state", state, state_letters))
+            yield _oddity(letters) + _oddity(state_letters), _Partial((), ends, known)
+
+
+def _with_one_more(partial: _Partial, cut: Sequence[Value], gates: dict[Value, bool]) -> Iterator[tuple[int, _Partial]]:
+    """Every role of the next tensor of the cut, with what it adds to the penalty."""
+    value = cut[partial.seen]
+    used = {placement.role for placement in partial.inputs}
+    if len({"q", "k", "v"} - used) > len(cut) - partial.seen:
+        return
+    for role in INPUTS:
+        if role in used or (gates[value] and role != "g"):
+            continue
+        for letters, known in _labelings(value, role, partial.sizes):
+            cost = _oddity(letters) + (2 if role == "g" and not gates[value] else 0)
+            taken = (*partial.inputs, Placement(role, value, letters))
+            yield cost, _Partial(taken, partial.ends, known, partial.seen + 1)
+            if role == "g" and not gates[value] and "beta" not in used and "K" not in letters:
+                both = (*taken, Placement("beta", value, letters))  # a step size: dt
+                yield cost, _Partial(both, partial.ends, known, partial.seen + 1)
 
 
 def _complete(

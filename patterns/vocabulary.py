@@ -22,7 +22,7 @@ PICKING = frozenset("select slice split split_with_sizes unbind unfold diagonal 
 
 PLACING = frozenset(
     "select_scatter slice_scatter diagonal_scatter cat stack index_put index_copy index_add scatter scatter_add "
-    "constant_pad_nd repeat".split()
+    "constant_pad_nd repeat diag_embed".split()
 )
 """Operators that put tensors side by side or into a larger one."""
 

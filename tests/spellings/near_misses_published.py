@@ -103,6 +103,39 @@ def delta_with_weight_decay_on_error(q: Tensor, k: Tensor, v: Tensor, beta: Tens
     return scan(zeros(k, v), q.shape[1], token)
 
 
+@near_miss("delta_rule", "q k v beta", scale=1.0, length=8)
+def ttt_in_mini_batches(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """TTT-Linear: every error of a mini-batch is taken against the state at its beginning."""
+    q, k, v, beta = (x.transpose(1, 2) for x in (q, k, v, beta))
+    s = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3])
+    outs = []
+    for q_c, k_c, v_c, b_c in zip(*(x.split(4, 2) for x in (q, k, v, beta)), strict=True):
+        error = b_c.unsqueeze(-1) * (v_c - k_c @ s)
+        outs.append(q_c @ s + (q_c @ k_c.mT).tril() @ error)
+        s = s + k_c.mT @ error
+    return torch.cat(outs, 2).transpose(1, 2)
+
+
+@near_miss("delta_rule", "q k v beta", scale=1.0, length=6)
+def strength_per_value_channel(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    strength = beta.unsqueeze(-1) * torch.sigmoid(v)
+
+    def token(s: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        s = s + outer(k[:, t], strength[:, t] * (v[:, t] - read(s, k[:, t])))
+        return s, read(s, q[:, t])
+
+    return scan(zeros(k, v), q.shape[1], token)
+
+
+@near_miss("gla", "q k v g", scale=1.0, length=6, tags=frozenset({"square"}))
+def decay_along_the_values(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    def token(s: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        s = s * g[:, t].exp().unsqueeze(-2) + outer(k[:, t], v[:, t])
+        return s, read(s, q[:, t])
+
+    return scan(zeros(k, v), q.shape[1], token)
+
+
 # -- gates, strengths and norms that only look like the op's ------------------------------------------------------
 
 
