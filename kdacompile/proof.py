@@ -123,24 +123,36 @@ def one_thread() -> Generator[None]:
 
 def _prove(candidate: Candidate, runner: _Runner, *, wide: bool) -> Verdict:
     best, closest = float("inf"), ""
-    drawn: dict[tuple[tuple[int, ...], ...], tuple[dict[Value, Tensor], list[Tensor]]] = {}
+    drawn: dict[_Shapes, _FirstRun] = {}
+    refused: LaneError | EvaluationError | None = None
     for hypothesis in candidate.hypotheses:
-        inputs, results = _first_run(candidate, hypothesis, runner, drawn)
-        fitted, error = _fit(hypothesis, inputs, results)
-        fitting = runner
-        if fitted is None and hypothesis.gate == "none" and _starts_alike(hypothesis, inputs, results):
-            fitted, fitting = _with_constant_decay(hypothesis, runner)
-        if fitted is None:
-            if error < best:
-                best, closest = error, _describe(hypothesis)
+        try:
+            verdict = _judge(candidate, hypothesis, runner, drawn, wide=wide)
+        except (LaneError, EvaluationError) as error:
+            refused = refused or error  # a wrong reading cuts down what is no batch and no head
             continue
-        verdict = _probe_fully(fitted, fitting, wide=wide)
         if verdict.hypothesis is not None:
             return verdict
-        best, closest = verdict.max_error, f"{_describe(hypothesis)}: {verdict.reason}"
+        if verdict.max_error < best or verdict.reason:
+            best, closest = verdict.max_error, _describe(hypothesis) + (verdict.reason and f": {verdict.reason}")
+    if refused is not None:
+        raise refused
     return Verdict(
         None, best, f"the region does not compute the recurrence (closest: {closest}, relative error {best:.1e})"
     )
+
+
+def _judge(
+    candidate: Candidate, hypothesis: Hypothesis, runner: _Runner, drawn: dict[_Shapes, _FirstRun], *, wide: bool
+) -> Verdict:
+    """One hypothesis: most are refuted by a first run that many share; without a reason, if they are."""
+    inputs, results = _first_run(candidate, hypothesis, runner, drawn)
+    fitted, error = _fit(hypothesis, inputs, results)
+    if fitted is None and hypothesis.gate == "none" and _starts_alike(hypothesis, inputs, results):
+        fitted, runner = _with_constant_decay(hypothesis, runner)
+    if fitted is None:
+        return Verdict(None, error)
+    return _probe_fully(fitted, runner, wide=wide)
 
 
 def _describe(hypothesis: Hypothesis) -> str:
@@ -150,11 +162,12 @@ def _describe(hypothesis: Hypothesis) -> str:
 # -- the first, role-free run --------------------------------------------------------------------------------------
 
 
+_Shapes = tuple[tuple[int, ...], ...]
+_FirstRun = tuple[dict[Value, Tensor], list[Tensor]] | LaneError | EvaluationError
+
+
 def _first_run(
-    candidate: Candidate,
-    hypothesis: Hypothesis,
-    runner: _Runner,
-    drawn: dict[tuple[tuple[int, ...], ...], tuple[dict[Value, Tensor], list[Tensor]]],
+    candidate: Candidate, hypothesis: Hypothesis, runner: _Runner, drawn: dict[_Shapes, _FirstRun]
 ) -> tuple[dict[Value, Tensor], list[Tensor]]:
     """Region outputs on inputs that suit any role, shared by the hypotheses that agree on batch and heads."""
     sizes = runner.sizes(hypothesis)
@@ -173,8 +186,14 @@ def _first_run(
         for value in candidate.cut:
             noise = torch.randn(shapes[value], generator=generator, dtype=torch.float64)
             inputs[value] = (-0.3 * noise.abs() if value in gates else 0.4 * noise).expand(full[value])
-        drawn[key] = inputs, runner(inputs)
-    return drawn[key]
+        try:
+            drawn[key] = inputs, runner(inputs)
+        except (LaneError, EvaluationError) as error:
+            drawn[key] = error
+    found = drawn[key]
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def _reference(hypothesis: Hypothesis, inputs: dict[Value, Tensor], steps: int | None = None) -> tuple[Tensor, Tensor]:

@@ -378,7 +378,8 @@ def _narrow(tensor: Tensor, dim: int, size: int) -> Tensor:
 def _align(op: Op, lanes: list[_Lane], *, offset: bool) -> list[Cut]:
     """Make operands that share a captured size share the run's size too (``offset``: broadcast from the right)."""
     cuts: list[Cut] = []
-    skip = _dim_of(op, lanes[0], 1) if op.name == "cat" else -1
+    joined = {"cat": 1, "slice_scatter": 2}.get(op.name)  # along this dimension the operands' sizes are their own
+    skip = -1 if joined is None else _dim_of(op, lanes[0], joined)
     dropped = _dim_of(op, lanes[0], 2) if op.name == "select_scatter" else -1
     rank = max(len(lane.dims) for lane in lanes)
     for position in range(rank):
