@@ -5,13 +5,13 @@ from __future__ import annotations
 from .attention_calls import AttentionGradients, AttentionImplementation
 from .calls import Call, Implementation
 from .cudnn import CudnnAttention
-from .hopper import HopperKernels
+from .hopper import HopperDecode, HopperKernels
 from .run_attention import Attention
-from .triton import TritonKernels
+from .triton import TritonDecode, TritonKernels
 
 # In the order they are asked. What none of them takes is the torch executor's.
 IMPLEMENTATIONS: list[Implementation] = [HopperKernels(), TritonKernels()]
-ATTENTION: list[AttentionImplementation] = [CudnnAttention()]
+ATTENTION: list[AttentionImplementation] = [CudnnAttention(), HopperDecode(), TritonDecode()]
 GRADIENTS: list[AttentionGradients] = [CudnnAttention()]
 
 

@@ -1,5 +1,6 @@
 """Hand-tuned Gluon kernels for Hopper GPUs; Triton itself is only imported when one runs."""
 
+from .mla_run import HopperDecode
 from .run import HopperKernels, Schedule, schedule
 
-__all__ = ["HopperKernels", "Schedule", "schedule"]
+__all__ = ["HopperDecode", "HopperKernels", "Schedule", "schedule"]

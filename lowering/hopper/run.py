@@ -64,7 +64,7 @@ class HopperKernels:
     name = "hopper"
 
     def declines(self, call: Call) -> str | None:
-        return _machine(call.q) or _row(call) or _tensors(call)
+        return machine(call.q) or _row(call) or _tensors(call)
 
     def run(self, call: Call, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         lanes = call.v.shape[0] * call.v.shape[2]
@@ -76,7 +76,7 @@ class HopperKernels:
         raise NotImplementedError("one token is declined: the emitted kernel takes it")
 
 
-def _machine(x: Tensor) -> str | None:
+def machine(x: Tensor) -> str | None:
     if not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
         return "not a Hopper GPU"
     found = _triton_version()
@@ -136,9 +136,9 @@ class _Launches:
         self.final = torch.empty((*call.v.shape[::2], WIDTH, WIDTH), dtype=torch.float32, device=device)
         self.blocks = _multiprocessors(device)
         tile = (1, CHUNK, 1, WIDTH)
-        self.q, self.k = (_described(_aligned(x), tile) for x in (call.q, call.k))
+        self.q, self.k = (described(_addressed(x), tile) for x in (call.q, call.k))
         columns = (1, CHUNK, 1, plan.columns)
-        self.v, self.o_out = _described(_aligned(call.v), columns), _described(self.o, columns)
+        self.v, self.o_out = described(_addressed(call.v), columns), described(self.o, columns)
 
     def run(self) -> tuple[Tensor, Tensor]:
         for first, chunks in self.plan.spans:
@@ -154,7 +154,7 @@ class _Launches:
         dt_bias = self.decays if call.dt_bias is None else call.dt_bias.contiguous()
         beta = self.decays if call.beta is None else call.beta
         parameters = (A_log, dt_bias, beta, *((0, 0, 0) if call.beta is None else call.beta.stride()))
-        out = (self.rows, _described(self.rows, (CHUNK, CHUNK)), self.decays)
+        out = (self.rows, described(self.rows, (CHUNK, CHUNK)), self.decays)
         group = self.value_heads // call.q.shape[2]
         common = (self.length, self.value_heads, group, first, chunks, total, call.scale, call.qk_l2norm_eps)
         given = {
@@ -171,7 +171,7 @@ class _Launches:
             return
         shift = _shift(call.gate_scale)
         bounds = (call.gate_scale * LOG2E, float(shift), 2.0**-shift)
-        d_g = _described(_aligned(g), (1, CHUNK, 1, WIDTH))
+        d_g = described(_addressed(g), (1, CHUNK, 1, WIDTH))
         self.prepare.prepare[grid](self.q, self.k, d_g, *parameters, *out, *common, *bounds, **given)
 
     def launch_scan(self, first: int, chunks: int) -> None:
@@ -179,7 +179,7 @@ class _Launches:
         strides = (0, 0, 0, 0) if initial is None else initial.stride()
         columns = self.plan.columns
         self.scan.scan[(WIDTH // columns, self.lanes)](
-            _described(self.rows, (BUFFER_ROWS, WIDTH)), self.v, self.decays, self.o_out,
+            described(self.rows, (BUFFER_ROWS, WIDTH)), self.v, self.decays, self.o_out,
             self.final if initial is None else initial, *strides, self.final, self.value_heads, first, chunks,
             BV=columns, STAGES=3 if columns == 64 else 2, HAS_INITIAL=initial is not None, num_warps=columns // 16,
         )  # fmt: skip
@@ -195,15 +195,18 @@ def _present(x: Tensor | None) -> Tensor:
     return x
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x if the copy engine can address it: rows that lie together, everything else in steps of 16 bytes."""
+def aligned(x: Tensor) -> bool:
+    """Whether the copy engine can address x: rows that lie together, everything else in steps of 16 bytes."""
     steps = [s for n, s in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s * x.element_size() % 16 == 0 for s in steps):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s * x.element_size() % 16 == 0 for s in steps)
 
 
-def _described(x: Tensor, block: tuple[int, ...]) -> Any:
+def _addressed(x: Tensor) -> Tensor:
+    """x, or a copy of it that the copy engine can address."""
+    return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def described(x: Tensor, block: tuple[int, ...]) -> Any:
     """A descriptor for the copy engine; the stride of a dimension of size 1 is free, and made a legal one."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

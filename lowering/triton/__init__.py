@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .mla_run import TritonDecode
 from .run import TritonKernels
 
-__all__ = ["TritonKernels"]
+__all__ = ["TritonDecode", "TritonKernels"]

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -11,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kdacompile.lowering.hopper import prepare, prepare_scalar, scan
+from kdacompile.lowering.hopper import mla, prepare, prepare_scalar, scan
 from kdacompile.lowering.hopper.run import GRAM_REGISTERS
 
 
@@ -44,8 +47,28 @@ def compile_scan(columns: int) -> Any:
     return _compile(scan.scan, signature, constants, columns // 16)
 
 
-def _descriptor(*block: int) -> str:
-    return f"tensordesc<bf16[{', '.join(map(str, block))}],{gl.NVMMASharedLayout(128, 16, len(block))}>"
+def compile_mla(page: int, scheduled: bool, partial: bool, dtype: str = "bf16") -> Any:
+    half, rope = (_descriptor(1, 64, columns, dtype=dtype) for columns in (256, 64))
+    signature = dict.fromkeys(mla.attend.arg_names, "i32") | {"d_q": half, "d_q_rope": rope, "d_c": half, "d_r": rope}
+    signature |= dict.fromkeys(("table", "lengths", "pieces"), "*i32") | {"o": f"*{dtype}", "scale": "fp32"}
+    signature |= dict.fromkeys(("sinks", "lse", "part_o", "part_lse"), "*fp32")
+    constants = {"PAGE": page, "CAUSAL": True, "HAS_LENGTHS": True, "HAS_SINKS": scheduled or not partial}
+    return _compile(mla.attend, signature, {**constants, "SCHEDULED": scheduled, "PARTIAL": partial}, 4)
+
+
+def spilled_bytes(compiled: Any) -> int:
+    """Stack a thread has, by the compiler's own disassembler: what did not fit the registers."""
+    tool = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(text.split("STACK:")[1].split()[0])
+
+
+def _descriptor(*block: int, dtype: str = "bf16") -> str:
+    return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{gl.NVMMASharedLayout(128, 16, len(block))}>"
 
 
 def _compile(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int) -> Any:

@@ -30,7 +30,7 @@ def kda_call(length: int = 256, heads: int = 2, value_heads: int = 2, device: st
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> HopperKernels:
     """The kernels, on a machine that answers for a Hopper GPU and its Triton."""
-    monkeypatch.setattr(run, "_machine", lambda x: None)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(run, "machine", lambda x: None)  # pyright: ignore[reportUnknownLambdaType]
     return HopperKernels()
 
 

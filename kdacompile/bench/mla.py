@@ -1,0 +1,213 @@
+"""MLA decoding on a CUDA device: our op beside the portable kernel alone, Inductor on the absorbed form, and the floor.
+
+One query token a request over a paged bf16 cache (pages of 64 in random order, 512 + 64 columns), weights absorbed by
+the caller. The table gives device time (replays of a CUDA graph over caches that together exceed the L2), the error
+against fp64, and the goal; a JSON file has the same figures.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdacompile.doctor import version_of
+from kdacompile.errors import BenchError, KdaError
+from kdacompile.lowering.run_attention import Attention
+from kdacompile.lowering.triton import TritonDecode
+from kdacompile.lowering.verify import relative_error
+from kdacompile.ops import mla_decode
+from kdacompile.patterns.attention_oracle import latent_attention
+
+RANK, ROPE, PAGE = 512, 64, 64
+SCALE = (128 + ROPE) ** -0.5
+CONTENDERS = ("ours", "portable", "inductor")
+_ROTATED = 2**28  # bytes of caches, all together: several times an L2
+_CHECKED = 4  # requests of the numerical check
+
+
+@dataclass(frozen=True)
+class Case:
+    """``cached`` tokens a request; ``uneven``: that on average, from none to twice as many. ``goal``: microseconds."""
+
+    name: str
+    batch: int
+    cached: int
+    heads: int
+    goal: float | None = None
+    uneven: bool = False
+
+
+CASES = (
+    Case("b128-s4096-h16", 128, 4096, 16, 155),
+    Case("b128-s8192-h16", 128, 8192, 16, 290),
+    Case("b32-s4096-h64", 32, 4096, 64, 60),
+    Case("b1-s32768-h128", 1, 32768, 128, 34),
+    Case("b1-s8192-h16", 1, 8192, 16, 17),
+    Case("b128-s4096-h128", 128, 4096, 128, 260),
+    Case("b128-s8192-h128", 128, 8192, 128, 530),
+    Case("b128-uneven-h16", 128, 4096, 16, uneven=True),
+    Case("b128-uneven-h128", 128, 4096, 128, uneven=True),
+    Case("b67-s4096-h128", 67, 4096, 128),
+    Case("b128-s4096-h32", 128, 4096, 32),
+)
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q ``[B, 1, H, 576]``, cache ``[pages, 64, 576]``, table ``[B, pages]`` and lengths ``[B]``."""
+
+    q: Tensor
+    cache: Tensor
+    table: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def random(cls, case: Case, seed: int) -> Inputs:
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+        lengths = torch.full((case.batch,), case.cached, device="cuda", dtype=torch.int32)
+        if case.uneven:
+            steps = torch.linspace(0, 2 * case.cached, case.batch, device="cuda")
+            lengths = steps[torch.randperm(case.batch, generator=generator, device="cuda")].int()
+        pages = -(-case.cached * (2 if case.uneven else 1) // PAGE)
+        order = torch.randperm(case.batch * pages, generator=generator, device="cuda")
+        q = normal(case.batch, 1, case.heads, RANK + ROPE)
+        cache = normal(case.batch * pages, PAGE, RANK + ROPE)
+        return cls(q, cache, order.view(case.batch, pages).int(), lengths)
+
+    @property
+    def bytes(self) -> int:
+        """What has to move: the requests' tokens once, queries and results."""
+        columns = self.cache.shape[-1]
+        return 2 * (int(self.lengths.sum()) * columns + self.q.numel() + self.q[..., :RANK].numel())
+
+    @property
+    def operations(self) -> int:
+        return 2 * int(self.lengths.sum()) * self.q.shape[2] * (2 * RANK + ROPE)
+
+
+def ours(x: Inputs) -> Tensor:
+    o = mla_decode(x.q, x.cache, rank=RANK, scale=SCALE, lengths=x.lengths, block_table=x.table)
+    assert isinstance(o, Tensor)
+    return o
+
+
+def portable(x: Inputs) -> Tensor:
+    call = Attention(
+        x.q[..., :RANK], x.q[..., RANK:], x.cache[..., :RANK], x.cache[..., RANK:], None, None, None, None, x.lengths,
+        x.table, scale=SCALE, causal=True, form="auto", out_dtype=x.q.dtype,
+    )  # fmt: skip
+    return TritonDecode().run(call)[0]
+
+
+def eager(x: Inputs) -> Tensor:
+    """The absorbed form as people write it: the pages gathered, scores in bf16, softmax in fp32, a mask of lengths."""
+    keys = x.cache[x.table].flatten(1, 2)
+    scores = (x.q.squeeze(1) @ keys.mT).float() * SCALE
+    positions = torch.arange(keys.shape[1], device=keys.device)
+    scores = scores.masked_fill(positions >= x.lengths[:, None, None], -torch.inf)
+    return (scores.softmax(-1).to(x.q.dtype) @ keys[..., :RANK]).unsqueeze(1)
+
+
+def error(o: Tensor, x: Inputs) -> float:
+    """Of a few requests, against fp64."""
+    some = slice(0, _CHECKED)
+    want, _ = latent_attention(
+        x.q[some, :, :, :RANK], x.q[some, :, :, RANK:], x.cache[..., :RANK], x.cache[..., RANK:], None, None,
+        lengths=x.lengths[some], block_table=x.table[some], scale=SCALE,
+    )  # fmt: skip
+    return relative_error(o[some], want)
+
+
+def device_microseconds(call: Callable[[Inputs], object], inputs: Sequence[Inputs], repeats: int = 9) -> float:
+    """The median over replays of a CUDA graph of several calls on rotating inputs, divided by their number."""
+    launches = list(inputs) * -(-10 // len(inputs))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(inputs[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for x in launches:
+            call(x)
+    samples: list[float] = []
+    for _ in range(repeats + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(1e3 * start.elapsed_time(end) / len(launches))
+    return statistics.median(samples[1:])
+
+
+def measured(case: Case, contenders: Sequence[str]) -> dict[str, Figures]:
+    """Figures of every contender on one case, one after the other in this process."""
+    first = Inputs.random(case, 0)
+    inputs = [first, *(Inputs.random(case, seed) for seed in range(1, max(1, _ROTATED // first.cache.nbytes)))]
+    compiled = torch.compile(eager, dynamic=False)
+    calls: dict[str, Callable[[Inputs], Tensor]] = {"ours": ours, "portable": portable, "inductor": compiled}
+    found: dict[str, Figures] = {}
+    for name in contenders:
+        call = calls[name]
+        try:
+            figures = {"error": error(call(first), first), "device_us": device_microseconds(call, inputs)}
+        except (RuntimeError, KdaError) as failure:
+            figures = {"failure": str(failure).splitlines()[0]}
+        figures |= {"bytes": first.bytes, "operations": first.operations}
+        found[name] = figures
+    return found
+
+
+def table(results: dict[str, dict[str, Figures]]) -> str:
+    """One row a contender; a goal stands beside ours."""
+    goals = {case.name: case.goal for case in CASES}
+    rows = [("case", "contender", "device", "goal", "TB/s", "TFLOP/s", "error")]
+    for name, found in results.items():
+        for contender, figures in found.items():
+            if "failure" in figures:
+                rows.append((name, contender, f"- {figures['failure'][:60]}", "", "", "", ""))
+                continue
+            us, goal = figures["device_us"], goals[name] if contender == "ours" else None
+            said = "" if goal is None else f"{goal:g} us {'met' if us <= goal else 'MISSED'}"
+            rates = (f"{figures['bytes'] / us / 1e6:.2f}", f"{figures['operations'] / us / 1e6:.0f}")
+            rows.append((name, contender, f"{us:.1f} us", said, *rates, f"{figures['error']:.1e}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def main(only: Sequence[str] | None, json_path: Path, contenders: Sequence[str] = CONTENDERS) -> int:
+    """Run, print the table, write the JSON. Exit status 1 where our op failed."""
+    if not torch.cuda.is_available():
+        raise BenchError(detail="the mla suite needs a CUDA device")
+    cases = [case for case in CASES if not only or any(part in case.name for part in only)]
+    if not cases:
+        raise BenchError(
+            detail=f"no case matches {', '.join(only or ())}; there are {', '.join(c.name for c in CASES)}"
+        )
+    results: dict[str, dict[str, Figures]] = {}
+    for case in cases:
+        results[case.name] = measured(case, contenders)
+        print(f"{case.name}: {results[case.name]}", file=sys.stderr, flush=True)
+        torch.cuda.empty_cache()
+    print(table(results))
+    record: dict[str, Any] = {"suite": "mla", "device": torch.cuda.get_device_name(0)}
+    record["versions"] = {name: version_of(name) for name in ("torch", "triton", "kdacompile")}
+    record["cases"] = [{**asdict(case), "results": results[case.name]} for case in cases]
+    json_path.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"\nwritten to {json_path}")
+    return 1 if any("failure" in found["ours"] for found in results.values() if "ours" in found) else 0

@@ -1,0 +1,89 @@
+"""Launching MLA decoding on Hopper GPUs: which calls the kernel takes, and its operands for the copy engine."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention_calls import absorb
+from ..run_attention import Attention
+from ..scratch import Scratch
+from ..split import BLOCK
+from ..triton.mla_run import Results, decodes, device_of, on
+from . import run
+from .run import LOG2E, aligned, described
+
+RANK, ROPE = 512, 64
+ROWS = 64  # of a tile
+FEW_ROWS, FEW_REQUESTS = 16, 64  # up to which the portable kernel, two programs a multiprocessor, reads faster
+
+
+class HopperDecode:
+    """:class:`~kdacompile.lowering.attention_calls.AttentionImplementation`: R = 512, D = 64, 16-bit, sm_90."""
+
+    name = "hopper"
+
+    def declines(self, call: Attention) -> str | None:
+        return run.machine(call.q) or decodes(call) or _shape(call) or _cache(call)
+
+    def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        return absorb(call, lambda inner: _attend(inner, scratch or Scratch()))
+
+
+def _shape(call: Attention) -> str | None:
+    if call.latent.shape[2] != RANK or call.k_rope is None or call.k_rope.shape[2] != ROPE:
+        return f"R = {RANK} and D = {ROPE} only"
+    if call.q.dtype not in (torch.bfloat16, torch.float16):
+        return "only 16-bit operands"
+    if call.mask is not None:
+        return "a mask"
+    if call.scale <= 0:
+        return "a scale that is not positive: the largest score would not be the largest logit"
+    if call.q.shape[1] * call.q.shape[2] <= FEW_ROWS and call.q.shape[0] <= FEW_REQUESTS:
+        return f"{FEW_ROWS} rows or fewer of {FEW_REQUESTS} requests or fewer"
+    if call.block_table is not None and call.page % BLOCK:
+        return f"pages of {call.page} tokens, no multiple of {BLOCK}"
+    return None
+
+
+def _cache(call: Attention) -> str | None:
+    """Whether the copy engine can address the cache where it lies; a copy would cost more than another kernel."""
+    for x in (call.latent, call.k_rope):
+        if x is not None and not aligned(x):
+            return "a cache in steps that are no multiples of 16 bytes"
+    if call.width >= 2**30 or call.q.shape[0] >= 2**15:
+        return "too many tokens or requests"
+    return None
+
+
+def _attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """A call without weights."""
+    kernels: Any = import_module(".mla", __package__)  # here, not above: a machine without triton imports this too
+    assert call.q_rope is not None and call.k_rope is not None
+    rows = call.q.shape[1] * call.q.shape[2]
+    tiles = -(-rows // ROWS)
+    results = Results(call, tiles, device_of(call.q.device).multiprocessors, scratch)
+    half, rope = (1, ROWS, RANK // 2), (1, ROWS, ROPE)
+    values: dict[str, Any] = {
+        "d_q": described(_flat(call.q), half), "d_q_rope": described(_flat(call.q_rope), rope),
+        "d_c": described(call.latent, half), "d_r": described(call.k_rope, rope), **results.arguments(),
+        "scale": call.scale * LOG2E, "PAGE": 0 if call.block_table is None else call.page,
+        "CAUSAL": call.causal and call.q.shape[1] > 1,
+    }  # fmt: skip
+    with on(call.q.device):
+        results.schedule()
+        arguments = {name: values[name] for name in kernels.attend.arg_names}
+        kernels.attend[(tiles, results.split.pieces)](**arguments, num_warps=4)
+        results.combine()
+    return results.o, results.lse
+
+
+def _flat(x: Tensor) -> Tensor:
+    """``[B, T, H, I]`` as ``[B, T * H, I]``, where it lies if the copy engine can address it there."""
+    flat = x.flatten(1, 2)
+    return flat if aligned(flat) else flat.clone(memory_format=torch.contiguous_format)

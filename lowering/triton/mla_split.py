@@ -1,0 +1,151 @@
+"""Split-KV on the device: cutting requests of different lengths into pieces of equal work, and merging their results.
+
+A piece is a row of a table: request (-1: none), first block, block after its last, slot of its partial result (-1: the
+piece is the whole request, and its program writes the result). No length is read on the host.
+"""
+
+# pyright: basic, reportMissingImports=false, reportMissingParameterType=false, reportUnknownParameterType=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+
+import triton
+import triton.language as tl
+
+LEVELS: tl.constexpr = tl.constexpr(16)  # of sizes that pieces are ordered by
+
+
+@triton.jit
+def schedule(
+    lengths, plan, pieces, B, WIDTH, WORKERS,
+    BP: tl.constexpr, PP: tl.constexpr, LOG_B: tl.constexpr, BLOCK: tl.constexpr, OVERHEAD: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """One program. lengths ``[B]``; plan ``[B, 2]``: first slot and number of parts; pieces ``[PP, 4]``.
+
+    Two cuts are weighed: *whole*, where only requests longer than a worker's share are cut (evenly), and *ranges*,
+    where the requests in a row are cut into shares of equal work, however a request lies across them. The first leaves
+    fewer partial results, the second the last round full.
+    """
+    b = tl.arange(0, BP)
+    real = b < B
+    length = tl.minimum(tl.maximum(tl.load(lengths + b, mask=real, other=0).to(tl.int32), 0), WIDTH)
+    blocks = (length + BLOCK - 1) // BLOCK
+    total = tl.sum(blocks, 0)
+    # whole; a little more than a share is not worth a cut
+    share = tl.maximum((total + WORKERS - 1) // WORKERS, 1)
+    parts = tl.where(real, tl.maximum((blocks - OVERHEAD - PARTIAL + share - 1) // share, 1), 0)
+    step = tl.maximum((blocks + parts - 1) // tl.maximum(parts, 1), 1)
+    offset = tl.zeros([BP], tl.int32)
+    count = tl.sum(parts, 0)
+    rounds = (count + WORKERS - 1) // WORKERS
+    whole_cost = tl.maximum(rounds * (total // count + OVERHEAD), tl.max(step, 0) + OVERHEAD)
+    whole_cost += tl.where(tl.max(parts, 0) > 1, PARTIAL, 0)
+    # ranges: request b lies at [start, start + OVERHEAD + blocks) and is cut at multiples of the share
+    work = tl.where(real, blocks + OVERHEAD, 0)
+    start = tl.cumsum(work, 0) - work + OVERHEAD
+    range_share = (tl.sum(work, 0) + WORKERS - 1) // WORKERS
+    if range_share + OVERHEAD + PARTIAL < whole_cost:
+        first = (start + OVERHEAD + range_share - 1) // range_share  # no cut closer to an end than OVERHEAD blocks
+        last = (start + blocks - OVERHEAD) // range_share
+        parts = tl.where(real, tl.maximum(last - first + 1, 0) + 1, 0)
+        offset = (first - 1) * range_share - start
+        step = tl.full([BP], 0, tl.int32) + range_share
+    slot = tl.cumsum(parts, 0) - parts
+    tl.store(plan + b * 2, slot, mask=real)
+    tl.store(plan + b * 2 + 1, parts, mask=real)
+    _pieces(pieces, slot, parts, offset, step, blocks, B, WORKERS, PP, LOG_B)
+
+
+@triton.jit
+def _pieces(pieces, slot, parts, offset, step, blocks, B, WORKERS, PP: tl.constexpr, LOG_B: tl.constexpr):
+    """The table of pieces, the longest first: a long piece that starts last would keep all others waiting."""
+    piece = tl.arange(0, PP)
+    count = tl.sum(parts, 0)
+    real = piece < count
+    request = tl.zeros([PP], tl.int32)
+    for level in tl.static_range(LOG_B):  # the last request whose first slot is not beyond this piece
+        further = request + (1 << (LOG_B - 1 - level))
+        there = tl.gather(slot, tl.minimum(further, B - 1), 0)
+        request = tl.where((further < B) & (there <= piece), further, request)
+    part = piece - tl.gather(slot, request, 0)
+    parts = tl.gather(parts, request, 0)
+    offset = tl.gather(offset, request, 0)
+    step = tl.gather(step, request, 0)
+    blocks = tl.gather(blocks, request, 0)
+    low = tl.where(part == 0, 0, tl.minimum(offset + part * step, blocks))
+    high = tl.where(part == parts - 1, blocks, tl.minimum(offset + (part + 1) * step, blocks))
+    place = piece
+    if count > WORKERS:  # else all start at once
+        place = _by_size(tl.where(real, high - low, 0), real, piece, PP)
+    row = pieces + place * 4
+    tl.store(row, tl.where(real, request, -1))
+    tl.store(row + 1, low)
+    tl.store(row + 2, high)
+    tl.store(row + 3, tl.where(parts > 1, piece, -1))
+
+
+@triton.jit
+def _by_size(size, real, piece, PP: tl.constexpr):
+    """The place of each piece when they are ordered by size, in levels; places without a piece keep theirs."""
+    level = LEVELS - 1 - size * (LEVELS - 1) // tl.maximum(tl.max(size, 0), 1)
+    level = tl.where(real, level, LEVELS - 1)
+    same = (tl.arange(0, LEVELS)[:, None] == level[None, :]).to(tl.int32)
+    counts = tl.sum(same, 1)
+    before = tl.sum(same * (tl.cumsum(counts, 0) - counts)[:, None], 0)
+    place = before + tl.sum(same * (tl.cumsum(same, 1) - same), 0)
+    return tl.where(real, place, piece)
+
+
+@triton.jit
+def combine(
+    part_o, part_lse, o, lse, sinks, plan, T, H, ROWS, SPLITS,
+    R: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, SCHEDULED: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Rows of a request, BC columns at a time: ``o = sum_i exp(lse_i - lse) o_i`` and ``lse = log sum_i exp lse_i``.
+
+    Grid: programs that share the rows, blocks of columns, requests. part_o ``[slots, ROWS, R]`` and part_lse ``[slots,
+    ROWS]``, fp32; row ``t * H + h``. A partial result whose lse is -inf was not written.
+    """
+    request = tl.program_id(2)
+    first, parts = request * SPLITS, SPLITS
+    rows = ROWS
+    if SCHEDULED:
+        first = tl.load(plan + request * 2)
+        parts = tl.load(plan + request * 2 + 1)
+        rows = tl.where(parts > 1, ROWS, 0)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        _combine_row(
+            part_o, part_lse, o, lse, sinks, tl.cast(request, tl.int64), tl.cast(first, tl.int64), parts, row, T, H,
+            ROWS, R, BC, BS, HAS_SINKS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _combine_row(
+    part_o, part_lse, o, lse, sinks, request, first, parts, row, T, H, ROWS,
+    R: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(1) * BC + tl.arange(0, BC)
+    m = float("-inf")
+    total = 0.0
+    acc = tl.zeros([BC], tl.float32)
+    for start in range(0, parts, BS):
+        part = start + tl.arange(0, BS)
+        at = (first + part) * ROWS + row
+        x = tl.load(part_lse + at, mask=part < parts, other=float("-inf"))
+        written = (x > float("-inf"))[:, None] & (columns < R)[None, :]
+        values = tl.load(part_o + at[:, None] * R + columns[None, :], mask=written, other=0.0)
+        larger = tl.maximum(m, tl.max(x, 0))
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = tl.exp(x - base)
+        alpha = tl.exp(m - base)
+        total = total * alpha + tl.sum(weights, 0)
+        acc = acc * alpha + tl.sum(values * weights[:, None], 0)
+        m = larger
+    result = tl.where(total > 0, m + tl.log(total), float("inf"))
+    factor = tl.where(total > 0, 1.0 / total, 0.0)
+    if HAS_SINKS:
+        factor *= 1.0 / (1.0 + tl.exp(tl.load(sinks + row % H).to(tl.float32) - result))
+    tl.store(o + (request * ROWS + row) * R + columns, (acc * factor).to(o.dtype.element_ty), mask=columns < R)
+    if tl.program_id(1) == 0:
+        tl.store(lse + request * ROWS + (row % H) * T + row // H, result)
