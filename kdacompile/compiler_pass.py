@@ -23,7 +23,7 @@ from kdacompile.patterns.ir import Graph, Op, ancestors
 from kdacompile.patterns.layers import inner_groups, is_layer
 from kdacompile.patterns.match import Fused, from_hypothesis
 from kdacompile.patterns.obstacle import Obstacle
-from kdacompile.patterns.regions import Group, find_groups
+from kdacompile.patterns.regions import Group, find_groups, keeps_tokens_apart
 from kdacompile.proof import Verdict
 from kdacompile.report import GraphReport, Match, Rejection, enforce
 from kdacompile.rewrite import LinearAttentionSplice
@@ -326,7 +326,7 @@ class _Work:
             first = obstacles[0]
             op = first.op or group.anchors[-1]
             self.rejections.append(Rejection("linear_attention", first.reason, source_of(op.node), first.code))
-        elif len(group.anchors) > 2:
+        elif len(group.anchors) > 2 and not keeps_tokens_apart(group):
             reason = "what enters and leaves does not fit the roles of the recurrence"
             self.rejections.append(Rejection("linear_attention", reason, source_of(group.anchors[-1].node), "roles"))
 

@@ -62,12 +62,21 @@ class Instances:
         return self.anywhere(_nodes(fused), lambda sizes: self.compare(shadow, fused, sizes, recognise, move or _moved))
 
     def anywhere(self, nodes: Collection[fx.Node], disagreement: Callable[[Sizes], str | None]) -> str | None:
-        """The first reason that ``disagreement`` gives at other sizes of these nodes; None if there is none."""
+        """The first reason that ``disagreement`` gives at other sizes of these nodes; None if there is none.
+
+        Symbolic floats (a scale, under ``dynamic=True``) are fixed by a guard: a match has their numbers in it.
+        """
         symbols = set[Any]().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
         if not symbols:
             return None
         if any(compat.is_unbacked(symbol) for symbol in symbols):
             return "a size of the region is known only when the graph runs"
+        numbers = {symbol for symbol in symbols if compat.is_number(symbol)}
+        for symbol in numbers:
+            compat.settle(compat.shape_env(self.nodes), symbol)
+        symbols -= numbers
+        if not symbols:
+            return None
         try:
             others = list(other_sizes(compat.shape_env(self.nodes), symbols, numbers_in(nodes)))
             for sizes in others:

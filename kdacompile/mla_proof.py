@@ -1,7 +1,8 @@
 """The proof of MLA: a region is believed only if it computes the oracle's numbers in float64.
 
 Inputs cover ordinary scores, masks that hide most of the cache, and scores so far apart that one token takes it all; no
-value of the user's model is ever used. Batch and heads are cut down where the region treats them alike. What random
+value of the user's model is ever used. Batch and heads are cut down where the region treats them alike, and so are
+tokens where there are many: constant masks have been read whole before, and no other constant has tokens. What random
 probes could miss (numbers a mask adds, operators with thresholds) ``patterns`` has read or turned away before.
 """
 
@@ -24,6 +25,12 @@ from kdacompile.verdicts import structural_hash
 LARGEST = 1 << 27
 """Entries of scores, or of keys, up to which a region is still run."""
 
+Operands = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""q, q_rope, latent, k_rope, w_uk and w_uv, as the oracle takes them."""
+
+MANY = 256
+"""Tokens above which no more than half as many queries, and as many of the cache, are run."""
+
 KINDS = ("ordinary", "hidden", "peaked")
 
 
@@ -44,7 +51,8 @@ class MlaVerdicts:
 
     def __call__(self, candidate: MlaCandidate, *, wide: bool = False) -> MlaVerdict:
         shapes = tuple(str((sorted(claim.sizes.items()), claim.scores, claim.causal)) for claim in candidate.claims)
-        key = structural_hash(candidate), shapes, wide
+        twins = tuple((candidate.cut.index(one), candidate.cut.index(other)) for one, other in candidate.twins.items())
+        key = structural_hash(candidate), shapes, twins, wide
         if key not in self.known:
             self.known[key] = _prove(candidate, wide=wide)
         index, scale, error, reason = self.known[key]
@@ -60,7 +68,8 @@ def _prove(candidate: MlaCandidate, *, wide: bool) -> tuple[int, float, float, s
             with one_thread():
                 scale, error = _Prover(candidate, claim).run(wide=wide)
         except EvaluationError as failure:
-            return -1, 0.0, best, f"the region does not run on probes: {failure}"
+            reason = reason or f"the region does not run on probes: {failure}"
+            continue
         except TooLarge as failure:
             return -1, 0.0, best, str(failure)
         if error <= TOLERANCE:
@@ -79,30 +88,45 @@ class _Prover:
 
     def __init__(self, candidate: MlaCandidate, claim: Claim) -> None:
         self.candidate, self.claim = candidate, claim
-        self.region = Region(list(candidate.ops), candidate.cut, candidate.outputs)
+        tokens = frozenset((claim.sizes["T"], claim.sizes["S"])) - {1}
+        self.region = Region(list(candidate.ops), candidate.cut, candidate.outputs, tails=tokens)
         self.sizes = dict(claim.sizes)
 
     def run(self, *, wide: bool) -> tuple[float, float]:
         """The scale read off the first probe, and the largest error of any; infinite if the claim does not fit."""
-        few = {"B": min(self.sizes["B"], 2), "H": min(self.sizes["H"], 2)}
-        for cut_down in (few, {}):
+        batch, heads = {"B": min(self.sizes["B"], 2)}, {"H": min(self.sizes["H"], 2)}
+        tokens, large = self.fewer_tokens(), False
+        # Heads that share a key are merged with the batch where the key is copied for each.
+        for cut_down in (batch | heads | tokens, batch | tokens, batch | heads, {}):
             sizes = {**self.claim.sizes, **cut_down}
             if sizes["B"] * sizes["H"] * sizes["S"] * max(sizes["T"], sizes["K"] + sizes["V"]) > LARGEST:
-                raise TooLarge("the attention is too large to be run here, and its batch and heads are not alike")
+                large = True
+                continue
             self.sizes = sizes
             try:
                 return self.probe(wide=wide)
             except LaneError:
                 continue
+        if large:
+            raise TooLarge("the attention is too large to be run here, and its batch, heads or tokens are not alike")
         return 0.0, float("inf")
+
+    def fewer_tokens(self) -> dict[str, int]:
+        """As many queries and tokens of the cache as still show what is causal; equal where the captured ones are."""
+        tokens, cached, held = (self.claim.sizes[letter] for letter in "TSC")
+        if held != cached or cached <= MANY:
+            return {}
+        queries = MANY if tokens == cached else min(tokens, MANY // 2)
+        return {"T": queries, "S": MANY, "C": MANY}
 
     def probe(self, *, wide: bool) -> tuple[float, float]:
         scale, worst = 0.0, 0.0
         for seed, kind in enumerate(KINDS * (3 if wide else 1)):
             given = dict(self.draws(kind, torch.Generator().manual_seed(seed)))
-            output, scores = self.region(
-                [given[value] for value in self.candidate.cut], {p.value: self.factors(p) for p in self.inputs}
-            )
+            factors = {placement.value: self.factors(placement) for placement in self.inputs}
+            for twin, value in self.candidate.twins.items():
+                given[twin], factors[twin] = given[value], factors[value]
+            output, scores = self.region([given[value] for value in self.candidate.cut], factors)
             roles = {p.role: self.canonical(p, given[p.value]) for p in self.inputs}
             if seed == 0:
                 scale = self.fit(scores, roles)
@@ -163,16 +187,15 @@ class _Prover:
 
     def canonical(self, placement: MlaPlacement, tensor: Tensor) -> Tensor:
         tensor = placement.to_canonical(tensor)
-        return tensor[:, : self.sizes["S"]] if placement.role in ("latent", "k_rope") else tensor
+        return tensor[:, : self.sizes["S"]] if placement.role in ("latent", "k_rope", "cache") else tensor
 
     def fit(self, scores: Tensor, roles: dict[str, Tensor]) -> float:
         """The factor on the scores: least squares over those that no mask hides."""
-        probed = {**self.claim.sizes, **self.sizes}
-        q, q_rope, w_uk, _ = self.operands(roles)
-        keys = torch.einsum("hnr,bsr->bhsn", w_uk, roles["latent"])
-        products = torch.einsum("bthn,bhsn->bhts", q, keys)
-        if q_rope is not None:
-            products = products + torch.einsum("bthd,bsd->bhts", q_rope, roles["k_rope"])
+        q, q_rope, latent, k_rope, w_uk, _ = self.operands(roles)
+        keys = latent.unsqueeze(1) if w_uk is None else torch.einsum("hnr,bsr->bhsn", w_uk, latent)
+        products = torch.einsum("bthn,bhsn->bhts", q, keys.expand(-1, q.shape[2], -1, -1))
+        if q_rope is not None and k_rope is not None:
+            products = products + torch.einsum("bthd,bsd->bhts", q_rope, k_rope)
         have = MlaPlacement("mask", self.candidate.scores, self.claim.scores).to_canonical(scores)
         if have.shape != products.shape:
             return math.nan
@@ -182,26 +205,26 @@ class _Prover:
         if not bool(plain.any()):
             return math.nan
         x, y = products[plain], have[plain]
-        return _tidy(float((x * y).sum() / (x * x).sum()), probed["N"] + probed["D"])
+        return _tidy(float((x * y).sum() / (x * x).sum()))
 
-    def operands(self, roles: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    def operands(self, roles: dict[str, Tensor]) -> Operands:
         claim = self.claim.with_(sizes={**self.claim.sizes, **self.sizes})
-        return *claim.split_queries(roles), *claim.split_weights(roles)
+        q, q_rope = claim.split_queries(roles)
+        latent, k_rope = claim.split_cache(roles)
+        return q, q_rope, latent, None if q_rope is None else k_rope, *claim.split_weights(roles)
 
     def reference(self, roles: dict[str, Tensor], scale: float) -> Tensor:
-        q, q_rope, w_uk, w_uv = self.operands(roles)
         mask = roles.get("mask")
         if mask is not None and mask.dtype is torch.bool and not self.claim.mask_keeps:
             mask = ~mask
-        k_rope = None if q_rope is None else roles["k_rope"]
-        o, _ = latent_attention(
-            q, q_rope, roles["latent"], k_rope, w_uk, w_uv, mask, roles.get("sinks"),
-            scale=scale, causal=self.claim.causal,
-        )  # fmt: skip
+        causal = self.claim.causal
+        o, _ = latent_attention(*self.operands(roles), mask, roles.get("sinks"), scale=scale, causal=causal)
         return o
 
 
-def _tidy(scale: float, width: int) -> float:
-    """The intended number behind a fitted one: the root of the head's width, or what was fitted."""
-    nice = width**-0.5
+def _tidy(scale: float) -> float:
+    """The intended number behind a fitted one: one over the root of a width, or what was fitted."""
+    if not math.isfinite(scale) or not 0 < scale < 1:
+        return scale
+    nice = round(scale**-2) ** -0.5
     return nice if abs(scale - nice) < 1e-9 * nice else scale

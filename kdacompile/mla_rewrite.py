@@ -41,11 +41,11 @@ class MlaSplice(Splice):
             q, q_rope = self.queries(given)
             if claim.prefix:
                 tokens = self.size(q, 1)
-                given |= {n: self.part(given[n], 1, None, tokens) for n in ("latent", "k_rope") if n in given}
+                given |= {n: self.part(given[n], 1, None, tokens) for n in ("latent", "k_rope", "cache") if n in given}
+            latent, k_rope = self.cache(given)
             w_uk, w_uv = self.weights(given)
             mask = self.mask(given["mask"]) if "mask" in given else None
-            k_rope = None if q_rope is None else given["k_rope"]
-            tensors = (q, q_rope, given["latent"], k_rope, w_uk, w_uv, mask, given.get("sinks"))
+            tensors = (q, q_rope, latent, None if q_rope is None else k_rope, w_uk, w_uv, mask, given.get("sinks"))
             dtype = compat.example_value(like).dtype
             options: dict[str, Any] = {"scale": claim.scale, "causal": claim.causal, "form": "auto"}
             # Left out where it is q's own, as for linear attention.
@@ -69,8 +69,19 @@ class MlaSplice(Splice):
             return self.part(q, -1, rope, None), self.part(q, -1, None, rope)
         return self.part(q, -1, None, -rope), self.part(q, -1, -rope, None)
 
-    def weights(self, given: dict[str, fx.Node]) -> tuple[fx.Node, fx.Node]:
-        """Views of the projection's weight: ``[H, N, R]`` and ``[H, V, R]``."""
+    def cache(self, given: dict[str, fx.Node]) -> tuple[fx.Node, fx.Node | None]:
+        """The latent and the rotated key, which may be columns of one tensor."""
+        if "cache" not in given:
+            return given["latent"], given.get("k_rope")
+        cache, rope = given["cache"], self.claim.sizes["D"]
+        if self.claim.rope_first:
+            return self.part(cache, -1, rope, None), self.part(cache, -1, None, rope)
+        return self.part(cache, -1, None, -rope), self.part(cache, -1, -rope, None)
+
+    def weights(self, given: dict[str, fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
+        """Views of the projection's weight: ``[H, N, R]`` and ``[H, V, R]``; none where the model absorbed them."""
+        if not self.claim.weights:
+            return None, None
         heads, nope, value = (self.claim.sizes[letter] for letter in "HNV")
         if "w" not in given:
             shapes = ((heads, nope), (heads, value))

@@ -4,7 +4,7 @@ Rounding is left out on purpose: every floating dtype becomes float64, so that w
 the function, not its rounding. A model's real sizes would make probing slow, so inputs may come with fewer batch rows
 and heads than the graph was captured with. Sizes written into the graph (views, expands, zeros) are then scaled along.
 An operator that looks at one particular row of a reduced dimension raises ``LaneError``, and the region must be run
-whole.
+whole. So does a constant that varies along one, but where the caller has looked at it whole (``tails``).
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ def _run(dim: Factors) -> int:
 class _Lane:
     """A tensor of this run, with its dimensions as factors."""
 
-    __slots__ = ("dims", "reduced", "tensor")
+    __slots__ = ("const", "dims", "reduced", "tensor")
 
-    def __init__(self, tensor: Tensor, dims: tuple[Factors, ...]) -> None:
+    def __init__(self, tensor: Tensor, dims: tuple[Factors, ...], *, const: bool = False) -> None:
         self.tensor = tensor
+        self.const = const
         self.dims = dims
         self.reduced = any(_captured(d) != _run(d) for d in dims)
 
 
-Cut = tuple[int, int, int]
-"""An operand's index, its dimension to cut down, and the size it gets."""
+Cut = tuple[int, int, int, bool]
+"""An operand's index, its dimension to cut down, the size it gets, and whether it is the end that is left."""
 
 Step = Callable[[list[Tensor]], list[Tensor]]
 """One operator made ready for operands of known sizes."""
@@ -85,9 +86,13 @@ class Region:
         inputs: Sequence[Value],
         outputs: Sequence[Value],
         instead: Mapping[Value, Tensor] | None = None,
+        tails: frozenset[int] = frozenset(),
     ) -> None:
-        """``instead`` gives constants other data than the graph's."""
+        """``instead`` gives constants other data than the graph's. ``tails``: along dimensions of these captured sizes
+        a constant may be cut down to its end; whoever allows it knows what the constant is elsewhere.
+        """
         self.instead = instead or {}
+        self.tails = tails
         self.inputs = list(inputs)
         self.outputs = list(outputs)
         self.ops = sorted(ops, key=lambda op: op.outs[0].index)
@@ -150,7 +155,7 @@ class Region:
             return env[value]
         if value.payload is not None:
             data = self.instead.get(value, value.payload).detach().cpu()
-            return _Lane(data.to(_float64(data.dtype)), tuple(map(_plain, data.shape)))
+            return _Lane(data.to(_float64(data.dtype)), tuple(map(_plain, data.shape)), const=True)
         if value in self.constants:
             return self.constants[value]
         raise EvaluationError(f"{value} is neither an input nor computed in the region")
@@ -159,13 +164,13 @@ class Region:
         if op.out.const and op.out in self.constants:
             return
         lanes = [self.load(value, env) for value in op.reads]
-        step = _reduced(op, lanes) if any(lane.reduced for lane in lanes) else _call(op)
+        step = _reduced(op, lanes, self.tails) if any(lane.reduced for lane in lanes) else _call(op)
         results = step([lane.tensor for lane in lanes])
         sources = [value if value in env else lane.tensor for value, lane in zip(op.reads, lanes, strict=True)]
         viewed = _regrouped(lanes[0].dims, op.args[1]) if op.name in _SIZED and lanes[0].reduced else None
         for value, result in zip(op.outs, results, strict=False):
             dims = _out_dims(value, result, lanes) if viewed is None else viewed
-            lane = _Lane(result, dims)
+            lane = _Lane(result, dims, const=value.const)
             if value.const and not lane.reduced:
                 self.constants[value] = lane
             else:
@@ -250,7 +255,7 @@ def _out_dims(value: Value, result: Tensor, lanes: list[_Lane]) -> tuple[Factors
     return tuple(dims)
 
 
-def _reduced(op: Op, lanes: list[_Lane]) -> Step:
+def _reduced(op: Op, lanes: list[_Lane], tails: frozenset[int]) -> Step:
     """An operator some of whose operands have reduced dimensions."""
     name, first = op.name, lanes[0]
     if name in _SIZED:
@@ -267,11 +272,11 @@ def _reduced(op: Op, lanes: list[_Lane]) -> Step:
     if len(lanes) == 1 and name != "stack":
         return call
     if name == "stack":
-        cuts = _align(op, lanes, offset=False)
+        cuts = _align(op, lanes, tails, offset=False)
     elif name in ("bmm", "mm", *SOLVES):
         cuts = _align_batch(lanes)
     else:
-        cuts = _align(op, lanes, offset=name not in ("cat", "select_scatter"))
+        cuts = _align(op, lanes, tails, offset=name not in ("cat", "select_scatter"))
     return _after_cuts(cuts, call)
 
 
@@ -339,6 +344,8 @@ def _check_picks(op: Op, lane: _Lane) -> None:
         return
     if op.name == "slice" and op.out.shape == op.reads[0].shape:
         return
+    if op.name == "slice_scatter" and op.reads[1].shape == op.reads[0].shape:
+        return
     raise LaneError(f"{op.name} picks from a reduced dimension")
 
 
@@ -359,8 +366,8 @@ def _after_cuts(cuts: list[Cut], call: Step) -> Step:
 
     def step(tensors: list[Tensor]) -> list[Tensor]:
         tensors = list(tensors)
-        for index, dim, size in cuts:
-            tensors[index] = _narrow(tensors[index], dim, size)
+        for index, dim, size, tail in cuts:
+            tensors[index] = _tail(tensors[index], dim, size) if tail else _narrow(tensors[index], dim, size)
         return call(tensors)
 
     return step
@@ -375,10 +382,16 @@ def _narrow(tensor: Tensor, dim: int, size: int) -> Tensor:
     return tensor.narrow(dim, 0, size)
 
 
-def _align(op: Op, lanes: list[_Lane], *, offset: bool) -> list[Cut]:
+def _tail(tensor: Tensor, dim: int, size: int) -> Tensor:
+    return tensor.narrow(dim, tensor.shape[dim] - size, size)
+
+
+def _align(op: Op, lanes: list[_Lane], tails: frozenset[int], *, offset: bool) -> list[Cut]:
     """Make operands that share a captured size share the run's size too (``offset``: broadcast from the right)."""
     cuts: list[Cut] = []
     joined = {"cat": 1, "slice_scatter": 2}.get(op.name)  # along this dimension the operands' sizes are their own
+    if op.name == "slice_scatter" and op.reads[1].shape == op.reads[0].shape:
+        joined = None  # all of it is replaced
     skip = -1 if joined is None else _dim_of(op, lanes[0], joined)
     dropped = _dim_of(op, lanes[0], 2) if op.name == "select_scatter" else -1
     rank = max(len(lane.dims) for lane in lanes)
@@ -395,7 +408,10 @@ def _align(op: Op, lanes: list[_Lane], *, offset: bool) -> list[Cut]:
         if not places:
             continue
         target = min(lanes[i].tensor.shape[d] for i, d in places)
-        cuts += [(index, dim, target) for index, dim in places if lanes[index].tensor.shape[dim] != target]
+        for index, dim in places:
+            if lanes[index].tensor.shape[dim] != target:
+                end = lanes[index].const and _captured(lanes[index].dims[dim]) in tails
+                cuts.append((index, dim, target, end))
     return cuts
 
 
@@ -404,5 +420,5 @@ def _align_batch(lanes: list[_Lane]) -> list[Cut]:
     cuts: list[Cut] = []
     for dim in range(len(lanes[0].dims) - 2):
         target = min(lane.tensor.shape[dim] for lane in lanes)
-        cuts += [(index, dim, target) for index, lane in enumerate(lanes) if lane.tensor.shape[dim] != target]
+        cuts += [(index, dim, target, False) for index, lane in enumerate(lanes) if lane.tensor.shape[dim] != target]
     return cuts

@@ -26,6 +26,7 @@ LETTERS = {
     "q_rope": "BTHD",
     "latent": "BCR",
     "k_rope": "BCD",
+    "cache": "BCE",
     "mask": "BHTS",
     "sinks": "H",
     "w": "WR",
@@ -35,7 +36,8 @@ LETTERS = {
 }
 """The op's own order of dimensions, per role. C counts what the cache holds, S the tokens attended to: all of it, or as
 many as there are queries (a prefill into an empty static cache). K is N + D where the query comes in one piece, N where
-in two; W counts the rows of a weight, heads times what each has."""
+in two; W counts the rows of a weight, heads times what each has. Without weights N and V are R, and E = R + D is the
+latent and the rotated key side by side."""
 
 VANISHING = -6e4
 """A mask's number below which nothing can be seen of a token: float16's lowest, the least negative one models use."""
@@ -60,7 +62,7 @@ class Claim:
     scores: str
     """Letters of the softmax's input, less what a sink appends."""
     rope_first: bool = False
-    """Whether a query in one piece, and the key, begin with the rotated part."""
+    """Whether a query in one piece, and the key, begin with the rotated part; also a cache of both."""
     values_first: bool = False
     """Whether a head's rows of a weight for both begin with the values'."""
     causal: bool = False
@@ -85,7 +87,7 @@ class Claim:
             self.causal,
             self.mask_keeps,
             self.mask_fill,
-            self.scale,
+            f"{self.scale:.9g}",  # fitted, at each instance anew
         )
         return roles, (self.output.value.node, self.output.letters), fixed, options
 
@@ -94,8 +96,22 @@ class Claim:
         """Whether only as many tokens of the cache as there are queries take part."""
         return self.sizes["C"] != self.sizes["S"]
 
-    def split_weights(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    @property
+    def weights(self) -> bool:
+        """Whether the region expands the latent; where it does not, the weights were absorbed by hand."""
+        return "w" in self.inputs or "w_k" in self.inputs
+
+    def split_cache(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The latent and the rotated key, ``[B, S, R]`` and ``[B, S, D]``."""
+        if "cache" not in given:
+            return given["latent"], given.get("k_rope")
+        cache, rope = given["cache"], self.sizes["D"]
+        return (cache[..., rope:], cache[..., :rope]) if self.rope_first else (cache[..., :-rope], cache[..., -rope:])
+
+    def split_weights(self, given: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """w_uk ``[H, N, R]`` and w_uv ``[H, V, R]`` from the weights as the model has them."""
+        if not self.weights:
+            return None, None
         heads, nope = self.sizes["H"], self.sizes["N"]
         if "w" not in given:
             return given["w_k"].unflatten(0, (heads, -1)), given["w_v"].unflatten(0, (heads, -1))
@@ -112,6 +128,14 @@ class Claim:
         return (q[..., rope:], q[..., :rope]) if self.rope_first else (q[..., :-rope], q[..., -rope:])
 
 
+@dataclass(frozen=True)
+class Parts:
+    """The tensors of one attention by role, masks and sinks left out, with the size behind every letter."""
+
+    tensors: dict[str, Value]
+    sizes: dict[str, int]
+
+
 @dataclass
 class MlaCandidate:
     """A region between ``cut`` and ``output``; ``scores`` is the softmax's input (less what a sink appends)."""
@@ -122,6 +146,8 @@ class MlaCandidate:
     output: Value
     scores: Value
     claims: list[Claim] = field(default_factory=list[Claim])
+    twins: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    """Values of the cut that are the same by construction as another one, which has the role."""
 
     @property
     def outputs(self) -> list[Value]:

@@ -34,6 +34,8 @@ class MaskRole:
     rank: int = 4
     constants: list[Tensor] = field(default_factory=list[Tensor])
     """Causal masks of the graph's own making, as numbers to add to the scores."""
+    causal: dict[str, bool] = field(default_factory=dict[str, bool])
+    """Whether the constants are causal, by layout: large ones are not read for every claim."""
 
     def letters(self, layout: str) -> str | None:
         """Letters of the carried mask, aligned from the right with the scores'."""
@@ -48,7 +50,9 @@ class MaskRole:
 
     def causal_in(self, layout: str, sizes: dict[str, int]) -> bool | None:
         """Whether a constant mask hides just what comes after each query; None if not in this layout."""
-        if not all(_is_causal(mask, layout, sizes) for mask in self.constants):
+        if layout not in self.causal:
+            self.causal[layout] = all(_is_causal(mask, layout, sizes) for mask in self.constants)
+        if not self.causal[layout]:
             return None
         return bool(self.constants)
 

@@ -20,6 +20,9 @@ SOFTMAXES = frozenset({"_softmax", "_safe_softmax"})
 MOVES = LAYOUT | frozenset("slice split split_with_sizes select unbind cat slice_scatter select_scatter".split())
 """How keys and values are laid out on the way to their product."""
 
+CACHED = MOVES | frozenset("index_copy index_put scatter".split())
+"""The same where they are put into a cache first."""
+
 SCALES = frozenset({"mul", "div"})
 RANDOM = frozenset("native_dropout bernoulli rand_like rand dropout".split())
 MAX_STEPS = 24
@@ -221,8 +224,8 @@ def _is_scalar_factor(op: Op) -> bool:
 class Sources:
     """What a key or value operand is made of: projections, of ``latent`` alone if it is given, and shared tensors."""
 
-    def __init__(self, latent: Value | None = None) -> None:
-        self.latent = latent
+    def __init__(self, latent: Value | None = None, moves: frozenset[str] = MOVES) -> None:
+        self.latent, self.moves = latent, moves
         self.reached: dict[Value, bool] = {}
 
     def of(self, value: Value) -> tuple[list[Projection], list[Value]]:
@@ -251,7 +254,7 @@ class Sources:
         if value not in self.reached:
             op = value.op
             self.reached[value] = False
-            moves = op is not None and (op.name in MOVES or _scales(op))
+            moves = op is not None and (op.name in self.moves or scales(op))
             self.reached[value] = self._project(value) is not None or (
                 op is not None and moves and any(self._reaches(read) for read in _data(op))
             )
@@ -262,7 +265,7 @@ def _data(op: Op) -> list[Value]:
     return [read for read in op.reads if not read.const]
 
 
-def _scales(op: Op) -> bool:
+def scales(op: Op) -> bool:
     """A constant factor, as scaled_dot_product_attention puts on both operands."""
     return op.name in SCALES and len(_data(op)) == 1 and _is_scalar_factor(op)
 
@@ -303,7 +306,7 @@ def named(value: Value, rank: int = 0) -> Value | None:
     step = value
     while step.node is None or len(step.shape) < rank:
         op = step.op
-        if op is None or not (op.name in LAYOUT or _scales(op)):
+        if op is None or not (op.name in LAYOUT or scales(op)):
             return None
         step = _data(op)[0]
     return step

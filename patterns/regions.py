@@ -128,6 +128,21 @@ class Group:
     """For each operator of the graph, the anchors it depends on, as bits."""
 
 
+def keeps_tokens_apart(group: Group) -> bool:
+    """True if every anchor works within one token, so that nothing of the group can be a recurrence: streams of a token
+    that are mixed and put back (hyper-connections).
+    """
+    if not group.exits or not group.exits[0].chain:
+        return False
+    lead = group.exits[0].chain[-1].shape[:2]
+    for op in group.anchors:
+        shape = op.out.shape
+        merged = op.name in CONTRACTIONS and len(shape) == 3 and shape[0] == math.prod(lead)
+        if not merged and (op.name in SCANS or op.name in SOLVES or len(shape) < 3 or shape[:2] != lead):
+            return False
+    return True
+
+
 def find_groups(graph: Graph) -> list[Group]:
     """Groups of at least two anchors, one of them a contraction, in graph order."""
     masks: dict[Op, int] = {}

@@ -177,6 +177,16 @@ def is_unbacked(symbol: Any) -> bool:
     return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
 
 
+def is_number(symbol: Any) -> bool:
+    """True for the symbol of a float, which dynamic shapes make of a number that a module or a caller holds."""
+    return symbol_is_type(symbol, SymT.FLOAT)
+
+
+def settle(env: Any, symbol: Any) -> None:
+    """Guard that a symbol stays what it is: with another value the graph is captured again."""
+    env.evaluate_expr(sympy.Eq(symbol, env.backed_var_to_val[symbol]))
+
+
 def shape_env(nodes: list[fx.Node]) -> Any:
     """The environment that knows the graph's symbols, guards and ranges."""
     for node in nodes:

@@ -99,3 +99,21 @@ def test_layers_with_the_same_region_may_have_another_gate(uniform_first: bool) 
     report = kdacompile.explain(both, options={"kda.lift": False})(q, k, v, narrow, wide)
     assert worst_error(report.result, both(q, k, v, narrow, wide)) <= 1e-6
     assert {match.pattern for match in report.matches} == {"simple_gla", "gla"}, str(report)
+
+
+def streams(x: Tensor, mix: Tensor, post: Tensor, weight: Tensor) -> Tensor:
+    """Hyper-connections: a token's streams are mixed, and what a layer gives is spread over them, twice."""
+    for _ in range(2):
+        hidden = torch.tanh((x * post[..., None]).sum(2) @ weight)
+        x = post[..., None] * hidden[..., None, :] + mix.mT @ x
+    return x
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_streams_of_one_token_are_nobody_s_near_miss(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, tokens, 3, 8), (2, tokens, 3, 3), (2, tokens, 3), (8, 8))
+    arguments = tuple(torch.randn(shape, generator=generator) for shape in shapes)
+    torch._dynamo.reset()
+    report = kdacompile.explain(streams)(*arguments)
+    assert not report.matches and not report.rejections, str(report)

@@ -140,7 +140,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         AddedMask, NoPositions, UpcastScores,
     )
 }  # fmt: skip
-CAUSAL = {"Sdpa", "SdpaIsCausal", "AddedMask"}
+CAUSAL = {"Sdpa", "SdpaIsCausal", "AddedMask", "DeepSeekCausal", "MqaGrouped"}
 
 
 # -- near misses -------------------------------------------------------------------------------------------------------
@@ -173,6 +173,52 @@ class KeysReturned(Naive):
     def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         k, v = self.expand(latent, rope)
         return self.attend(self.queries(x), k, v).transpose(1, 2).flatten(2), k
+
+
+class ExpandedCache(Naive):
+    """transformers 4: keys and values of earlier tokens are kept expanded, and put together anew at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past_k = nn.Buffer(torch.ones(1, HEADS, 4, NOPE + ROPE))
+        self.past_v = nn.Buffer(torch.ones(1, HEADS, 4, VALUE))
+
+    def expand(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = super().expand(latent, rope)
+        past = (x.expand(k.shape[0], -1, -1, -1) for x in (self.past_k, self.past_v))
+        joined = (torch.cat(pair, dim=-2) for pair in zip(past, (k, v), strict=True))
+        return tuple(joined)  # type: ignore[return-value]
+
+
+class ExpandedStaticCache(Naive):
+    """The same in a buffer of fixed size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Buffer(torch.zeros(2, HEADS, 32, NOPE + ROPE))
+        self.values = nn.Buffer(torch.zeros(2, HEADS, 32, VALUE))
+
+    def expand(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        position = torch.arange(4, 4 + latent.shape[1])
+        for cache, new in zip((self.keys, self.values), super().expand(latent, rope), strict=True):
+            cache.index_copy_(2, position, new)
+        return self.keys, self.values
+
+
+class OrdinaryCache(nn.Module):
+    """Ordinary attention without positions: keys and values are projections as wide as what they come from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = (nn.Linear(n, HEADS * NOPE, bias=False) for n in (WIDTH, HEADS * NOPE))
+        self.v_proj = nn.Linear(HEADS * NOPE, HEADS * NOPE, bias=False)
+        self.past = nn.Buffer(torch.ones(2, HEADS, 4, NOPE))
+
+    def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
+        hidden = torch.cat([latent, latent, latent], dim=-1)
+        new = (f(hidden).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.k_proj, self.v_proj))
+        k, v = (torch.cat([self.past, item], dim=2) for item in new)
+        return (self.q_proj(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) @ k.mT).softmax(-1) @ v
 
 
 class WeakMask(Naive):
@@ -215,11 +261,17 @@ NEAR_MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "per_head_rope": (PerHeadRope, "rotated key of its own"),
     "weights_returned": (WeightsReturned, "attention weights"),
     "keys_returned": (KeysReturned, "read by"),
+    "expanded_cache": (ExpandedCache, "cached expanded"),
+    "expanded_static_cache": (ExpandedStaticCache, "cached expanded"),
     "weak_mask": (WeakMask, "still lets something through"),
     "bias": (_bias, "bias"),
     "dropout": (_dropout, "dropout"),
 }
 """With a part of the reason each of them owes."""
 
-OTHER_ATTENTION: dict[str, Callable[[], nn.Module]] = {"qkv": QueryOfTheLatent, "gated_values": GatedValues}
+OTHER_ATTENTION: dict[str, Callable[[], nn.Module]] = {
+    "qkv": QueryOfTheLatent,
+    "gated_values": GatedValues,
+    "ordinary_cache": OrdinaryCache,
+}
 """Not MLA, and no near miss either: passed over in silence."""

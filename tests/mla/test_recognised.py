@@ -9,11 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import kdacompile
+from kdacompile import mla_proof
 from kdacompile.report import Report
 from tests.compare import relative_error, tensors
-from tests.mla.spellings import CAUSAL, NEAR_MISSES, OTHER_ATTENTION, RANK, ROPE, SPELLINGS, WIDTH, Naive
+from tests.mla.absorbed import ABSORBED, ABSORBED_MISSES, ABSORBED_OTHERS, DeepSeek
+from tests.mla.spellings import CAUSAL, NEAR_MISSES, OTHER_ATTENTION, RANK, ROPE, SPELLINGS, WIDTH, Naive, causal
 
-EAGER = {"kda.inner": "eager"}
+EAGER: dict[str, Any] = {"kda.inner": "eager"}
+GRADIENTS = ["SliceCopies", "TwoProjections", "Sdpa", "ValuesFirst", "DeepSeekCausal", "MqaRopeFirst"]
+STEPS = [name for name in ABSORBED if name != "DeepSeekCausal"]
 
 
 def inputs(tokens: int, cached: int, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,7 +31,7 @@ def inputs(tokens: int, cached: int, batch: int = 2) -> tuple[Tensor, Tensor, Te
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return SPELLINGS[name]()
+    return (SPELLINGS | ABSORBED)[name]()
 
 
 def explained(module: nn.Module, arguments: tuple[Tensor, ...], **how: Any) -> Report:
@@ -35,7 +39,7 @@ def explained(module: nn.Module, arguments: tuple[Tensor, ...], **how: Any) -> R
     return kdacompile.explain(module, options=EAGER, **how)(*arguments)
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", SPELLINGS | ABSORBED)
 def test_prefill(name: str) -> None:
     module = build(name)
     arguments = inputs(9, 9)
@@ -47,10 +51,10 @@ def test_prefill(name: str) -> None:
     assert ("causal mask" in report.matches[0].absorbed) == (name in CAUSAL)
 
 
-@pytest.mark.parametrize("name", ["Naive", "SliceCopies", "TwoTerms", "Sdpa"])
+@pytest.mark.parametrize("name", ["Naive", "SliceCopies", "TwoTerms", "Sdpa", *STEPS])
 def test_step(name: str) -> None:
     module = build(name)
-    arguments = inputs(1, 13)
+    arguments = inputs(1, 12)
     with torch.no_grad():
         report = explained(module, arguments)
         expected = module(*arguments)
@@ -58,7 +62,7 @@ def test_step(name: str) -> None:
     assert relative_error(report.result, expected) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["SliceCopies", "TwoProjections", "Sdpa", "ValuesFirst"])
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients(name: str) -> None:
     module = build(name)
     own = [x.requires_grad_() for x in inputs(9, 9)]
@@ -74,9 +78,9 @@ def test_gradients(name: str) -> None:
         assert x is None or y is None or relative_error(x, y) < 1e-5
 
 
-@pytest.mark.parametrize("name", NEAR_MISSES)
+@pytest.mark.parametrize("name", NEAR_MISSES | ABSORBED_MISSES)
 def test_near_misses(name: str) -> None:
-    make, reason = NEAR_MISSES[name]
+    make, reason = (NEAR_MISSES | ABSORBED_MISSES)[name]
     torch.manual_seed(0)
     module, arguments = make(), inputs(9, 9)
     with torch.no_grad(), torch.random.fork_rng():
@@ -89,10 +93,10 @@ def test_near_misses(name: str) -> None:
         assert torch.equal(have, want)
 
 
-@pytest.mark.parametrize("name", OTHER_ATTENTION)
+@pytest.mark.parametrize("name", OTHER_ATTENTION | ABSORBED_OTHERS)
 def test_other_attention_is_nobodys_near_miss(name: str) -> None:
     torch.manual_seed(0)
-    module = OTHER_ATTENTION[name]()
+    module = (OTHER_ATTENTION | ABSORBED_OTHERS)[name]()
     with torch.no_grad():
         report = explained(module, inputs(9, 9))
     assert not report.matches and not [r for r in report.rejections if r.pattern == "mla"], str(report)
@@ -134,9 +138,40 @@ def test_bf16_is_no_worse_than_eager(tokens: int, cached: int) -> None:
     assert relative_error(report.result, exact) <= relative_error(eager, exact)
 
 
-def test_one_graph_for_all_lengths() -> None:
+@pytest.mark.parametrize("name", ["SliceCopies", "MqaGrouped"])
+def test_many_tokens_are_proven_on_some(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A static prefill whose scores are too many to be run: constant masks are read whole, the rest runs on fewer."""
+    monkeypatch.setattr(mla_proof, "LARGEST", 2 * 4 * 260 * 260)
+    module, arguments = build(name), inputs(301, 301)
+    with torch.no_grad():
+        report = explained(module, arguments)
+        expected = module(*arguments)
+    assert len(report.matches) == 1, str(report)
+    assert relative_error(report.result, expected) < 1e-6
+
+
+class OddCorner(Naive):
+    """Causal but for one place, far from the end."""
+
+    def mask(self, scores: Tensor) -> Tensor:
+        keep = causal(*scores.shape[-2:]) | (torch.arange(scores.shape[-1]) == 299)
+        return scores + torch.where(keep, 0.0, float("-inf"))
+
+
+def test_a_constant_mask_is_read_whole() -> None:
+    torch.manual_seed(0)
+    module, arguments = OddCorner(), inputs(300, 300)
+    with torch.no_grad():
+        report = explained(module, arguments)
+        expected = module(*arguments)
+    assert "causal mask" not in [name for match in report.matches for name in match.absorbed], str(report)
+    assert relative_error(report.result, expected) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["Sdpa", "DeepSeek", "MqaExpanded", "Buffers"])
+def test_one_graph_for_all_lengths(name: str) -> None:
     torch._dynamo.reset()
-    module = build("Sdpa")
+    module = build(name)
     graphs: list[int] = []
 
     def count(graph: torch.fx.GraphModule, example: list[Any]) -> Any:
@@ -145,10 +180,23 @@ def test_one_graph_for_all_lengths() -> None:
 
     compiled = torch.compile(module, backend=count, dynamic=True)
     with torch.no_grad():
-        for tokens, cached in ((5, 9), (7, 30), (6, 200)):
+        for tokens, cached in ((5, 9), (7, 30), (6, 200) if name != "Buffers" else (6, 31)):
             arguments = inputs(tokens, cached)
             assert relative_error(compiled(*arguments), module(*arguments)) < 1e-6
     assert len(graphs) == 1
+
+
+def test_a_scale_that_dynamic_shapes_turn_into_an_input() -> None:
+    """It is part of the match, so the graph is captured again when it changes."""
+    torch._dynamo.reset()
+    module = DeepSeek()
+    options: Any = EAGER | {"kda.expect": {"mla": 1}}
+    compiled = torch.compile(module, backend="kda", dynamic=True, options=options)
+    arguments = inputs(5, 9)
+    with torch.no_grad():
+        for scale in (0.3, 0.7):
+            module.scale = scale
+            assert relative_error(compiled(*arguments), module(*arguments)) < 1e-6
 
 
 def test_switched_off() -> None:
