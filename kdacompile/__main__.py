@@ -32,7 +32,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--size", nargs="+", default=[], metavar="NAME=N", help="B T H K V, C (a chunk), BV (a value tile)"
     )
     plan.add_argument("--target", default="ascend910b", help="ascend910b, ascend910b1, ascend910_95, cuda_sm90, cpu")
-    plan.add_argument("--form", default="chunk", choices=["chunk", "token"], help="token: the one-token step")
+    forms = "token: the one-token step; segment: what a run of chunks does to the state"
+    plan.add_argument("--form", default="chunk", choices=["chunk", "token", "segment"], help=forms)
     plan.add_argument("--naive", action="store_true", help="the textbook's order, to compare with")
     plan.add_argument("--io", default="bf16", help="dtype of the inputs: bf16, fp16, fp32 (default: bf16)")
     plan.add_argument("--html", type=Path, help="write a page with the picture there")

@@ -42,9 +42,10 @@ def plan(
 
     ``pattern``: a name of ``python -m kdacompile support``, "mla" or "gdn_state". ``target``: ascend910b, ascend910b1,
     ascend910_95, cuda_sm90 or cpu. ``optimise=False`` is the textbook's order of work, stage by stage, to compare with.
-    ``io``: the inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", or "token" for the one-token step. ``shape``: B,
-    T, H (heads), K, V (widths), C (tokens a chunk), BV (columns a value tile); for "mla" M (heads of a tile), K (the
-    latent's rank), D (shared key columns), C (cached tokens a block), and B x H is the number of tiles.
+    ``io``: the inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", "token" for the one-token step, or "segment" for
+    what a run of chunks does to the state (its map, merged chunk after chunk). ``shape``: B, T, H (heads),
+    K, V (widths), C (tokens a chunk), BV (columns a value tile); for "mla" M (heads of a tile), K (the latent's rank),
+    D (shared key columns), C (cached tokens a block), and B x H is the number of tiles.
 
     Raises :class:`~kdacompile.errors.UnknownPatternError`, and from ``kdacompile.lowering`` ``ArgumentError`` on a
     wrong size and ``CapacityError`` where a tile does not fit the target.
@@ -69,6 +70,10 @@ def _program(pattern: str, form: str, *, naive: bool) -> Program | Combine:
         raise UnknownPatternError(pattern=pattern, known=", ".join(names()))
     if naive and form == "chunk":
         return naive_program(row.gate, row.delta, beta=row.delta)
+    if form == "segment":
+        carry = linear_attention_program(row.gate, row.delta, beta=row.delta).carry
+        assert carry is not None and carry.combine is not None
+        return carry.combine
     return linear_attention_program(row.gate, row.delta, beta=row.delta, form=form)
 
 

@@ -148,7 +148,7 @@ def _combine(gate: str, delta: bool, beta: bool, gate_form: str) -> Combine:
 
     Without the delta term A is diagonal and kept as a column; without a gate it is 1 and left out.
     """
-    b = Builder("summary", axis="")
+    b = Builder(f"{ROWS[gate, delta]}_segment_block", axis="")
     c = _chunk(b, _load(b, gate, beta, gate_form, query=False), delta, gate_form)
     written = b.dot(c.k_decayed, c.u, trans_a=True, name="B")
     decay = c.total

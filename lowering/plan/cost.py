@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
+from typing import TYPE_CHECKING
 
 import sympy
 
 from ..ir import OpKind
 from ..stages import Buffer, Scope, Section, Stage, Task, evaluate, size, symbol
 from ..target import Unit
-from .model import Plan
+
+if TYPE_CHECKING:
+    from .model import Plan
 
 _BINARY = (OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.MASK)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from ..ir import DType
 from ..stages import Buffer, Scope, Section, Stage
 from .cost import assumptions, total_bytes, total_flops
-from .model import Plan
 from .picture import groups_svg, timeline_svg
 from .text import apart_text
 from .timeline import schedule, timeline
+
+if TYPE_CHECKING:
+    from .model import Plan
 
 _CHUNKS = 4
 
@@ -45,7 +48,7 @@ def to_html(plan: Plan, naive: Plan | None = None) -> str:
         _tiles(plan, naive),
         _pictures(plan, naive),
         "<h2>Stages</h2>",
-        *(_stage(stage) for stage in plan.stages),
+        *(_stage(stage, plan.step) for stage in plan.stages),
         "<h2>Buffers</h2>",
         _card(_table(_BUFFER_HEAD, (_buffer_row(plan, b) for b in plan.buffers))),
         _chip(plan),
@@ -62,9 +65,9 @@ def _tiles(plan: Plan, naive: Plan | None) -> str:
     was = "" if naive is None else f"naive {naive.handovers}; "
     bytes_were = "" if naive is None else f"naive {naive.meeting_bytes:,}; "
     entries = [
-        (str(plan.handovers), f"hand-overs a chunk ({was}least possible {plan.lower_bound})"),
+        (str(plan.handovers), f"hand-overs a {plan.step} ({was}least possible {plan.lower_bound})"),
         (f"{plan.meeting_bytes:,}", f"workspace bytes a core group ({bytes_were}floor {plan.floor_bytes:,})"),
-        (f"{plan.crossing_bytes:,}", f"bytes a chunk in {plan.crossings} tiles that change unit"),
+        (f"{plan.crossing_bytes:,}", f"bytes a {plan.step} in {plan.crossings} tiles that change unit"),
         (
             str(sum(1 for s in Section if plan.section(s))),
             f"kernels, {plan.outer_handovers} hand-overs outside the scan",
@@ -90,10 +93,10 @@ def _pictures(plan: Plan, naive: Plan | None) -> str:
     return "".join(cards)
 
 
-def _stage(stage: Stage) -> str:
-    where = "all chunks at once" if "step" in stage.domain else "chunk after chunk"
+def _stage(stage: Stage, step: str) -> str:
+    where = f"all {step}s at once" if "step" in stage.domain else f"{step} after {step}"
     lines = [
-        str(task) + (f"    # for {stage.shift[task.name]} chunk later" if task.name in stage.shift else "")
+        str(task) + (f"    # for {stage.shift[task.name]} {step} later" if task.name in stage.shift else "")
         for task in stage.tasks
     ]
     return (
@@ -108,7 +111,7 @@ _BUFFER_HEAD = ("name", "kept", "tile", "dtype", "bytes", "from", "to", "at", "w
 _KEPT = {
     Scope.PORT: "caller",
     Scope.CARRY: "on its unit",
-    Scope.TENSOR: "global, every chunk",
+    Scope.TENSOR: "global, every step",
     Scope.WORKSPACE: "workspace",
     Scope.LOCAL: "on its unit",
 }

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
 
-from .model import Plan
 from .timeline import Event, Schedule, Timeline
+
+if TYPE_CHECKING:
+    from .model import Plan
 
 WIDTH = 1120
 _LEFT, _RIGHT = 108, 24
@@ -24,7 +27,8 @@ STYLE = """
 @media (prefers-color-scheme: dark) { .plan { --ink: #e4e8ee; --soft: #97a3b3; --line: #323b47; --lane: #1a2028;
   --a: #7aa2f7; --b: #5cc9a8; --c: #e0a070; --wait: #fb923c; } }
 .plan text { fill: var(--ink); } .plan .soft { fill: var(--soft); } .plan .head { font-size: 15px; font-weight: 600; }
-.plan .lane { fill: var(--lane); } .plan .axis { stroke: var(--line); } .plan .in { fill: #fff; font-size: 11px; }
+.plan .lane { fill: var(--lane); fill-opacity: .6; } .plan .axis { stroke: var(--line); }
+.plan .in { fill: #fff; font-size: 11px; }
 .plan .a { fill: var(--a); } .plan .b { fill: var(--b); } .plan .c { fill: var(--c); }
 .plan .faint { fill-opacity: .38; } .plan .box { stroke: var(--lane); stroke-width: 1; }
 .plan .over { stroke: var(--wait); fill: none; stroke-width: 1.4; marker-end: url(#tip); }
@@ -76,9 +80,10 @@ def timeline_svg(plan: Plan, played: Timeline, *, span: float | None = None, sta
         return _LEFT + seconds / end * (WIDTH - _LEFT - _RIGHT)
 
     _title(sheet, plan, played)
+    behind = len(sheet.parts)
     lanes = _lanes(sheet, plan, played, at)
     _arrows(sheet, plan, played, at, lanes)
-    _axis(sheet, end, at)
+    _axis(sheet, end, at, behind)
     return sheet.svg(standalone)
 
 
@@ -87,8 +92,8 @@ def _title(sheet: _Sheet, plan: Plan, played: Timeline) -> None:
     sheet.text(
         0,
         34,
-        f"{plan.handovers} hand-overs a chunk, workspace {plan.meeting_bytes:,} bytes; "
-        f"the scan of one core group, {played.steps} chunks, one colour a chunk",
+        f"{plan.handovers} hand-overs a {plan.step} (arrows), workspace {plan.meeting_bytes:,} bytes (by address); "
+        f"the scan of one core group, {played.steps} {plan.step}s, a colour each",
         "soft",
     )
     sheet.y = 46
@@ -108,7 +113,7 @@ def _lanes(sheet: _Sheet, plan: Plan, played: Timeline, at: Callable[[float], fl
             sheet.box(_LEFT, sheet.y, WIDTH - _LEFT - _RIGHT, height - 4, "lane", unit)
             sheet.text(0, sheet.y + height / 2 + 2, _lane_name(unit, core, count))
             for event in played.lane(unit):
-                _event(sheet, event, at, sheet.y + 3, height - 10)
+                _event(sheet, plan.step, event, at, sheet.y + 3, height - 10)
             sheet.y += height
         sheet.y += _GAP
     return middles
@@ -119,8 +124,8 @@ def _lane_name(unit: str, core: int, count: int) -> str:
     return f"{name} {core}" if count > 1 else name
 
 
-def _event(sheet: _Sheet, event: Event, at: Callable[[float], float], y: float, height: float) -> None:
-    title = f"{event.label}, chunk {event.step}: {_us(event.start)} to {_us(event.end)}"
+def _event(sheet: _Sheet, step: str, event: Event, at: Callable[[float], float], y: float, height: float) -> None:
+    title = f"{event.label}, {step} {event.step}: {_us(event.start)} to {_us(event.end)}"
     kind = f"box {_HUES[event.step % 3]}"
     sheet.box(at(event.start), y, at(event.end) - at(event.start), height, kind, title, event.label)
 
@@ -140,7 +145,7 @@ def _memory(sheet: _Sheet, plan: Plan, played: Timeline, at: Callable[[float], f
                 if event.step % buffer.copies != i % buffer.copies:
                     continue
                 size = plan.bytes(buffer)
-                title = f"{buffer.name}, chunk {event.step}: bytes {address:,} to {address + size:,}"
+                title = f"{buffer.name}, {plan.step} {event.step}: bytes {address:,} to {address + size:,}"
                 kind = f"box faint {_HUES[event.step % 3]}"
                 y, height = top + address * scale, size * scale
                 sheet.box(at(event.start), y, at(event.end) - at(event.start), height, kind, title)
@@ -165,11 +170,13 @@ def _arrows(
                 sheet.parts.append(f'<path d="M{x0:.1f} {source:.1f}L{x1:.1f} {target:.1f}" class="over"/>')
 
 
-def _axis(sheet: _Sheet, end: float, at: Callable[[float], float]) -> None:
+def _axis(sheet: _Sheet, end: float, at: Callable[[float], float], behind: int) -> None:
+    """Times along the bottom, and lines up from them that stand behind everything from part ``behind`` on."""
     step = _nice(end / 8)
     for n in range(int(end / step) + 1):
         x = at(n * step)
-        sheet.parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="46" y2="{sheet.y:.1f}" class="axis"/>')
+        line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="46" y2="{sheet.y:.1f}" class="axis"/>'
+        sheet.parts.insert(behind, line)
         sheet.text(x + 2, sheet.y + 12, _us(n * step), "soft")
     sheet.y += 18
 
@@ -180,14 +187,14 @@ def groups_svg(plan: Plan, spread: Schedule) -> str:
     rounds = max((len(group.lanes) for group in spread.groups), default=1) or 1
     lanes = plan.sizes.get("B", 1) * plan.sizes.get("H", 1)
     sheet.text(0, 16, f"{lanes} lanes on {len(spread.groups)} core groups", "head")
-    sheet.text(0, 34, f"one lane (batch entry and head) a group, {spread.steps} chunks each", "soft")
+    sheet.text(0, 34, f"one lane (batch entry and head) a group, {spread.steps} {plan.step}s each", "soft")
     sheet.y = 44
     width = (WIDTH - _LEFT - _RIGHT) / rounds
     for group in spread.groups:
         sheet.text(0, sheet.y + 12, f"group {group.index}", "soft")
         if group.prefetches:
             sheet.box(_LEFT, sheet.y, width * rounds, 14, "idle", "works ahead: gates, Gram matrices, inverses")
-            sheet.text(_LEFT + 6, sheet.y + 11, "prefetch: the prologue of later chunks", "soft")
+            sheet.text(_LEFT + 6, sheet.y + 11, f"prefetch: the prologue of later {plan.step}s", "soft")
         for n, lane in enumerate(group.lanes):
             kind = f"box {_HUES[lane % 3]}"
             sheet.box(_LEFT + n * width, sheet.y, width - 2, 14, kind, f"lane {lane}", f"lane {lane}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from ..ir import DType
 from ..stages import Buffer, Scope, Stage
 from .capacity import Need
-from .model import Plan
+
+if TYPE_CHECKING:
+    from .model import Plan
 
 _SCOPES = {
     Scope.WORKSPACE: "workspace",
@@ -23,7 +26,7 @@ def to_text(plan: Plan) -> str:
     sizes = " ".join(f"{name}={n}" for name, n in sorted(plan.sizes.items()))
     lines = [f"plan of {plan.program.name} for {plan.target.name}: {sizes} {plan.io}", *_summary(plan), "", "stages"]
     for stage in plan.stages:
-        lines += _stage(stage)
+        lines += _stage(stage, plan.step)
     for scope, title in _SCOPES.items():
         chosen = [b for b in plan.buffers if b.scope is scope]
         if chosen:
@@ -36,11 +39,11 @@ def to_text(plan: Plan) -> str:
 
 def _summary(plan: Plan) -> list[str]:
     return [
-        f"  hand-overs a chunk {plan.handovers}, no schedule has fewer than {plan.lower_bound}; "
+        f"  hand-overs a {plan.step} {plan.handovers}, no schedule has fewer than {plan.lower_bound}; "
         f"outside the scan {plan.outer_handovers}",
         f"  {_meeting(plan)} {plan.meeting_bytes:,} bytes a core group, floor {plan.floor_bytes:,}; "
-        f"{plan.crossings} tiles and {plan.crossing_bytes:,} bytes cross a chunk",
-        f"  tensors between sections {plan.tensor_bytes:,} bytes a lane and chunk",
+        f"{plan.crossings} tiles and {plan.crossing_bytes:,} bytes cross a {plan.step}",
+        f"  tensors between sections {plan.tensor_bytes:,} bytes a lane and {plan.step}",
     ]
 
 
@@ -48,13 +51,13 @@ def _meeting(plan: Plan) -> str:
     return "workspace" if plan.target.meeting == "global" else "meeting on chip"
 
 
-def _stage(stage: Stage) -> list[str]:
-    where = "all chunks at once" if "step" in stage.domain else "chunk after chunk"
+def _stage(stage: Stage, step: str) -> list[str]:
+    where = f"all {step}s at once" if "step" in stage.domain else f"{step} after {step}"
     lines = [f"  {stage.name} ({where})"]
     lines += [f"    flops {stage.flops}", f"    bytes {stage.bytes}"]
     for task in stage.tasks:
         ahead = stage.shift.get(task.name, 0)
-        lines.append(f"    {task}" + (f"    # for {ahead} chunk{'s'[: ahead > 1]} later" if ahead else ""))
+        lines.append(f"    {task}" + (f"    # for {ahead} {step}{'s'[: ahead > 1]} later" if ahead else ""))
     return lines
 
 

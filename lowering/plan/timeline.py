@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..stages import Buffer, Scope, Section, Stage, Task
 from .cost import crossing_seconds, section_seconds, task_seconds, transfer_seconds
-from .model import Plan
+
+if TYPE_CHECKING:
+    from .model import Plan
 
 
 @dataclass(frozen=True)

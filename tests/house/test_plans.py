@@ -57,6 +57,22 @@ def test_the_command_says_what_is_wrong(argv: list[str], message: str, capsys: p
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("target", ["ascend910b", "ascend910b1", "ascend910_95", "cuda_sm90", "cpu"])
+@pytest.mark.parametrize("name", plans.names())
+def test_every_plan_can_be_seen(name: str, target: str) -> None:
+    """As text, picture and page, and for the family also what a run of chunks does to the state."""
+    forms = ["chunk", "segment"] if name not in (plans.MLA, plans.STATE_KERNEL) else ["chunk"]
+    for form in forms:
+        found = kdacompile.plan(name, target, form=form)
+        assert found.handovers == found.lower_bound
+        page = ElementTree.fromstring(found.to_svg())
+        texts = [element.text or "" for element in page.iter("{http://www.w3.org/2000/svg}text")]
+        assert any(found.target.title in text for text in texts)
+        assert f"hand-overs a {found.step}" in str(found) and str(found.handovers) in found.to_html()
+    if "segment" in forms:
+        assert kdacompile.plan(name, target, form="segment").program.name.endswith("_segment")
+
+
 def test_sizes_are_numbers() -> None:
     assert plans.parse_sizes(["T=8192", "K=64"]) == {"T": 8192, "K": 64}
     with pytest.raises(ArgumentError):
@@ -66,8 +82,11 @@ def test_sizes_are_numbers() -> None:
 def test_the_docs_hold_the_table_and_the_picture() -> None:
     text = (DOCS / "plans.md").read_text()
     assert text == plans.with_table(text), "run `python -m kdacompile plan --table --write docs/plans.md`"
-    drawn = kdacompile.plan("kda").to_svg()
-    assert (DOCS / "kda.svg").read_text() == drawn, "run `python -m kdacompile plan kda --svg docs/kda.svg`"
+    for name in ("kda", "mla"):
+        drawn = kdacompile.plan(name).to_svg()
+        assert (DOCS / f"{name}.svg").read_text() == drawn, (
+            f"run `python -m kdacompile plan {name} --svg docs/{name}.svg`"
+        )
 
 
 def test_a_match_links_to_its_plan() -> None:
