@@ -73,6 +73,8 @@ def order_scan(
         return allocate(found, Order(graph, scan), sizes, widths, reuse=True)[1]
 
     least = alive()
+    if not least:
+        return best
     for i, run in enumerate(best[Section.SCAN]):
         chosen = run
         for order in islice(_orders(graph, run), _MOST_ORDERS):

@@ -57,20 +57,25 @@ def test_the_command_says_what_is_wrong(argv: list[str], message: str, capsys: p
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", ["ascend910b", "ascend910b1", "ascend910_95", "cuda_sm90", "cpu"])
-@pytest.mark.parametrize("name", plans.names())
-def test_every_plan_can_be_seen(name: str, target: str) -> None:
-    """As text, picture and page, and for the family also what a run of chunks does to the state."""
-    forms = ["chunk", "segment"] if name not in (plans.MLA, plans.STATE_KERNEL) else ["chunk"]
-    for form in forms:
-        found = kdacompile.plan(name, target, form=form)
-        assert found.handovers == found.lower_bound
-        page = ElementTree.fromstring(found.to_svg())
-        texts = [element.text or "" for element in page.iter("{http://www.w3.org/2000/svg}text")]
-        assert any(found.target.title in text for text in texts)
-        assert f"hand-overs a {found.step}" in str(found) and str(found.handovers) in found.to_html()
-    if "segment" in forms:
-        assert kdacompile.plan(name, target, form="segment").program.name.endswith("_segment")
+@pytest.mark.parametrize(
+    ("name", "target", "form"),
+    [
+        *((name, "ascend910b", "chunk") for name in plans.names()),
+        *(("mla", target, "chunk") for target in ("ascend910b1", "ascend910_95", "cuda_sm90", "cpu")),
+        ("kda", "ascend910b", "segment"),
+        ("kda", "cuda_sm90", "segment"),
+        ("linear_attention", "ascend910b", "segment"),
+    ],
+)
+def test_plans_can_be_seen(name: str, target: str, form: str) -> None:
+    """As text, picture and page; a segment is what a run of chunks does to the state."""
+    found = kdacompile.plan(name, target, form=form)
+    assert found.handovers == found.lower_bound
+    page = ElementTree.fromstring(found.to_svg())
+    texts = [element.text or "" for element in page.iter("{http://www.w3.org/2000/svg}text")]
+    assert any(found.target.title in text for text in texts)
+    assert f"hand-overs a {found.step}" in str(found) and str(found.handovers) in found.to_html()
+    assert found.program.name.endswith("_segment") == (form == "segment")
 
 
 def test_sizes_are_numbers() -> None:
