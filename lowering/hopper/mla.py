@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 
@@ -64,9 +65,9 @@ def _clear_tail(half, owned):
 
 @gluon.jit
 def _score_warps(
-    d_c, table, request, low, blocks, length, seen_first, seen, q_right, q_rope, halves, ropes, alphas, inverses,
+    d_c, table, mask, request, low, blocks, length, seen_first, seen, q_right, q_rope, halves, ropes, alphas, inverses,
     q_left_full, q_full, half_full, rope_full, p_full, done, scale, sinks, sums, sums_stride, heads, first_row, rows,
-    whole, PAGE: gl.constexpr, HAS_SINKS: gl.constexpr,
+    whole, PAGE: gl.constexpr, MASK: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     column = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
@@ -82,6 +83,9 @@ def _score_warps(
         _load(d_c, table, request, low + 2, 0, half_full.index(4), halves.index(4), PAGE, 256)
     mbarrier.wait(q_full, 0)
     for i in range(blocks):
+        token = (low + i) * 64
+        if MASK:
+            visible = gl.load(mask + token + column, mask=token + column < length, other=0) != 0
         left, right, third = (2 * i) % HALVES, (2 * i + 1) % HALVES, i % ROPES
         mbarrier.wait(half_full.index(left), (2 * i // HALVES) & 1)
         s = warpgroup_mma(q_left, halves.index(left).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -90,7 +94,8 @@ def _score_warps(
         mbarrier.wait(half_full.index(right), ((2 * i + 1) // HALVES) & 1)
         s = warpgroup_mma(q_right, halves.index(right).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
-        token = (low + i) * 64
+        if MASK:
+            s = gl.where(visible[None, :], s, float("-inf"))
         if token + 64 > seen_first:
             s = gl.where((token + column)[None, :] < seen[:, None], s, float("-inf"))
         if token + 64 > length:
@@ -178,16 +183,20 @@ def _value_warps(
 
 @gluon.jit
 def attend(
-    d_q, d_q_rope, d_c, d_r, table, table_sb, lengths, sinks, pieces, o, lse, part_o, part_lse,
+    d_q, d_q_rope, d_c, d_r, table, table_sb, lengths, mask, mask_sb, sinks, pieces, o, lse, part_o, part_lse,
     scale, T, H, ROWS, WIDTH, SPLITS,
-    PAGE: gl.constexpr, CAUSAL: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_SINKS: gl.constexpr,
-    SCHEDULED: gl.constexpr, PARTIAL: gl.constexpr,
+    PAGE: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_SINKS: gl.constexpr,
+    SCHEDULED: gl.constexpr, PARTIAL: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of 64 rows, pieces. Arguments and results are those of ``lowering/triton/mla.py``.
 
     d_q ``[B, ROWS, 512]`` and d_q_rope ``[B, ROWS, 64]``; d_c ``[B, S, 512]`` and d_r ``[B, S, 64]``, or pages of PAGE
-    tokens. ``scale``: of the scores, times log2 e.
+    tokens. ``mask``: a byte for each token of each request, 0 where no row may see it. ``scale``: of the scores, times
+    log2 e.
     """
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
     piece = gl.program_id(1)
     first_row = gl.program_id(0) * 64
     rows = ROWS
@@ -224,6 +233,7 @@ def attend(
         high = gl.minimum(high, (seen_last + 63) // 64)
     blocks = gl.where(rows > 0, gl.maximum(high - low, 0), 0)
     table += request.to(gl.int64) * table_sb
+    mask += request.to(gl.int64) * mask_sb
 
     q_right = gl.allocate_shared_memory(d_q.dtype, [64, 256], TILE)
     q_rope = gl.allocate_shared_memory(d_q.dtype, [64, 64], TILE)
@@ -282,9 +292,9 @@ def attend(
     gl.warp_specialize(
         [
             (_score_warps, (
-                d_c, table, request, low, blocks, length, seen_first, seen, q_right, q_rope, halves, ropes, alphas,
-                inverses, q_left_full, q_full, half_full, rope_full, p_full, done, scale, sinks, sums, T, H, first_row,
-                rows, whole, PAGE, HAS_SINKS,
+                d_c, table, mask, request, low, blocks, length, seen_first, seen, q_right, q_rope, halves, ropes,
+                alphas, inverses, q_left_full, q_full, half_full, rope_full, p_full, done, scale, sinks, sums, T, H,
+                first_row, rows, whole, PAGE, MASK, HAS_SINKS,
             )),
             (_value_warps, (
                 d_c, d_r, table, request, low, blocks, halves, ropes, alphas, inverses, half_full, rope_full, p_full,

@@ -20,7 +20,7 @@ from .run import LOG2E, aligned, described
 
 RANK, ROPE = 512, 64
 ROWS = 64  # of a tile
-FEW_ROWS, FEW_REQUESTS = 16, 64  # up to which the portable kernel, two programs a multiprocessor, reads faster
+FEW_ROWS = 16  # of one request: the portable kernel, two programs a multiprocessor, is faster there
 
 
 class HopperDecode:
@@ -40,12 +40,12 @@ def _shape(call: Attention) -> str | None:
         return f"R = {RANK} and D = {ROPE} only"
     if call.q.dtype not in (torch.bfloat16, torch.float16):
         return "only 16-bit operands"
-    if call.mask is not None:
-        return "a mask"
+    if call.mask is not None and (call.mask.dtype is not torch.bool or call.mask.shape[1:3] != (1, 1)):
+        return "a mask that is not one of tokens alone"
     if call.scale <= 0:
         return "a scale that is not positive: the largest score would not be the largest logit"
-    if call.q.shape[1] * call.q.shape[2] <= FEW_ROWS and call.q.shape[0] <= FEW_REQUESTS:
-        return f"{FEW_ROWS} rows or fewer of {FEW_REQUESTS} requests or fewer"
+    if call.q.shape[0] == 1 and call.q.shape[1] * call.q.shape[2] <= FEW_ROWS:
+        return f"one request of {FEW_ROWS} rows or fewer"
     if call.block_table is not None and call.page % BLOCK:
         return f"pages of {call.page} tokens, no multiple of {BLOCK}"
     return None
@@ -73,14 +73,23 @@ def _attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
         "d_q": described(_flat(call.q), half), "d_q_rope": described(_flat(call.q_rope), rope),
         "d_c": described(call.latent, half), "d_r": described(call.k_rope, rope), **results.arguments(),
         "scale": call.scale * LOG2E, "PAGE": 0 if call.block_table is None else call.page,
-        "CAUSAL": call.causal and call.q.shape[1] > 1,
+        "CAUSAL": call.causal and call.q.shape[1] > 1, "MASK": call.mask is not None,
+        **_mask(call, results.lse),
     }  # fmt: skip
     with on(call.q.device):
         results.schedule()
         arguments = {name: values[name] for name in kernels.attend.arg_names}
-        kernels.attend[(tiles, results.split.pieces)](**arguments, num_warps=4)
+        kernels.attend[(tiles, results.split.pieces)](**arguments, **results.launch_options(), num_warps=4)
         results.combine()
     return results.o, results.lse
+
+
+def _mask(call: Attention, absent: Tensor) -> dict[str, Any]:
+    """The mask's bytes, those of a request together, and the step from one request to the next."""
+    if call.mask is None:
+        return {"mask": absent, "mask_sb": 0}  # never read
+    mask = call.mask[:, 0, 0].contiguous().view(torch.uint8)
+    return {"mask": mask, "mask_sb": mask.shape[1] if mask.shape[0] > 1 else 0}
 
 
 def _flat(x: Tensor) -> Tensor:

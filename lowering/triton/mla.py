@@ -16,6 +16,7 @@ only entries of pages that the request owns are read.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -117,7 +118,7 @@ def attend(
     C_STEP: tl.constexpr, R_STEP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_SINKS: tl.constexpr, SCHEDULED: tl.constexpr,
-    PARTIAL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of BM rows, pieces. D = 0: no rope; PAGE = 0: no pages, else latent and rope are ``[P, PAGE, ..]``.
 
@@ -125,6 +126,9 @@ def attend(
     ``i // SPLITS``. Results go to o ``[B, T, H, R]`` and lse ``[B, H, T]``, or to slots of part_o ``[.., ROWS, R]`` and
     part_lse ``[.., ROWS]`` if PARTIAL (and SCHEDULED says so for this piece).
     """
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
     piece = tl.program_id(1)
     if SCHEDULED:
         request = tl.load(pieces + piece * 4)

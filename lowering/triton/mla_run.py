@@ -34,7 +34,7 @@ class Tiles:
     programs: int
 
 
-def tiles(rows: int, columns: int, item: int, shared_memory: int) -> Tiles | None:
+def tiles(rows: int, columns: int, item: int, shared_memory: int, *, masked: bool = False) -> Tiles | None:
     """The tiles of ``rows`` query rows over a cache of ``columns`` padded columns (latent and rope); None: no room.
 
     With one small tile of rows the kernel is bound by memory, and a second program on a multiprocessor loads while the
@@ -42,9 +42,10 @@ def tiles(rows: int, columns: int, item: int, shared_memory: int) -> Tiles | Non
     """
 
     def fits(height: int, tokens: int, programs: int) -> bool:
-        """The queries, a block of the cache (two, with wgmma and in fp32) and what products exchange."""
+        """The queries, a block of the cache (two, with wgmma and in fp32), a mask, and what products exchange."""
         blocks = 2 * tokens + 16 if item == 4 else 2 * tokens if height == 64 else tokens
-        return programs * (columns * item * (height + blocks) + 8192) <= shared_memory
+        exchanged = 8192 + (8 * height * tokens if masked else 0)
+        return programs * (columns * item * (height + blocks) + exchanged) <= shared_memory
 
     warps = 4 if rows <= 16 and item == 2 else 8
     if rows <= 16 and any(fits(16, tokens, 2) for tokens in (64, 32)):
@@ -108,7 +109,8 @@ def _tiles(call: Attention) -> Tiles | None:
     rank, rope = _widths(call)
     columns = padded(rank) + (padded(rope) if rope else 0)
     room = device_of(call.q.device).shared_memory
-    return tiles(call.q.shape[1] * call.q.shape[2], columns, call.q.dtype.itemsize, room)
+    rows = call.q.shape[1] * call.q.shape[2]
+    return tiles(rows, columns, call.q.dtype.itemsize, room, masked=call.mask is not None)
 
 
 def attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
@@ -134,7 +136,8 @@ def attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
     with on(q.device):
         results.schedule()
         arguments = {name: values[name] for name in kernels.attend.arg_names}
-        kernels.attend[(row_tiles, results.split.pieces)](**arguments, num_warps=tile.warps)
+        launch = results.launch_options()
+        kernels.attend[(row_tiles, results.split.pieces)](**arguments, **launch, num_warps=tile.warps)
         results.combine()
     return results.o, results.lse
 
@@ -149,6 +152,7 @@ class Results:
         self.workers = workers(row_tiles, slots)
         self.split: Split = split(batch, row_tiles, call.width, slots, lengths=call.lengths is not None)
         device = call.q.device
+        self.chained = device.type == "cuda" and device_of(device).capability >= (9, 0)
         self.o = torch.empty((batch, tokens, heads, rank), dtype=call.out_dtype, device=device)
         self.lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=device)
         self.lengths = None if call.lengths is None else call.lengths.contiguous()
@@ -177,8 +181,12 @@ class Results:
             "pieces": self.pieces, "SPLITS": max(1, self.split.splits), "SCHEDULED": self.split.scheduled,
             "PARTIAL": self.split.partial, "o": self.o, "lse": self.lse, "part_o": self.part_o,
             "part_lse": self.part_lse, "T": call.q.shape[1], "H": call.q.shape[2], "ROWS": self.rows,
-            "WIDTH": call.width,
+            "WIDTH": call.width, "CHAINED": self.chained,
         }  # fmt: skip
+
+    def launch_options(self) -> dict[str, bool]:
+        """Of a decode kernel: it may start while the cut is made, not before what precedes the call is done."""
+        return {"launch_pdl": True} if self.chained and self.split.scheduled else {}
 
     def schedule(self) -> None:
         """Cut on the device, where only it knows the lengths."""
@@ -189,7 +197,7 @@ class Results:
         costs = {"BLOCK": BLOCK, "OVERHEAD": OVERHEAD, "PARTIAL": PARTIAL}
         _kernels("mla_split").schedule[(1,)](
             self.lengths, self.plan, self.pieces, batch, self.call.width, self.workers, **sizes, **costs,
-            num_warps=4 if batch <= 512 else 16,
+            CHAINED=self.chained, num_warps=4 if batch <= 512 else 16,
         )  # fmt: skip
 
     def combine(self) -> None:
@@ -206,7 +214,8 @@ class Results:
         _kernels("mla_split").combine[(programs, -(-rank // width), batch)](
             self.part_o, self.part_lse, self.o, self.lse, self.lse if call.sinks is None else call.sinks.contiguous(),
             self.plan, call.q.shape[1], call.q.shape[2], self.rows, splits, R=rank, BC=width, BS=at_once,
-            SCHEDULED=self.split.scheduled, HAS_SINKS=call.sinks is not None, num_warps=4,
+            SCHEDULED=self.split.scheduled, HAS_SINKS=call.sinks is not None, CHAINED=self.chained, num_warps=4,
+            **({"launch_pdl": True} if self.chained else {}),
         )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 A piece is a row of a table: request (-1: none), first block, block after its last, slot of its partial result (-1: the
 piece is the whole request, and its program writes the result). No length is read on the host.
+
+CHAINED kernels (from Hopper on) are launched while the one before still runs, and wait where they need its results.
 """
 
 # pyright: basic, reportMissingImports=false, reportMissingParameterType=false, reportUnknownParameterType=false
@@ -10,6 +12,7 @@ piece is the whole request, and its program writes the result). No length is rea
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LEVELS: tl.constexpr = tl.constexpr(16)  # of sizes that pieces are ordered by
 
@@ -18,7 +21,7 @@ LEVELS: tl.constexpr = tl.constexpr(16)  # of sizes that pieces are ordered by
 def schedule(
     lengths, plan, pieces, B, WIDTH, WORKERS,
     BP: tl.constexpr, PP: tl.constexpr, LOG_B: tl.constexpr, BLOCK: tl.constexpr, OVERHEAD: tl.constexpr,
-    PARTIAL: tl.constexpr,
+    PARTIAL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program. lengths ``[B]``; plan ``[B, 2]``: first slot and number of parts; pieces ``[PP, 4]``.
 
@@ -26,6 +29,8 @@ def schedule(
     where the requests in a row are cut into shares of equal work, however a request lies across them. The first leaves
     fewer partial results, the second the last round full.
     """
+    if CHAINED:
+        gdc_launch_dependents()
     b = tl.arange(0, BP)
     real = b < B
     length = tl.minimum(tl.maximum(tl.load(lengths + b, mask=real, other=0).to(tl.int32), 0), WIDTH)
@@ -75,8 +80,10 @@ def _pieces(pieces, slot, parts, offset, step, blocks, B, WORKERS, PP: tl.conste
     low = tl.where(part == 0, 0, tl.minimum(offset + part * step, blocks))
     high = tl.where(part == parts - 1, blocks, tl.minimum(offset + (part + 1) * step, blocks))
     place = piece
-    if count > WORKERS:  # else all start at once
-        place = _by_size(tl.where(real, high - low, 0), real, piece, PP)
+    size = tl.where(real, high - low, 0)
+    shortest = tl.min(tl.where(real, size, 0x7FFFFFFF), 0)
+    if (count > WORKERS) & (tl.max(size, 0) > shortest):  # else all start at once, or none is longer
+        place = _by_size(size, real, piece, PP)
     row = pieces + place * 4
     tl.store(row, tl.where(real, request, -1))
     tl.store(row + 1, low)
@@ -100,12 +107,15 @@ def _by_size(size, real, piece, PP: tl.constexpr):
 def combine(
     part_o, part_lse, o, lse, sinks, plan, T, H, ROWS, SPLITS,
     R: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, SCHEDULED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Rows of a request, BC columns at a time: ``o = sum_i exp(lse_i - lse) o_i`` and ``lse = log sum_i exp lse_i``.
 
     Grid: programs that share the rows, blocks of columns, requests. part_o ``[slots, ROWS, R]`` and part_lse ``[slots,
     ROWS]``, fp32; row ``t * H + h``. A partial result whose lse is -inf was not written.
     """
+    if CHAINED:
+        gdc_wait()
     request = tl.program_id(2)
     first, parts = request * SPLITS, SPLITS
     rows = ROWS

@@ -47,12 +47,14 @@ def compile_scan(columns: int) -> Any:
     return _compile(scan.scan, signature, constants, columns // 16)
 
 
-def compile_mla(page: int, scheduled: bool, partial: bool, dtype: str = "bf16") -> Any:
+def compile_mla(page: int, scheduled: bool, partial: bool, dtype: str, masked: bool) -> Any:
     half, rope = (_descriptor(1, 64, columns, dtype=dtype) for columns in (256, 64))
     signature = dict.fromkeys(mla.attend.arg_names, "i32") | {"d_q": half, "d_q_rope": rope, "d_c": half, "d_r": rope}
     signature |= dict.fromkeys(("table", "lengths", "pieces"), "*i32") | {"o": f"*{dtype}", "scale": "fp32"}
     signature |= dict.fromkeys(("sinks", "lse", "part_o", "part_lse"), "*fp32")
     constants = {"PAGE": page, "CAUSAL": True, "HAS_LENGTHS": True, "HAS_SINKS": scheduled or not partial}
+    constants |= {"CHAINED": True, "MASK": masked}
+    signature["mask"] = "*u8"
     return _compile(mla.attend, signature, {**constants, "SCHEDULED": scheduled, "PARTIAL": partial}, 4)
 
 

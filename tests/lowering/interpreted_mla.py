@@ -92,8 +92,9 @@ def _check_cut(lengths: Tensor, workers: int, width: int) -> None:
     most = 1 << (batch + workers - 1).bit_length()
     plan, table = torch.full((batch, 2), -7, dtype=torch.int32), torch.full((most, 4), -7, dtype=torch.int32)
     sizes = {"BP": 1 << (batch - 1).bit_length(), "PP": most, "LOG_B": (batch - 1).bit_length()}
+    costs: dict[str, Any] = {"BLOCK": 64, "OVERHEAD": 5, "PARTIAL": 3, "CHAINED": False}
     kernels: Any = mla_split
-    kernels.schedule[(1,)](lengths, plan, table, batch, width, workers, **sizes, BLOCK=64, OVERHEAD=5, PARTIAL=3)
+    kernels.schedule[(1,)](lengths, plan, table, batch, width, workers, **sizes, **costs)
     pieces = [piece for piece in table.tolist() if piece[0] >= 0]
     assert all(piece[0] == -1 for piece in table.tolist() if piece not in pieces) and len(pieces) <= batch + workers
     slots: set[int] = set()

@@ -191,6 +191,17 @@ def test_portable_shapes(change: dict[str, Any], dtype: torch.dtype, bound: floa
         check(PORTABLE, decode_call([300, 0, 129], **options), bound)
 
 
+@on_hopper
+@pytest.mark.parametrize("page", [0, 64])
+def test_hopper_masks_of_tokens(page: int) -> None:
+    """As a static cache's: of each request or of all, tokens that do not lie together."""
+    for lengths in ([300, 77], [4000]):
+        call = decode_call(lengths, page=page, tokens=2)
+        noise = torch.randn(len(lengths), 1, 1, 2 * call.width, device="cuda")[..., ::2]
+        check(HOPPER, replace(call, mask=noise > -1))
+        check(HOPPER, replace(call, mask=noise[:1] > 1))
+
+
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_portable_masks(kind: str) -> None:
     call = decode_call([300, 300], page=0, tokens=2, heads=20, poison=False)

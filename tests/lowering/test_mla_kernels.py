@@ -55,6 +55,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> HopperDecode:
 def test_hopper_takes_its_shapes(hopper: HopperDecode) -> None:
     assert hopper.declines(decode_call()) is None
     assert hopper.declines(decode_call(heads=17, page=192)) is None
+    assert hopper.declines(decode_call(heads=1, mask=torch.zeros(1, 1, 1, 192).bool())) is None
     contiguous = decode_call(block_table=None)
     assert hopper.declines(replace(contiguous, latent=torch.zeros(2, 99, 512).bfloat16())) is None
 
@@ -65,8 +66,9 @@ def test_hopper_takes_its_shapes(hopper: HopperDecode) -> None:
         ({"latent": torch.zeros(6, 64, 256).bfloat16()}, "R = 512"),
         ({"k_rope": None, "q_rope": None}, "D = 64"),
         ({"mask": torch.zeros(1, 1, 1, 192)}, "mask"),
+        ({"mask": torch.zeros(1, 64, 1, 192).bool()}, "mask"),
         ({"scale": -1.0}, "scale"),
-        ({"heads": 16}, "16 rows"),
+        ({"heads": 16, "q": torch.zeros(1, 1, 16, 512).bfloat16()}, "16 rows"),
         ({"page": 96}, "pages of 96"),
         ({"latent": torch.zeros(6, 64, 515).bfloat16()[..., 3:]}, "16 bytes"),
         ({"latent": torch.zeros(6, 512, 64).bfloat16().mT}, "columns"),
@@ -137,14 +139,19 @@ def test_tiles_fit_the_shared_memory() -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("page", "scheduled", "partial", "dtype"),
-    [(64, True, True, "bf16"), (0, False, True, "bf16"), (128, False, False, "bf16"), (64, True, True, "fp16")],
+    ("page", "scheduled", "partial", "dtype", "masked"),
+    [
+        (64, True, True, "bf16", False),
+        (0, False, True, "bf16", True),
+        (128, False, False, "bf16", False),
+        (64, True, True, "fp16", True),
+    ],
 )
-def test_compiles_for_hopper(page: int, scheduled: bool, partial: bool, dtype: str) -> None:
+def test_compiles_for_hopper(page: int, scheduled: bool, partial: bool, dtype: str, masked: bool) -> None:
     """168 registers for each of three warpgroups, nothing spilled, and the shared memory of one block."""
     from tests.lowering import hopper_offline as offline
 
-    compiled = offline.compile_mla(page, scheduled, partial, dtype)
+    compiled = offline.compile_mla(page, scheduled, partial, dtype, masked)
     assert compiled.metadata.shared <= H200
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     assert offline.spilled_bytes(compiled) == 0
