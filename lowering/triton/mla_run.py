@@ -16,7 +16,7 @@ from ..attention_calls import absorb
 from ..run_attention import Attention
 from ..scratch import Scratch
 from ..split import BLOCK, OVERHEAD, PARTIAL, Split, split, workers
-from .configs import Device, padded
+from .configs import VERIFIED_TRITON, Device, padded
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_RANK, MAX_ROPE = 1024, 256
@@ -34,11 +34,14 @@ class Tiles:
     programs: int
 
 
-def tiles(rows: int, columns: int, item: int, shared_memory: int, *, masked: bool = False) -> Tiles | None:
+def tiles(
+    rows: int, columns: int, item: int, shared_memory: int, *, masked: bool = False, tall: bool = True
+) -> Tiles | None:
     """The tiles of ``rows`` query rows over a cache of ``columns`` padded columns (latent and rope); None: no room.
 
     With one small tile of rows the kernel is bound by memory, and a second program on a multiprocessor loads while the
-    first multiplies; else the more rows a tile has, the less often the cache is read.
+    first multiplies; else the more rows a tile has, the less often the cache is read. ``tall``: whether 64 rows, from
+    which on products are those of Hopper's and Blackwell's asynchronous tensor cores, are known to be compiled right.
     """
 
     def fits(height: int, tokens: int, programs: int) -> bool:
@@ -50,7 +53,7 @@ def tiles(rows: int, columns: int, item: int, shared_memory: int, *, masked: boo
     warps = 4 if rows <= 16 and item == 2 else 8
     if rows <= 16 and any(fits(16, tokens, 2) for tokens in (64, 32)):
         return Tiles(16, 64 if fits(16, 64, 2) else 32, warps, 2, 2)
-    for height in (16,) if rows <= 16 or item == 4 else (64, 32, 16) if rows > 32 else (32, 16):
+    for height in (16,) if rows <= 16 or item == 4 else (64, 32, 16) if rows > 32 and tall else (32, 16):
         for tokens in (64, 32) if height > 16 else (64, 32, 16):
             if fits(height, tokens, 1):
                 return Tiles(height, tokens, warps, 2, 1)
@@ -108,9 +111,12 @@ def _widths(call: Attention) -> tuple[int, int]:
 def _tiles(call: Attention) -> Tiles | None:
     rank, rope = _widths(call)
     columns = padded(rank) + (padded(rope) if rope else 0)
-    room = device_of(call.q.device).shared_memory
-    rows = call.q.shape[1] * call.q.shape[2]
-    return tiles(rows, columns, call.q.dtype.itemsize, room, masked=call.mask is not None)
+    device, rows = device_of(call.q.device), call.q.shape[1] * call.q.shape[2]
+    verified = device.capability[0] == 9 and device.triton == VERIFIED_TRITON
+    return tiles(
+        rows, columns, call.q.dtype.itemsize, device.shared_memory, masked=call.mask is not None,
+        tall=verified or device.capability[0] not in (9, 10),
+    )  # fmt: skip
 
 
 def attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:

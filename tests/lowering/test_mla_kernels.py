@@ -132,6 +132,8 @@ def test_tiles_fit_the_shared_memory() -> None:
     assert tiles(16, 576, 2, A100) == Tiles(16, 32, 4, 2, 2)
     assert tiles(1, 576, 2, CONSUMER) == Tiles(16, 64, 4, 2, 1)
     assert tiles(128, 576, 2, H200) == Tiles(64, 64, 8, 2, 1)
+    assert tiles(128, 576, 2, H200, tall=False) == Tiles(32, 64, 8, 2, 1)
+    assert tiles(128, 576, 2, H200, masked=True) == Tiles(64, 32, 8, 2, 1)
     assert tiles(128, 576, 2, CONSUMER) == Tiles(32, 32, 8, 2, 1)
     assert tiles(128, 576, 4, H200) == Tiles(16, 32, 8, 2, 1)
     assert tiles(128, 576, 4, CONSUMER) is None
