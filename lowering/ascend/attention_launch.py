@@ -1,4 +1,10 @@
-"""Running latent attention's emitted kernels: what they take, tiles, parts of the cache, grids."""
+"""Running latent attention's emitted kernels: what they take, tiles, parts of the cache, grids.
+
+torch_npu has operators for the same: npu_fused_infer_attention_score_v2 wants the lengths as integers on the host (a
+wait for the device at every step), a paged cache with latent and rotated keys in tensors of their own, and does not say
+what slots past a length may hold; npu_mla_prolog_v3 begins before the projections of the query and ends with writing
+the cache, where this op begins. ``tests/ascend/test_dispatch.py`` reads both schemas from the wheel.
+"""
 
 from __future__ import annotations
 
