@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from ..attention_calls import absorb
+from ..errors import CapacityError
+from ..plan import Plan
 from ..run_attention import Attention
 from ..scratch import Scratch
 from .attention import BLOCK, CARRY, HEADS, attention_module, attention_plan
+from .kernel import SUB_CHUNK, Kernel, Module
 from .launch import Launch, Launcher
 
 MOST_QUERIES = 16  # of a speculative step: every query walks the cache by itself
@@ -47,7 +50,7 @@ def decline(call: Attention) -> str | None:
 
 
 def block_of(call: Attention) -> int:
-    """Cached tokens of a block: they lie in one page, and every operand of Cube fits L1 twice. 0 if none do."""
+    """Cached tokens of a block: they lie in one page, and their tiles fit. 0 if none do."""
     rope = 0 if call.k_rope is None else call.k_rope.shape[-1]
     page = 0 if call.block_table is None else call.page
     return _block(page, head_tile(call.q.shape[2]), call.latent.shape[-1], rope, _IO[call.latent.dtype])
@@ -56,13 +59,27 @@ def block_of(call: Attention) -> int:
 @cache
 def _block(page: int, heads: int, rank: int, rope: int, io: str) -> int:
     block = BLOCK
-    while block >= 16:
+    while block >= SUB_CHUNK:
         if page % block == 0:
-            operands = next(n for n in attention_plan(heads, block, rank, rope, io).needs if n.memory == "L1")
-            if 2 * operands.apart_bytes <= operands.available:
+            try:
+                check_layout(attention_plan(heads, block, rank, rope, io))
+            except CapacityError:
+                pass
+            else:
                 return block
         block //= 2
     return 0
+
+
+def check_layout(made: Plan) -> None:
+    """Raises :class:`CapacityError` unless every tile has a place of its own, and operands of Cube two: what the
+    compiler needs, where the plan alone would be content with what is alive at once."""
+    for need in made.needs:
+        copies = 2 if need.memory == "L1" else 1
+        if copies * need.apart_bytes > need.available:
+            tiles = tuple((name, copies * size) for name, size in need.apart)
+            largest = max(tiles, key=lambda tile: tile[1])[0]
+            raise CapacityError(need.stage, need.memory, largest, copies * need.apart_bytes, need.available, tiles)
 
 
 def head_tile(heads: int) -> int:
@@ -141,6 +158,6 @@ def _visible(call: Attention) -> Tensor:
     return (lengths[:, None] + behind).clamp(min=0).expand(batch, queries).reshape(-1).contiguous()
 
 
-def _launch_of(module: Any, kernel: Any, grid: int, values: dict[str, Any], constants: dict[str, int]) -> Launch:
+def _launch_of(module: Module, kernel: Kernel, grid: int, values: dict[str, Any], constants: dict[str, int]) -> Launch:
     arguments = {a.name: values[a.name] for a in kernel.arguments}
     return Launch(module, kernel, grid, arguments, {name: constants[name] for name in kernel.constants})

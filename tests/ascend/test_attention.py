@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering.ascend.attention import attention_module, attention_plan
+from kdacompile.lowering.ascend.attention_launch import check_layout
 from kdacompile.lowering.ascend.launch import Launch
 from kdacompile.lowering.ascend.npu import EmittedAttention
+from kdacompile.lowering.errors import CapacityError
 from kdacompile.lowering.plan import Plan
 from kdacompile.lowering.target import ASCEND910_95, ASCEND910B, TARGETS
 from kdacompile.lowering.verify import relative_error
@@ -20,7 +22,7 @@ from kdacompile.ops.mla_fused import FusedAttention
 from tests.ascend.cases import CORES
 from tests.ascend.damage import NOTHING, ORDERS, WAIT, damage_is_caught
 from tests.ascend.test_compiler import TEMPORARIES, on_chip, within_capacity
-from tests.ascend.tools import ARCH, NEXT_ARCH, SimulatedDevice, Tools
+from tests.ascend.tools import ARCH, NEXT_ARCH, SimulatedDevice, ToolError, Tools
 from tests.ops.mla_cases import MlaCase, make_mla
 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}
@@ -56,6 +58,15 @@ def test_compiles_as_planned(tools: Tools, heads: int, block: int, io: torch.dty
     assert facts["memories"]["L0C"]["places"] == sorted(apart["L0C"], reverse=True)
     least, found, whole = on_chip(made, "scan", facts)["UB"]
     assert least <= found <= 2 * whole + TEMPORARIES
+
+
+def test_an_oversized_tile_is_refused(tools: Tools) -> None:
+    """64 heads by 128 tokens: our error names the tile and the bytes, the compiler's a memory."""
+    with pytest.raises(CapacityError, match=r"L0C and .*: 32,768 over\. The largest tile is PC"):
+        check_layout(attention_plan(64, 128, 512, 64, "bf16"))
+    with pytest.raises(ToolError, match="overflow"):
+        tools.compile(attention_module(True).kernel("attend"), constants(64, 128))
+    check_layout(attention_plan(32, 128, 512, 64, "bf16"))
 
 
 def test_deepseek_s_workspace(tools: Tools) -> None:

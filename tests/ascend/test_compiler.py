@@ -11,6 +11,7 @@ from kdacompile.lowering.ascend.emit import CHUNK, chunk_module
 from kdacompile.lowering.ascend.kernel import Module
 from kdacompile.lowering.ascend.launch import column_tile
 from kdacompile.lowering.ascend.step import step_module
+from kdacompile.lowering.errors import CapacityError
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
 from kdacompile.lowering.plan import Options, Plan, plan
 from kdacompile.lowering.plan.capacity import Need
@@ -168,7 +169,10 @@ def test_scan_at_other_sizes(tools: Tools, io: torch.dtype, name: str, width: in
 
 
 def test_an_oversized_tile_is_refused(tools: Tools) -> None:
-    """The whole state of K = V = 256: the launcher never asks for it, and the compiler says what is too much."""
+    """The whole state of K = V = 256: the launcher never asks for it, the plan says which tile is too large and by how
+    much, and the compiler which memory."""
     assert column_tile(256, 256) == 64
+    with pytest.raises(CapacityError, match=r"L0C.*: 196,608 over.*largest tile is dS"):
+        plan_of(("channel", True), K=256, V=256, BV=256)
     with pytest.raises(ToolError, match="overflow"):
         tools.compile(chunk_module("channel", True).kernel("scan"), constants(True, K=256, V=256, BV=256), arch=ARCH)
