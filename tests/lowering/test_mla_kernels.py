@@ -160,6 +160,24 @@ def test_compiles_for_hopper(page: int, scheduled: bool, partial: bool, dtype: s
 
 
 @needs_triton
+def test_portable_kernels_compile() -> None:
+    """For Ampere and Hopper: pages of any size, a mask, no positions; two programs fit a multiprocessor of an H200."""
+    from tests.lowering import triton_offline as offline
+
+    plain = offline.compile_attend(90)
+    assert 2 * plain.metadata.shared <= H200 and "cp.async" in plain.asm["ptx"]
+    masked = offline.compile_attend(80, BN=32, PAGE=100, MASK="bool", CAUSAL=True, D=0, DP=16)
+    assert 2 * masked.metadata.shared <= A100
+    assert "griddepcontrol" in plain.asm["ptx"] and "griddepcontrol" not in masked.asm["ptx"]
+    compiled = (
+        offline.compile_schedule(),
+        offline.compile_combine(512, 4, True),
+        offline.compile_combine(64, 128, False),
+    )
+    assert all("griddepcontrol" in kernel.asm["ptx"] for kernel in compiled)
+
+
+@needs_triton
 @no_interpreter
 @pytest.mark.parametrize("part", ["caches", "masks", "shapes", "cuts"])
 def test_numbers_in_the_interpreter(part: str, tmp_path: Path) -> None:
