@@ -18,7 +18,7 @@ from kdacompile.instances import Instances
 from kdacompile.patterns.absorb import absorb
 from kdacompile.patterns.absorb.casts import kept_upcasts
 from kdacompile.patterns.blockers import find_blockers
-from kdacompile.patterns.candidates import Candidate, candidates
+from kdacompile.patterns.candidates import Candidate, Effort, candidates
 from kdacompile.patterns.ir import Graph, Op, ancestors
 from kdacompile.patterns.layers import inner_groups, is_layer
 from kdacompile.patterns.match import Fused, from_hypothesis
@@ -39,9 +39,11 @@ MAX_CANDIDATES = 24
 """Candidates proven per group before it is left alone."""
 
 _PRODUCTS = frozenset(
-    "matmul __matmul__ bmm baddbmm einsum mm sum mv inner linalg_matmul linalg_vecdot tensordot".split()
+    "matmul __matmul__ linalg_matmul bmm baddbmm baddbmm_ einsum mm sum mv dot vdot inner tensordot linalg_vecdot "
+    "linalg_multi_dot".split()
 )
 _OUTER = frozenset("mul __mul__ multiply imul addcmul addcmul_".split())
+_ALWAYS_OUTER = frozenset("outer ger".split())
 
 verdicts = Verdicts()
 
@@ -57,7 +59,7 @@ def worth_a_look(graph: fx.Graph) -> bool:
         if name in _PRODUCTS:
             summed += 1
             found += 1 if name != "einsum" else len(node.all_input_nodes) - 1
-        elif name in _OUTER and found < 2 and _spreads(node):
+        elif name in _ALWAYS_OUTER or (name in _OUTER and found < 2 and _spreads(node)):
             found += 1
         if found > 1 and summed:
             return True
@@ -201,7 +203,8 @@ class _Work:
     def visit_inside(self, shadow: Graph, group: Group) -> bool:
         """Rewrite one layer of a group that holds several; what is wrong with the others is not told here."""
         told = len(self.rejections)
-        found = any(self.visit(shadow, inner, within=group) for inner in inner_groups(shadow, group))
+        effort = Effort()
+        found = any(self.visit(shadow, inner, group, effort) for inner in inner_groups(shadow, group))
         del self.rejections[told:]
         return found
 
@@ -215,14 +218,14 @@ class _Work:
         if len(self.matches) == matched:
             self.rejections = without
 
-    def visit(self, shadow: Graph, group: Group, within: Group | None = None) -> bool:
+    def visit(self, shadow: Graph, group: Group, within: Group | None = None, effort: Effort | None = None) -> bool:
         """Rewrite the first candidate of a group that is proven and can be spliced; else report the most telling
         reason. ``within`` is the larger group that this one must be a layer of.
         """
         obstacles: list[Obstacle] = []
         refused: list[tuple[Candidate, Verdict]] = []
         unspliced: list[Rejection] = []
-        for found in candidates(shadow, group):
+        for found in candidates(shadow, group, effort):
             if isinstance(found, Obstacle):
                 obstacles.append(found)
                 continue

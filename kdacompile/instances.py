@@ -245,12 +245,14 @@ def _role(placement: Placement | None) -> tuple[str, Any, str] | None:
 
 def _claims(hypothesis: Hypothesis) -> tuple[Any, ...]:
     roles = tuple(_role(placement) for placement in hypothesis.inputs)
-    return roles, _role(hypothesis.output), _role(hypothesis.final_state), hypothesis.delta, hypothesis.gate_form
+    gate = hypothesis.gate_form, hypothesis.gate_rate
+    return roles, _role(hypothesis.output), _role(hypothesis.final_state), hypothesis.delta, gate
 
 
 def _claim(fused: Fused) -> tuple[Any, ...]:
     """All that the rewrite burns into the graph."""
     roles = {name: _role(placement) for name, placement in fused.inputs.items()}
     ends = _role(fused.output), _role(fused.final_state)
-    options = (fused.gate, fused.delta, fused.scale, fused.gate_fn, fused.gate_scale, fused.sigmoid_beta)
-    return roles, ends, options, fused.qk_l2norm_eps, fused.mode
+    options = (fused.delta, f"{fused.scale:.9g}", fused.sigmoid_beta)  # a fitted scale carries rounding
+    gate = (fused.gate, fused.gate_rate, fused.gate_fn, fused.gate_scale)
+    return roles, ends, gate, options, fused.qk_l2norm_eps, fused.mode

@@ -181,11 +181,12 @@ def _first_run(
     key = tuple(shapes[value] for value in candidate.cut)
     if key not in drawn:
         generator = torch.Generator().manual_seed(len(drawn))
-        gates = {p.value for p in hypothesis.inputs if p.role == "g" and hypothesis.gate_form == "log"}
+        gate = hypothesis.role("g") if hypothesis.gate_form == "log" else None
         inputs: dict[Value, Tensor] = {}
         for value in candidate.cut:
             noise = torch.randn(shapes[value], generator=generator, dtype=torch.float64)
-            inputs[value] = (-0.3 * noise.abs() if value in gates else 0.4 * noise).expand(full[value])
+            log_gate = -0.3 / hypothesis.gate_rate * noise.abs()
+            inputs[value] = (log_gate if gate and value is gate.value else 0.4 * noise).expand(full[value])
         try:
             drawn[key] = inputs, runner(inputs)
         except (LaneError, EvaluationError) as error:
@@ -222,7 +223,7 @@ def _decay(hypothesis: Hypothesis, given: dict[str, Tensor]) -> Tensor | None:
         return None
     if "rate" in given:
         g = g * given["rate"][:, None]
-    return g.exp() if hypothesis.gate_form == "log" else g
+    return (g * hypothesis.gate_rate).exp() if hypothesis.gate_form == "log" else g
 
 
 def _fit(hypothesis: Hypothesis, inputs: dict[Value, Tensor], results: list[Tensor]) -> tuple[Hypothesis | None, float]:
@@ -385,14 +386,14 @@ def _draw(
     noise = torch.randn(shape, generator=generator, dtype=torch.float64)
     pick = torch.rand(shape, generator=generator, dtype=torch.float64)
     if role == "rate" or (role == "g" and hypothesis.role("rate")):
-        noise = noise.exp() * (-1.0 if role == "rate" else 0.2)
+        noise = noise.exp() * (-1.0 / hypothesis.gate_rate if role == "rate" else 0.2)
     elif role == "g":
         gate = -noise.exp() * 0.2
         if kind == "strong":
             gate = torch.where(pick < 0.2, torch.where(pick < 0.03, -1000.0, -20.0 * pick * 5), gate)
         elif kind == "edges":
             gate = torch.where(pick < 0.2, 0.0, torch.where(pick > 0.97, -torch.inf, gate))
-        noise = gate if hypothesis.gate_form == "log" else gate.exp()
+        noise = gate / hypothesis.gate_rate if hypothesis.gate_form == "log" else gate.exp()
     elif role == "beta":
         noise = noise.sigmoid()
         if kind == "edges":

@@ -152,6 +152,8 @@ class Recorder(TorchDispatchMode):
         ]
         if len(written) != 1 or written[0] is not args[0] or not isinstance(args[0], torch.Tensor):
             raise NotImplementedError(f"{func} writes more than its first argument")
+        if torch.Tag.inplace_view in func.tags:
+            return self.reshape(func, args, kwargs)
         self.value_of(args[0])
         alias = self.aliases[id(args[0])]
         name = func._schema.name.removeprefix("aten::")
@@ -171,6 +173,21 @@ class Recorder(TorchDispatchMode):
                 0
             ]
         self.thread_back(alias, new)
+        return args[0]
+
+    def reshape(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """``squeeze_`` and the like, as matmul uses them on what it made itself. The name of an older tensor would
+        stand for two shapes: not here.
+        """
+        alias = self.aliases.get(id(args[0]))
+        maker = alias.value.op if alias is not None and alias.generation == alias.storage.generation else None
+        if alias is None or maker is None or maker.position != self.position or alias.value.node is not None:
+            raise NotImplementedError(f"{func} on a tensor of an earlier call")
+        twin = getattr(getattr(aten, func._schema.name.removeprefix("aten::").removesuffix("_")), func._overloadname)
+        func(*args, **kwargs)
+        out = tuple(args[0].shape), args[0].dtype
+        value = self.emit(twin, (alias.value, *args[1:]), kwargs, [out])[0]
+        alias.chain, alias.value = (*alias.chain, (twin, args[1:], kwargs, out)), value
         return args[0]
 
     def cast_to(self, source: Value, like: Value) -> Value:

@@ -68,11 +68,22 @@ class LinearAttentionSplice(Splice):
             return self.with_meta(new, v)
         if node is None:
             return None
+        node = self.in_unit(node)
         if fused.gate == "head":  # [1, 1, H, 1]
             node = self.expanded(node, v, "..H.")
             return self.method(node, "flatten")
         node = self.expanded(node, v, "BTHK")
         return self.method(node, "squeeze", 3) if fused.gate == "token" and _rank(node) == 4 else node
+
+    def in_unit(self, node: fx.Node) -> fx.Node:
+        """The log gate from a tensor that holds it with another sign or to another base."""
+        if self.fused.gate_rate == 1.0:
+            return node
+        if self.fused.gate_rate == -1.0:
+            return self.method(node, "neg")
+        if compat.example_value(node).dtype.itemsize < 4:  # the product is not rounded again
+            node = self.method(node, "to", torch.float32)
+        return self.method(node, "mul", self.fused.gate_rate)
 
     def full_beta(self, node: fx.Node | None, v: fx.Node) -> fx.Node | None:
         return None if node is None else self.expanded(node, v, "BTH")

@@ -174,6 +174,7 @@ class _Replay:
                 self.name_value(node)
         _drop_unread(graph)
         mark_uniform(graph)
+        _mark_weights(graph)
         return graph
 
     def load_attribute(self, node: fx.Node) -> None:
@@ -227,6 +228,14 @@ def _drop_unread(graph: Graph) -> None:
             value.users.remove(op)
     graph.ops = keep[::-1]
     graph.dead = dropped - {op.node for op in keep}
+
+
+def _mark_weights(graph: Graph) -> None:
+    """Matrices among the inputs are weights, unless there is nothing else: then one head is written without a batch."""
+    inputs = [value for value in graph.inputs if not value.const]
+    if any(value.param or len(value.shape) > 2 or not value.dtype.is_floating_point for value in inputs):
+        for value in inputs:
+            value.weight = len(value.shape) == 2
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

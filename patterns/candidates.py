@@ -53,15 +53,31 @@ class Candidate:
         return [self.output] if self.final_state is None else [self.output, self.final_state]
 
 
-def candidates(graph: Graph, group: Group) -> Iterator[Candidate | Obstacle]:
+@dataclass
+class Effort:
+    """How long candidates are still looked for: ways to cut a region off, each as dear as its group is large."""
+
+    ways: int = 60
+    """Tried whatever they cost."""
+    operators: int = 300_000
+    """Operators looked through for more."""
+
+    def take(self, group: Group) -> bool:
+        self.ways -= 1
+        self.operators -= len(group.ops) + 200  # a small group may stand below many others
+        return self.ways >= 0 or self.operators >= 0
+
+
+def candidates(graph: Graph, group: Group, effort: Effort | None = None) -> Iterator[Candidate | Obstacle]:
     """Candidates of one group, most plausible first, with the obstacles met on the way."""
     if not group.exits:
         return
+    effort = effort or Effort()
     tried: set[tuple[int, ...]] = set()
     for out_exit, state_exit in _exit_pairs(group.exits):
         for output in _carried_on(out_exit, last_first=False):
             for state in _carried_on(state_exit, last_first=True) if state_exit else [None]:
-                for cut in _cuts(group, output, state):
+                for cut in _cuts(group, output, state, effort):
                     key = (output.index, state.index if state else 0, *(value.index for value in cut))
                     if key in tried:
                         continue
@@ -103,7 +119,7 @@ def _sizes(value: Value) -> Counter[int]:
     return Counter(size for dim, size in enumerate(value.shape) if size != 1 and dim not in value.uniform)
 
 
-def _cuts(group: Group, output: Value, state: Value | None) -> Iterator[list[Value]]:
+def _cuts(group: Group, output: Value, state: Value | None, effort: Effort) -> Iterator[list[Value]]:
     """Minimum cuts for each size K could have, then the same pushed towards the region."""
     sizes = _sizes(output)
     if sum(sizes.values()) > 4:
@@ -115,6 +131,8 @@ def _cuts(group: Group, output: Value, state: Value | None) -> Iterator[list[Val
     for key_size in _key_sizes(group, sizes, state):
         readings = frames(output, state, key_size)
         for raw_state, grouped, barriers in ways:
+            if not effort.take(group):
+                return
             eligible = _eligible(sizes, key_size, raw_state=raw_state, grouped=grouped)
             try:
                 cut, late = _cut_with_roles(targets, group, eligible, readings, barriers)
@@ -168,7 +186,7 @@ def _eligible(sizes: Counter[int], key_size: int, *, raw_state: bool, grouped: b
         if value.node is None or not value.dtype.is_floating_point or 0 in value.shape:
             return False
         odd = list((_sizes(value) - allowed).elements())
-        if odd and not (grouped and len(odd) == 1 and any(size % odd[0] == 0 for size in sizes)):
+        if odd and not (grouped and len(odd) == 1 and odd[0] and any(size % odd[0] == 0 for size in sizes)):
             return False
         full = step and _sizes(value) == allowed
         return not (full and raw_state and value.op is not None and value.op.name == "mul")

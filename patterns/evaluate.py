@@ -186,8 +186,8 @@ def constant(value: Value) -> Tensor:
 
 _FILLERS = {"zeros": 0.0, "ones": 1.0, "zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0}
 _PICKED = frozenset(
-    "select slice select_scatter slice_scatter unbind split split_with_sizes unfold cat cumsum cumprod flip "
-    "diag_embed".split()
+    "select slice select_scatter slice_scatter unbind split split_with_sizes unfold cat cumsum cumprod flip diag_embed "
+    "prod".split()
 )
 _FIXED = INDEXED | frozenset("constant_pad_nd repeat diagonal roll".split())
 _SIZED = frozenset({"view", "_unsafe_view", "_reshape_alias"})
@@ -273,7 +273,7 @@ def _reduced(op: Op, lanes: list[_Lane], tails: frozenset[int]) -> Step:
         return call
     if name == "stack":
         cuts = _align(op, lanes, tails, offset=False)
-    elif name in ("bmm", "mm", *SOLVES):
+    elif name in ("bmm", "mm", "mv", "dot", *SOLVES):
         cuts = _align_batch(lanes)
     else:
         cuts = _align(op, lanes, tails, offset=name not in ("cat", "select_scatter"))

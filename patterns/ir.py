@@ -16,7 +16,7 @@ import torch
 class Value:
     """One tensor: its shape and dtype, the operator that makes it (None for an input), and who reads it."""
 
-    __slots__ = ("const", "dtype", "index", "node", "op", "param", "payload", "shape", "uniform", "users")
+    __slots__ = ("const", "dtype", "index", "node", "op", "param", "payload", "shape", "uniform", "users", "weight")
 
     def __init__(self, index: int, shape: tuple[int, ...], dtype: torch.dtype, op: Op | None = None) -> None:
         self.index = index
@@ -30,6 +30,8 @@ class Value:
         """True if no input reaches it: masks, identities, zeros."""
         self.param = False
         """True for a parameter, or a plain rearrangement of one."""
+        self.weight = False
+        """True for a matrix that enters the graph as such, beside activations of higher rank: a functional weight."""
         self.payload: torch.Tensor | None = None
         """The data of a constant that the graph carries as a tensor."""
         self.uniform: frozenset[int] = frozenset()

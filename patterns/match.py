@@ -22,6 +22,8 @@ class Fused:
     delta: bool
     scale: float
     max_error: float
+    gate_rate: float = 1.0
+    """What the gate is multiplied by before the op gets it."""
     gate_fn: str = "log"
     gate_scale: float = 1.0
     sigmoid_beta: bool = False
@@ -58,6 +60,7 @@ def from_hypothesis(candidate: Candidate, proven: Hypothesis, max_error: float) 
         delta=proven.delta,
         scale=proven.scale,
         max_error=max_error,
+        gate_rate=proven.gate_rate,
         gate_fn="factor" if gate != "none" and not proven.decay and proven.gate_form == "factor" else "log",
         decay=proven.decay,
     )

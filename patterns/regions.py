@@ -68,10 +68,8 @@ def root(value: Value) -> Value:
 
 
 def is_weight(value: Value) -> bool:
-    """Parameters, rows picked from one (experts), and matrices that enter the graph as such: a product with one is a
-    projection.
-    """
-    if value.op is None and not value.const and len(value.shape) == 2:
+    """Parameters, rows picked from one (experts), and functional weights: a product with one is a projection."""
+    if value.weight:
         return True
     while value.op is not None and value.op.name in PICKING:
         value = root(value.op.reads[0])

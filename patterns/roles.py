@@ -14,6 +14,7 @@ from itertools import islice, permutations
 
 from torch import Tensor
 
+from kdacompile.patterns.gates import Units
 from kdacompile.patterns.ir import Op, Value
 
 LETTERS = {
@@ -118,6 +119,8 @@ class Hypothesis:
     gate: str
     gate_form: str
     delta: bool
+    gate_rate: float = 1.0
+    """The log gate as a multiple of the tensor in role g (log 2 for a gate that goes through ``exp2``)."""
     scale: float = 1.0
     decay: tuple[float, ...] = ()
     """Decay factors per head that the graph computes from constants alone."""
@@ -128,24 +131,6 @@ class Hypothesis:
 
     def with_(self, **changes: object) -> Hypothesis:
         return replace(self, **changes)  # type: ignore[arg-type]
-
-
-def gate_like(value: Value, region: set[Op]) -> bool:
-    """True if ``value`` reaches an exponential before it meets another activation in a product."""
-    seen: set[Op] = set()
-    stack = [op for op in value.users if op in region]
-    while stack:
-        op = stack.pop()
-        if op in seen:
-            continue
-        seen.add(op)
-        if op.name in ("exp", "exp2"):
-            return True
-        products = ("mul", "bmm", "baddbmm", "mm", "linalg_solve_triangular")
-        if op.name in products and sum(not read.const for read in op.reads) > 1:
-            continue  # a product with a constant may be a cumulative sum
-        stack.extend(user for out in op.outs for user in out.users if user in region)
-    return False
 
 
 def _labelings(value: Value, role: str, sizes: dict[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
@@ -236,7 +221,8 @@ class _Partial:
 
 def _by_penalty(cut: Sequence[Value], output: Value, state: Value | None, region: set[Op]) -> Iterator[Hypothesis]:
     """Cheapest first: where all sizes are equal there are millions of assignments, and the first ones are wanted."""
-    gates = {value: gate_like(value, region) for value in cut}
+    units = Units(region)
+    gates = {value: bool(units(value)) for value in cut}
     # Ties go to the path that was found first, so that the order is that of a sorted full list.
     queue: list[tuple[int, tuple[int, ...], _Partial | Hypothesis]] = [
         (cost, (place,), partial) for place, (cost, partial) in enumerate(_readings(output, state))
@@ -249,7 +235,7 @@ def _by_penalty(cut: Sequence[Value], output: Value, state: Value | None, region
             continue
         onward: Iterable[tuple[int, _Partial | Hypothesis]]
         if item.seen == len(cut):
-            onward = ((h.penalty - penalty, h) for h in _complete(item.inputs, item.ends, item.sizes, penalty, gates))
+            onward = ((h.penalty - penalty, h) for h in _complete(item.inputs, item.ends, item.sizes, penalty, units))
         else:
             onward = _with_one_more(item, cut, gates)
         for place, (cost, found) in enumerate(onward):
@@ -291,7 +277,7 @@ def _complete(
     ends: tuple[Placement, ...],
     sizes: dict[str, int],
     penalty: int,
-    gates: dict[Value, bool],
+    units: Units,
 ) -> Iterator[Hypothesis]:
     by_role = {placement.role: placement for placement in inputs}
     if not {"q", "k", "v"} <= set(by_role):
@@ -301,17 +287,20 @@ def _complete(
     main = (by_role["q"], by_role["k"], by_role["v"], ends[0])
     orders = {p.letters.replace("V", "K").replace("G", "H").replace(".", "") for p in main}
     penalty += len(orders) - 1
-    gate = by_role.get("g")
-    form = "log" if gate is None or gates[gate.value] or "rate" in by_role else "factor"
+    gate, factor = by_role.get("g"), by_role.get("rate")
+    rates = units(gate.value, factor and factor.value) if gate else [1.0]
+    form = "log" if rates or factor else "factor"
     output, final = ends[0], ends[1] if len(ends) > 1 else None
-    for delta in (True, False):
-        yield Hypothesis(
-            inputs,
-            output,
-            final,
-            {**dict.fromkeys("BTHGKV", 1), **sizes},
-            _gate_kind(gate, sizes),
-            form,
-            delta,
-            penalty=penalty,
-        )
+    for turn, rate in enumerate(rates or [1.0]):
+        for delta in (True, False):
+            yield Hypothesis(
+                inputs,
+                output,
+                final,
+                {**dict.fromkeys("BTHGKV", 1), **sizes},
+                _gate_kind(gate, sizes),
+                form,
+                delta,
+                rate,
+                penalty=penalty + turn,
+            )

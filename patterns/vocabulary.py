@@ -35,11 +35,20 @@ MAKERS = frozenset(
 SELECTIONS = frozenset("where masked_fill tril triu".split())
 """Operators that keep some elements and replace the others."""
 
-CONTRACTIONS = frozenset("bmm baddbmm mm addmm".split())
+CONTRACTIONS = frozenset("bmm baddbmm mm addmm mv dot".split())
 SCANS = frozenset("cumsum cumprod".split())
 SOLVES = frozenset("linalg_solve_triangular _linalg_solve_ex linalg_inv_ex".split())
 POINTWISE = frozenset("add sub rsub mul div neg exp exp2 reciprocal pow square addcmul addcdiv lerp".split())
 
 REGION = (
-    LAYOUT | PICKING | PLACING | MAKERS | SELECTIONS | CONTRACTIONS | SCANS | SOLVES | POINTWISE | frozenset({"sum"})
+    LAYOUT
+    | PICKING
+    | PLACING
+    | MAKERS
+    | SELECTIONS
+    | CONTRACTIONS
+    | SCANS
+    | SOLVES
+    | POINTWISE
+    | frozenset({"sum", "prod"})
 )

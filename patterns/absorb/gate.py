@@ -53,7 +53,8 @@ def absorb_activation(fused: Fused, scope: Scope, activation: Activation) -> Fus
             moved = {"g": cone.sources[0]}
             if len(cone.sources) > 1:
                 moved["A_log"] = replace(cone.sources[1], role="A_log")
-            return fused.taking(f"gate_{activation.gate_fn}", moved, gate_fn=activation.gate_fn, gate_scale=scale)
+            options = {"gate_fn": activation.gate_fn, "gate_scale": scale, "gate_rate": 1.0}
+            return fused.taking(f"gate_{activation.gate_fn}", moved, **options)
     return None
 
 
@@ -99,8 +100,7 @@ def _scale(cone: Cone, fused: Fused, activation: Activation) -> float | None:
         for start in range(0, len(points), _numel(run.shape(0))):
             x, rate = _draw(run, points, start)
             have = run(x) if rate is None else run(x, rate.log())
-            if fused.gate_fn == "factor":
-                have = have.log()
+            have = have.log() if fused.gate_fn == "factor" else have * fused.gate_rate
             want = activation.shape(x, None if rate is None else rate.reshape(1, 1, -1, 1))
             if not found:
                 found.append(_fitted(have, want, activation.sign))

@@ -4,13 +4,15 @@ A spelling names the tensors it takes (``takes="q k v g beta state"``); from the
 in the layout the spelling wants and, independently of the spelling's text, translates them to the arguments of
 ``token_recurrence``. Nothing here knows how a recogniser works.
 
-Argument names: ``q k v`` (Mamba-2 authors write ``c b x`` for them), ``g`` log gate, ``alpha`` gate factor, ``gamma`` /
+Argument names: ``q k v`` (Mamba-2 authors write ``c b x`` for them), ``g`` log gate, ``g2`` the same in powers of two,
+``w`` the same with a plus (decay ``exp(-w)``), ``alpha`` gate factor, ``gamma`` /
 ``log_gamma`` one decay per head, ``beta``, ``beta_logit``, ``dt`` (a step size: writes ``dt * x`` and decays by
 ``exp(dt * a)``), ``a`` (negative, one per head), ``gate_logit`` with ``a_log`` and ``dt_bias``, ``state``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,7 +38,7 @@ class Spelling:
     pattern: str
     takes: tuple[str, ...]
     mode: str = "sequence"
-    layout: str = "bthd"  # or "bhtd", or "bhd" (a step without a time axis)
+    layout: str = "bthd"  # or "bhtd", "bhd" (a step without a time axis), "td" (one head, no batch)
     state_layout: str = "kv"  # or "vk"
     scale: float | None = None  # None: K ** -0.5
     l2norm_eps: float = 0.0
@@ -75,7 +77,8 @@ class Spelling:
         length = self.lengths[0] if T is None else T
         if length % self.multiple:
             raise ValueError(f"{self.name} needs T to be a multiple of {self.multiple}, not {length}")
-        draw = _Draw(self, B, length, H, K, V, torch.Generator().manual_seed(seed))
+        batch, heads = (1, 1) if self.layout == "td" else (B, H)
+        draw = _Draw(self, batch, length, heads, K, V, torch.Generator().manual_seed(seed))
         return tuple(self._cast(name, self._lay_out(name, draw(name)), dtype) for name in self.takes)
 
     def expected(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -116,6 +119,10 @@ class Spelling:
             factor = given["alpha"]
         elif "g" in given:
             factor = given["g"].exp()
+        elif "g2" in given:
+            factor = given["g2"].exp2()
+        elif "w" in given:
+            factor = given["w"].neg().exp()
         elif "gate_logit" in given:
             factor = self._activate(given).exp()
         if factor is not None and self.pattern not in CHANNEL:
@@ -142,6 +149,8 @@ class Spelling:
             return x.transpose(-1, -2).contiguous() if self.state_layout == "vk" else x
         if x.dim() < 3:
             return x
+        if self.layout == "td":
+            return x[0, :, 0]
         if self.layout == "bhtd":
             return x.transpose(1, 2).contiguous()
         return x.squeeze(1) if self.layout == "bhd" else x
@@ -151,6 +160,8 @@ class Spelling:
             return x.transpose(-1, -2) if self.state_layout == "vk" else x
         if name in {"gamma", "log_gamma", "a", "a_log", "dt_bias"}:
             return x
+        if self.layout == "td":
+            return x[None, :, None]
         if self.layout == "bhtd":
             return x.transpose(1, 2)
         return x.unsqueeze(1) if self.layout == "bhd" else x
@@ -175,9 +186,9 @@ class _Draw:
             return x if name in {"q", "c"} else x / x.norm(dim=-1, keepdim=True)
         if name in {"v", "x"}:
             return self._normal(*tokens, self.v_dim)
-        if name in {"g", "alpha"}:
+        if name in {"g", "g2", "w", "alpha"}:
             log_gate = self.s.strongest_gate * self._uniform(*gate)
-            return log_gate if name == "g" else log_gate.exp()
+            return {"g": log_gate, "g2": log_gate / math.log(2.0), "w": -log_gate, "alpha": log_gate.exp()}[name]
         if name in {"gamma", "log_gamma"}:
             gamma = 0.6 + 0.39 * self._uniform(self.value_heads)
             return gamma if name == "gamma" else gamma.log()
