@@ -81,16 +81,6 @@ def simple_gla_pairs_of_tokens(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -
     return torch.stack(rows, dim=2)
 
 
-@spelling("gla", "q k v alpha", scale=1.0, lengths=LENGTHS)
-def gla_diagonal_matrices(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
-    s = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
-    rows: list[Tensor] = []
-    for t in range(q.shape[1]):
-        s = torch.diag_embed(alpha[:, t]) @ s + k[:, t].unsqueeze(-1) @ v[:, t].unsqueeze(-2)
-        rows.append((q[:, t].unsqueeze(-2) @ s).squeeze(-2))
-    return torch.stack(rows, dim=1)
-
-
 @spelling("delta_rule", "q k v beta", scale=1.0, layout="bhtd", lengths=(9,))
 def delta_ut_transform_by_inverse(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     """T = (I + tril(diag(beta) K K^T, -1))^-1 diag(beta), all of it matrices."""
@@ -125,14 +115,3 @@ def gdn_one_head_row_vectors(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, bet
 @spelling("linear_attention", "q k v", scale=1.0, layout="td", lengths=LENGTHS)
 def linear_one_head_parallel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.tril(q @ k.T) @ v
-
-
-@spelling("delta_rule", "q k v beta", scale=1.0, lengths=LENGTHS)
-def delta_vecdot(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    s = q.new_zeros(q.shape[0], q.shape[2], v.shape[3], k.shape[3])
-    rows: list[Tensor] = []
-    for t in range(q.shape[1]):
-        old = torch.linalg.vecdot(s, k[:, t].unsqueeze(-2))
-        s = s + (beta[:, t, :, None] * (v[:, t] - old)).unsqueeze(-1) * k[:, t].unsqueeze(-2)
-        rows.append(torch.linalg.vecdot(s, q[:, t].unsqueeze(-2)))
-    return torch.stack(rows, dim=1)
