@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from kdacompile import compat, compiler_pass, held, lift, remembered
+from kdacompile import compat, compiler_pass, growing, held, lift, remembered
 from kdacompile.errors import UnknownOptionError
 from kdacompile.fingerprint import source_fingerprint
 from kdacompile.report import GraphReport
@@ -76,6 +76,7 @@ def kda(
 ) -> Callable[..., Any]:
     """The backend function; ``mode`` and ``options`` as torch.compile hands them over (see ``settings.parse``)."""
     settings = parse(mode, options)
+    growing.open_lengths(gm, settings)
     tables = _tables(gm, example_inputs, settings)
     if settings.inner == "inductor" and not tables:
         return _inductor(gm, example_inputs, settings)

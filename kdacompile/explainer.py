@@ -78,13 +78,15 @@ class _Probe:
         return parse(self.mode, self.options)
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        # Counted afterwards: the backend may have capture start anew instead.
+        compiled = self.backend(gm, example_inputs, mode=self.mode, options=dict(self.options))
         self.graphs += 1
         reason = getattr(gm, "compile_subgraph_reason", None)
         if reason is not None and reason.graph_break:
             stack = reason.user_stack
             source = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
             self.breaks.append(GraphBreak(_first_line(reason.reason), source))
-        return self.backend(gm, example_inputs, mode=self.mode, options=dict(self.options))
+        return compiled
 
 
 def _kda() -> Backend:

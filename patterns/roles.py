@@ -129,6 +129,12 @@ class Hypothesis:
     def role(self, name: str) -> Placement | None:
         return next((p for p in self.inputs if p.role == name), None)
 
+    @property
+    def moved(self) -> int:
+        """How many tensors must be permuted: where heads or batch are one, each can be taken for the other."""
+        ends = (self.output,) if self.final_state is None else (self.output, self.final_state)
+        return sum(name == "permute" for p in (*self.inputs, *ends) for name, _ in p.steps(self.sizes))
+
     def with_(self, **changes: object) -> Hypothesis:
         return replace(self, **changes)  # type: ignore[arg-type]
 
@@ -205,7 +211,8 @@ MAX_HYPOTHESES = 240
 
 def hypotheses(cut: Sequence[Value], output: Value, state: Value | None, region: set[Op]) -> list[Hypothesis]:
     """Consistent role assignments, most plausible first."""
-    return list(islice(_by_penalty(cut, output, state, region), MAX_HYPOTHESES))
+    found = islice(_by_penalty(cut, output, state, region), MAX_HYPOTHESES)
+    return sorted(found, key=lambda hypothesis: (hypothesis.penalty, hypothesis.moved))
 
 
 @dataclass(frozen=True)

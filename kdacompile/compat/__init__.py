@@ -55,16 +55,30 @@ PASS_OPTION = "pre_grad_custom_pass"
 _OWN_ATTRIBUTE = re.compile(r"(\._buffers\[[^\]]*\]|\.\w+)$")
 
 
-def owner(node: fx.Node) -> str:
-    """Which module (or globals) a graph input is kept by, as Dynamo's source names it; "" for arguments of the call."""
-    source = getattr(node, "_dynamo_source", None)
+def source_of_input(node: fx.Node) -> Any:
+    """Where Dynamo found a graph input; None for inputs of other graphs."""
+    argument = node.meta.get("grapharg")  # there while the graph is being captured
+    return getattr(node, "_dynamo_source", getattr(argument, "source", None))
+
+
+def source_name(node: fx.Node) -> str:
+    """The expression that Dynamo knows a graph input by; "" for inputs of other graphs."""
+    source = source_of_input(node)
     if source is None:
         return ""
     name: Any = source.name() if callable(source.name) else source.name
+    return str(name)
+
+
+def owner(node: fx.Node) -> str:
+    """Which module (or globals) a graph input is kept by, as Dynamo's source names it; "" for arguments of the call."""
+    source = source_of_input(node)
+    if source is None:
+        return ""
     where: Any = source.guard_source() if callable(source.guard_source) else source.guard_source
     if "MODULE" not in where.name and "GLOBAL" not in where.name:
         return ""
-    return "G" if where.name == "GLOBAL" else _OWN_ATTRIBUTE.sub("", str(name))
+    return "G" if where.name == "GLOBAL" else _OWN_ATTRIBUTE.sub("", source_name(node))
 
 
 def compile_fx(gm: fx.GraphModule, inputs: Sequence[Any], config_patches: dict[str, Any]) -> Callable[..., Any]:

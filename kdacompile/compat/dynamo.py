@@ -19,6 +19,8 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._guards import tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
+from kdacompile.compat import sizes
+
 
 def trace_fake(fn: Callable[..., Any], shapes: Sequence[tuple[tuple[int, ...], torch.dtype, str]]) -> fx.GraphModule:
     """The ATen graph of ``fn`` on tensors of these (shape, dtype, device), run without data.
@@ -81,6 +83,10 @@ class CallSite:
         """(value, True) of an argument that is the same on every call of the captured region."""
         variable = variable.realize()
         return (variable.as_python_constant(), True) if variable.is_python_constant() else (None, False)
+
+    def open_sizes(self, size: int) -> None:
+        """Capture the region anew with this size open wherever an input has it, unless that has been tried."""
+        sizes.open_up(sizes.of_size(self.tx.output.tracers[0].graph, {size}))
 
     def guard_global(self, namespace: dict[str, Any], name: str, attributes: Sequence[str]) -> bool:
         """Recapture once a global (or what attributes lead to) is another object; False if Dynamo cannot look at it."""

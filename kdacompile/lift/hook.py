@@ -103,14 +103,17 @@ def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, ten
     if len(tensors) < MIN_TENSORS:
         raise Unliftable("it takes fewer than three tensors")
     identity = _identity(fn)
-    found = _proven(lifts.find(fn, identity, call, settings))
+    found = _proven(lifts.find(fn, identity, call, settings, lengths_vary=_lengths_vary()))
     _check_length(found, tensors, site)
+    _open_length(found, tensors, site)
     _guard(identity, site)
     return found
 
 
 def _find_library(fn: Any, site: dynamo.CallSite, settings: Settings, tensors: list[Any]) -> Lifted:
-    return _proven(lifts.find_library(fn, _call(fn, site, tensors, documented=True), settings))
+    found = _proven(lifts.find_library(fn, _call(fn, site, tensors, documented=True), settings))
+    _open_length(found, tensors, site)
+    return found
 
 
 def _proven(found: Lifted | Verdict) -> Lifted:
@@ -170,6 +173,20 @@ def _check_length(found: Lifted, tensors: list[Any], site: dynamo.CallSite) -> N
     modulus = found.verdict.modulus
     if modulus and compat.size_hint(site.example(tensors[index]).shape[dim]) % modulus:  # type: ignore[union-attr]
         raise Unliftable("it does not take this length")
+
+
+def _lengths_vary() -> bool:
+    """True in inference, where the next prompt has another length; batches to train on are usually cut to one."""
+    return not torch.is_grad_enabled()
+
+
+def _open_length(found: Lifted, tensors: list[Any], site: dynamo.CallSite) -> None:
+    """Leave the length open in the first graph already, so that it is not one that only this length can use."""
+    index, dim = found.verdict.tokens
+    example = site.example(tensors[index])
+    length = 1 if example is None else example.shape[dim]
+    if _lengths_vary() and not isinstance(length, torch.SymInt) and length > 1:
+        site.open_sizes(length)
 
 
 def _guard(identity: Identity, site: dynamo.CallSite) -> None:

@@ -59,13 +59,18 @@ class Lifts:
     def __init__(self) -> None:
         self.known: dict[str, Lifted | Verdict] = {}
 
-    def find(self, fn: types.FunctionType, identity: Identity, call: Call, settings: Settings) -> Lifted | Verdict:
-        """The replacement for ``fn`` under ``call``, or the verdict that says why there is none."""
+    def find(
+        self, fn: types.FunctionType, identity: Identity, call: Call, settings: Settings, *, lengths_vary: bool
+    ) -> Lifted | Verdict:
+        """The replacement for ``fn`` under ``call``, or the verdict that says why there is none.
+
+        ``lengths_vary``: calls of other lengths will follow, so that it is worth proving for a short one, too.
+        """
         reason = "no layout of its arguments fits"
         for opened in open_dimensions(call):
             key = _key(identity, opened, settings)
             if key not in self.known:
-                if not store.has(key) and not _pays(call, opened, identity):
+                if not (lengths_vary or store.has(key) or _pays(call, opened, identity)):
                     return Verdict(fn.__qualname__, source_of(fn), reason="a length this short is captured faster")
                 self.known[key] = _settle(
                     key, fn.__qualname__, source_of(fn), functools.partial(prove, fn, identity, opened, settings)

@@ -1,0 +1,128 @@
+"""The first graph already serves every length: of prompts in inference, and of the caches that a step extends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import kdacompile
+from kdacompile.backend import kda
+from kdacompile.lift import hook, lifting, store
+from tests.compare import relative_error
+from tests.lift import functions
+from tests.lift.functions import HEADS, KEY, VALUE
+from tests.lift.test_lift import LENGTHS, arguments
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
+    monkeypatch.setattr(store.compat, "inductor_cache_dir", lambda: str(tmp_path))
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def compiled(fn: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
+    def model(*args: Any) -> Any:
+        return fn(*args)
+
+    return torch.compile(model, backend="kda", fullgraph=True, options={"kda.inner": "eager"}, **keywords)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[::-1]], ids=["long first", "short first"])
+def test_one_graph_in_inference(lengths: tuple[int, ...]) -> None:
+    run = compiled(functions.chunked_gla)
+    with torch.no_grad():
+        for length in lengths:
+            args = arguments(length)
+            assert relative_error(run(*args)[0], functions.chunked_gla(*args)[0]) < 1e-5, length
+    assert graphs() == 1
+
+
+def test_static_shapes_stay_static() -> None:
+    run = compiled(functions.chunked_gla, dynamic=False)
+    with torch.inference_mode():
+        for length in (80, 90):
+            args = arguments(length)
+            assert relative_error(run(*args)[0], functions.chunked_gla(*args)[0]) < 1e-5
+    assert graphs() == 2
+
+
+def test_a_function_that_is_not_lifted_is_captured_as_ever() -> None:
+    run = compiled(functions.clamps_the_state)
+    with torch.no_grad():
+        for length in (18, 19):
+            args = arguments(length)
+            assert relative_error(run(*args), functions.clamps_the_state(*args)) < 1e-5
+    assert graphs() == 2
+
+
+# -- caches -----------------------------------------------------------------------------------------------------------
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, cache: Tensor, mask: Tensor) -> Any:
+    """A token through a recurrence and through a growing cache of values, with the mask of an attention over it."""
+    state = state * g.exp().unsqueeze(-1) + k.unsqueeze(-1) * v.unsqueeze(-2)
+    cache = torch.cat([cache, v.unsqueeze(1)], dim=1)
+    seen = (cache * mask[:, :, None, None]).sum(1)
+    return (q.unsqueeze(-2) @ state).squeeze(-2) + seen, state, cache
+
+
+def no_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, cache: Tensor, mask: Tensor) -> Any:
+    cache = torch.cat([cache, v.unsqueeze(1)], dim=1)
+    return (cache * mask[:, :, None, None]).sum(1), state, cache
+
+
+def token(cached: int, seed: int = 0) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed + cached)
+    q, k, g = (torch.randn(3, HEADS, KEY, generator=rng) for _ in range(3))
+    v, state = torch.randn(3, HEADS, VALUE, generator=rng), torch.randn(3, HEADS, KEY, VALUE, generator=rng)
+    cache = torch.randn(3, cached, HEADS, VALUE, generator=rng)
+    return [q, k, v, -g.abs(), state, cache, torch.rand(3, cached + 1, generator=rng).round()]
+
+
+@pytest.mark.parametrize(("fn", "expected"), [(step, 1), (no_recurrence, 2)], ids=["matched", "nothing to match"])
+def test_steps_over_caches_of_all_lengths(fn: Any, expected: int) -> None:
+    run = compiled(fn)
+    for cached in (70, 71, 5, 900):
+        args = token(cached)
+        for have, want in zip(run(*args), fn(*args), strict=True):
+            assert relative_error(have, want) < 1e-5
+    assert graphs() == expected
+
+
+def test_a_cache_of_one_token_takes_a_graph_of_its_own() -> None:
+    run = compiled(step)
+    for cached in (1, 2, 70):
+        args = token(cached)
+        assert relative_error(run(*args)[0], step(*args)[0]) < 1e-5
+    assert graphs() == 2
+
+
+def test_explain_counts_what_is_compiled() -> None:
+    report = kdacompile.explain(step)(*token(9))
+    assert report.graph_count == 1
+    assert report.counts == {"gla": 1}
+
+
+def test_outside_of_capture_nothing_is_opened() -> None:
+    """A graph handed to the backend by hand is compiled as it is."""
+    kept: list[tuple[torch.fx.GraphModule, list[Any]]] = []
+
+    def keep(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        kept.append((gm, inputs))
+        return gm.forward
+
+    want = torch.compile(step, backend=keep, fullgraph=True)(*token(9))
+    gm, inputs = kept[0]
+    have = kda(gm, inputs, options={"kda.inner": "eager"})(*inputs)
+    assert relative_error(have[0], want[0]) < 1e-5
