@@ -41,6 +41,7 @@ __all__ = [
     "is_mode_switch",
     "is_opaque_call",
     "is_random",
+    "is_traceable_wrapper_subclass",
     "no_fake_modes",
     "propagate_fake",
     "size_hint",

@@ -115,6 +115,11 @@ class CallSite:
         self._build(fn.__closure__[index].cell_contents, AttrSource(GetItemSource(cells, index), "cell_contents"))
         return True
 
+    def guard_defaults(self, fn: types.FunctionType) -> None:
+        """Recapture once the called function has other defaults."""
+        if fn is self.variable.fn and self.variable.source is not None:
+            self._guard_defaults(fn, self.variable.source)
+
     def _build(self, value: Any, source: Any) -> None:
         from torch._dynamo.guards import GuardBuilder, install_guard
         from torch._dynamo.variables.builder import VariableBuilder
@@ -123,6 +128,19 @@ class CallSite:
             install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
         else:
             VariableBuilder(self.tx, source)(value)
+        if isinstance(value, types.FunctionType):
+            self._guard_defaults(value, source)
+
+    @staticmethod
+    def _guard_defaults(fn: types.FunctionType, source: Any) -> None:
+        """A function is guarded by its code; its defaults are a tuple and a dict beside that."""
+        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.source import AttrSource, DefaultsSource
+
+        if fn.__defaults__:
+            install_guard(AttrSource(source, "__defaults__").make_guard(GuardBuilder.ID_MATCH))
+        for name in fn.__kwdefaults__ or {}:
+            install_guard(DefaultsSource(source, name, is_kw=True).make_guard(GuardBuilder.ID_MATCH))
 
     def call(self, fn: types.FunctionType, tensors: Sequence[Any]) -> Any:
         """Inline ``fn`` in place of the function that is called here."""

@@ -73,8 +73,11 @@ def _note(frame: Any, node: fx.Node, dims: set[int]) -> bool:
         return False
     news = {dim for dim in dims if isinstance(seen.size[dim], int)}
     if news:
-        sizes: Any = tuple(auto_dynamic if dim in news else auto_unset for dim in range(len(seen.size)))
-        update_automatic_dynamic(frame, source, FrameStateSizeEntry(size=sizes))
+        every = range(len(seen.size))
+        sizes: Any = tuple(auto_dynamic if dim in news else auto_unset for dim in every)
+        # The stride along a size of one means nothing and differs between compilers; Dynamo guards it as any other.
+        ones: Any = tuple(auto_dynamic if seen.size[dim] == 1 else auto_unset for dim in every)
+        update_automatic_dynamic(frame, source, FrameStateSizeEntry(size=sizes, stride=ones))
     return bool(news)
 
 

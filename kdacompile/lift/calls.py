@@ -109,7 +109,7 @@ def describe(tensor: torch.Tensor, *, grad: bool = False) -> TensorArg:
 
     ``grad``: tell tensors that want a gradient from those that do not.
     """
-    if tensor.is_sparse or tensor.is_nested or tensor.layout is not torch.strided:
+    if tensor.is_nested or tensor.layout is not torch.strided or compat.is_traceable_wrapper_subclass(tensor):
         raise Unliftable("an argument is not a plain tensor")
     sizes: list[Any] = list(tensor.shape)
     dims = tuple(size if isinstance(size, int) else f"~{compat.size_hint(size)}" for size in sizes)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
-from kdacompile import compiler_pass
+from kdacompile import compat, compiler_pass
 from kdacompile.compat import dynamo
 from kdacompile.lift.calls import Call, Sizes
 from kdacompile.lift.dead_writes import drop_dead_writes
@@ -25,6 +26,10 @@ RUN_ERRORS = (
 """What a function may raise when it is run on arguments it was not written for."""
 
 
+Layout = tuple[int, ...] | None
+"""A result's dimensions from the outermost to the innermost in memory; None if it has gaps, or is no tensor."""
+
+
 @dataclass(frozen=True)
 class Captured:
     """A rewritten function at one batch and length."""
@@ -32,6 +37,8 @@ class Captured:
     sizes: Sizes
     graph: fx.Graph
     matches: tuple[Match, ...]
+    layouts: tuple[Layout, ...]
+    """Of the results, in order."""
 
 
 def bound(fn: Callable[..., Any], call: Call) -> Callable[..., Any]:
@@ -51,13 +58,22 @@ def capture(fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings
     """
     shapes = [(tensor.shape(sizes), tensor.dtype, tensor.device) for _, tensor in call.tensors()]
     gm = dynamo.trace_fake(bound(fn, call), shapes)
+    layouts = tuple(map(_layout, tree_leaves(gm.graph.output_node().args[0])))
     report = compiler_pass.rewrite(gm, settings, keep_strides=False)
     if not report.matches:
         reasons = {rejection.reason for rejection in report.rejections}
         raise Unliftable("; ".join(sorted(reasons)) or "there is no linear attention in it")
     drop_dead_writes(gm.graph)
     _check_outputs(gm.graph)
-    return Captured(sizes, gm.graph, report.matches)
+    return Captured(sizes, gm.graph, report.matches, layouts)
+
+
+def _layout(result: Any) -> Layout:
+    value = compat.example_value(result) if isinstance(result, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
+    return tuple(order) if value.permute(order).is_contiguous() else None
 
 
 def _check_outputs(graph: fx.Graph) -> None:

@@ -10,7 +10,7 @@ def drop_dead_writes(graph: fx.Graph) -> None:
     """Remove such writes, then everything dead. The graph is ATen: schemas say what aliases and what is written."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        source = _aliased(node)
+        source = aliased(node)
         roots[node] = node if source is None else roots[source]
     for root in set(roots.values()):
         family = {node for node, own in roots.items() if own is root}
@@ -31,7 +31,7 @@ def _written(node: fx.Node) -> fx.Node | None:
     return first if isinstance(first, fx.Node) else None
 
 
-def _aliased(node: fx.Node) -> fx.Node | None:
+def aliased(node: fx.Node) -> fx.Node | None:
     """The argument whose memory the result is, or may be."""
     if node.op == "call_method":
         return node.all_input_nodes[0] if node.all_input_nodes else None

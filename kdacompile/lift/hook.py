@@ -191,6 +191,7 @@ def _open_length(found: Lifted, tensors: list[Any], site: dynamo.CallSite) -> No
 
 def _guard(identity: Identity, site: dynamo.CallSite) -> None:
     """Guard everything the function reads, since Dynamo does not get to see it read."""
+    site.guard_defaults(identity.functions[0][0])
     for read in identity.reads:
         if read.cell is not None:
             guarded = site.guard_cell(read.owner, read.cell)

@@ -38,9 +38,12 @@ _FORBIDDEN_NAMES = frozenset(
     "no_grad set_grad_enabled enable_grad inference_mode detach detach_ autocast is_compiling is_dynamo_compiling "
     "is_torchdynamo_compiling graph_break disable synchronize register_hook retain_grad backward "
     "rand randn randint rand_like randn_like dropout bernoulli multinomial normal_ uniform_ random_ manual_seed item "
-    "tolist numpy data_ptr cpu cuda print".split()
+    "tolist numpy data_ptr cpu cuda print requires_grad requires_grad_ is_leaf grad_fn is_grad_enabled is_inference "
+    "is_inference_mode_enabled is_autocast_enabled get_autocast_dtype are_deterministic_algorithms_enabled "
+    "get_float32_matmul_precision environ getenv".split()
 )
-"""Attributes and functions whose effect a replacement would lose: on gradients, random numbers, or the outside."""
+"""Attributes and functions whose effect a replacement would lose: on gradients, random numbers, or the outside, and
+those that make a result depend on the state of the process."""
 
 _FORBIDDEN_OPCODES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "YIELD_VALUE", "SEND")
 _MAX_FUNCTIONS = 40
@@ -150,6 +153,8 @@ def _code(code: types.CodeType, walk: _Walk) -> None:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             _code(const, walk)
+        elif isinstance(const, str) and const in _FORBIDDEN_NAMES:  # for getattr
+            raise Unliftable(f"{code.co_name} uses {const}")
         else:
             _collect_numbers(const, walk)
 
@@ -194,12 +199,8 @@ def _global(fn: types.FunctionType, chain: tuple[str, ...], walk: _Walk) -> None
     value = fn.__globals__[name]
     path: list[str] = []
     while isinstance(value, types.ModuleType) and len(path) < len(attributes):
-        if path and is_trusted(value.__name__):
-            break
         path.append(attributes[len(path)])
         value = getattr(value, path[-1], None)
-    if _is_library(value):  # which nobody exchanges
-        path, value = [], fn.__globals__[name]
     walk.reads.append(Read(fn, name, value, tuple(path)))
     _value(value, walk, ".".join([name, *path]))
 
@@ -213,7 +214,7 @@ def _value(value: Any, walk: _Walk, label: str) -> None:
         for item in value:  # pyright: ignore[reportUnknownVariableType]
             _value(item, walk, label)
     elif _is_library(value):
-        walk.parts.append(f"{_module_of(value)}=={_version(_module_of(value))}")
+        walk.parts.append(f"{_name_of(value)} of {_module_of(value)}=={_version(_module_of(value))}")
     elif isinstance(value, types.FunctionType):
         _function(value, walk)
     else:
@@ -236,6 +237,10 @@ def _module_of(value: Any) -> str:
     if type(value).__module__ == "torch._ops":
         return "torch"
     return str(getattr(value, "__module__", None) or type(value).__module__)
+
+
+def _name_of(value: Any) -> str:
+    return str(getattr(value, "__qualname__", None) or getattr(value, "__name__", value))
 
 
 def is_trusted(module: str) -> bool:

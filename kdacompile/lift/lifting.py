@@ -35,7 +35,6 @@ from kdacompile.report import Match
 from kdacompile.settings import Settings
 
 _FILENAME = "<kdacompile lift {key}>"
-_BATCHES = (2, 3, 7)
 
 MANY_TURNS = 8
 """Turns of a loop up to which a function that nobody has proven yet is rather captured as it is."""
@@ -150,26 +149,26 @@ def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Sett
     tried = verify.lengths(numbers)
     captured = captures(fn, call, numbers, settings)
     found = roles(captured[-1].graph)
-    text = template.write([each.graph for each in captured], [each.sizes for each in captured], call)
+    text = template.write(captured, call)
     original, narrow = bound(fn, call), _fewer_heads(call)
     other = load("draft", Verdict("", "", text)).run
-    batch = _BATCHES[0]
     try:
-        error, taken = _compare_all(bound(fn, narrow), other, narrow, found, tried)
+        agreed = verify.compare_everywhere(bound(fn, narrow), other, narrow, found, tried)
     except RUN_ERRORS:  # it knows its own number of heads
         narrow = call
-        error, taken = _compare_all(original, other, call, found, tried)
-    modulus = _modulus(tried, taken, numbers)
-    verify.compare_gradients(bound(fn, narrow), other, narrow, found, taken[len(taken) // 2], batch)
+        agreed = verify.compare_everywhere(original, other, call, found, tried)
+    taken = agreed.taken
+    modulus = _modulus(agreed.tried, taken, numbers)
+    verify.compare_gradients(bound(fn, narrow), other, narrow, found, taken[len(taken) // 2], verify.BATCHES[0])
     if modulus:
-        text = template.write([each.graph for each in captured], [each.sizes for each in captured], call, modulus)
+        text = template.write(captured, call, modulus)
     return Verdict(
         fn.__qualname__,
         source_of(fn),
         text,
         matches=tuple(_as_data(match, fn) for match in captured[-1].matches),
         lengths=tuple(taken),
-        max_error=error,
+        max_error=agreed.error,
         modulus=modulus,
         tokens=next((i, x.dims.index("T")) for i, (_, x) in enumerate(call.tensors()) if "T" in x.dims),
     )
@@ -189,17 +188,7 @@ def captures(fn: types.FunctionType, call: Call, numbers: AbstractSet[int], sett
 
 
 def _sizes(plan: tuple[int, ...]) -> Iterator[Sizes]:
-    return ({"B": batch, "T": length} for batch, length in zip(_BATCHES, plan, strict=True))
-
-
-def _compare_all(
-    fn: Callable[..., Any], other: Callable[..., Any], call: Call, found: dict[int, str], tried: list[int]
-) -> tuple[float, list[int]]:
-    errors = {length: verify.compare(fn, other, call, found, length, _BATCHES[0]) for length in tried}
-    taken = {length: error for length, error in errors.items() if error is not None}
-    if not taken:
-        raise RuntimeError("it runs at no length")
-    return max(taken.values()), sorted(taken)
+    return ({"B": batch, "T": length} for batch, length in zip(verify.BATCHES, plan, strict=True))
 
 
 def _modulus(tried: list[int], taken: list[int], numbers: AbstractSet[int]) -> int | None:

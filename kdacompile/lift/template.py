@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from kdacompile.lift.calls import Call, Sizes
+from kdacompile.lift.capture import Captured, Layout
+from kdacompile.lift.dead_writes import aliased
 from kdacompile.lift.errors import Unliftable
 
 NAME = "replacement"
@@ -28,11 +31,12 @@ _FUNCTIONS: dict[Callable[..., Any], str] = {
 _PLAIN = (torch.dtype, torch.memory_format, torch.layout)
 
 
-def write(graphs: Sequence[fx.Graph], sizes: Sequence[Sizes], call: Call, modulus: int | None = None) -> str:
+def write(captured: Sequence[Captured], call: Call, modulus: int | None = None) -> str:
     """Python source of ``replacement(*tensors)``; raises ``Unliftable`` if the graphs are not one function.
 
     ``modulus``: the function takes only lengths divisible by it.
     """
+    graphs, sizes = [each.graph for each in captured], [each.sizes for each in captured]
     live = [[node for node in graph.nodes if node.op != "placeholder"] for graph in graphs]
     inputs = [[node for node in graph.nodes if node.op == "placeholder"] for graph in graphs]
     if len({len(nodes) for nodes in live}) != 1:
@@ -40,7 +44,10 @@ def write(graphs: Sequence[fx.Graph], sizes: Sequence[Sizes], call: Call, modulu
     writer = _Writer(sizes, call)
     for index, row in enumerate(zip(*inputs, strict=True)):
         writer.name(row, f"x{index}")
-    body = [writer.line(row) for row in zip(*live, strict=True)]
+    *rows, results = zip(*live, strict=True)
+    body = [writer.line(row) for row in rows]
+    body += writer.layouts(results, [each.layouts for each in captured])
+    body.append(writer.line(results))
     check = [f"assert T % {modulus} == 0"] if modulus else []
     head = f"def {NAME}({', '.join(f'x{index}' for index in range(len(inputs[0])))}):"
     code = [*check, *body]
@@ -80,6 +87,19 @@ class _Writer:
         self.lines += 1
         self.name(row, f"v{self.lines}")
         return f"{self.names[first]} = {self.callee(first, args, kwargs)}"
+
+    def layouts(self, results: Sequence[fx.Node], wanted: Sequence[Sequence[Layout]]) -> Iterator[str]:
+        """Lay results out in memory as the function does: its caller may take views that need it."""
+        leaves = zip(*(tree_leaves(node.args[0]) for node in results), strict=True)
+        for row, orders in zip(leaves, zip(*wanted, strict=True), strict=True):
+            order = orders[0]
+            if order is None or len(set(orders)) > 1 or not isinstance(row[0], fx.Node) or _of_input(row[0]):
+                continue
+            made = f"{self.names[row[0]]}.permute({order}).contiguous().permute({_inverse(order)})"
+            plain = f"{self.names[row[0]]}.contiguous()"
+            self.lines += 1
+            self.name(row, f"v{self.lines}")
+            yield f"v{self.lines} = {plain if list(order) == sorted(order) else made}"
 
     def callee(self, node: fx.Node, args: list[str], kwargs: list[str]) -> str:
         if node.op == "call_method":
@@ -130,6 +150,16 @@ class _Writer:
             if text is not None:
                 return text
         raise Unliftable(f"a size in it does not follow from batch and length: {list(row)}")
+
+
+def _of_input(node: fx.Node) -> bool:
+    """True if the node is an input of the graph or shares its memory."""
+    source = aliased(node)
+    return node.op == "placeholder" if source is None else _of_input(source)
+
+
+def _inverse(order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _literal(item: Any) -> str:

@@ -1,19 +1,21 @@
 """The replacement against the function itself, run eagerly at many lengths.
 
 The region inside was proven at the captured lengths. What could still differ elsewhere is the Python around it: how it
-pads, how it counts chunks, a branch on the length. So both are run wherever the code mentions a number at which
-something could begin or end, and at the edges of several chunks.
+pads, how it counts chunks, a branch on the length or the batch. So both are run wherever the code mentions a number at
+which something could begin or end, at the edges of several chunks, and wherever a comparison it makes would turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from kdacompile.lift.branches import Point, Watch
 from kdacompile.lift.calls import Call
 from kdacompile.lift.capture import RUN_ERRORS
 from kdacompile.lift.errors import Unliftable
@@ -26,6 +28,9 @@ GRADIENT_SLACK = 5.0
 LARGEST_CHUNK = 256
 FARTHEST = 4200
 MOST_LENGTHS = 40
+BATCHES = (2, 3, 7)
+LARGEST_BATCH = 512
+MOST_RUNS = 80
 
 Function = Callable[..., Any]
 
@@ -47,13 +52,71 @@ def lengths(numbers: Iterable[int]) -> list[int]:
     return sorted(wanted)
 
 
-def compare(fn: Function, other: Function, call: Call, roles: dict[int, str], length: int, batch: int) -> float | None:
+@dataclass(frozen=True)
+class Agreement:
+    """How two functions compared: the largest relative error, the lengths tried, and those that the first one takes."""
+
+    error: float
+    tried: list[int]
+    taken: list[int]
+
+
+def compare_everywhere(
+    fn: Function, other: Function, call: Call, roles: dict[int, str], wanted: list[int]
+) -> Agreement:
+    """Compare at the lengths ``wanted``, at several batches, and wherever ``fn`` would decide otherwise than there.
+
+    Raises ``Unliftable`` unless the two agree, and what ``fn`` raises if it takes none of the lengths.
+    """
+    watch, errors = Watch(), dict[Point, "float | None"]()
+
+    def visit(points: Iterable[Point]) -> None:
+        for batch, length in points:
+            errors[batch, length] = compare(fn, other, call, roles, length, batch, watch)
+
+    visit((BATCHES[0], length) for length in wanted)
+    taken = [length for (_, length), error in errors.items() if error is not None]
+    if not taken:
+        raise RuntimeError("it runs at no length")
+    if any("B" in tensor.dims for _, tensor in call.tensors()):
+        visit((batch, min(taken)) for batch in BATCHES[1:])
+    while new := _turns(watch, min(taken)) - set(errors):
+        if len(errors) + len(new) > MOST_RUNS:
+            raise Unliftable("it decides at too many sizes to try them all")
+        visit(sorted(new))
+    if any(error is None for (batch, _), error in errors.items() if batch != BATCHES[0]):
+        raise Unliftable("it does not take every batch")
+    lengths = {length: error for (batch, length), error in sorted(errors.items()) if batch == BATCHES[0]}
+    largest = max(error for error in errors.values() if error is not None)
+    return Agreement(largest, list(lengths), [length for length, error in lengths.items() if error is not None])
+
+
+def _turns(watch: Watch, length: int) -> set[Point]:
+    """(batch, length) around every size at which a comparison would come out as it has not yet."""
+    points: set[Point] = set()
+    for letter, size in watch.turning_points():
+        if size > (LARGEST_BATCH if letter == "B" else FARTHEST):
+            raise Unliftable(f"it decides something at {size}, more than can be tried")
+        if size > 1:
+            points.add((size, length) if letter == "B" else (BATCHES[0], size))
+    return points
+
+
+def compare(
+    fn: Function,
+    other: Function,
+    call: Call,
+    roles: dict[int, str],
+    length: int,
+    batch: int,
+    watch: Watch | None = None,
+) -> float | None:
     """Largest relative error of the outputs, None if the function does not take this length."""
     inputs = make(call, roles, {"B": batch, "T": length}, seed=length)
     before = [tensor.clone() for tensor in inputs]
     try:
         with torch.no_grad():
-            want = fn(*inputs)
+            want = fn(*inputs) if watch is None else watch.run(fn, inputs, batch, length)
     except RUN_ERRORS:
         return None
     if not all(map(_same_bits, inputs, before)):
@@ -66,13 +129,25 @@ def compare(fn: Function, other: Function, call: Call, roles: dict[int, str], le
 def compare_gradients(
     fn: Function, other: Function, call: Call, roles: dict[int, str], length: int, batch: int
 ) -> None:
-    """Raises ``Unliftable`` unless the gradients agree too, wherever the function has any."""
+    """Raises ``Unliftable`` unless the gradients agree too.
+
+    In inference as well: whoever trains later finds the same verdict.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        _compare_gradients(fn, other, call, roles, length, batch)
+
+
+def _compare_gradients(
+    fn: Function, other: Function, call: Call, roles: dict[int, str], length: int, batch: int
+) -> None:
     results: list[list[Tensor | None]] = []
     for run in (fn, other):
         inputs = make(call, roles, {"B": batch, "T": length}, seed=length)
         leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
         try:
             outputs = [out for out in tree_leaves(run(*inputs)) if isinstance(out, Tensor) and out.requires_grad]
+            if run is fn and not outputs:
+                raise Unliftable("it cuts gradients")
             seeds = [torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out) for out in outputs]
             results.append(list(torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)))
         except RUN_ERRORS as error:
