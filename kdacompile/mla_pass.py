@@ -14,6 +14,7 @@ from kdacompile.mla_proof import MlaVerdicts
 from kdacompile.mla_rewrite import MlaSplice
 from kdacompile.patterns.ir import Graph, Value
 from kdacompile.patterns.mla import NAME, FusedMla, MlaCandidate
+from kdacompile.patterns.mla_lengths import lengths_instead
 from kdacompile.patterns.mla_roles import find_mla
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.report import Match, Rejection
@@ -85,21 +86,36 @@ class MlaWork:
         source = source_of(node)
         roles = {role: describe(placement) for role, placement in fused.inputs.items()}
         with self.timed("rewrite"):
-            splice = MlaSplice(self.gm, shadow, fused)
             try:
-                op = splice.apply(splice.check())
+                op = self.splice(shadow, fused)
             except CannotSplice as error:
                 self.reject(error.reason, node, error.code)
                 return
-        absorbed = ("causal mask",) if fused.claim.causal else ()
+        absorbed = ("causal mask",) if fused.claim.causal else ("length mask",) if "lengths" in fused.inputs else ()
         self.matches.append(Match(NAME, fused.mode, source, roles, fused.max_error, op, absorbed))
 
-    def judge(self, candidate: MlaCandidate) -> FusedMla | str:
-        """The proven region, or why it is not."""
+    def splice(self, shadow: Graph, fused: FusedMla) -> str:
+        """Put the op into the graph; with the mask where the graph does not hold on to the lengths."""
+        splice = MlaSplice(self.gm, shadow, fused)
+        try:
+            before = splice.check()
+        except CannotSplice:
+            masked = self.judge(fused.candidate, lengths=False)
+            if "lengths" not in fused.inputs or isinstance(masked, str):
+                raise
+            splice = MlaSplice(self.gm, shadow, masked)
+            before = splice.check()
+        return splice.apply(before)
+
+    def judge(self, candidate: MlaCandidate, *, lengths: bool = True) -> FusedMla | str:
+        """The proven region, or why it is not; ``lengths``: instead of a mask, where they will do."""
         with self.timed("proof"):
             verdict = verdicts(candidate, wide=self.settings.verify == "wide")
         trace.candidate(candidate, verdict.reason or "proven")
-        return verdict.reason if verdict.claim is None else FusedMla(candidate, verdict.claim, verdict.max_error)
+        if verdict.claim is None:
+            return verdict.reason
+        claim = lengths_instead(verdict.claim) if lengths else verdict.claim
+        return FusedMla(candidate, claim, verdict.max_error)
 
     # ---- other sizes
 

@@ -45,12 +45,13 @@ class MlaSplice(Splice):
             latent, k_rope = self.cache(given)
             w_uk, w_uv = self.weights(given)
             mask = self.mask(given["mask"]) if "mask" in given else None
+            lengths = self.lengths(given["lengths"], q, latent) if "lengths" in given else None
             tensors = (q, q_rope, latent, None if q_rope is None else k_rope, w_uk, w_uv, mask, given.get("sinks"))
             dtype = compat.example_value(like).dtype
             options: dict[str, Any] = {"scale": claim.scale, "causal": claim.causal, "form": "auto"}
             # Left out where it is q's own, as for linear attention.
             options["out_dtype"] = None if dtype == compat.example_value(q).dtype else dtype
-            call = self.with_meta(self.graph.call_function(mla, (*tensors, None, None), options), like)
+            call = self.with_meta(self.graph.call_function(mla, (*tensors, lengths, None), options), like)
             self.redirect(self.fused.output, self.getitem(call, 0, like), like)
         self.erase()
         return "kdacompile::mla"
@@ -91,6 +92,13 @@ class MlaSplice(Splice):
         if self.claim.values_first:
             return self.part(rows, 1, value, None), self.part(rows, 1, None, value)
         return self.part(rows, 1, None, nope), self.part(rows, 1, nope, None)
+
+    def lengths(self, node: fx.Node, q: fx.Node, latent: fx.Node) -> fx.Node:
+        """``[B]``, in the bounds that the op asks for: what lies beyond the cache compares as the whole of it does."""
+        if self.claim.lengths_plus:
+            node = self.method(node, "add", self.claim.lengths_plus)
+        node = self.method(node, "clamp", 0, self.size(latent, 1))
+        return self.method(node, "expand", self.size(q, 0))
 
     def mask(self, node: fx.Node) -> fx.Node:
         """The mask as the op takes it: True for what may be seen, or numbers to add.

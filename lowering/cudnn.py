@@ -117,7 +117,8 @@ def _copy_rows(rows: Tensor, out: Tensor) -> None:
     entries = torch.complex128.itemsize // rows.element_size()
     for x in (rows, out):
         sizes = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
-        if x.stride(-1) != 1 or x.dtype is not out.dtype or any(size % entries for size in sizes):
+        aligned = x.data_ptr() % torch.complex128.itemsize == 0 and not any(size % entries for size in sizes)
+        if x.stride(-1) != 1 or x.dtype is not out.dtype or not aligned:
             out.copy_(rows)
             return
     out.view(torch.complex128).copy_(rows.view(torch.complex128))

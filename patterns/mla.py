@@ -29,6 +29,7 @@ LETTERS = {
     "cache": "BCE",
     "mask": "BHTS",
     "sinks": "H",
+    "lengths": "B",
     "w": "WR",
     "w_k": "WR",
     "w_v": "WR",
@@ -71,6 +72,8 @@ class Claim:
     mask_fill: float = 0.0
     """Of a boolean mask: what the scores it hides become (-inf, or a number so low that only a row hidden as a whole
     can tell)."""
+    lengths_plus: int = 0
+    """What is added to ``lengths``: the graph may hold the last position instead."""
     scale: float = 1.0
 
     def with_(self, **changes: object) -> Claim:
@@ -87,6 +90,7 @@ class Claim:
             self.causal,
             self.mask_keeps,
             self.mask_fill,
+            self.lengths_plus,
             f"{self.scale:.9g}",  # fitted, at each instance anew
         )
         return roles, (self.output.value.node, self.output.letters), fixed, options

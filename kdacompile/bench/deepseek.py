@@ -1,0 +1,189 @@
+"""A decode step of transformers' DeepSeek-V3 on a CUDA device: Inductor alone and ``backend="kda"``.
+
+    python -m kdacompile.bench.deepseek [--cache 8192] [--batch 16] [--layers 4] [--heads 128] [--json FILE]
+
+The attention has its real sizes (hidden 7168, latents of 1536 and 512, heads of 128 + 64 and 128 channels). The
+mixture of experts is replaced by a dense MLP of 2048 and the vocabulary is small, so that attention is what is
+measured. bf16, random weights, a static cache filled with random numbers up to its last slot; every contender in a
+process of its own, each in the default mode and in ``reduce-overhead`` (CUDA graphs). Errors are the logits', against
+the same weights in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdacompile.collect import collecting
+from kdacompile.errors import BenchError
+
+CONTENDERS = tuple((backend, mode) for mode in ("default", "reduce-overhead") for backend in ("inductor", "kda"))
+GOAL = 10.0
+"""How many times faster than Inductor alone a step at the default sizes is meant to be."""
+SAMPLES = 21
+
+Figures = dict[str, Any]
+
+
+def build(args: argparse.Namespace) -> Any:
+    """The model in fp32, its weights rounded to bf16."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 7168,
+        "intermediate_size": 2048,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.heads,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 1024,
+        "max_position_embeddings": args.cache,
+        "mlp_layer_types": ["dense"] * args.layers,
+        "attn_implementation": "sdpa",
+    }
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes))
+    return model.eval().bfloat16().float()
+
+
+class Step:
+    """One token for every request, over a cache that has room for just that."""
+
+    def __init__(self, model: Any, args: argparse.Namespace) -> None:
+        from transformers import StaticCache
+
+        self.last = args.cache - 1
+        self.tokens = torch.arange(3, 3 + args.batch, device="cuda")[:, None]
+        self.cache: Any = StaticCache(model.config, args.cache)
+        model(input_ids=self.tokens, past_key_values=self.cache, use_cache=True)
+        generator = torch.Generator("cuda").manual_seed(1)
+        for layer in self.cache.layers:
+            for held in (layer.keys, layer.values):
+                drawn = torch.randn(held.shape, generator=generator, device="cuda").bfloat16()
+                held.copy_(drawn)
+
+    def rewind(self) -> None:
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.last)
+
+    def __call__(self, forward: Callable[..., Any]) -> Tensor:
+        """The logits; the step that follows another rewinds first."""
+        positions = torch.full_like(self.tokens, self.last)
+        out = forward(input_ids=self.tokens, position_ids=positions, past_key_values=self.cache, use_cache=True)
+        return out.logits
+
+
+def milliseconds(step: Step, forward: Callable[..., Any]) -> float:
+    """The median over steps, on the device's clock."""
+    samples: list[float] = []
+    for _ in range(SAMPLES):
+        step.rewind()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        step(forward)
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(end))
+    return statistics.median(samples)
+
+
+def measured(backend: str, mode: str, args: argparse.Namespace) -> Figures:
+    """Figures of one contender."""
+    with torch.no_grad():
+        model = build(args)
+        exact = Step(model, args)
+        exact.rewind()
+        want = exact(model)
+        del exact
+        model = model.bfloat16()
+        step = Step(model, args)
+        compiled = torch.compile(model, backend=backend, mode=mode, dynamic=False)
+        started = time.perf_counter()
+        with collecting() as report:
+            step.rewind()
+            step(compiled)
+        seconds = time.perf_counter() - started
+        for _ in range(3):  # CUDA graphs are recorded
+            step.rewind()
+            step(compiled)
+        step.rewind()
+        have = step(compiled).clone()
+        if backend == "kda" and [match.pattern for match in report.matches] != ["mla"] * args.layers:
+            raise BenchError(detail=str(report))
+        error = float((have.double() - want.double()).norm() / want.double().norm())
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        figures = {"ms": milliseconds(step, compiled), "error": error, "compile_s": seconds}
+        return figures | {"peak_gib": (torch.cuda.max_memory_allocated() - held) / 2**30}
+
+
+def run_one(backend: str, mode: str, args: argparse.Namespace) -> Figures:
+    """One contender in its own process; figures, or ``{"failure": text}``."""
+    with tempfile.TemporaryDirectory(prefix="kdacompile-bench-") as folder:
+        out = Path(folder, "figures.json")
+        sizes = [f"--{name}={getattr(args, name)}" for name in ("cache", "batch", "layers", "heads")]
+        command = [sys.executable, "-m", "kdacompile.bench.deepseek", *sizes, f"--contender={backend}:{mode}"]
+        done = subprocess.run([*command, f"--json={out}"], capture_output=True, text=True, check=False)
+        if done.returncode or not out.exists():
+            return {"failure": "\n".join(done.stderr.splitlines()[-8:])}
+        return json.loads(out.read_text())
+
+
+def table(results: dict[str, Figures], args: argparse.Namespace) -> str:
+    """One line a contender, and how the pairs compare."""
+    sizes = f"{args.layers} layers of {args.heads} heads, bf16"
+    lines = [f"one token over {args.cache} cached, batch {args.batch}, {sizes}"]
+    for name, figures in results.items():
+        if "failure" in figures:
+            lines.append(f"  {name:<26}failed: {figures['failure']}")
+            continue
+        text = f"{figures['ms']:9.3f} ms   error {figures['error']:.1e}   compiled in {figures['compile_s']:.0f} s"
+        lines.append(f"  {name:<26}{text}   {figures['peak_gib']:.2f} GiB on top")
+    for mode in dict.fromkeys(mode for _, mode in CONTENDERS):
+        theirs, ours = (results.get(f"{backend} {mode}", {}).get("ms") for backend in ("inductor", "kda"))
+        if theirs and ours:
+            ratio = theirs / ours
+            goal = f", goal {GOAL:g}: {'met' if ratio >= GOAL else 'MISSED'}"
+            lines.append(f"  {mode}: {ratio:.1f} times faster than Inductor alone{goal}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kdacompile.bench.deepseek", description=__doc__)
+    for name, default in (("cache", 8192), ("batch", 16), ("layers", 4), ("heads", 128)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--contender", help="BACKEND:MODE, in this process")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise BenchError(detail="this benchmark needs a CUDA device")
+    if args.contender:
+        backend, mode = args.contender.split(":")
+        results = measured(backend, mode, args)
+    else:
+        results = {f"{backend} {mode}": run_one(backend, mode, args) for backend, mode in CONTENDERS}
+        print(table(results, args))
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
+    return 1 if any("failure" in figures for figures in results.values() if isinstance(figures, dict)) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
