@@ -82,6 +82,7 @@ def test_next_generation(tools: Tools, heads: int, block: int, io: torch.dtype, 
     kernel = attention_module(True).kernel("attend")
     facts = tools.compile(kernel, constants(heads, block, PARTS=parts), io=io, arch=NEXT_ARCH).facts
     assert facts["workspace_bytes"] == 0 and within_capacity(facts, ASCEND910_95)
+    assert facts["handovers"] == 2
     made = attention_plan(heads, block, 512, 64, IO[io], "ascend910_95")
     for memory, (least, found, apart) in on_chip(made, "scan", facts).items():
         assert least <= found, memory

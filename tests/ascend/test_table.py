@@ -47,14 +47,11 @@ def figures(tools: Tools, row: Pattern, target: str) -> dict[str, int]:
         "workspace_bytes": facts["workspace_bytes"],
         "own_bytes": sum(made.bytes(b) for b in made.in_memory if b.name in own),
     }
-    if target == "ascend910b":
-        assert facts["handovers"] == made.handovers
-        result["handovers"] = facts["handovers"]
-    return result
+    assert target != "ascend910b" or facts["handovers"] == made.handovers
+    return {**result, "handovers": facts["handovers"]}
 
 
 def attention_figures(tools: Tools, target: str) -> dict[str, int]:
     kernel = attention_module(True).kernel("attend")
     facts = tools.compile(kernel, attention_constants(32, 128), arch=TARGETS[target]).facts
-    result = {"workspace_bytes": facts["workspace_bytes"], "own_bytes": 0}
-    return {**result, "handovers": facts["handovers"]} if target == "ascend910b" else result
+    return {"workspace_bytes": facts["workspace_bytes"], "own_bytes": 0, "handovers": facts["handovers"]}

@@ -23,7 +23,16 @@ from typing import Any
 import ascendnpuir  # pyright: ignore[reportMissingImports]
 import numpy as np
 
-from tests.ascend.simulator import DeadlockError, FlagError, Simulator, UnsupportedError, device, facts, layout, parse
+from tests.ascend.simulator import (
+    DeadlockError,
+    FlagError,
+    Simulator,
+    UnsupportedError,
+    device,
+    facts,
+    next_facts,
+    parse,
+)
 from tests.ascend.simulator.memory import DTYPES, BoundsError
 
 BINARIES = Path(str(ascendnpuir.__file__)).parent / "bin"
@@ -55,7 +64,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
                 work.rename(folder)
     text, kernel = (folder / "kernel.mlir").read_text(), request["kernel"]
     if _suffix(request["arch"]):  # its Vec code is functions with jumps, which nothing here reads
-        found = layout(text, kernel)
+        found = next_facts(text, kernel)
     else:
         found = facts(parse((folder / "kernel.generic.mlir").read_text()), text, kernel)
     return {"folder": str(folder), "device": device(text), "facts": asdict(found)}

@@ -12,7 +12,7 @@ still seen, because sets and waits must balance; a dropped barrier is not.
 
 from __future__ import annotations
 
-from .facts import Facts, Memory, UnitFacts, device, facts, layout
+from .facts import Facts, Memory, UnitFacts, device, facts, next_facts
 from .machine import DeadlockError, FlagError, Simulator
 from .parse import Module, UnsupportedError, parse
 
@@ -27,6 +27,6 @@ __all__ = [
     "UnsupportedError",
     "device",
     "facts",
-    "layout",
+    "next_facts",
     "parse",
 ]

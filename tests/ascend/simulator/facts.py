@@ -13,6 +13,9 @@ from .parse import Block, Module, Op, UnsupportedError
 _SPACES = {"ub": "UB", "cbuf": "L1", "cc": "L0C"}
 _CONSTANT = re.compile(r"(%\w+) = (?:arith\.constant |llvm\.mlir\.constant\()(\d+)")
 _TILE = re.compile(r"hivm\.hir\.pointer_cast\((%\w+)\) : memref<(\w+), #hivm\.address_space<(\w+)>>")
+_FROM_VEC_OR_TO_IT = re.compile(
+    r"sync_block_(?:(wait)\[<CUBE>, <PIPE_MTE3>, <PIPE_MTE[12]>\]|(set)\[<CUBE>, <PIPE_FIX>, <PIPE_V>\])"
+)
 _SIZES = ("UB_SIZE", "L1_SIZE", "L0A_SIZE", "L0B_SIZE", "L0C_SIZE")
 
 
@@ -56,6 +59,15 @@ def device(text: str) -> dict[str, int]:
 def layout(text: str, kernel: str) -> Facts:
     """What the custom form of a kernel's HIVM says of memory alone; it is alike for all generations."""
     return Facts(_workspace_bytes(text, kernel), _memories(text, kernel))
+
+
+def next_facts(text: str, kernel: str) -> Facts:
+    """Facts for the next generation, whose functions are blocks with jumps: the order of Cube's lines is that of its
+    one loop, and what it waits for comes through memory on chip as well."""
+    cube = re.search(rf"  func\.func @{kernel}_mix_aic\(.*?(?=\n  func\.func|\Z)", text, re.S)
+    events = _FROM_VEC_OR_TO_IT.findall(cube.group()) if cube else []
+    changes = sum(a[0] != b[0] for a, b in zip(events, events[1:] + events[:1], strict=True))
+    return replace(layout(text, kernel), handovers=changes)
 
 
 def facts(module: Module, text: str, kernel: str) -> Facts:
