@@ -37,7 +37,12 @@ def arguments(description: str | None, argv: Sequence[str] | None) -> argparse.N
 
 def compiled(fn: Callable[..., Any], args: argparse.Namespace) -> Callable[..., Any]:
     """``fn`` under backend="kda"; with --quick what is not rewritten runs eagerly instead of through Inductor."""
-    return torch.compile(fn, backend="kda", options={"kda.inner": "eager"} if args.quick else None)
+    if args.quick:
+        return torch.compile(fn, backend="kda", options={"kda.inner": "eager"})
+    say("Inductor starts: once a machine it checks the C++ compiler and precompiles headers ...")
+    torch.compile(torch.square, backend="inductor")(torch.zeros(8, device=args.device))
+    torch.compiler.reset()
+    return torch.compile(fn, backend="kda")
 
 
 def say(text: str) -> None:

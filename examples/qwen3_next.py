@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     linear = 1 if args.quick else 3
     layer_types = ["linear_attention"] * linear + ["full_attention"]
     model = Qwen3NextForCausalLM(config(1 if args.quick else 4, layer_types))
-    length = 70 if args.quick else 1024
+    length = 70 if args.quick else 256
     return generation.compare(model, args, pattern="gated_delta_rule", layers=linear, length=length)
 
 

@@ -109,7 +109,8 @@ def rewrite(
     """Rewrite ``gm`` in place and say what was done. Without ``keep_strides`` results come as the ops lay them out."""
     work = _Work(gm, settings, tables or {}, keep_strides=keep_strides)
     if work.has_recurrence or work.has_attention:
-        work.run()
+        with compat.no_python_dispatcher():
+            work.run()
     return work.report()
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kdacompile import compat
 from kdacompile.patterns import tables
 from kdacompile.patterns.candidates import Candidate
 from kdacompile.patterns.evaluate import EvaluationError, LaneError, Region
@@ -96,7 +95,7 @@ def prove(candidate: Candidate, *, wide: bool = False) -> Verdict:
     runner = _Runner(candidate)
     while True:
         try:
-            with one_thread(), compat.no_python_dispatcher():
+            with one_thread():
                 return _prove(candidate, runner, wide=wide)
         except LaneError as error:
             if not runner.go_whole():

@@ -129,8 +129,8 @@ def _unnamed_where(value: Value) -> Op | None:
 
 
 def _selected(where: Op) -> tuple[Value, bool, float] | str:
-    condition, yes, no = (item if isinstance(item, Value) else None for item in where.args)
-    value = None if condition is None else named(condition)
+    condition, yes, no = where.args  # the numbers are plain ones where Inductor's dispatcher is on
+    value = named(condition) if isinstance(condition, Value) else None
     numbers = _number(yes), _number(no)
     if value is None or None in numbers:
         return "the mask is not a tensor of the model"

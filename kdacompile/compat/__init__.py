@@ -258,7 +258,9 @@ ABSORBED = "kdacompile_absorbed"
 
 
 def no_python_dispatcher() -> contextlib.AbstractContextManager[Any]:
-    """Inductor traces with torch's Python dispatcher on; a matmul of real tensors then takes six times as long."""
+    """Inductor runs its passes with torch's Python dispatcher on: operators then decompose otherwise than they do under
+    other compilers, and a matmul of real tensors takes six times as long.
+    """
     guard: Any = torch._C._DisablePythonDispatcher()
     return guard
 

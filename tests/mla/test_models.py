@@ -18,6 +18,9 @@ pytest.importorskip("transformers")
 
 from tests.models.mla_zoo import CASES, tokens
 
+# Torch-private: what Inductor switches on before it runs its passes.
+InductorsDispatcher: Any = torch._C._EnablePythonDispatcher
+
 SAMPLE = (
     Cell("deepseek_v3", "eager", "static", "prefill"),
     Cell("deepseek_v2", "sdpa", "dynamic", "step"),
@@ -51,3 +54,22 @@ def test_one_graph_for_all_decode_steps(kind: str) -> None:
             ours, want = compiled(**own | step)[0], model(**theirs | step)[0]
             assert relative_error(ours, want) <= BOUND
     assert len(graphs) <= (2 if kind == "dynamic" else 1)
+
+
+@pytest.mark.parametrize("what", ["prefill", "step"])
+def test_the_pass_reads_the_same_within_inductor(what: str) -> None:
+    """Operators decompose otherwise under the dispatcher that Inductor's passes run with."""
+    case = CASES["deepseek_v3"]
+    model = case.build("sdpa")
+
+    def within(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        guard = InductorsDispatcher()
+        try:
+            return backend.kda(graph, inputs, options={"kda.inner": "eager", "kda.expect": {"mla": case.attentions}})
+        finally:
+            del guard
+
+    torch._dynamo.reset()
+    own, theirs = (case.step(model, "static") if what == "step" else case.prefill(model, 9, "static") for _ in range(2))
+    with torch.no_grad():
+        assert relative_error(torch.compile(model, backend=within)(**own)[0], model(**theirs)[0]) <= BOUND
