@@ -106,6 +106,11 @@ class Region:
             if value not in keep and not value.const:
                 self.dead[index].append(value)
         self.constants: dict[Value, _Lane] = {}
+        self.moving = set(self.inputs)
+        """What depends on the inputs, one of which may be a constant of the graph (a mask)."""
+        for op in self.ops:
+            if not self.moving.isdisjoint(op.reads):
+                self.moving.update(op.outs)
         self.plans: dict[tuple[torch.Size, ...], list[_Planned]] = {}
         """What a run does, by the sizes of its inputs: probes differ in their numbers only."""
 
@@ -171,7 +176,7 @@ class Region:
         for value, result in zip(op.outs, results, strict=False):
             dims = _out_dims(value, result, lanes) if viewed is None else viewed
             lane = _Lane(result, dims, const=value.const)
-            if value.const and not lane.reduced:
+            if value.const and value not in self.moving and not lane.reduced:
                 self.constants[value] = lane
             else:
                 env[value] = lane

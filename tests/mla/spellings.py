@@ -106,6 +106,14 @@ class SdpaIsCausal(Naive):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
 
 
+class SdpaWindow(Naive):
+    """A mask that no input reaches and that is not the causal one: it is handed on."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = causal(q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.triu(k.shape[2] - q.shape[2] - 4))
+
+
 class MaskedFill(Naive):
     def mask(self, scores: Tensor) -> Tensor:
         return scores.masked_fill(~causal(*scores.shape[-2:]), -1e9)
@@ -136,8 +144,8 @@ class UpcastScores(Naive):
 SPELLINGS: dict[str, Callable[[], nn.Module]] = {
     cls.__name__: cls
     for cls in (
-        Naive, SliceCopies, RopeFirst, ValuesFirst, TwoProjections, TwoTerms, Sdpa, SdpaIsCausal, MaskedFill,
-        AddedMask, NoPositions, UpcastScores,
+        Naive, SliceCopies, RopeFirst, ValuesFirst, TwoProjections, TwoTerms, Sdpa, SdpaIsCausal, SdpaWindow,
+        MaskedFill, AddedMask, NoPositions, UpcastScores,
     )
 }  # fmt: skip
 CAUSAL = {"Sdpa", "SdpaIsCausal", "AddedMask", "DeepSeekCausal", "MqaGrouped"}
