@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             torch.compiler.reset()
             alone = torch.compile(layer, backend="inductor")
-            common.say("Inductor alone compiles this for most of a minute on a CPU")
+            common.say("Inductor alone compiles the unrolled chunks")
             results.append(common.contend("inductor", lambda: alone(x), args.device, expected)[1])
 
     common.print_matches(report)

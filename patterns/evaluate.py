@@ -175,8 +175,8 @@ class Region:
         viewed = _regrouped(lanes[0].dims, op.args[1]) if op.name in _SIZED and lanes[0].reduced else None
         for value, result in zip(op.outs, results, strict=False):
             dims = _out_dims(value, result, lanes) if viewed is None else viewed
-            lane = _Lane(result, dims, const=value.const)
-            if value.const and value not in self.moving and not lane.reduced:
+            lane = _Lane(result, dims, const=value.const and value not in self.moving)
+            if lane.const and not lane.reduced:
                 self.constants[value] = lane
             else:
                 env[value] = lane
