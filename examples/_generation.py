@@ -83,15 +83,15 @@ def compare(model: PreTrainedModel, args: argparse.Namespace, pattern: str, laye
         eager = contend("eager", model, model.config, prompt, steps)
         with kdacompile.collecting() as report:
             kda = contend("kda", common.compiled(model, args), model.config, prompt, steps)
-        runs = [eager, kda]
+        common.print_matches(report)
+        print_table([eager, kda])
         if args.quick:
             common.say("Inductor alone: left out by --quick")
         else:
             torch.compiler.reset()
             common.say("Inductor alone unrolls the chunk loop: this can take a minute or two")
-            runs.append(contend("inductor", torch.compile(model, backend="inductor"), model.config, prompt, steps))
-    common.print_matches(report)
-    print_table(runs)
+            alone = contend("inductor", torch.compile(model, backend="inductor"), model.config, prompt, steps)
+            print_table([eager, kda, alone])
     return common.verdict(problems(report, eager, kda, pattern, layers))
 
 
