@@ -29,7 +29,7 @@ Operands = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Te
 """q, q_rope, latent, k_rope, w_uk and w_uv, as the oracle takes them."""
 
 MANY = 256
-"""Tokens above which no more than half as many queries, and as many of the cache, are run."""
+"""Tokens of a cache of more that are run; of queries half as many, or as many if they are as many as the tokens."""
 
 KINDS = ("ordinary", "hidden", "peaked")
 
