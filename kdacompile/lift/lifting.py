@@ -147,9 +147,8 @@ def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Sett
     """Capture, rewrite and compare; raises ``Unliftable`` where that does not come out."""
     numbers = identity.numbers | call.numbers()
     tried = verify.lengths(numbers)
-    captured = captures(fn, call, numbers, settings)
+    captured, text = captures(fn, call, numbers, settings)
     found = roles(captured[-1].graph)
-    text = template.write(captured, call)
     original, narrow = bound(fn, call), _fewer_heads(call)
     other = load("draft", Verdict("", "", text)).run
     try:
@@ -174,17 +173,29 @@ def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Sett
     )
 
 
-def captures(fn: types.FunctionType, call: Call, numbers: AbstractSet[int], settings: Settings) -> list[Captured]:
-    """The rewritten function at three sizes: within a chunk, over an edge, at whole chunks."""
+def captures(
+    fn: types.FunctionType, call: Call, numbers: AbstractSet[int], settings: Settings
+) -> tuple[list[Captured], str]:
+    """The rewritten function at three sizes, and what they have in common as text.
+
+    Within a chunk, over an edge, at whole chunks; where a single chunk is rewritten otherwise than several, at more
+    than one; and where the function takes whole chunks only, at those.
+    """
     chunk = _chunk(numbers)
-    plans = [(5, chunk + 3, 3 * chunk), (chunk, 2 * chunk, 5 * chunk)] if chunk else [(3, 6, 11)]
+    plans = [(5, chunk + 3, 3 * chunk), (chunk + 3, 2 * chunk + 5, 5 * chunk), (chunk, 2 * chunk, 5 * chunk)]
     failure: Exception | None = None
-    for plan in plans:
+    for plan in plans if chunk else [(3, 6, 11)]:
         try:
-            return [capture(fn, call, sizes, settings) for sizes in _sizes(plan)]
+            captured = [capture(fn, call, sizes, settings) for sizes in _sizes(plan)]
         except RUN_ERRORS as error:
+            failure = WrongLayout(f"it does not run on stand-ins: {error}")
+            continue
+        try:
+            return captured, template.write(captured, call)
+        except Unliftable as error:
             failure = error
-    raise WrongLayout(f"it does not run on stand-ins: {failure}")
+    assert failure is not None
+    raise failure
 
 
 def _sizes(plan: tuple[int, ...]) -> Iterator[Sizes]:
