@@ -33,63 +33,39 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
-
-LOG2E = gl.constexpr(1.4426950408889634)
-STAGES = gl.constexpr(2)  # tiles of q, k and g under way or in use
-
-# Token rows: warp w holds tokens 8 w .. 8 w + 7, a thread all eight of them in four columns, so that the running sum of
-# gates stays in the thread and a row's norm in the warp.
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8, 4], [1, 1, 32], [8, 1, 1], [2, 1, 0]))
-FLAT = gl.constexpr(gl.BlockedLayout([8, 4], [1, 32], [8, 1], [1, 0]))
-CHANNELS = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, ROWS.value)))
-TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
-SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE, 2))
-TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-TILE4 = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _exp2(x):
-    # exp2 proper wraps this in a rescue of subnormal results; here they may flush to zero.
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
-
-
-@gluon.jit
-def _reciprocal(x):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+from .common import (
+    CHANNELS,
+    HALF,
+    LOG2E,
+    ROWS,
+    SQUARE,
+    STAGES,
+    TILE,
+    TILE4,
+    TOKENS,
+    add,
+    barrier,
+    exp2,
+    fetch,
+    fetch_bias,
+    given_beta,
+    given_rate,
+    locate,
+    pinned,
+    put,
+    reciprocal,
+    rows_of,
+    rows_within,
+    sigmoid2,
+    tiles_of,
+)
+from .inverse import leave_inverse
 
 
 @gluon.jit
-def _sigmoid2(x):
-    """sigmoid(x / log2 e)"""
-    return _reciprocal(1.0 + _exp2(-x))
-
-
-@gluon.jit
-def _pinned(x):
-    """x, opaque: masks made from it are computed where they are used, not kept in registers across the loop."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
-
-
-@gluon.jit
-def _tile(c, HV, chunks):
-    """Batch entry, chunk of the run, value head; heads vary fastest: blocks side by side share DRAM pages."""
-    return c // (HV * chunks), (c // HV) % chunks, c % HV
-
-
-@gluon.jit
-def _load_tile(c, total, HV, GROUP, chunks, first, d_q, d_k, d_g, inputs, full, stage):
+def _load_tile(c, total, T, HV, GROUP, chunks, first, places, d_q, d_k, d_g, inputs, full, stage, PACKED: gl.constexpr):
     here = c < total
-    i_b, i_n, i_h = _tile(c, HV, chunks)
-    token = (first + i_n) * 64
+    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, chunks, first, places, PACKED)
     bar = full.index(stage)
     mbarrier.expect(bar, 3 * 64 * 128 * 2, pred=here)
     for j in gl.static_range(3):
@@ -100,16 +76,6 @@ def _load_tile(c, total, HV, GROUP, chunks, first, d_q, d_k, d_g, inputs, full, 
             tma.async_copy_global_to_shared(d_k, [i_b, token, i_h // GROUP, 0], bar, to, pred=here)
         else:
             tma.async_copy_global_to_shared(d_q, [i_b, token, i_h // GROUP, 0], bar, to, pred=here)
-
-
-@gluon.jit
-def _rows_of(tile):
-    return gl.convert_layout(gl.reshape(tile.load(FLAT), [8, 8, 128]), ROWS).to(gl.float32)
-
-
-@gluon.jit
-def _put(tile, x):
-    tile.store(gl.reshape(x.to(gl.bfloat16), [64, 128]))
 
 
 @gluon.jit
@@ -131,32 +97,12 @@ def _sum_before(sums, group, LINE: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(
-    c, T, HV, first, chunks, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, place, column,
-    HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr,
-):  # fmt: skip
-    """A tile's first token and place among the chunks, and what it needs besides q, k and g; beta is 0 beyond T."""
-    i_b, i_n, i_h = _tile(c, HV, chunks)
-    token = (first + i_n) * 64
-    rate = 0.0
-    if HAS_A:
-        rate = gl.load(A_log + i_h).to(gl.float32)
-    bias = gl.zeros([128], gl.float32, layout=CHANNELS)
-    if HAS_DT:
-        bias = gl.load(dt_bias + i_h * 128 + column).to(gl.float32)
-    b = gl.full([64], 1.0, gl.float32, layout=TOKENS)
-    if HAS_BETA:
-        at = beta + i_b.to(gl.int64) * beta_sb + i_h.to(gl.int64) * beta_sh + (token + place).to(gl.int64) * beta_st
-        b = gl.load(at, mask=token + place < T, other=0.0).to(gl.float32)
-    return token, ((i_b * HV + i_h) * chunks + i_n).to(gl.int64), rate, bias, b
-
-
-@gluon.jit
 def _row_warps(
-    d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, buffer, decay,
-    T, HV, GROUP, first, chunks, total, scale, eps, bound, shift, unshift,
+    d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
+    T, K, HV, GROUP, first, chunks, begin, total, scale, eps, bound, shift, unshift,
     inputs, rows, columns, betas, sums, full, ready, free,
     HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     LINE: gl.constexpr = gl.SliceLayout(1, ROWS)
     group = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
@@ -166,58 +112,60 @@ def _row_warps(
     to = (group.to(gl.int64) * 8 + row.to(gl.int64)) * 128 + column[None, None, :].to(gl.int64)
     low = group < 4
     step = gl.num_programs(0)
+    total = tiles_of(total, HV, first, places, PACKED)
     for s in gl.static_range(STAGES):
-        c = gl.program_id(0) + s * step
-        _load_tile(c, total, HV, GROUP, chunks, first, d_q, d_k, d_g, inputs, full, s)
+        c = begin + gl.program_id(0) + s * step
+        _load_tile(c, total, T, HV, GROUP, chunks, first, places, d_q, d_k, d_g, inputs, full, s, PACKED)
+    c0 = begin + gl.program_id(0)
     it = 0
-    for c in range(gl.program_id(0), total, step):
-        token, chunk, raw_rate, raw_bias, raw_beta = _fetch(
-            c, T, HV, first, chunks, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, place, column,
-            HAS_A, HAS_DT, HAS_BETA,
+    for c in range(c0, total, step):
+        _, token, end, i_h, A, b = fetch(
+            c, T, HV, chunks, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place, HAS_A, HAS_BETA, PACKED
         )  # fmt: skip
-        b = raw_beta
-        if SIGMOID_BETA:
-            b = _sigmoid2(b * LOG2E)
-        betas.index(it & 1).store(gl.where(token + place < T, b, 0.0))
-        rate = gl.exp2(raw_rate * LOG2E) * LOG2E
+        bias = fetch_bias(dt_bias, i_h, K, column, HAS_DT)
+        rate = given_rate(A, HAS_A) * LOG2E
+        betas.index(it & 1).store(given_beta(b, token + place, end, SIGMOID_BETA))
         stage = it % STAGES
         mbarrier.wait(full.index(stage), (it // STAGES) & 1)
-        x = _rows_of(inputs.index(3 * stage)) * rate + (raw_bias * rate)[None, None, :]
-        g = _sigmoid2(x) * gl.where(token + group * 8 + row < T, bound, 0.0)
-        within = gl.associative_scan(g, 1, _add)
+        live = token + group * 8 + row < end
+        x = rows_of(inputs.index(3 * stage)) * rate + (bias.to(gl.float32) * rate)[None, None, :]
+        g = sigmoid2(x) * gl.where(live, bound, 0.0)
+        if PACKED:
+            g = gl.where(live, g, 0.0)
+        within = gl.associative_scan(g, 1, add)
         sums.store(gl.sum(g, 1))
-        k = _rows_of(inputs.index(3 * stage + 1))
+        k = rows_within(inputs.index(3 * stage + 1), live, PACKED)
         k_norm = gl.rsqrt(gl.sum(k * k, 2) + eps)[:, :, None]
-        q = _rows_of(inputs.index(3 * stage + 2))
+        q = rows_within(inputs.index(3 * stage + 2), live, PACKED)
         q_norm = (gl.rsqrt(gl.sum(q * q, 2) + eps) * scale)[:, :, None]
         barrier()
-        out = buffer + chunk * (256 * 128)
-        out_decay = decay + chunk * 128
+        out = buffer + c.to(gl.int64) * (256 * 128)
+        out_decay = decay + c.to(gl.int64) * 128
         before, half0, half1 = _sum_before(sums, group, LINE)
         D = within + (before + shift)
-        decay0 = _exp2(half0)
-        decay1 = _exp2(half1)
+        decay0 = exp2(half0)
+        decay1 = exp2(half1)
         start = gl.where(low, 1.0, decay0)
         gl.store(out_decay + column[None, None, :], decay0 * decay1)
-        up = _exp2(D)
+        up = exp2(D)
         # q and k are read again: registers hold neither of them beside the gates.
-        q = _rows_of(inputs.index(3 * stage + 2)) * q_norm * up
+        q = rows_within(inputs.index(3 * stage + 2), live, PACKED) * q_norm * up
         mbarrier.wait(free, (it & 1) ^ 1)
-        _put(rows.slice(64, 64, 0), q)
+        put(rows.slice(64, 64, 0), q)
         gl.store(out + 64 * 128 + to, (q * unshift * start).to(gl.bfloat16))
-        k = _rows_of(inputs.index(3 * stage + 1)) * k_norm
+        k = rows_within(inputs.index(3 * stage + 1), live, PACKED) * k_norm
         k_up = k * up
-        _put(rows.slice(0, 64, 0), k_up)
+        put(rows.slice(0, 64, 0), k_up)
         gl.store(out + to, (k_up * unshift * start).to(gl.bfloat16))
-        k_down = k * _reciprocal(up)
-        _put(columns.index(0), k_down)
-        k_end = k_down * _exp2(gl.where(low, half0, half1) + shift)
-        _put(columns.index(1), k_end)
+        k_down = k * reciprocal(up)
+        put(columns.index(0), k_down)
+        k_end = k_down * exp2(gl.where(low, half0, half1) + shift)
+        put(columns.index(1), k_end)
         fence_async_shared()
         barrier()
         mbarrier.arrive(ready, count=1)
         then = c + STAGES * step
-        _load_tile(then, total, HV, GROUP, chunks, first, d_q, d_k, d_g, inputs, full, stage)
+        _load_tile(then, total, T, HV, GROUP, chunks, first, places, d_q, d_k, d_g, inputs, full, stage, PACKED)
         gl.store(out + 128 * 128 + to, (k_end * gl.where(low, decay1, 1.0)).to(gl.bfloat16))
         it += 1
 
@@ -242,57 +190,17 @@ def _select(same, cross, i, j, unshift):
 
 
 @gluon.jit
-def _invert(A, a, z, i, j, tile_n, tile_x, tile_p):
-    """(I + A)^-1 for A [64, 64] strictly lower triangular, in registers and as ``a`` (fp16) in shared memory.
-
-    Blocks of 4, 16, 64 in turn: with X the inverse of the diagonal blocks and N = X L, L the rest of the next size,
-    N^4 = 0 and (I + N)^-1 X = (I + N^2) (X - N X). Products with A instead of L, masked, need no tile of their own.
-    """
-    same4 = (i >> 2) == (j >> 2)
-    same16 = (i >> 4) == (j >> 4)
-    n = gl.where(same4, A, 0.0)
-    n2 = gl.where(same4, warpgroup_mma(gl.convert_layout(n.to(gl.float16), LEFT), a, z, use_acc=False), 0.0)
-    n3 = gl.where(same4, warpgroup_mma(gl.convert_layout(n2.to(gl.float16), LEFT), a, z, use_acc=False), 0.0)
-    x = gl.where(i == j, 1.0, 0.0) - n + n2 - n3
-    for level in gl.static_range(2):
-        x16 = x.to(gl.float16)
-        n = warpgroup_mma(gl.convert_layout(x16, LEFT), a, z, use_acc=False, is_async=True)
-        tile_x.store(x16)
-        n = warpgroup_mma_wait(0, [n])
-        if level == 0:
-            n = gl.where(same16, gl.where(same4, 0.0, n), 0.0)
-        else:
-            n = gl.where(same16, 0.0, n)
-        n16 = n.to(gl.float16)
-        tile_n.store(n16)
-        fence_async_shared()
-        barrier()
-        left = gl.convert_layout(n16, LEFT)
-        nx = warpgroup_mma(left, tile_x, z, use_acc=False, is_async=True)
-        nn = warpgroup_mma(left, tile_n, z, use_acc=False, is_async=True)
-        nx = warpgroup_mma_wait(1, [nx])
-        p = x - nx
-        tile_p.store(p.to(gl.float16))
-        nn = warpgroup_mma_wait(0, [nn])
-        fence_async_shared()
-        barrier()
-        x = warpgroup_mma(gl.convert_layout(nn.to(gl.float16), LEFT), tile_p, p)
-    return x
-
-
-@gluon.jit
-def _gram_warps(d_out, HV, chunks, total, unshift, rows, columns, betas, tiles, ready, free):
-    a = tiles.index(0)
-    m_out = tiles.index(4)._reinterpret(gl.bfloat16, [64, 64], TILE)
-    qk_out = tiles.index(5)._reinterpret(gl.bfloat16, [64, 64], TILE)
+def _gram_warps(
+    d_out, HV, first, places, begin, total, unshift, rows, columns, betas, tiles, ready, free, PACKED: gl.constexpr
+):
+    qk_out = tiles.index(4)._reinterpret(gl.bfloat16, [64, 64], TILE)
     z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     i0 = gl.arange(0, 64, layout=gl.SliceLayout(1, SQUARE))
     j0 = gl.arange(0, 64, layout=gl.SliceLayout(0, SQUARE))
     it = 0
-    for c in range(gl.program_id(0), total, gl.num_programs(0)):
-        i_b, i_n, i_h = _tile(c, HV, chunks)
-        row = ((i_b * HV + i_h) * chunks + i_n) * 256 + 192
-        i = _pinned(i0)[:, None]
+    for c in range(begin + gl.program_id(0), tiles_of(total, HV, first, places, PACKED), gl.num_programs(0)):
+        row = c * 256 + 192
+        i = pinned(i0)[:, None]
         j = j0[None, :]
         mbarrier.wait(ready, it & 1)
         k_same, k_cross = _gram(rows.slice(0, 64, 0), columns)
@@ -303,7 +211,7 @@ def _gram_warps(d_out, HV, chunks, total, unshift, rows, columns, betas, tiles, 
         barrier()
         k_same, k_cross = warpgroup_mma_wait(2, [k_same, k_cross])
         A = gl.where(i > j, _select(k_same, k_cross, i, j, unshift) * beta_i[:, None], 0.0)
-        a.store(A.to(gl.float16))
+        tiles.index(0).store(A.to(gl.float16))
         q_same, q_cross = warpgroup_mma_wait(0, [q_same, q_cross])
         qk = gl.where(i >= j, _select(q_same, q_cross, i, j, unshift), 0.0)
         qk_out.store(qk.to(gl.bfloat16))
@@ -311,31 +219,28 @@ def _gram_warps(d_out, HV, chunks, total, unshift, rows, columns, betas, tiles, 
         barrier()
         mbarrier.arrive(free, count=1)
         tma.async_copy_shared_to_global(d_out, [row, 64], qk_out)
-        x = _invert(A, a, z, i, j, tiles.index(1), tiles.index(2), tiles.index(3))
-        m_out.store((x * beta_j[None, :]).to(gl.bfloat16))
-        fence_async_shared()
-        barrier()
-        tma.async_copy_shared_to_global(d_out, [row, 0], m_out)
+        leave_inverse(A, z, i, j, beta_j, tiles, d_out, row)
         it += 1
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T", "first", "chunks", "begin", "total"])  # they change from run to run
 def prepare(
-    d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, buffer, d_out, decay,
-    T, HV, GROUP, first, chunks, total, scale, eps, bound, shift, unshift,
+    d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, d_out, decay,
+    T, K, HV, GROUP, first, chunks, begin, total, scale, eps, bound, shift, unshift,
     HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    GRAM_REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, GRAM_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Chunks ``first .. first + chunks`` of every batch entry and value head: ``total`` tiles, strided over blocks.
+    """Chunks ``first .. first + chunks`` of every batch entry and value head: ``total`` tiles; those from ``begin`` on.
 
-    d_q, d_k, d_g: ``[B, T, heads, 128]``, blocks ``[1, 64, 1, 128]``. bound: lower bound on a gate, in powers of two.
-    shift: at least 16 * -bound, an integer; unshift = 2^-shift.
+    d_q, d_k, d_g: ``[B, T, heads, K]``, blocks ``[1, 64, 1, 128]``: what is beyond K is zero. bound: lower bound on a
+    gate, in powers of two. shift: at least 16 * -bound, an integer; unshift = 2^-shift. PACKED: ``places`` has the
+    chunks of all sequences, see ``packing.py``.
     """
     inputs = gl.allocate_shared_memory(gl.bfloat16, [3 * STAGES, 64, 128], TILE)
     rows = gl.allocate_shared_memory(gl.bfloat16, [128, 128], TILE)
     columns = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], TILE)
-    tiles = gl.allocate_shared_memory(gl.float16, [6, 64, 64], TILE)
+    tiles = gl.allocate_shared_memory(gl.float16, [5, 64, 64], TILE)
     sums = gl.allocate_shared_memory(gl.float32, [8, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     betas = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -351,11 +256,13 @@ def prepare(
     gl.warp_specialize(
         [
             (_row_warps, (
-                d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, buffer, decay,
-                T, HV, GROUP, first, chunks, total, scale, eps, bound, shift, unshift,
-                inputs, rows, columns, betas, sums, full, ready, free, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA,
+                d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
+                T, K, HV, GROUP, first, chunks, begin, total, scale, eps, bound, shift, unshift,
+                inputs, rows, columns, betas, sums, full, ready, free, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED,
             )),
-            (_gram_warps, (d_out, HV, chunks, total, unshift, rows, columns, betas, tiles, ready, free)),
+            (_gram_warps, (
+                d_out, HV, first, places, begin, total, unshift, rows, columns, betas, tiles, ready, free, PACKED,
+            )),
         ],
         [4], [GRAM_REGISTERS],
     )  # fmt: skip

@@ -20,35 +20,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .prepare import (
-    LOG2E,
+from .common import (
     ROWS,
     SQUARE,
     STAGES,
     TILE,
     TILE4,
-    _add,
-    _exp2,
-    _invert,
-    _pinned,
-    _put,
-    _rows_of,
-    _sigmoid2,
-    _tile,
+    add,
     barrier,
+    exp2,
+    fetch,
+    given_beta,
+    given_rate,
+    locate,
+    log2_gate,
+    pinned,
+    put,
+    rows_within,
+    tiles_of,
 )
+from .inverse import leave_inverse
 
-# 2^-256 of anything fp32 holds is 0, and 64 of these still leave a sum of log2 gates accurate to 2^-10.
-FLOOR = gl.constexpr(-256.0)
 PAIR = gl.constexpr(gl.SliceLayout(2, ROWS.value))
 SEQUENCE = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))  # every warp holds all 64 tokens
 
 
 @gluon.jit
-def _load_tile(c, total, HV, GROUP, chunks, first, d_q, d_k, inputs, full, stage):
+def _load_tile(c, total, T, HV, GROUP, chunks, first, places, d_q, d_k, inputs, full, stage, PACKED: gl.constexpr):
     here = c < total
-    i_b, i_n, i_h = _tile(c, HV, chunks)
-    at = [i_b, (first + i_n) * 64, i_h // GROUP, 0]
+    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, chunks, first, places, PACKED)
+    at = [i_b, token, i_h // GROUP, 0]
     bar = full.index(stage)
     mbarrier.expect(bar, 2 * 64 * 128 * 2, pred=here)
     k_to = inputs.index(2 * stage)._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
@@ -58,28 +59,30 @@ def _load_tile(c, total, HV, GROUP, chunks, first, d_q, d_k, inputs, full, stage
 
 
 @gluon.jit
-def _log2_gate(x, i_h, A_log, dt_bias, SOFTPLUS: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr):
-    """The gate function of ``kdacompile.ops.semantics``, in powers of two."""
-    g = x * LOG2E
-    if SOFTPLUS:
-        if HAS_DT:
-            g += gl.load(dt_bias + i_h).to(gl.float32) * LOG2E
-        # softplus(y) = max(y, 0) + log(1 + exp(-|y|)); the series where 1 + exp(y) would lose exp(y)
-        e = gl.exp2(-gl.abs(g))
-        log = gl.where(e < 1e-3, e * (1.0 - 0.5 * e) * LOG2E, gl.log2(1.0 + e))
-        g = -(gl.maximum(g, 0.0) + log)
-        if HAS_A:
-            g *= gl.exp2(gl.load(A_log + i_h).to(gl.float32) * LOG2E)
-    return gl.where(g < FLOOR, FLOOR, g)
+def _fetch(
+    c, T, HV, chunks, first, places, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, place,
+    HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """What a tile needs besides q and k: first token, end of its sequence, A_log, beta, g and dt_bias as given."""
+    i_b, start, end, i_h, A, b = fetch(
+        c, T, HV, chunks, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place, HAS_A, HAS_BETA, PACKED
+    )  # fmt: skip
+    token = start + place
+    at = g + i_b.to(gl.int64) * g_sb + i_h.to(gl.int64) * g_sh + token.to(gl.int64) * g_st
+    x = gl.load(at, mask=token < end, other=0.0)
+    bias = i_h
+    if HAS_DT:
+        bias = gl.load(dt_bias + i_h)
+    return start, end, A, b, x, bias
 
 
 @gluon.jit
 def _row_warps(
-    d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, buffer, decay,
-    T, HV, GROUP, first, chunks, total, scale, eps,
+    d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
+    T, HV, GROUP, first, chunks, begin, total, scale, eps, gate_scale,
     inputs, rows, betas, sums, full, ready, free,
-    SOFTPLUS: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr,
-    SIGMOID_BETA: gl.constexpr,
+    FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     group = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
     row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
@@ -87,65 +90,62 @@ def _row_warps(
     place = gl.arange(0, 64, layout=SEQUENCE)
     to = (group.to(gl.int64) * 8 + row.to(gl.int64)) * 128 + column[None, None, :].to(gl.int64)
     step = gl.num_programs(0)
+    total = tiles_of(total, HV, first, places, PACKED)
     for s in gl.static_range(STAGES):
-        _load_tile(gl.program_id(0) + s * step, total, HV, GROUP, chunks, first, d_q, d_k, inputs, full, s)
+        c = begin + gl.program_id(0) + s * step
+        _load_tile(c, total, T, HV, GROUP, chunks, first, places, d_q, d_k, inputs, full, s, PACKED)
+    c0 = begin + gl.program_id(0)
     it = 0
-    for c in range(gl.program_id(0), total, step):
-        i_b, i_n, i_h = _tile(c, HV, chunks)
-        token = (first + i_n) * 64 + place
-        valid = token < T
-        g_at = g + i_b.to(gl.int64) * g_sb + i_h.to(gl.int64) * g_sh + token.to(gl.int64) * g_st
-        x = gl.load(g_at, mask=valid, other=0.0).to(gl.float32)
-        log2 = gl.where(valid, _log2_gate(x, i_h, A_log, dt_bias, SOFTPLUS, HAS_A, HAS_DT), 0.0)
-        b = gl.full([64], 1.0, gl.float32, layout=SEQUENCE)
-        if HAS_BETA:
-            b_at = beta + i_b.to(gl.int64) * beta_sb + i_h.to(gl.int64) * beta_sh + token.to(gl.int64) * beta_st
-            b = gl.load(b_at, mask=valid, other=0.0).to(gl.float32)
-            if SIGMOID_BETA:
-                b = _sigmoid2(b * LOG2E)
-        betas.index(it & 1).store(gl.where(valid, b, 0.0))
-        sums.index(it & 1).store(gl.associative_scan(log2, 0, _add))
+    for c in range(c0, total, step):
+        start, end, A, b, x, bias = _fetch(
+            c, T, HV, chunks, first, places, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh,
+            place, HAS_A, HAS_DT, HAS_BETA, PACKED,
+        )  # fmt: skip
+        valid = start + place < end
+        gate = x.to(gl.float32)
+        if HAS_DT:
+            gate += bias.to(gl.float32)
+        log2 = gl.where(valid, log2_gate(gate, given_rate(A, HAS_A), gate_scale, FN), 0.0)
+        betas.index(it & 1).store(given_beta(b, start + place, end, SIGMOID_BETA))
+        sums.index(it & 1).store(gl.associative_scan(log2, 0, add))
         stage = it % STAGES
         mbarrier.wait(full.index(stage), (it // STAGES) & 1)
-        k = _rows_of(inputs.index(2 * stage))
+        live = start + group * 8 + row < end
+        k = rows_within(inputs.index(2 * stage), live, PACKED)
         k = k * gl.rsqrt(gl.sum(k * k, 2) + eps)[:, :, None]
-        q = _rows_of(inputs.index(2 * stage + 1))
+        q = rows_within(inputs.index(2 * stage + 1), live, PACKED)
         q = q * (gl.rsqrt(gl.sum(q * q, 2) + eps) * scale)[:, :, None]
         mbarrier.wait(free, (it & 1) ^ 1)
-        _put(rows.slice(0, 64, 0), k)
-        _put(rows.slice(64, 64, 0), q)
+        put(rows.slice(0, 64, 0), k)
+        put(rows.slice(64, 64, 0), q)
         fence_async_shared()
         barrier()
         mbarrier.arrive(ready, count=1)
-        _load_tile(c + STAGES * step, total, HV, GROUP, chunks, first, d_q, d_k, inputs, full, stage)
+        then = c + STAGES * step
+        _load_tile(then, total, T, HV, GROUP, chunks, first, places, d_q, d_k, inputs, full, stage, PACKED)
         table = sums.index(it & 1)._reinterpret(gl.float32, [8, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         G = table.load(PAIR)[:, :, None]
-        end = table.slice(7, 1, 0).slice(7, 1, 1).load(PAIR)[:, :, None]
-        chunk = ((i_b * HV + i_h) * chunks + i_n).to(gl.int64)
-        out = buffer + chunk * (256 * 128)
-        up = _exp2(G)
+        whole = table.slice(7, 1, 0).slice(7, 1, 1).load(PAIR)[:, :, None]
+        out = buffer + c.to(gl.int64) * (256 * 128)
+        up = exp2(G)
         gl.store(out + to, (k * up).to(gl.bfloat16))
         gl.store(out + 64 * 128 + to, (q * up).to(gl.bfloat16))
-        gl.store(out + 128 * 128 + to, (k * _exp2(end - G)).to(gl.bfloat16))
-        gl.store(
-            decay + chunk * 128 + column[None, None, :], gl.zeros([1, 1, 128], gl.float32, layout=ROWS) + _exp2(end)
-        )
+        gl.store(out + 128 * 128 + to, (k * exp2(whole - G)).to(gl.bfloat16))
+        last = gl.zeros([1, 1, 128], gl.float32, layout=ROWS) + exp2(whole)
+        gl.store(decay + c.to(gl.int64) * 128 + column[None, None, :], last)
         it += 1
 
 
 @gluon.jit
-def _gram_warps(d_out, HV, chunks, total, rows, betas, sums, tiles, ready, free):
-    a = tiles.index(0)
-    m_out = tiles.index(4)._reinterpret(gl.bfloat16, [64, 64], TILE)
-    qk_out = tiles.index(5)._reinterpret(gl.bfloat16, [64, 64], TILE)
+def _gram_warps(d_out, HV, first, places, begin, total, rows, betas, sums, tiles, ready, free, PACKED: gl.constexpr):
+    qk_out = tiles.index(4)._reinterpret(gl.bfloat16, [64, 64], TILE)
     z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     i0 = gl.arange(0, 64, layout=gl.SliceLayout(1, SQUARE))
     j0 = gl.arange(0, 64, layout=gl.SliceLayout(0, SQUARE))
     it = 0
-    for c in range(gl.program_id(0), total, gl.num_programs(0)):
-        i_b, i_n, i_h = _tile(c, HV, chunks)
-        row = ((i_b * HV + i_h) * chunks + i_n) * 256 + 192
-        i = _pinned(i0)[:, None]
+    for c in range(begin + gl.program_id(0), tiles_of(total, HV, first, places, PACKED), gl.num_programs(0)):
+        row = c * 256 + 192
+        i = pinned(i0)[:, None]
         j = j0[None, :]
         mbarrier.wait(ready, it & 1)
         keys = rows.slice(0, 64, 0).permute((1, 0))
@@ -155,38 +155,34 @@ def _gram_warps(d_out, HV, chunks, total, rows, betas, sums, tiles, ready, free)
         beta_j = betas.index(it & 1).load(gl.SliceLayout(0, SQUARE))
         G_i = sums.index(it & 1).load(gl.SliceLayout(1, SQUARE))
         G_j = sums.index(it & 1).load(gl.SliceLayout(0, SQUARE))
-        decays = gl.where(i >= j, _exp2(G_i[:, None] - G_j[None, :]), 0.0)
+        decays = gl.where(i >= j, exp2(G_i[:, None] - G_j[None, :]), 0.0)
         tma.store_wait(0)
         barrier()
         kk = warpgroup_mma_wait(1, [kk])
         A = gl.where(i > j, kk * decays * beta_i[:, None], 0.0)
-        a.store(A.to(gl.float16))
+        tiles.index(0).store(A.to(gl.float16))
         qk = warpgroup_mma_wait(0, [qk])
         qk_out.store((qk * decays).to(gl.bfloat16))
         fence_async_shared()
         barrier()
         mbarrier.arrive(free, count=1)
         tma.async_copy_shared_to_global(d_out, [row, 64], qk_out)
-        x = _invert(A, a, z, i, j, tiles.index(1), tiles.index(2), tiles.index(3))
-        m_out.store((x * beta_j[None, :]).to(gl.bfloat16))
-        fence_async_shared()
-        barrier()
-        tma.async_copy_shared_to_global(d_out, [row, 0], m_out)
+        leave_inverse(A, z, i, j, beta_j, tiles, d_out, row)
         it += 1
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T", "first", "chunks", "begin", "total"])  # they change from run to run
 def prepare_scalar(
-    d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, buffer, d_out, decay,
-    T, HV, GROUP, first, chunks, total, scale, eps,
-    SOFTPLUS: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr,
-    SIGMOID_BETA: gl.constexpr, GRAM_REGISTERS: gl.constexpr,
+    d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, d_out, decay,
+    T, HV, GROUP, first, chunks, begin, total, scale, eps, gate_scale,
+    FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
+    PACKED: gl.constexpr, GRAM_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As :func:`.prepare.prepare`; g ``[B, T, HV]`` with its strides, before the function that SOFTPLUS names."""
+    """As :func:`.prepare.prepare`; g ``[B, T, HV]`` with its strides, before the gate function FN."""
     inputs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 128], TILE)
     rows = gl.allocate_shared_memory(gl.bfloat16, [128, 128], TILE)
-    tiles = gl.allocate_shared_memory(gl.float16, [6, 64, 64], TILE)
+    tiles = gl.allocate_shared_memory(gl.float16, [5, 64, 64], TILE)
     sums = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     betas = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -201,11 +197,11 @@ def prepare_scalar(
     gl.warp_specialize(
         [
             (_row_warps, (
-                d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, buffer, decay,
-                T, HV, GROUP, first, chunks, total, scale, eps, inputs, rows, betas, sums, full, ready, free,
-                SOFTPLUS, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA,
+                d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
+                T, HV, GROUP, first, chunks, begin, total, scale, eps, gate_scale,
+                inputs, rows, betas, sums, full, ready, free, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED,
             )),
-            (_gram_warps, (d_out, HV, chunks, total, rows, betas, sums, tiles, ready, free)),
+            (_gram_warps, (d_out, HV, first, places, begin, total, rows, betas, sums, tiles, ready, free, PACKED)),
         ],
         [4], [GRAM_REGISTERS],
     )  # fmt: skip

@@ -1,11 +1,10 @@
-"""Launching the Hopper kernels: which calls they take, their schedule, and the two kernels of a call."""
+"""Launching the Hopper kernels: which calls they take, and the kernels of a call."""
 
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -16,50 +15,19 @@ from torch import Tensor
 
 from ..calls import Call
 from ..scratch import Scratch
+from .schedules import BUFFER_ROWS, CHUNK, WIDTH, Schedule, schedule
 
-CHUNK = 64
-WIDTH = 128
-BUFFER_ROWS = 256  # of WIDTH bf16 that a chunk leaves behind between the kernels
 TRITON = ("3.6", "3.7")  # from, below: whose numbers were checked on a GPU (3.7.1 compiles these kernels as well)
 MAX_SHIFT = 122  # 2^122 times a unit key is finite in bf16, and 2^-122 is normal
 MIN_CHUNKS = 2  # one chunk is one step of a scan: left to the emitted kernels
-SCRATCH_LIMIT = 2**30  # bytes between the kernels, unless one chunk of all heads takes more
+MIN_KEYS = 64  # narrower heads would compute mostly padding
 GRAM_REGISTERS = 200  # a thread of the gram warps; the row warps share what is left
-_CHUNK_BYTES = BUFFER_ROWS * WIDTH * 2 + WIDTH * 4  # bf16 rows and an fp32 decay
+TILE_MICROSECONDS = {"bounded": 6.0, "unbounded": 10.0, "token": 5.2}  # of a prepare kernel's block, on an H200
 LOG2E = math.log2(math.e)
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """How a call is cut: runs of ``segment`` chunks share one buffer, a block of the scan has ``columns`` of V."""
-
-    chunks: int
-    segment: int
-    columns: int
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """First chunk and number of chunks of every run."""
-        return [(first, min(self.segment, self.chunks - first)) for first in range(0, self.chunks, self.segment)]
-
-    def scratch_bytes(self, lanes: int) -> int:
-        """What a call with ``lanes`` = B * HV allocates between its kernels."""
-        return lanes * self.segment * _CHUNK_BYTES
-
-
-def schedule(lanes: int, length: int, multiprocessors: int) -> Schedule:
-    """The schedule of ``lanes`` = B * HV heads of ``length`` tokens on a GPU with so many multiprocessors.
-
-    The scan's steps depend on each other, and a block fills a multiprocessor: half the columns a block while that
-    still lets every block run at once.
-    """
-    chunks = -(-length // CHUNK)
-    columns = 64 if 2 * lanes <= multiprocessors else 128
-    return Schedule(chunks, min(chunks, max(1, SCRATCH_LIMIT // (lanes * _CHUNK_BYTES))), columns)
-
-
 class HopperKernels:
-    """:class:`kdacompile.lowering.calls.Implementation`: bounded KDA and gated delta rule, K = V = 128, sm_90."""
+    """:class:`kdacompile.lowering.calls.Implementation`: KDA and the gated delta rule in bf16, K up to 128, sm_90."""
 
     name = "hopper"
 
@@ -67,13 +35,20 @@ class HopperKernels:
         return machine(call.q) or _row(call) or _tensors(call)
 
     def run(self, call: Call, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-        lanes = call.v.shape[0] * call.v.shape[2]
-        plan = schedule(lanes, call.v.shape[1], _multiprocessors(call.q.device))
         with torch.cuda.device(call.q.device):
-            return _Launches(call, plan, scratch or Scratch()).run()
+            return _Launches(call, _schedule(call), scratch or Scratch()).run()
 
     def step(self, call: Call, state: Tensor | None) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("one token is declined: the emitted kernel takes it")
+
+
+def _schedule(call: Call) -> Schedule:
+    batch, length, heads, width = call.v.shape
+    packed = None if call.cu_seqlens is None else call.sequences
+    return schedule(
+        batch, length, heads, width, _multiprocessors(call.q.device),
+        packed=packed, tile_microseconds=TILE_MICROSECONDS[_kind(call)],
+    )  # fmt: skip
 
 
 def machine(x: Tensor) -> str | None:
@@ -89,31 +64,24 @@ def _row(call: Call) -> str | None:
     """Whether these kernels compute this row of the family."""
     if not call.delta or call.gate not in ("channel", "token"):
         return "only the delta rule with a gate per channel or per token"
-    if call.gate == "channel" and (call.gate_fn != "sigmoid" or _shift(call.gate_scale) > MAX_SHIFT):
-        return f"gates per channel are not bounded below by {-MAX_SHIFT / (16 * LOG2E):.2f}"
-    if call.gate == "token" and call.gate_fn not in ("log", "softplus"):
-        return f"a {call.gate_fn} gate per token"
     if not call.qk_l2norm_eps:
         return "keys are not known to be unit vectors: the inverse in fp16 could overflow"
-    if call.cu_seqlens is not None:
-        return "packed sequences"
     return None
 
 
 def _tensors(call: Call) -> str | None:
     """Whether these kernels take tensors of these dtypes and sizes."""
-    batch, length, _, key_width = call.q.shape
-    value_heads, value_width = call.v.shape[2:]
-    if (key_width, value_width) != (WIDTH, WIDTH):
-        return f"K = V = {WIDTH} only"
-    dtypes = {call.q.dtype, call.k.dtype, call.v.dtype, call.out_dtype}
-    if call.g is not None and call.gate == "channel":
-        dtypes.add(call.g.dtype)  # it goes through the copy engine; a gate per token is loaded in any dtype
-    if dtypes != {torch.bfloat16}:
-        return "q, k, v, o and a gate per channel must be bfloat16"
-    if length < MIN_CHUNKS * CHUNK:
+    key_width, value_width = call.q.shape[3], call.v.shape[3]
+    if not MIN_KEYS <= key_width <= WIDTH or key_width % 8 or value_width % 8:
+        return f"K from {MIN_KEYS} to {WIDTH}, K and V in steps of 8 only"
+    if {call.q.dtype, call.k.dtype, call.v.dtype, call.out_dtype} != {torch.bfloat16}:
+        return "q, k, v and o must be bfloat16"
+    if call.g is not None and call.gate == "channel" and call.g.dtype not in (torch.bfloat16, torch.float32):
+        return "a gate per channel must be bfloat16 or float32"  # it goes through the copy engine as it is
+    if call.v.shape[1] < MIN_CHUNKS * CHUNK:
         return "a short sequence"
-    if batch * value_heads * -(-length // CHUNK) * BUFFER_ROWS >= 2**31 or batch * value_heads >= 2**16:
+    lanes, chunks = call.sequences * call.v.shape[2], -(-call.v.shape[1] // CHUNK)
+    if lanes * chunks * BUFFER_ROWS >= 2**31 or lanes >= 2**16:
         return "too many tokens for 32-bit coordinates"
     return None
 
@@ -122,77 +90,173 @@ class _Launches:
     """The kernels of one call, and what they need in common."""
 
     def __init__(self, call: Call, plan: Schedule, scratch: Scratch) -> None:
-        from . import prepare, prepare_scalar, scan  # here, not above: a machine without triton imports this module too
+        # Here, not above: a machine without triton imports this module too.
+        from . import combine, prepare, prepare_scalar, prepare_unbounded, scan
 
-        self.prepare, self.prepare_scalar, self.scan = prepare, prepare_scalar, scan
-        self.call, self.plan = call, plan
-        self.batch, self.length, self.value_heads = call.v.shape[:3]
-        self.lanes = self.batch * self.value_heads
+        self.scan: Any = scan.scan
+        self.combine: Any = combine.combine
+        self.bounded: Any = prepare.prepare
+        self.unbounded: Any = prepare_unbounded.prepare_unbounded
+        self.scalar: Any = prepare_scalar.prepare_scalar
+        self.call, self.plan, self.scratch = call, plan, scratch
+        self.length, self.value_heads, self.value_width = call.v.shape[1:]
+        self.key_width = call.q.shape[3]
+        self.lanes = call.sequences * self.value_heads
         device = call.q.device
-        tiles = self.lanes * plan.segment
-        self.rows = scratch.empty((tiles * BUFFER_ROWS, WIDTH), torch.bfloat16, device)
-        self.decays = scratch.empty((tiles, WIDTH), torch.float32, device)
+        rows = scratch.empty((plan.buffers, plan.tiles * BUFFER_ROWS, WIDTH), torch.bfloat16, device)
+        self.decays = scratch.empty((plan.buffers, plan.tiles, WIDTH), torch.float32, device)
+        self.rows = [(part, described(part, (CHUNK, CHUNK)), described(part, (BUFFER_ROWS, WIDTH))) for part in rows]
         self.o = torch.empty(call.v.shape, dtype=call.out_dtype, device=device)
-        self.final = torch.empty((*call.v.shape[::2], WIDTH, WIDTH), dtype=torch.float32, device=device)
-        self.blocks = _multiprocessors(device)
+        state = (call.sequences, self.value_heads, self.key_width, self.value_width)
+        self.final = torch.empty(state, dtype=torch.float32, device=device)
+        if plan.segments > 1:
+            self.ends, self.states = (scratch.empty(shape, torch.float32, device) for shape in plan.segment_buffers)
         tile = (1, CHUNK, 1, WIDTH)
         self.q, self.k = (described(_addressed(x), tile) for x in (call.q, call.k))
+        assert call.g is not None
+        self.g = call.g if call.gate == "token" else described(_addressed(call.g), tile)
         columns = (1, CHUNK, 1, plan.columns)
         self.v, self.o_out = described(_addressed(call.v), columns), described(self.o, columns)
+        # What is absent is never read: any tensor will do for its pointer.
+        self.cu_seqlens = self.offsets = self.places = self.decays
+        if call.cu_seqlens is not None:
+            self._locate_chunks(call.cu_seqlens.contiguous())
+
+    def _locate_chunks(self, cu_seqlens: Tensor) -> None:
+        from ..triton import macros
+        from . import packing
+
+        offsets: Any = macros.chunk_offsets_kernel
+        places: Any = packing.chunk_places
+        count, device = self.call.sequences, cu_seqlens.device
+        self.cu_seqlens = cu_seqlens
+        self.offsets = torch.empty(count + 1, dtype=torch.int32, device=device)
+        self.places = torch.empty((1 + self.plan.chunks, 2), dtype=torch.int32, device=device)
+        offsets[(1,)](cu_seqlens, self.offsets, count, C=CHUNK, num_warps=4)
+        places[(self.plan.chunks,)](cu_seqlens, self.offsets, self.places, count, self.length, C=CHUNK, num_warps=1)
 
     def run(self) -> tuple[Tensor, Tensor]:
-        for first, chunks in self.plan.spans:
-            self.launch_prepare(first, chunks)
-            self.launch_scan(first, chunks)
+        spans = self.plan.spans
+        if not self.plan.spare:
+            for n in range(len(spans)):
+                self.launch_prepare(n, 0, self._total(n))
+                self.launch_scan(n)
+            return self.o, self.final
+        # Each scan on a stream of its own, beside it the first tiles of the next run on the multiprocessors it leaves
+        # idle; the others wait for it, so that they have the whole machine.
+        main, side = torch.cuda.current_stream(), _side_stream(self.call.q.device)
+        self.launch_prepare(0, 0, self._total(0))
+        for n in range(len(spans)):
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                self.launch_scan(n)
+            if n + 1 < len(spans):
+                total = self._total(n + 1)
+                beside = min(total, self.plan.spare * self.plan.beside)
+                self.launch_prepare(n + 1, 0, beside, self.plan.spare)
+                main.wait_stream(side)
+                self.launch_prepare(n + 1, beside, total)
+        main.wait_stream(side)
         return self.o, self.final
 
-    def launch_prepare(self, first: int, chunks: int) -> None:
-        call = self.call
-        total = self.lanes * chunks
-        # What is absent is never read: any tensor will do for its pointer.
+    def _total(self, n: int) -> int:
+        return self.plan.spans[n][1] * self.plan.tiles_per_chunk
+
+    def launch_prepare(self, n: int, begin: int, total: int, blocks: int | None = None) -> None:
+        """Tiles ``begin .. total`` of run n, on as many blocks as there are multiprocessors."""
+        if begin == total:
+            return
+        first, chunks = self.plan.spans[n]
+        call, kind = self.call, _kind(self.call)
+        rows, out, _ = self.rows[n % len(self.rows)]
         A_log = self.decays if call.A_log is None else call.A_log.contiguous()
         dt_bias = self.decays if call.dt_bias is None else call.dt_bias.contiguous()
         beta = self.decays if call.beta is None else call.beta
-        parameters = (A_log, dt_bias, beta, *((0, 0, 0) if call.beta is None else call.beta.stride()))
-        out = (self.rows, described(self.rows, (CHUNK, CHUNK)), self.decays)
+        parameters = (A_log, dt_bias, beta, *((0, 0, 0) if call.beta is None else call.beta.stride()), self.places)
+        written = (rows, out, self.decays[n % len(self.rows)])
         group = self.value_heads // call.q.shape[2]
-        common = (self.length, self.value_heads, group, first, chunks, total, call.scale, call.qk_l2norm_eps)
+        heads = (self.value_heads, group, first, chunks, begin, total, call.scale, call.qk_l2norm_eps)
         given = {
             "HAS_A": call.A_log is not None, "HAS_DT": call.dt_bias is not None, "HAS_BETA": call.beta is not None,
-            "SIGMOID_BETA": call.sigmoid_beta and call.beta is not None,
+            "SIGMOID_BETA": call.sigmoid_beta and call.beta is not None, "PACKED": call.cu_seqlens is not None,
             "GRAM_REGISTERS": GRAM_REGISTERS, "num_warps": 8,
         }  # fmt: skip
-        grid, g = (min(self.blocks, total),), _present(call.g)
-        if call.gate == "token":
-            softplus = call.gate_fn == "softplus"
-            self.prepare_scalar.prepare_scalar[grid](
-                self.q, self.k, g, *g.stride(), *parameters, *out, *common, SOFTPLUS=softplus, **given
-            )
+        grid = (min(blocks or _multiprocessors(call.q.device), total - begin),)
+        if kind == "token":
+            self.scalar[grid](
+                self.q, self.k, self.g, *self.g.stride(), *parameters, *written, self.length, *heads, call.gate_scale,
+                FN=call.gate_fn, **given,
+            )  # fmt: skip
             return
-        shift = _shift(call.gate_scale)
-        bounds = (call.gate_scale * LOG2E, float(shift), 2.0**-shift)
-        d_g = described(_addressed(g), (1, CHUNK, 1, WIDTH))
-        self.prepare.prepare[grid](self.q, self.k, d_g, *parameters, *out, *common, *bounds, **given)
+        common = (self.q, self.k, self.g, *parameters, *written)
+        sizes = (self.length, self.key_width, *heads)
+        if kind == "bounded":
+            shift = _shift(call.gate_scale)
+            self.bounded[grid](*common, *sizes, call.gate_scale * LOG2E, float(shift), 2.0**-shift, **given)
+        else:
+            self.unbounded[grid](*common, *sizes, call.gate_scale, FN=call.gate_fn, **given)
 
-    def launch_scan(self, first: int, chunks: int) -> None:
+    def launch_scan(self, n: int) -> None:
+        plan = self.plan
+        first, chunks = plan.spans[n]
         initial = self.call.initial_state if first == 0 else self.final
         strides = (0, 0, 0, 0) if initial is None else initial.stride()
-        columns = self.plan.columns
-        self.scan.scan[(WIDTH // columns, self.lanes)](
-            described(self.rows, (BUFFER_ROWS, WIDTH)), self.v, self.decays, self.o_out,
-            self.final if initial is None else initial, *strides, self.final, self.value_heads, first, chunks,
-            BV=columns, STAGES=3 if columns == 64 else 2, HAS_INITIAL=initial is not None, num_warps=columns // 16,
+        given = self.final if initial is None else initial
+        length = -(-chunks // plan.segments)
+        segments = -(-chunks // length)
+        if segments == 1:
+            self._scan(n, (given, 0, *strides), chunks, has_initial=initial is not None)
+            return
+        width = plan.padded_values + WIDTH
+        ends = (self.ends, self.lanes * WIDTH * width, WIDTH * width, width, WIDTH, width)
+        self._scan(
+            n, (given, 0, *strides), length, has_initial=initial is not None, ends=ends, segments=segments - 1
         )  # fmt: skip
+        block = 16
+        self.combine[(self.lanes, plan.padded_values // block)](
+            self.ends, self.states, given, *strides, self.key_width, self.value_width, plan.padded_values,
+            self.value_heads, self.lanes, segments, BLOCK=block, HAS_INITIAL=initial is not None, num_warps=8,
+            num_stages=2,
+        )  # fmt: skip
+        states = self.states.view(-1, *self.final.shape[:2], WIDTH, plan.padded_values)
+        self._scan(n, (states, *states.stride()), length, segments=segments)
+
+    def _scan(
+        self,
+        n: int,
+        initial: tuple[Any, ...],
+        length: int,
+        *,
+        has_initial: bool = True,
+        ends: tuple[Any, ...] | None = None,
+        segments: int = 1,
+    ) -> None:
+        """The scan kernel; into ``ends``: its first pass over segments."""
+        plan, columns = self.plan, self.plan.columns
+        state = (self.final, 0, self.key_width * self.value_width, self.value_width, self.key_width, self.value_width)
+        blocks = plan.padded_values // columns + (0 if ends is None else WIDTH // columns)
+        rows = self.rows[n % len(self.rows)][2]
+        self.scan[(blocks, self.lanes, segments)](
+            rows, self.v, self.decays[n % len(self.rows)], self.o_out, self.o, *initial, *(ends or state),
+            self.cu_seqlens, self.offsets, self.length, self.key_width, self.value_width, plan.padded_values,
+            self.value_heads, *plan.spans[n], length, BV=columns, STAGES=3 if columns == 64 else 2,
+            HAS_INITIAL=has_initial, OUTPUT=ends is None, PACKED=self.call.cu_seqlens is not None,
+            num_warps=columns // 16,
+        )  # fmt: skip
+
+
+def _kind(call: Call) -> str:
+    """Which prepare kernel; "bounded": 32 tokens of the strongest gate there can be stay in range (``prepare.py``)."""
+    if call.gate == "token":
+        return "token"
+    assert call.g is not None
+    bounded = call.gate_fn == "sigmoid" and _shift(call.gate_scale) <= MAX_SHIFT and call.g.dtype is torch.bfloat16
+    return "bounded" if bounded else "unbounded"
 
 
 def _shift(gate_scale: float) -> int:
     """Half of the binary orders of magnitude that 32 tokens of the strongest gate span, rounded up."""
     return math.ceil(16 * -gate_scale * LOG2E)
-
-
-def _present(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x
 
 
 def aligned(x: Tensor) -> bool:
@@ -208,11 +272,17 @@ def _addressed(x: Tensor) -> Tensor:
 
 def described(x: Tensor, block: tuple[int, ...]) -> Any:
     """A descriptor for the copy engine; the stride of a dimension of size 1 is free, and made a legal one."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     strides = [s if n > 1 else WIDTH for n, s in zip(x.shape[:-1], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), NVMMASharedLayout(128, 16, x.dim()))
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(8 * x.element_size(), x.dim()))
+
+
+@cache
+def _layout(bits: int, dimensions: int) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(128, bits, dimensions)
 
 
 @cache
@@ -221,6 +291,11 @@ def _triton_version() -> Version | None:
         return Version(version("triton"))
     except PackageNotFoundError:
         return None
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Gluon: the state of every head through a run of chunks, and their outputs (K = V = 128, C = 64).
+"""Gluon: the state of every head through a run of chunks, and their outputs (K <= 128, C = 64).
 
 A block owns BV columns of V of one value head and keeps that part of the state, transposed, fp32, in registers. With
 the rows that :mod:`.prepare` left behind, every chunk is::
@@ -8,6 +8,11 @@ the rows that :mod:`.prepare` left behind, every chunk is::
 
 All five products have S^T, R^T or V_new^T as the operand in registers: what one leaves in an accumulator is already in
 place as the next one's operand. One warp loads STAGES chunks ahead; o leaves through shared memory, a chunk late.
+
+Where there are too few heads for the machine, a sequence is cut into segments that run at once. A chunk is affine in
+the state, and so is a segment: S -> A S + B. A first pass (without OUTPUT) finds both, B from a state of zeros and A
+as what becomes of the identity when V is zero; :mod:`.combine` carries the state from segment to segment, and the
+second pass is the one described above, a block per segment.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -25,31 +30,73 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
-
-TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-TILE4 = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
+from .common import TILE, TILE4, barrier
 
 
 @gluon.jit
 def _load_warp(
-    d_buffer, d_v, i_b, i_h, i_v, lane, first, chunks, chunk_rows, values, full, empty,
+    d_buffer, d_v, i_b, i_h, i_v, HV, tile, token, count, chunk_rows, values, full, empty,
     BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    for n in range(chunks):
+    for n in range(count):
         stage = n % STAGES
         mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
         bar = full.index(stage)
         mbarrier.expect(bar, (256 * 128 + 64 * BV) * 2)
-        tma.async_copy_global_to_shared(d_buffer, [(lane * chunks + n) * 256, 0], bar, chunk_rows.index(stage))
+        tma.async_copy_global_to_shared(d_buffer, [(tile + n * HV) * 256, 0], bar, chunk_rows.index(stage))
         to = values.index(stage)._reinterpret(gl.bfloat16, [1, 64, 1, BV], TILE4)
-        tma.async_copy_global_to_shared(d_v, [i_b, (first + n) * 64, i_h, i_v * BV], bar, to)
+        tma.async_copy_global_to_shared(d_v, [i_b, token + n * 64, i_h, i_v * BV], bar, to)
+
+
+@gluon.jit
+def _first_state(
+    initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, keys, columns,
+    HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr,
+):  # fmt: skip
+    KEYS: gl.constexpr = keys.type.layout
+    S = gl.zeros([columns.shape[0], 128], gl.float32, layout=KEYS)
+    if HAS_INITIAL:
+        initial += i_n.to(gl.int64) * s_sn + i_h.to(gl.int64) * s_sh + segment.to(gl.int64) * s_ss
+        given = (keys < K) & (columns < V)
+        if not OUTPUT:
+            given = given & (segment == 0)
+        S = gl.load(initial + keys * s_sk + columns * s_sv, mask=given, other=0.0).to(gl.float32)
+    if not OUTPUT:
+        S = gl.where(keys == columns - VP, 1.0, S)
+    return S
+
+
+@gluon.jit
+def _leave_last(
+    d_o, o_rows, out, out4, o16, i_b, i_h, i_v, token, end, V, HV, some, BV: gl.constexpr, PACKED: gl.constexpr
+):
+    """Store the outputs of the last chunk, whose first token is ``token``; ``some``: whether there is one."""
+    tma.store_wait(0)
+    barrier()
+    out.permute((1, 0)).store(o16)
+    fence_async_shared()
+    barrier()
+    if PACKED:
+        # The copy engine would write over the first tokens of the next sequence.
+        if some & (end - token >= 64):
+            tma.async_copy_shared_to_global(d_o, [i_b, token, i_h, i_v * BV], out4)
+        else:
+            TOKENS: gl.constexpr = o16.type.layout
+            place = gl.arange(0, 64, layout=gl.SliceLayout(0, TOKENS))[None, :]
+            value = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, TOKENS))[:, None]
+            at = (token + place).to(gl.int64) * HV + i_h
+            gl.store(o_rows + at * V + value, o16, mask=(token + place < end) & (value < V) & some)
+    else:
+        tma.async_copy_shared_to_global(d_o, [i_b, token, i_h, i_v * BV], out4)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def _state_warps(
-    d_o, decay, initial, s_sn, s_sh, s_sk, s_sv, final, HV, i_b, i_h, i_v, lane, first, chunks,
-    chunk_rows, values, out, decays, full, empty, BV: gl.constexpr, STAGES: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    d_o, o_rows, decay, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
+    K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, tile, token, count, end,
+    chunk_rows, values, out, decays, full, empty,
+    BV: gl.constexpr, STAGES: gl.constexpr, HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = BV // 16
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 128, 16])
@@ -59,72 +106,110 @@ def _state_warps(
     column = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     keys = gl.arange(0, 128, layout=gl.SliceLayout(0, KEYS))[None, :]
     columns = (i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, KEYS)))[:, None]
-    decay += lane.to(gl.int64) * chunks * 128
-    if HAS_INITIAL:
-        initial += i_b.to(gl.int64) * s_sn + i_h.to(gl.int64) * s_sh
-        S = gl.load(initial + keys * s_sk + columns * s_sv).to(gl.float32)
-    else:
-        S = gl.zeros([BV, 128], gl.float32, layout=KEYS)
+    places = gl.arange(0, 64, layout=gl.SliceLayout(0, TOKENS))[None, :]
+    decay += tile.to(gl.int64) * 128
+    S = _first_state(
+        initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, keys, columns, HAS_INITIAL, OUTPUT
+    )  # fmt: skip
     zero = gl.zeros([BV, 64], gl.float32, layout=TOKENS)
     S16 = gl.convert_layout(S.to(gl.bfloat16), LEFT_TOKENS)
     o16 = zero.to(gl.bfloat16)
-    decays.index(0).store(gl.load(decay + column))
+    decays.index(0).store(gl.load(decay + column, mask=column < count * 128, other=0.0))
     out4 = out._reinterpret(gl.bfloat16, [1, 64, 1, BV], TILE4)
-    for n in range(chunks):
+    for n in range(count):
         stage = n % STAGES
-        tile = chunk_rows.index(stage)
+        rows = chunk_rows.index(stage)
         mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-        KS = warpgroup_mma(S16, tile.slice(0, 64, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        next_decay = gl.load(decay + gl.minimum(n + 1, chunks - 1) * 128 + column)
-        o = warpgroup_mma(S16, tile.slice(64, 64, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        tma.store_wait(0)
+        KS = warpgroup_mma(S16, rows.slice(0, 64, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        next_decay = gl.load(decay + gl.minimum(n + 1, count - 1).to(gl.int64) * (HV * 128) + column)
+        if OUTPUT:
+            o = warpgroup_mma(S16, rows.slice(64, 64, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+            tma.store_wait(0)
         barrier()
         if n > 0:
             mbarrier.arrive(empty.index((n - 1) % STAGES), count=1)
-        out.permute((1, 0)).store(o16)
+        if OUTPUT:
+            out.permute((1, 0)).store(o16)
         S = S * decays.index(n & 1).load(gl.SliceLayout(0, KEYS))[None, :]
         v = values.index(stage).permute((1, 0)).load(TOKENS).to(gl.float32)
-        fence_async_shared()
-        barrier()
-        if n > 0:
-            tma.async_copy_shared_to_global(d_o, [i_b, (first + n - 1) * 64, i_h, i_v * BV], out4)
-        KS = warpgroup_mma_wait(1, [KS])
+        if PACKED:
+            v = gl.where(places < end - token - n * 64, v, 0.0)
+        if OUTPUT:
+            fence_async_shared()
+            barrier()
+            if n > 0:
+                tma.async_copy_shared_to_global(d_o, [i_b, token + (n - 1) * 64, i_h, i_v * BV], out4)
+            KS = warpgroup_mma_wait(1, [KS])
+        else:
+            KS = warpgroup_mma_wait(0, [KS])
         R = gl.convert_layout((v - KS).to(gl.bfloat16), LEFT_TOKENS)
-        square = tile.slice(192, 64, 0)
+        square = rows.slice(192, 64, 0)
         V_new = warpgroup_mma(R, square.slice(0, 64, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-        V_new, o = warpgroup_mma_wait(0, [V_new, o])
+        if OUTPUT:
+            V_new, o = warpgroup_mma_wait(0, [V_new, o])
+        else:
+            V_new = warpgroup_mma_wait(0, [V_new])
         V16 = V_new.to(gl.bfloat16)
-        S = warpgroup_mma(gl.convert_layout(V16, LEFT_KEYS), tile.slice(128, 64, 0), S, is_async=True)
-        A_qk = square.slice(64, 64, 1).permute((1, 0))
-        o = warpgroup_mma(gl.convert_layout(V16, LEFT_TOKENS), A_qk, o, is_async=True)
+        S = warpgroup_mma(gl.convert_layout(V16, LEFT_KEYS), rows.slice(128, 64, 0), S, is_async=True)
         decays.index((n + 1) & 1).store(next_decay)
-        S = warpgroup_mma_wait(1, [S])
-        S16 = gl.convert_layout(S.to(gl.bfloat16), LEFT_TOKENS)
-        o = warpgroup_mma_wait(0, [o])
-        o16 = o.to(gl.bfloat16)
-    tma.store_wait(0)
-    barrier()
-    out.permute((1, 0)).store(o16)
-    fence_async_shared()
-    barrier()
-    tma.async_copy_shared_to_global(d_o, [i_b, (first + chunks - 1) * 64, i_h, i_v * BV], out4)
-    gl.store(final + lane.to(gl.int64) * (128 * 128) + keys * 128 + columns, S)
-    tma.store_wait(0)
+        if OUTPUT:
+            A_qk = square.slice(64, 64, 1).permute((1, 0))
+            o = warpgroup_mma(gl.convert_layout(V16, LEFT_TOKENS), A_qk, o, is_async=True)
+            S = warpgroup_mma_wait(1, [S])
+            S16 = gl.convert_layout(S.to(gl.bfloat16), LEFT_TOKENS)
+            o = warpgroup_mma_wait(0, [o])
+            o16 = o.to(gl.bfloat16)
+        else:
+            S = warpgroup_mma_wait(0, [S])
+            S16 = gl.convert_layout(S.to(gl.bfloat16), LEFT_TOKENS)
+    if OUTPUT:
+        last = token + (count - 1) * 64
+        _leave_last(d_o, o_rows, out, out4, o16, i_b, i_h, i_v, last, end, V, HV, count > 0, BV, PACKED)
+    if leaves:
+        lane = i_n * HV + i_h
+        final += lane.to(gl.int64) * f_sl + segment.to(gl.int64) * f_ss
+        gl.store(final + keys * f_sk + columns, S, mask=(keys < f_rows) & (columns < f_columns))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T", "first", "chunks", "length"])  # they change from run to run
 def scan(
-    d_buffer, d_v, decay, d_o, initial, s_sn, s_sh, s_sk, s_sv, final, HV, first, chunks,
-    BV: gl.constexpr, STAGES: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    d_buffer, d_v, decay, d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows,
+    f_columns, cu_seqlens, chunk_offsets, T, K, V, VP, HV, first, chunks, length,
+    BV: gl.constexpr, STAGES: gl.constexpr, HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Chunks ``first .. first + chunks``; grid (128 / BV, B * HV). d_v, d_o: ``[B, T, HV, 128]``, blocks of BV columns.
+    """Chunks ``first .. first + chunks`` in segments of ``length``; grid (blocks of V, sequences * HV, segments).
 
-    initial: fp32 ``[B, HV, K, V]`` with its strides; final: the same, contiguous. They may be one tensor.
+    d_v, d_o: ``[B, T, HV, V]``, blocks of BV columns; o_rows: what d_o describes. initial: ``[segments, N, HV, K, V]``
+    with its strides. final: fp32, rows of f_sk elements, ``f_rows`` by ``f_columns`` of them; it may be ``initial``.
+
+    OUTPUT: the last segment leaves the state. Without, the first VP columns of ``final`` are the segments' B, the
+    others A, of ``S -> A S + B``; of the first segment they are the state after it, its A is not made. PACKED:
+    chunk_offsets ``[N + 1]`` says where the chunks of each sequence begin among all; one segment.
     """
     i_v = gl.program_id(0)
     lane = gl.program_id(1)
-    i_b = lane // HV
+    segment = gl.program_id(2)
+    i_n = lane // HV
     i_h = lane % HV
+    if PACKED:
+        offset = gl.load(chunk_offsets + i_n)
+        begin = gl.maximum(offset, first)
+        count = gl.maximum(gl.minimum(gl.load(chunk_offsets + i_n + 1), first + chunks) - begin, 0)
+        tile = (begin - first) * HV + i_h
+        token = gl.maximum(gl.load(cu_seqlens + i_n), 0).to(gl.int32) + (begin - offset) * 64
+        end = gl.minimum(gl.load(cu_seqlens + i_n + 1), T).to(gl.int32)
+        i_b = i_n * 0
+    else:
+        begin = segment * length
+        count = gl.minimum(length, chunks - begin)
+        tile = (i_n * chunks + begin) * HV + i_h
+        token = (first + begin) * 64
+        end = T
+        i_b = i_n
+    leaves = segment == gl.num_programs(2) - 1
+    if not OUTPUT:
+        leaves = segment >= 0
+        count = gl.where((segment == 0) & (i_v * BV >= VP), 0, count)
     chunk_rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 256, 128], TILE)
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, BV], TILE)
     out = gl.allocate_shared_memory(gl.bfloat16, [64, BV], TILE)
@@ -140,11 +225,12 @@ def scan(
     gl.warp_specialize(
         [
             (_state_warps, (
-                d_o, decay, initial, s_sn, s_sh, s_sk, s_sv, final, HV, i_b, i_h, i_v, lane, first, chunks,
-                chunk_rows, values, out, decays, full, empty, BV, STAGES, HAS_INITIAL,
+                d_o, o_rows, decay, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
+                K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, tile, token, count, end,
+                chunk_rows, values, out, decays, full, empty, BV, STAGES, HAS_INITIAL, OUTPUT, PACKED,
             )),
             (_load_warp, (
-                d_buffer, d_v, i_b, i_h, i_v, lane, first, chunks, chunk_rows, values, full, empty, BV, STAGES,
+                d_buffer, d_v, i_b, i_h, i_v, HV, tile, token, count, chunk_rows, values, full, empty, BV, STAGES,
             )),
         ],
         [1], [24],

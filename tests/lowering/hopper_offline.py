@@ -14,37 +14,39 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kdacompile.lowering.hopper import mla, prepare, prepare_scalar, scan
+from kdacompile.lowering.hopper import mla, prepare, prepare_scalar, prepare_unbounded, scan
 from kdacompile.lowering.hopper.run import GRAM_REGISTERS
 
+TENSORS = {
+    "A_log": "*fp32", "dt_bias": "*fp32", "beta": "*bf16", "places": "*i32", "buffer": "*bf16", "decay": "*fp32",
+}  # fmt: skip
+FLAGS = dict.fromkeys(("HAS_A", "HAS_DT", "HAS_BETA", "SIGMOID_BETA"), True)
 
-def compile_prepare() -> Any:
+
+def compile_prepare(packed: bool = False) -> Any:
     tile = _descriptor(1, 64, 1, 128)
-    tensors = {"A_log": "*fp32", "dt_bias": "*fp32", "beta": "*bf16", "buffer": "*bf16", "decay": "*fp32"}
-    signature = dict.fromkeys(prepare.prepare.arg_names, "i32")
-    signature |= tensors | dict.fromkeys(("d_q", "d_k", "d_g"), tile) | {"d_out": _descriptor(64, 64)}
-    signature |= dict.fromkeys(("scale", "eps", "bound", "shift", "unshift"), "fp32")
-    constants = dict.fromkeys(("HAS_A", "HAS_DT", "HAS_BETA", "SIGMOID_BETA"), True)
-    return _compile(prepare.prepare, signature, {**constants, "GRAM_REGISTERS": GRAM_REGISTERS}, 8)
+    signature = dict.fromkeys(("bound", "shift", "unshift"), "fp32") | {"d_g": tile}
+    return _compile_prepare(prepare.prepare, signature, {"PACKED": packed})
 
 
-def compile_prepare_scalar() -> Any:
-    tile = _descriptor(1, 64, 1, 128)
-    kernel = prepare_scalar.prepare_scalar
-    tensors = {"A_log": "*fp32", "dt_bias": "*fp32", "g": "*bf16", "beta": "*bf16", "buffer": "*bf16", "decay": "*fp32"}
-    signature = dict.fromkeys(kernel.arg_names, "i32") | tensors | {"d_q": tile, "d_k": tile}
-    signature |= {"d_out": _descriptor(64, 64), "scale": "fp32", "eps": "fp32"}
-    constants = dict.fromkeys(("SOFTPLUS", "HAS_A", "HAS_DT", "HAS_BETA", "SIGMOID_BETA"), True)
-    return _compile(kernel, signature, {**constants, "GRAM_REGISTERS": GRAM_REGISTERS}, 8)
+def compile_prepare_unbounded(gate: str = "bf16", packed: bool = False, gate_fn: str = "softplus") -> Any:
+    signature = {"d_g": _descriptor(1, 64, 1, 128, dtype=gate), "gate_scale": "fp32"}
+    constants = {"PACKED": packed, "FN": gate_fn}
+    return _compile_prepare(prepare_unbounded.prepare_unbounded, signature, constants)
 
 
-def compile_scan(columns: int) -> Any:
+def compile_prepare_scalar(packed: bool = False) -> Any:
+    signature = {"g": "*bf16", "gate_scale": "fp32"}
+    return _compile_prepare(prepare_scalar.prepare_scalar, signature, {"PACKED": packed, "FN": "softplus"})
+
+
+def compile_scan(columns: int, packed: bool = False, output: bool = True) -> Any:
     tile = _descriptor(1, 64, 1, columns)
     signature = dict.fromkeys(scan.scan.arg_names, "i32")
-    signature |= {"d_buffer": _descriptor(256, 128), "d_v": tile, "d_o": tile}
-    signature |= {"decay": "*fp32", "initial": "*fp32", "final": "*fp32"}
+    signature |= {"d_buffer": _descriptor(256, 128), "d_v": tile, "d_o": tile, "o_rows": "*bf16"}
+    signature |= {"decay": "*fp32", "initial": "*fp32", "final": "*fp32", "cu_seqlens": "*i64", "chunk_offsets": "*i32"}
     constants = {"BV": columns, "STAGES": 3 if columns == 64 else 2, "HAS_INITIAL": True}
-    return _compile(scan.scan, signature, constants, columns // 16)
+    return _compile(scan.scan, signature, {**constants, "OUTPUT": output, "PACKED": packed}, columns // 16)
 
 
 def compile_mla(page: int, scheduled: bool, partial: bool, dtype: str, masked: bool) -> Any:
@@ -69,8 +71,16 @@ def spilled_bytes(compiled: Any) -> int:
     return int(text.split("STACK:")[1].split()[0])
 
 
+def _compile_prepare(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> Any:
+    tile = _descriptor(1, 64, 1, 128)
+    common = dict.fromkeys(kernel.arg_names, "i32") | TENSORS | {"d_q": tile, "d_k": tile}
+    common |= {"d_out": _descriptor(64, 64), "scale": "fp32", "eps": "fp32"}
+    return _compile(kernel, common | signature, {**FLAGS, **constants, "GRAM_REGISTERS": GRAM_REGISTERS}, 8)
+
+
 def _descriptor(*block: int, dtype: str = "bf16") -> str:
-    return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{gl.NVMMASharedLayout(128, 16, len(block))}>"
+    bits = 32 if dtype == "fp32" else 16
+    return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{gl.NVMMASharedLayout(128, bits, len(block))}>"
 
 
 def _compile(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int) -> Any:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import util
+from typing import Any
 
 import pytest
 import torch
 
 from kdacompile.lowering import cuda
 from kdacompile.lowering.calls import Call
-from kdacompile.lowering.hopper import HopperKernels, run, schedule
+from kdacompile.lowering.hopper import HopperKernels, run, schedule, schedules
 
 SHARED_MEMORY = 232448  # bytes a block may have on sm_90
 
@@ -50,14 +52,13 @@ def test_takes_bounded_kda(hopper: HopperKernels) -> None:
     [
         ({"delta": False}, "delta rule"),
         ({"gate": "head"}, "per channel or per token"),
-        ({"gate": "token", "g": torch.zeros(1, 256, 2), "gate_fn": "factor"}, "factor gate"),
-        ({"gate_fn": "softplus"}, "bounded"),
-        ({"gate_scale": -5.3}, "bounded"),
+        ({"g": torch.zeros(1, 256, 2, 128, dtype=torch.float16)}, "float32"),
         ({"qk_l2norm_eps": 0.0}, "unit vectors"),
-        ({"cu_seqlens": torch.tensor([0, 256])}, "packed"),
         ({"out_dtype": torch.float32}, "bfloat16"),
         ({"q": torch.randn(1, 256, 2, 128)}, "bfloat16"),
-        ({"v": torch.randn(1, 256, 2, 64, dtype=torch.bfloat16)}, "K = V = 128"),
+        ({"v": torch.randn(1, 256, 2, 60, dtype=torch.bfloat16)}, "steps of 8"),
+        ({"q": torch.randn(1, 256, 2, 32, dtype=torch.bfloat16)}, "K from 64"),
+        ({"q": torch.randn(1, 256, 2, 256, dtype=torch.bfloat16)}, "to 128"),
         ({"v": torch.randn(1, 1, 2, 128, dtype=torch.bfloat16), "q": torch.randn(1, 1, 2, 128).bfloat16()}, "short"),
     ],
 )
@@ -73,29 +74,73 @@ def test_asked_before_the_emitted_kernels() -> None:
     assert [kernels.name for kernels in cuda.IMPLEMENTATIONS] == ["hopper", "triton"]
 
 
+def test_takes_gates_without_a_bound(hopper: HopperKernels) -> None:
+    call = kda_call()
+    for gate_fn in ("softplus", "log", "logsigmoid", "factor"):
+        assert hopper.declines(replace(call, gate_fn=gate_fn)) is None
+    assert hopper.declines(replace(call, gate_scale=-30.0)) is None
+    assert hopper.declines(replace(call, gate_fn="log", g=torch.zeros(1, 256, 2, 128))) is None
+
+
+def test_takes_packed_sequences_and_other_widths(hopper: HopperKernels) -> None:
+    call = kda_call()
+    assert hopper.declines(replace(call, cu_seqlens=torch.tensor([0, 100, 256]))) is None
+    assert hopper.declines(replace(call, v=torch.randn(1, 256, 2, 256, dtype=torch.bfloat16))) is None
+
+
 @pytest.mark.parametrize(
-    ("lanes", "length", "columns", "spans"),
+    ("heads", "length", "columns", "spans"),
     [
         (32, 8192, 64, [(0, 128)]),
         (96, 8192, 128, [(0, 128)]),
         (66, 100, 64, [(0, 2)]),
         (67, 100, 128, [(0, 2)]),
-        (32, 65536, 64, [(0, 508), (508, 508), (1016, 8)]),
+        (132, 4096, 128, [(0, 64)]),
     ],
 )
-def test_schedules(lanes: int, length: int, columns: int, spans: list[tuple[int, int]]) -> None:
-    plan = schedule(lanes, length, 132)
-    assert (plan.columns, plan.spans) == (columns, spans)
+def test_schedules(heads: int, length: int, columns: int, spans: list[tuple[int, int]]) -> None:
+    plan = schedule(1, length, heads, 128, 132)
+    assert (plan.columns, plan.spans, plan.segments) == (columns, spans, 1)
     assert sum(chunks for _, chunks in plan.spans) == plan.chunks
-    assert plan.scratch_bytes(lanes) <= run.SCRATCH_LIMIT
+    assert plan.scratch_bytes <= schedules.SCRATCH_LIMIT
+
+
+def test_long_sequences_share_the_buffers() -> None:
+    for length in (65536, 2**20):
+        plan = schedule(1, length, 32, 128, 132)
+        assert plan.scratch_bytes <= schedules.SCRATCH_LIMIT
+        assert sum(chunks for _, chunks in plan.spans) == plan.chunks
+        assert plan.spare == 132 - 64
+
+
+def test_few_heads_are_scanned_in_segments() -> None:
+    for heads in (1, 5, 12):
+        plan = schedule(1, 8192, heads, 128, 132)
+        assert plan.segments > 1
+        assert heads * 2 * plan.segments <= 132
+    assert schedule(1, 300, 2, 128, 132).segments == 1
+
+
+def test_packed_sequences_share_the_buffers() -> None:
+    plan = schedule(1, 1000, 4, 128, 132, packed=3)
+    assert (plan.chunks, plan.tiles_per_chunk, plan.lanes) == (1000 // 64 + 3, 4, 12)
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("kernel", ["prepare", "prepare_scalar", "scan64", "scan128"])
-def test_compiles_for_hopper(kernel: str) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kernel", ["bounded", "unbounded", "fp32", "token", "scan64", "scan128", "ends"])
+def test_compiles_for_hopper(kernel: str, packed: bool) -> None:
     from tests.lowering import hopper_offline as offline
 
-    prepares = {"prepare": offline.compile_prepare, "prepare_scalar": offline.compile_prepare_scalar}
-    compiled = prepares[kernel]() if kernel in prepares else offline.compile_scan(int(kernel.removeprefix("scan")))
+    kernels: dict[str, Callable[[], Any]] = {
+        "bounded": lambda: offline.compile_prepare(packed),
+        "unbounded": lambda: offline.compile_prepare_unbounded("bf16", packed),
+        "fp32": lambda: offline.compile_prepare_unbounded("fp32", packed, "log"),
+        "token": lambda: offline.compile_prepare_scalar(packed),
+        "scan64": lambda: offline.compile_scan(64, packed),
+        "scan128": lambda: offline.compile_scan(128, packed),
+        "ends": lambda: offline.compile_scan(64, output=False),
+    }
+    compiled = kernels[kernel]()
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "wgmma.mma_async" in compiled.asm["ptx"]

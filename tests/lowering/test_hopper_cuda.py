@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering.calls import Call
-from kdacompile.lowering.hopper import HopperKernels, schedule
+from kdacompile.lowering.hopper import HopperKernels, run, schedule
 from kdacompile.lowering.run import l2norm
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.verify import relative_error
@@ -22,6 +24,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 KERNELS = HopperKernels()
+
+
+@pytest.fixture(autouse=True)
+def fresh_schedules() -> Generator[None, None, None]:
+    yield
+    schedule.cache_clear()  # of what a test's limits have decided
+
+
 TOLERANCE = 5e-3  # the project's bound on the RMSE ratio with 16-bit inputs
 
 
@@ -31,6 +41,8 @@ def make_call(
     heads: int = 2,
     group: int = 1,
     *,
+    keys: int = 128,
+    width: int = 128,
     spread: float = 3.0,
     seed: int = 0,
     **other: Any,
@@ -43,15 +55,24 @@ def make_call(
 
     values = heads * group
     options: dict[str, Any] = {
-        "initial_state": normal(batch, values, 128, 128), "A_log": 0.5 * normal(values), "sigmoid_beta": True,
-        "dt_bias": normal(values, 128) - 2, "beta": normal(batch, length, values).bfloat16(), "gate_scale": -5.0,
+        "initial_state": normal(batch, values, keys, width), "A_log": 0.5 * normal(values), "sigmoid_beta": True,
+        "dt_bias": normal(values, keys) - 2, "beta": normal(batch, length, values).bfloat16(), "gate_scale": -5.0,
+        "gate_fn": "sigmoid", "cu_seqlens": None,
     } | other  # fmt: skip
     return Call(
-        q=normal(batch, length, heads, 128).bfloat16(), k=normal(batch, length, heads, 128).bfloat16(),
-        v=normal(batch, length, values, 128).bfloat16(), g=(spread * normal(batch, length, values, 128)).bfloat16(),
-        cu_seqlens=None, scale=128**-0.5, delta=True, gate="channel", gate_fn="sigmoid", qk_l2norm_eps=1e-6,
-        chunk_size=0, out_dtype=torch.bfloat16, **options,
+        q=normal(batch, length, heads, keys).bfloat16(), k=normal(batch, length, heads, keys).bfloat16(),
+        v=normal(batch, length, values, width).bfloat16(), g=(spread * normal(batch, length, values, keys)).bfloat16(),
+        scale=128**-0.5, delta=True, gate="channel", qk_l2norm_eps=1e-6, chunk_size=0, out_dtype=torch.bfloat16,
+        **options,
     )  # fmt: skip
+
+
+def log_gates(call: Call, strong: float = 0.0) -> Call:
+    """The call with log gates in fp32, as transformers hands them over; a share ``strong`` of them -1000."""
+    assert call.g is not None
+    g = -torch.nn.functional.softplus(call.g.float() - 2)
+    chosen = torch.rand(g.shape, generator=torch.Generator(g.device).manual_seed(1), device=g.device) < strong
+    return replace(call, g=g.masked_fill(chosen, -1000.0), gate_fn="log", A_log=None, dt_bias=None)
 
 
 def expect(call: Call) -> tuple[Tensor, Tensor]:
@@ -62,11 +83,12 @@ def expect(call: Call) -> tuple[Tensor, Tensor]:
     gates = semantics.log_gate(g, A_log, dt_bias, gate=call.gate, gate_fn=call.gate_fn, gate_scale=call.gate_scale)
     if beta is not None and call.sigmoid_beta:
         beta = beta.sigmoid()
+    decays = gates if call.gate_fn == "factor" else gates.exp()
     return token_recurrence(
         q,
         k,
         v,
-        (gates if call.gate == "channel" else gates.unsqueeze(-1)).exp(),
+        decays if call.gate == "channel" else decays.unsqueeze(-1),
         beta,
         state,
         delta=True,
@@ -81,9 +103,7 @@ def check(call: Call) -> None:
     expected_o, expected_state = expect(call)
     assert relative_error(o, expected_o) <= TOLERANCE
     assert relative_error(state, expected_state) <= TOLERANCE
-    lanes = call.v.shape[0] * call.v.shape[2]
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    assert scratch.allocated_bytes == schedule(lanes, call.v.shape[1], multiprocessors).scratch_bytes(lanes)
+    assert scratch.allocated_bytes == run._schedule(call).scratch_bytes  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("length", [128, 129, 191, 320, 1000])
@@ -98,6 +118,99 @@ def test_what_may_be_absent() -> None:
     check(replace(call, A_log=None))
     check(replace(call, dt_bias=None))
     check(replace(call, beta=None))
+
+
+@pytest.mark.parametrize("length", [128, 191, 1000])
+@pytest.mark.parametrize(("batch", "heads", "group"), [(1, 1, 1), (2, 3, 2), (3, 32, 1)])
+def test_unbounded_gates(batch: int, heads: int, group: int, length: int) -> None:
+    call = make_call(batch, length, heads, group, gate_fn="softplus")
+    check(call)
+    check(log_gates(call))
+
+
+def test_strong_gates() -> None:
+    for spread in (0.1, 30.0):
+        check(make_call(spread=spread, gate_fn="softplus"))
+    call = make_call(length=640)
+    for share in (0.02, 0.3, 1.0):
+        check(log_gates(call, share))
+    assert call.g is not None
+    every = torch.zeros(640, dtype=torch.bool, device="cuda")
+    every[::50] = True  # all channels at once: nothing of what came before is left
+    resets = log_gates(call)
+    assert resets.g is not None
+    check(replace(resets, g=resets.g.masked_fill(every[None, :, None, None], -torch.inf)))
+
+
+def test_gate_functions() -> None:
+    call = make_call(gate_fn="softplus")
+    assert call.g is not None
+    check(replace(call, A_log=None))
+    check(replace(call, dt_bias=None))
+    check(replace(call, gate_fn="sigmoid", gate_scale=-30.0))
+    check(replace(call, gate_fn="sigmoid", g=call.g.float()))
+    plain = replace(call, A_log=None, dt_bias=None)
+    check(replace(plain, gate_fn="logsigmoid", gate_scale=1 / 16))
+    factor = call.g.float().sigmoid()
+    check(replace(plain, gate_fn="factor", g=factor.masked_fill(factor < 0.1, 0.0)))
+    token = {"gate": "token", "g": call.g[..., 0]}
+    check(replace(plain, **token, gate_fn="logsigmoid", gate_scale=1 / 16))
+    check(replace(call, **token, dt_bias=None, gate_fn="sigmoid", gate_scale=-30.0))
+
+
+@pytest.mark.parametrize(("keys", "width"), [(128, 64), (128, 256), (96, 96), (64, 128), (72, 40), (128, 192)])
+def test_widths(keys: int, width: int) -> None:
+    call = make_call(2, 333, 3, keys=keys, width=width)
+    check(call)
+    check(replace(call, gate_fn="softplus"))
+    check(scalar(call))
+
+
+@pytest.mark.parametrize("gate_fn", ["sigmoid", "softplus", "token"])
+def test_packed(gate_fn: str) -> None:
+    ends = [0, 1, 65, 65, 193, 200, 512, 700]
+    states = torch.randn(len(ends) - 1, 3, 128, 128, device="cuda")
+    call = make_call(1, 700, 3, gate_fn="softplus" if gate_fn == "token" else gate_fn)
+    call = replace(call, cu_seqlens=torch.tensor(ends, device="cuda"), initial_state=states)
+    call = scalar(call) if gate_fn == "token" else call
+    assert KERNELS.declines(call) is None and call.initial_state is not None
+    o, state = KERNELS.run(call, Scratch(poison=True))
+    for n, (start, end) in enumerate(pairwise(ends)):
+        if start == end:
+            assert torch.equal(state[n], call.initial_state[n])
+            continue
+        own = {name: getattr(call, name)[:, start:end] for name in ("q", "k", "v", "g", "beta")}
+        alone = replace(call, **own, cu_seqlens=None, initial_state=call.initial_state[n : n + 1])
+        expected_o, expected_state = expect(alone)
+        assert relative_error(o[:, start:end], expected_o) <= TOLERANCE
+        assert relative_error(state[n : n + 1], expected_state) <= TOLERANCE
+
+
+def test_packed_neighbours_may_be_nan() -> None:
+    cu_seqlens = torch.tensor([0, 100, 300], device="cuda")
+    call = make_call(1, 300, 2, cu_seqlens=cu_seqlens, initial_state=None, gate_fn="softplus")
+    o, _ = KERNELS.run(call)
+    spoiled = {name: getattr(call, name).clone() for name in ("q", "k", "v", "g", "beta")}
+    for x in spoiled.values():
+        x[:, 100:] = torch.nan
+    again, _ = KERNELS.run(replace(call, **spoiled))
+    assert torch.equal(o[:, :100], again[:, :100])
+
+
+@pytest.mark.parametrize(("heads", "length"), [(1, 5001), (5, 2500), (12, 8200)])
+def test_segments(heads: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make_call(1, length, heads, gate_fn="softplus", spread=1.0)
+    assert run._schedule(call).segments > 1  # pyright: ignore[reportPrivateUsage]
+    check(call)
+    check(replace(call, initial_state=None))
+    assert call.g is not None
+    mild = replace(call, dt_bias=None, A_log=None, g=call.g - 8)  # hardly any decay: what is carried over matters
+    o, state = KERNELS.run(mild)
+    monkeypatch.setattr("kdacompile.lowering.hopper.schedules.MAX_SEGMENTS", 1)
+    schedule.cache_clear()
+    in_one, state_in_one = KERNELS.run(mild)
+    assert relative_error(o, in_one.double()) <= TOLERANCE
+    assert relative_error(state, state_in_one.double()) <= TOLERANCE
 
 
 def test_gates() -> None:
@@ -149,8 +262,11 @@ def test_long() -> None:
 
 
 def test_runs_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kdacompile.lowering.hopper.run.SCRATCH_LIMIT", 2**20)
+    monkeypatch.setattr("kdacompile.lowering.hopper.schedules.SCRATCH_LIMIT", 2**20)
+    schedule.cache_clear()
     check(make_call(length=1000))
+    check(make_call(length=1000, gate_fn="softplus"))
+    check(scalar(make_call(length=1000)))
 
 
 def test_strides() -> None:
@@ -163,9 +279,10 @@ def test_strides() -> None:
     check(replace(call, **dict(zip("qkvg", heads_first, strict=True))))
 
 
-@pytest.mark.parametrize("gate", ["channel", "token"])
+@pytest.mark.parametrize("gate", ["channel", "unbounded", "token"])
 def test_causal_bit_for_bit(gate: str) -> None:
-    call, other = make_call(length=640, spread=8.0), make_call(length=640, spread=8.0, seed=1)
+    gate_fn = "softplus" if gate == "unbounded" else "sigmoid"
+    call, other = (make_call(length=640, spread=8.0, seed=seed, gate_fn=gate_fn) for seed in (0, 1))
     if gate == "token":
         call, other = scalar(call), scalar(other)
     o, _ = KERNELS.run(call)
@@ -179,9 +296,9 @@ def test_causal_bit_for_bit(gate: str) -> None:
         assert not torch.equal(changed[:, cut:], o[:, cut:])
 
 
-@pytest.mark.parametrize("gate", ["channel", "token"])
+@pytest.mark.parametrize("gate", ["channel", "unbounded", "token"])
 def test_deterministic_and_capturable(gate: str) -> None:
-    call = make_call(length=2048, heads=8)
+    call = make_call(length=2048, heads=8, gate_fn="softplus" if gate == "unbounded" else "sigmoid")
     call = scalar(call) if gate == "token" else call
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -34,8 +34,10 @@ def test_hopper_kernels_leave_what_the_plan_says(gate: str, extra: int) -> None:
     made = plan(linear_attention_program(gate, True), "cuda_sm90", Options(values="scan"), C=64, K=128, V=128)
     names = {"decay", "A_qk_io", "M_1_io", "W_io", "K_decayed_io", "Q_gated_io"}
     assert {b.name for b in made.tensors} == names
-    schedule = hopper.Schedule(chunks=10, segment=5, columns=128)
-    assert schedule.scratch_bytes(lanes=3) == 3 * 5 * (made.tensor_bytes + extra)
+    schedule = hopper.Schedule(
+        chunks=10, run=5, columns=128, segments=1, padded_values=128, tiles_per_chunk=3, lanes=3
+    )  # fmt: skip
+    assert schedule.scratch_bytes == 3 * 5 * (made.tensor_bytes + extra)
 
 
 @pytest.mark.parametrize("sizes", [{"length": 130}, {"lengths": (70, 0, 1), "key_width": 64, "value_width": 256}])

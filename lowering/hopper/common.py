@@ -1,0 +1,190 @@
+"""Gluon: what the prepare kernels share: layouts, fast exponentials, gate functions, where a tile's tokens are."""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
+
+LOG2E = gl.constexpr(1.4426950408889634)
+STAGES = gl.constexpr(2)  # tiles of q, k and g under way or in use
+
+# Token rows: warp w holds tokens 8 w .. 8 w + 7, a thread all eight of them in four columns, so that the running sum of
+# gates stays in the thread and a row's norm in the warp.
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8, 4], [1, 1, 32], [8, 1, 1], [2, 1, 0]))
+FLAT = gl.constexpr(gl.BlockedLayout([8, 4], [1, 32], [8, 1], [1, 0]))
+CHANNELS = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, ROWS.value)))
+TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+QUARTER = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE, 2))
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+TILE4 = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
+
+
+# 2^-256 of anything fp32 holds is 0, and 64 of these still leave a sum of log2 gates accurate to 2^-10.
+FLOOR = gl.constexpr(-256.0)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def exp2(x):
+    # exp2 proper wraps this in a rescue of subnormal results; here they may flush to zero.
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def sigmoid2(x):
+    """sigmoid(x / log2 e)"""
+    return reciprocal(1.0 + exp2(-x))
+
+
+@gluon.jit
+def pinned(x):
+    """x, opaque: masks made from it are computed where they are used, not kept in registers across the loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
+def _log2(x):
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def _log2_1p(e):
+    """log2(1 + e) for e in [0, 1]; the series where 1 + e would lose e's digits."""
+    series = e * (1.0 - e * (0.5 - e * (1.0 / 3.0 - 0.25 * e)))
+    return gl.where(e < 0.03125, series * LOG2E, _log2(1.0 + e))
+
+
+@gluon.jit
+def log2_gate(x, rate, gate_scale, FN: gl.constexpr):
+    """The gate function FN of ``kdacompile.ops.semantics`` at x, dt_bias added, in powers of two and above FLOOR.
+
+    rate: exp(A_log). A NaN stays one.
+    """
+    if FN == "softplus":  # softplus(y) = max(y, 0) + log(1 + exp(-|y|))
+        y = x * LOG2E
+        g = -rate * (gl.maximum(y, 0.0) + _log2_1p(exp2(-gl.abs(y))))
+    elif FN == "sigmoid":
+        g = (gate_scale * LOG2E) * sigmoid2(x * (rate * LOG2E))
+    elif FN == "logsigmoid":
+        y = x * LOG2E
+        g = gate_scale * (gl.minimum(y, 0.0) - _log2_1p(exp2(-gl.abs(y))))
+    elif FN == "factor":
+        g = _log2(x)
+    else:
+        g = x * LOG2E
+    return gl.where(g < FLOOR, FLOOR, g)
+
+
+@gluon.jit
+def given_rate(A_log, HAS_A: gl.constexpr):
+    """exp(A_log) of a head, from what ``fetch`` returned; 1 without."""
+    rate = 1.0
+    if HAS_A:
+        rate = gl.exp2(A_log.to(gl.float32) * LOG2E)
+    return rate
+
+
+@gluon.jit
+def given_beta(b, token, end, SIGMOID: gl.constexpr):
+    """Beta from what ``fetch`` returned, 0 from ``end`` on: rows there then leave nothing in the state."""
+    b = b.to(gl.float32)
+    if SIGMOID:
+        b = sigmoid2(b * LOG2E)
+    return gl.where(token < end, b, 0.0)
+
+
+@gluon.jit
+def locate(c, T, HV, chunks, first, places, PACKED: gl.constexpr):
+    """Of tile c: batch entry, first token, end of its sequence, value head.
+
+    Heads vary fastest, so blocks side by side share DRAM pages; then chunks, then batch entries. Packed sequences
+    have a table, see ``packing.py``.
+    """
+    i_h = c % HV
+    n = c // HV
+    if PACKED:
+        at = places + 2 * (1 + first + n)
+        i_b = n * 0
+        token = gl.load(at)
+        end = gl.load(at + 1)
+    else:
+        i_b = n // chunks
+        token = (first + n % chunks) * 64
+        end = T
+    return i_b, token, end, i_h
+
+
+@gluon.jit
+def fetch(
+    c, T, HV, chunks, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place,
+    HAS_A: gl.constexpr, HAS_BETA: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Where tile c is (see ``locate``), its head's A_log and its tokens' beta as given.
+
+    A sixth of a tile's time goes by before these loads return; called a tile ahead they cost registers, and more time.
+    """
+    i_b, token, end, i_h = locate(c, T, HV, chunks, first, places, PACKED)
+    A = i_h
+    if HAS_A:
+        A = gl.load(A_log + i_h)
+    LAYOUT: gl.constexpr = place.type.layout
+    b = gl.full([64], 1.0, gl.float32, layout=LAYOUT)
+    if HAS_BETA:
+        at = beta + i_b.to(gl.int64) * beta_sb + i_h.to(gl.int64) * beta_sh + (token + place).to(gl.int64) * beta_st
+        b = gl.load(at, mask=token + place < end, other=0.0)
+    return i_b, token, end, i_h, A, b
+
+
+@gluon.jit
+def fetch_bias(dt_bias, i_h, K, column, HAS_DT: gl.constexpr):
+    """dt_bias ``[HV, K]`` of a head; 0 without."""
+    LAYOUT: gl.constexpr = column.type.layout
+    bias = gl.zeros([128], gl.float32, layout=LAYOUT)
+    if HAS_DT:
+        bias = gl.load(dt_bias + i_h * K + column, mask=column < K, other=0.0)
+    return bias
+
+
+@gluon.jit
+def tiles_of(total, HV, first, places, PACKED: gl.constexpr):
+    """How many tiles there are: of packed sequences ``total`` is the most there can be."""
+    if PACKED:
+        total = gl.minimum(total, (gl.load(places) - first) * HV)
+    return total
+
+
+@gluon.jit
+def rows_of(tile):
+    """A tile [64, 128] as fp32 [8, 8, 128]."""
+    return gl.convert_layout(gl.reshape(tile.load(FLAT), [8, 8, 128]), ROWS).to(gl.float32)
+
+
+@gluon.jit
+def rows_within(tile, live, PACKED: gl.constexpr):
+    """The same without the rows of the next sequence; beyond the last one the copy engine filled in zeros."""
+    x = rows_of(tile)
+    if PACKED:
+        x = gl.where(live, x, 0.0)
+    return x
+
+
+@gluon.jit
+def put(tile, x):
+    tile.store(gl.reshape(x.to(gl.bfloat16), [64, 128]))

@@ -1,0 +1,301 @@
+"""Gluon: what :mod:`.prepare` makes, for a gate per channel that nothing bounds (KDA, K <= 128).
+
+The rows left for the scan are the same, and so are the two roles of a block. Blocks of 16 tokens take the place of the
+halves, in two levels. A row's factor in the Gram matrices is 2^(D_i + SHIFT), ``D`` the sum of gates from the start of
+its block. A column of the same block has 2^(-D_j - SHIFT); there, and there only, a gate counts as at least -LEAST, so
+that 16 of them stay in range: what such a gate leaves of a term, 2^-14, is far below what bf16 keeps of the others. A
+column of an earlier block has 2^(the gates from j to the end of that block), times those of the blocks in between; no
+exponent is positive and every gate counts in full. These columns are made once a distance: next block, next but one,
+next but two. What multiplies the state has the exact exponents, so a gate of -1000 clears it.
+"""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .common import (
+    CHANNELS,
+    HALF,
+    QUARTER,
+    ROWS,
+    SQUARE,
+    TILE,
+    TILE4,
+    TOKENS,
+    add,
+    barrier,
+    exp2,
+    fetch,
+    fetch_bias,
+    given_beta,
+    given_rate,
+    locate,
+    log2_gate,
+    pinned,
+    put,
+    reciprocal,
+    rows_of,
+    rows_within,
+    tiles_of,
+)
+from .inverse import leave_inverse
+
+LEAST = gl.constexpr(14.0)  # 16 of these and SHIFT leave factors between 2^-108 and 2^116: elements of q and k as
+SHIFT = gl.constexpr(116.0)  # small as 2^-10, times these, are normal numbers in bf16
+UNSHIFT = gl.constexpr(2.0**-116)
+
+
+@gluon.jit
+def _load_rows(c, total, T, HV, GROUP, chunks, first, places, d_q, d_k, inputs, full, stage, PACKED: gl.constexpr):
+    here = c < total
+    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, chunks, first, places, PACKED)
+    bar = full.index(stage)
+    mbarrier.expect(bar, 2 * 64 * 128 * 2, pred=here)
+    k_to = inputs.index(2 * stage)._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
+    tma.async_copy_global_to_shared(d_k, [i_b, token, i_h // GROUP, 0], bar, k_to, pred=here)
+    q_to = inputs.index(2 * stage + 1)._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
+    tma.async_copy_global_to_shared(d_q, [i_b, token, i_h // GROUP, 0], bar, q_to, pred=here)
+
+
+@gluon.jit
+def _load_gates(c, total, T, HV, chunks, first, places, d_g, gates, bar, PACKED: gl.constexpr):
+    here = c < total
+    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, chunks, first, places, PACKED)
+    mbarrier.expect(bar, 64 * 128 * (d_g.dtype.primitive_bitwidth // 8), pred=here)
+    to = gates._reinterpret(d_g.dtype, [1, 64, 1, 128], d_g.layout)
+    tma.async_copy_global_to_shared(d_g, [i_b, token, i_h, 0], bar, to, pred=here)
+
+
+@gluon.jit
+def _line(sums, m, LINE: gl.constexpr):
+    return gl.expand_dims(sums.slice(m, 1, 0).load(LINE), 1)
+
+
+@gluon.jit
+def _of_block(block, b0, b1, b2, b3):
+    return gl.where(block < 2, gl.where(block < 1, b0, b1), gl.where(block < 3, b2, b3))
+
+
+@gluon.jit
+def _sum_inside(sums, group, LINE: gl.constexpr):
+    """Of each warp's 8 tokens the gates before them in their block."""
+    early = _of_block(
+        group >> 1, _line(sums, 0, LINE), _line(sums, 2, LINE), _line(sums, 4, LINE), _line(sums, 6, LINE)
+    )  # fmt: skip
+    return gl.where((group & 1) == 0, 0.0, early)
+
+
+@gluon.jit
+def _sums_around(sums, group, LINE: gl.constexpr):
+    """Of each warp's 8 tokens: the gates before its block, of its block, of the next one and the next but one, of all
+    blocks after it, and of the chunk."""
+    b0 = _line(sums, 0, LINE) + _line(sums, 1, LINE)
+    b1 = _line(sums, 2, LINE) + _line(sums, 3, LINE)
+    b2 = _line(sums, 4, LINE) + _line(sums, 5, LINE)
+    b3 = _line(sums, 6, LINE) + _line(sums, 7, LINE)
+    b01, b23 = b0 + b1, b2 + b3
+    block = group >> 1
+    before = gl.where(block == 0, 0.0, _of_block(block, b0, b0, b01, b01 + b2))
+    after = gl.where(block == 3, 0.0, _of_block(block, b1 + b23, b23, b3, b3))
+    own = _of_block(block, b0, b1, b2, b3)
+    near = _of_block(block, b1, b2, b3, b3)
+    far = gl.where(block == 0, b2, b3)
+    return before, own, near, far, after, b01 + b23
+
+
+@gluon.jit
+def _row_warps(
+    d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
+    T, K, HV, GROUP, first, chunks, begin, total, scale, eps, gate_scale,
+    inputs, gates, rows, columns, betas, sums, full, full_gates, ready, free,
+    FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    LINE: gl.constexpr = gl.SliceLayout(1, ROWS)
+    group = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
+    row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
+    column = gl.arange(0, 128, layout=CHANNELS)
+    place = gl.arange(0, 64, layout=TOKENS)
+    to = (group.to(gl.int64) * 8 + row.to(gl.int64)) * 128 + column[None, None, :].to(gl.int64)
+    step = gl.num_programs(0)
+    total = tiles_of(total, HV, first, places, PACKED)
+    c0 = begin + gl.program_id(0)
+    _load_gates(c0, total, T, HV, chunks, first, places, d_g, gates, full_gates, PACKED)
+    _load_rows(c0, total, T, HV, GROUP, chunks, first, places, d_q, d_k, inputs, full, 0, PACKED)
+    it = 0
+    for c in range(c0, total, step):
+        _, token, end, i_h, A, b = fetch(
+            c, T, HV, chunks, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place, HAS_A, HAS_BETA, PACKED
+        )  # fmt: skip
+        bias = fetch_bias(dt_bias, i_h, K, column, HAS_DT)
+        rate = given_rate(A, HAS_A)
+        betas.index(it & 1).store(given_beta(b, token + place, end, SIGMOID_BETA))
+        live = token + group * 8 + row < end
+        mbarrier.wait(full_gates, it & 1)
+        x = rows_of(gates) + bias.to(gl.float32)[None, None, :]
+        g = gl.where(live, log2_gate(x, rate, gate_scale, FN), 0.0)
+        within = gl.associative_scan(g, 1, add)
+        sums.index(0).store(gl.sum(g, 1))
+        g = gl.maximum(g, -LEAST)
+        D = gl.associative_scan(g, 1, add)
+        sums.index(1).store(gl.sum(g, 1))
+        stage = it & 1
+        k_tile = inputs.index(2 * stage)
+        q_tile = inputs.index(2 * stage + 1)
+        mbarrier.wait(full.index(stage), (it >> 1) & 1)
+        k = rows_within(k_tile, live, PACKED)
+        k_norm = gl.rsqrt(gl.sum(k * k, 2) + eps)[:, :, None]
+        q = rows_within(q_tile, live, PACKED)
+        q_norm = (gl.rsqrt(gl.sum(q * q, 2) + eps) * scale)[:, :, None]
+        barrier()
+        _load_gates(c + step, total, T, HV, chunks, first, places, d_g, gates, full_gates, PACKED)
+        out = buffer + c.to(gl.int64) * (256 * 128)
+        before, own, near, far, after, whole = _sums_around(sums.index(0), group, LINE)
+        inside = _sum_inside(sums.index(0), group, LINE)
+        gl.store(decay + c.to(gl.int64) * 128 + column[None, None, :], exp2(whole))
+        up = exp2(D + (_sum_inside(sums.index(1), group, LINE) + SHIFT))
+        # q and k are read again: registers hold neither of them beside the gates.
+        q = rows_within(q_tile, live, PACKED) * q_norm
+        mbarrier.wait(free, (it & 1) ^ 1)
+        # The tiles of the chunk before are free as well: q and k, and the columns that took their place.
+        _load_rows(
+            c + step, total, T, HV, GROUP, chunks, first, places, d_q, d_k, inputs, full, stage ^ 1, PACKED
+        )  # fmt: skip
+        put(rows.slice(64, 64, 0), q * up)
+        gl.store(out + 64 * 128 + to, (q * exp2(within + (inside + before))).to(gl.bfloat16))
+        k = rows_within(k_tile, live, PACKED) * k_norm
+        put(rows.slice(0, 64, 0), k * up)
+        put(columns.index(0), k * reciprocal(up))
+        gl.store(out + to, (k * exp2(within + (inside + before))).to(gl.bfloat16))
+        k = k * exp2((own - inside) - within)
+        put(columns.index(1), k)
+        near = exp2(near)
+        put(k_tile, k * near)
+        put(q_tile, k * (near * exp2(far)))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(ready, count=1)
+        gl.store(out + 128 * 128 + to, (k * exp2(after)).to(gl.bfloat16))
+        it += 1
+
+
+@gluon.jit
+def _gram(x, columns, far, farther):
+    """x [64, 128] times the columns of the same block and of the blocks at distance 1, 2 and 3."""
+    same = gl.zeros([64, 64], gl.float32, layout=SQUARE)
+    same = warpgroup_mma(x, columns.index(0).permute((1, 0)), same, use_acc=False, is_async=True)
+    one = gl.zeros([64, 64], gl.float32, layout=SQUARE)
+    one = warpgroup_mma(x, columns.index(1).permute((1, 0)), one, use_acc=False, is_async=True)
+    two = gl.zeros([64, 32], gl.float32, layout=HALF)
+    two = warpgroup_mma(x, far.slice(0, 32, 0).permute((1, 0)), two, use_acc=False, is_async=True)
+    three = gl.zeros([64, 16], gl.float32, layout=QUARTER)
+    three = warpgroup_mma(x, farther.slice(0, 16, 0).permute((1, 0)), three, use_acc=False, is_async=True)
+    return same, one, two, three
+
+
+@gluon.jit
+def _twice(x, N: gl.constexpr):
+    """x [64, N / 2] beside itself."""
+    return gl.reshape(gl.permute(gl.join(x, x), (0, 2, 1)), [64, N])
+
+
+@gluon.jit
+def _select(same, one, two, three, i, j):
+    """The Gram matrix where i >= j; by selection, since above the diagonal ``same`` may be infinite."""
+    distance = (i >> 4) - (j >> 4)
+    two = gl.convert_layout(_twice(two, 64), SQUARE)
+    three = gl.convert_layout(_twice(_twice(three, 32), 64), SQUARE)
+    apart = gl.where(distance == 1, one, gl.where(distance == 2, two, three))
+    return gl.where(distance == 0, same, apart * UNSHIFT)
+
+
+@gluon.jit
+def _gram_warps(
+    d_out, HV, first, places, begin, total, inputs, rows, columns, betas, tiles, ready, free, PACKED: gl.constexpr
+):
+    qk_out = tiles.index(4)._reinterpret(gl.bfloat16, [64, 64], TILE)
+    z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
+    i0 = gl.arange(0, 64, layout=gl.SliceLayout(1, SQUARE))
+    j0 = gl.arange(0, 64, layout=gl.SliceLayout(0, SQUARE))
+    it = 0
+    for c in range(begin + gl.program_id(0), tiles_of(total, HV, first, places, PACKED), gl.num_programs(0)):
+        row = c * 256 + 192
+        i = pinned(i0)[:, None]
+        j = j0[None, :]
+        far = inputs.index(2 * (it & 1))
+        farther = inputs.index(2 * (it & 1) + 1)
+        mbarrier.wait(ready, it & 1)
+        same, one, two, three = _gram(rows.slice(0, 64, 0), columns, far, farther)
+        beta_i = betas.index(it & 1).load(gl.SliceLayout(1, SQUARE))
+        beta_j = betas.index(it & 1).load(gl.SliceLayout(0, SQUARE))
+        tma.store_wait(0)
+        barrier()
+        same, one, two, three = warpgroup_mma_wait(0, [same, one, two, three])
+        A = gl.where(i > j, _select(same, one, two, three, i, j) * beta_i[:, None], 0.0)
+        same, one, two, three = _gram(rows.slice(64, 64, 0), columns, far, farther)
+        tiles.index(0).store(A.to(gl.float16))
+        same, one, two, three = warpgroup_mma_wait(0, [same, one, two, three])
+        qk_out.store(gl.where(i >= j, _select(same, one, two, three, i, j), 0.0).to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(free, count=1)
+        tma.async_copy_shared_to_global(d_out, [row, 64], qk_out)
+        leave_inverse(A, z, i, j, beta_j, tiles, d_out, row)
+        it += 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["T", "first", "chunks", "begin", "total"])  # they change from run to run
+def prepare_unbounded(
+    d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, d_out, decay,
+    T, K, HV, GROUP, first, chunks, begin, total, scale, eps, gate_scale,
+    FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
+    PACKED: gl.constexpr, GRAM_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As :func:`.prepare.prepare`; d_g in bf16 or fp32, before the gate function FN with ``gate_scale``."""
+    inputs = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 128], TILE)
+    gates = gl.allocate_shared_memory(
+        d_g.dtype, [64, 128], gl.NVMMASharedLayout(128, d_g.dtype.primitive_bitwidth, 2)
+    )  # fmt: skip
+    rows = gl.allocate_shared_memory(gl.bfloat16, [128, 128], TILE)
+    columns = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], TILE)
+    tiles = gl.allocate_shared_memory(gl.float16, [5, 64, 64], TILE)
+    sums = gl.allocate_shared_memory(gl.float32, [2, 8, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    betas = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full_gates = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(2):
+        mbarrier.init(full.index(s), count=1)
+    mbarrier.init(full_gates, count=1)
+    mbarrier.init(ready, count=1)
+    mbarrier.init(free, count=1)
+    fence_async_shared()
+    barrier()
+    # The tuples are written in place: as variables they would turn their constants into run-time values.
+    gl.warp_specialize(
+        [
+            (_row_warps, (
+                d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
+                T, K, HV, GROUP, first, chunks, begin, total, scale, eps, gate_scale,
+                inputs, gates, rows, columns, betas, sums, full, full_gates, ready, free,
+                FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED,
+            )),
+            (_gram_warps, (
+                d_out, HV, first, places, begin, total, inputs, rows, columns, betas, tiles, ready, free, PACKED,
+            )),
+        ],
+        [4], [GRAM_REGISTERS],
+    )  # fmt: skip
