@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kdacompile.bench import cuda
+from kdacompile.bench import cuda, cuda_table
+from kdacompile.bench.cuda_cases import CASES, MODELS, contenders
+from kdacompile.bench.relay import Job, Outcome, Relay
 from kdacompile.errors import BenchError
 
 CASE = cuda.Case("kda-t8192", "kda", 1, 8192, goal=330)
@@ -44,3 +46,36 @@ def test_the_plot_is_svg_with_a_bar_for_each_measured_contender() -> None:
 def test_without_a_device_it_says_so() -> None:
     with pytest.raises(BenchError, match="CUDA device"):
         cuda.main(None, Path("unused.json"), 1.0)
+
+
+def test_models_have_a_table_of_their_own_and_markdown_has_the_same_cells() -> None:
+    model = cuda.Case("kimi-linear", "kimi_linear", 1, 4096)
+    ours = {"decode_ms": 1.5, "prefill_tokens_a_second": 98765.0, "first_call_seconds": 9.0, "error": 2e-3}
+    found = {"ours": ours | {"graphs": 2, "matches": 6}, "inductor": {"decode_ms": 2.5, "first_call_seconds": 30.0}}
+    results = RESULTS | {model.name: found}
+    text = cuda.table([CASE, model], results)
+    assert "98,765 tokens/s" in text and "2.50 ms/token" in text
+    lines = cuda_table.markdown([CASE, model], results).splitlines()
+    assert "| kda-t8192 | ours | 400.0 us | 20% | 1.00x | 405.0 us | 3.00 s | 1 MiB | 4.0e-03 | 3.0e-03 |" in lines
+    assert any(line.startswith("| kimi-linear | ours | 98,765 tokens/s |") for line in lines)
+
+
+def test_ours_runs_in_every_case() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert all("ours" in contenders(case) for case in CASES)
+    assert {case.kind for case in CASES} >= set(MODELS)
+
+
+def test_workers_are_timed_alone_and_failures_have_reasons(tmp_path: Path) -> None:
+    out = tmp_path / "times"
+    outcomes: dict[str, Outcome] = {}
+    arguments = {"a": ("0.1", "0"), "b": ("0.3", "0"), "late": ("30", "0"), "broken": ("0", "3")}
+    jobs = [Job(name, "tests.house.relay_worker", (*given, str(out))) for name, given in arguments.items()]
+    Relay(5.0, 20.0).run([jobs], lambda job, outcome: outcomes.update({job.name: outcome}))
+    assert outcomes["a"].failure is None and outcomes["b"].failure is None
+    assert outcomes["late"].failure == "not ready after 5 s"
+    assert outcomes["broken"].failure == "exit status 3"
+    assert list(outcomes["broken"].stderr) == ["broken on purpose"]
+    turns = [tuple(map(float, line.split())) for line in out.read_text().splitlines()]
+    (_, first_end), (second_start, _) = sorted(turns)
+    assert first_end <= second_start
