@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import transformers
 from torch._dynamo.utils import counters
-from torch.fx.experimental import _config
 
 import kdacompile
 from kdacompile import compat
@@ -33,11 +32,9 @@ PREFILL_GRAPHS, STEP_GRAPHS = 3, 2
 """Any length, and one: Dynamo makes graphs of their own for sizes of one, of the prompt and of the cache that a prompt
 of one token leaves. The third for prompts is transformers' own branch for prompts shorter than the convolution."""
 BOUND = 1e-5
-sizes: Any = _config  # its methods are installed at run time
 DYNAMO: dict[str, Any] = {"fail_on_recompile_limit_hit": True}  # where torch.compile would fall back to eager
 INDEXER: dict[str, Any] = {"capture_dynamic_output_shape_ops": True}
-"""glm5_next's indexer picks rows by a mask: torch.compile cuts the graph there unless it is told to capture that. It
-also counts blocks of 16 tokens, and one block is a size of one: torch guards on that unless told not to."""
+"""glm5_next's indexer picks rows by a mask: torch.compile cuts the graph there unless it is told to capture that."""
 TITLE = "| model | graphs of prompts | graphs of steps | largest graph | largest error | CPU s |"
 
 
@@ -81,9 +78,8 @@ def measure(case: ModelCase, prompts: list[int], inner: str) -> Tally:
     torch._dynamo.reset()
     run: Any = torch.compile(model, backend="kda", options={"kda.inner": inner})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    indexer = case.name == "glm5_next"
-    changes = DYNAMO | (INDEXER if indexer else {})
-    with torch.no_grad(), compat.dynamo_settings(changes), sizes.patch(backed_size_oblivious=indexer):
+    changes = DYNAMO | (INDEXER if case.name == "glm5_next" else {})
+    with torch.no_grad(), compat.dynamo_settings(changes):
         for length in prompts:
             caches = [case.prefill_inputs(model, length, cache=True, batch=1) for _ in range(2)]
             tally.prefill += compare(case, run, model, caches, tally)
