@@ -20,6 +20,7 @@ column factor is 2^(D_31 - D_j) <= 1, and the 2^s that the row's factor brings i
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 

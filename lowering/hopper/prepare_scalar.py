@@ -7,6 +7,7 @@ left for the scan are the same, and so are the two roles of a block.
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ products with 0/1 matrices: exact in their zeros, causal bit for bit, and on ten
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportUnknownParameterType=false
 # pyright: reportUnknownArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl

@@ -5,6 +5,9 @@ itself under the name triton, so it has an environment of its own, and what this
 else: the tests talk to it through :mod:`tests.ascend.tools`.
 """
 
+# pyright: reportCallIssue=false
+# (the checker sees the other triton)
+
 from __future__ import annotations
 
 import hashlib
