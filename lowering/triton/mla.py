@@ -13,6 +13,7 @@ only entries of pages that the request owns are read.
 # pyright: basic, reportMissingImports=false, reportMissingParameterType=false, reportUnknownParameterType=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl

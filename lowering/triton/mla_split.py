@@ -9,6 +9,7 @@ CHAINED kernels (from Hopper on) are launched while the one before still runs, a
 # pyright: basic, reportMissingImports=false, reportMissingParameterType=false, reportUnknownParameterType=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
