@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from kdacompile import aliases, compat, mla_pass, reabsorb, trace
+from kdacompile import aliases, compat, hoist, mla_pass, reabsorb, trace
 from kdacompile.collect import emit
 from kdacompile.held import Tables
 from kdacompile.instances import Instances
@@ -111,7 +111,25 @@ def rewrite(
     if work.has_recurrence or work.has_attention:
         with compat.no_python_dispatcher():
             work.run()
+            if work.rejections and work.has_recurrence:
+                work = _again(gm, settings, work)
     return work.report()
+
+
+def _again(gm: fx.GraphModule, settings: Settings, work: _Work) -> _Work:
+    """Search again with activations taken out of loops, if there are any."""
+    hoisted = hoist.attempt(gm.graph, work.read)
+    if hoisted is None or not hoisted.apply():
+        return work
+    other = _Work(gm, settings, {}, keep_strides=work.keep_strides)
+    other.run()
+    if not (other.matches or other.attention.matches or other.changed):
+        hoisted.undo()
+        return work
+    hoisted.finish()
+    gm.recompile()
+    other.take_over(work)
+    return other
 
 
 class _Work:
@@ -357,6 +375,14 @@ class _Work:
         results = fused.candidate.outputs
         read = {value.node for op in ancestors(results, inputs.__contains__) for value in op.reads if value.const}
         return [node for node in self.held if node in read]
+
+    def take_over(self, earlier: _Work) -> None:
+        """Tell what an earlier search of the same graph found as well."""
+        self.matches[:0] = earlier.matches
+        self.attention.matches[:0] = earlier.attention.matches
+        self.nodes = earlier.nodes
+        for phase, seconds in earlier.seconds.items():
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def report(self) -> GraphReport:
         matches = (*self.matches, *self.attention.matches)

@@ -1,0 +1,101 @@
+"""Pieces of a tensor along one dimension: how loops over tokens and chunks spell them.
+
+x[:, t]   x[:, t, :, None]   x.select(1, t)   x.unbind(1)[t]   for x_t in x            one index: the dimension goes
+x[:, i:j]   x.narrow(1, i, n)   x.split(n, 1)[i]   x.chunk(n, 1)[i]                     a slice: it stays
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from kdacompile import compat
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Piece ``index`` of the ``count`` equal ones that ``source`` consists of along ``dim``."""
+
+    source: fx.Node
+    dim: int
+    index: int
+    count: int
+    width: int
+    """Entries in each; 0 where the dimension goes."""
+    rest: tuple[Any, ...] = ()
+    """What else the index holds (``:``, ``None``), without the part that picks the piece."""
+
+
+def piece_of(node: fx.Node) -> Piece | None:
+    """The piece a node takes; None if it takes none, or one that is not like the others."""
+    if node.op == "call_method" and node.target in ("select", "narrow") and not node.kwargs:
+        dim, start, *width = node.args[1:]
+        return _piece(node.args[0], dim, start, width[0] if width else 0)
+    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+        return None
+    base, index = node.args
+    value = compat.example_value(base)
+    if isinstance(value, torch.Tensor):
+        return _by_index(base, value, index if isinstance(index, tuple) else (index,))
+    return _by_list(base, value, index) if isinstance(value, (list, tuple)) and isinstance(index, int) else None
+
+
+def _by_index(base: fx.Node, value: torch.Tensor, index: tuple[Any, ...]) -> Piece | None:
+    """``base[index]`` with one number or one slice in it that takes less than everything."""
+    if any(not (item is None or item is Ellipsis or isinstance(item, (int, slice))) for item in index):
+        return None
+    if any(isinstance(item, bool) for item in index) or index.count(Ellipsis) > 1:
+        return None
+    spelled = sum(item is not None and item is not Ellipsis for item in index)
+    if Ellipsis in index:
+        place = index.index(Ellipsis)
+        index = (*index[:place], *[slice(None)] * (value.dim() - spelled), *index[place + 1 :])
+    picks = [i for i, item in enumerate(index) if item is not None and item != slice(None)]
+    if len(picks) != 1:
+        return None
+    place = picks[0]
+    dim = sum(item is not None for item in index[:place])
+    rest = (*index[:place], *index[place + 1 :])
+    pick = index[place]
+    if isinstance(pick, int):
+        return _piece(base, dim, pick, 0, rest if None in rest else ())
+    if pick.step not in (None, 1) or None in rest or not isinstance(value.shape[dim], int):
+        return None
+    bounds = (pick.start, pick.stop)
+    if any(not (bound is None or isinstance(bound, int)) for bound in bounds):
+        return None
+    start, stop, _ = pick.indices(value.shape[dim])
+    return _piece(base, dim, start, stop - start)
+
+
+def _by_list(base: fx.Node, value: Any, index: int) -> Piece | None:
+    """Element ``index`` of ``unbind``, ``split`` or ``chunk``."""
+    name = base.target if isinstance(base.target, str) else getattr(base.target, "__name__", "")
+    if name not in ("unbind", "split", "chunk") or not base.args or not isinstance(base.args[0], fx.Node):
+        return None
+    place = 1 if name == "unbind" else 2
+    dim = base.args[place] if len(base.args) > place else base.kwargs.get("dim", 0)
+    if not isinstance(dim, int) or not -len(value) <= index < len(value):
+        return None
+    index %= len(value)
+    if name == "unbind":
+        return _piece(base.args[0], dim, index, 0)
+    widths = {part.shape[dim] for part in value}
+    width = value[0].shape[dim]
+    return _piece(base.args[0], dim, index * width, width) if len(widths) == 1 and isinstance(width, int) else None
+
+
+def _piece(source: Any, dim: Any, start: Any, width: Any, rest: tuple[Any, ...] = ()) -> Piece | None:
+    value = compat.example_value(source) if isinstance(source, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in (dim, start, width)):
+        return None
+    dim %= max(1, value.dim())
+    size = value.shape[dim]
+    step = max(1, width)
+    if not isinstance(size, int) or size % step or start % step or not -size <= start < size:
+        return None
+    return Piece(source, dim, start % size // step, size // step, width, rest)
