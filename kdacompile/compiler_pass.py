@@ -119,7 +119,7 @@ def rewrite(
 def _again(gm: fx.GraphModule, settings: Settings, work: _Work) -> _Work:
     """Search again with activations taken out of loops, if there are any."""
     hoisted = hoist.attempt(gm.graph, work.read)
-    if hoisted is None or not hoisted.apply():
+    if hoisted is None or not hoisted.apply(work.read):
         return work
     other = _Work(gm, settings, {}, keep_strides=work.keep_strides)
     other.run()

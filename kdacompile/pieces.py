@@ -35,9 +35,10 @@ def piece_of(node: fx.Node) -> Piece | None:
     if node.op == "call_method" and node.target in ("select", "narrow") and not node.kwargs:
         dim, start, *width = node.args[1:]
         return _piece(node.args[0], dim, start, width[0] if width else 0)
-    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+    base: Any = node.args[0] if node.args else None
+    if node.target is not operator.getitem or not isinstance(base, fx.Node):
         return None
-    base, index = node.args
+    index: Any = node.args[1]
     value = compat.example_value(base)
     if isinstance(value, torch.Tensor):
         return _by_index(base, value, index if isinstance(index, tuple) else (index,))
@@ -63,12 +64,13 @@ def _by_index(base: fx.Node, value: torch.Tensor, index: tuple[Any, ...]) -> Pie
     pick = index[place]
     if isinstance(pick, int):
         return _piece(base, dim, pick, 0, rest if None in rest else ())
-    if pick.step not in (None, 1) or None in rest or not isinstance(value.shape[dim], int):
+    size: Any = value.shape[dim]  # may be a symbol
+    if pick.step not in (None, 1) or None in rest or not isinstance(size, int):
         return None
     bounds = (pick.start, pick.stop)
     if any(not (bound is None or isinstance(bound, int)) for bound in bounds):
         return None
-    start, stop, _ = pick.indices(value.shape[dim])
+    start, stop, _ = pick.indices(size)
     return _piece(base, dim, start, stop - start)
 
 
