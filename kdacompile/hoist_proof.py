@@ -108,7 +108,8 @@ def _drawn(probe: str, like: Tensor, generator: torch.Generator) -> Tensor:
     if not like.dtype.is_floating_point:
         if like.dtype.is_complex:
             raise _Refused("complex numbers")
-        return torch.randint(0, 2, tuple(like.shape), generator=generator).to(like.dtype)
+        whole = torch.randint(-4, 5, tuple(like.shape), generator=generator)
+        return whole > 0 if like.dtype == torch.bool else whole.to(like.dtype)
     noise = torch.randn(tuple(like.shape), generator=generator, dtype=torch.float64)
     if probe == "positive":
         return noise.abs()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kdacompile
+from kdacompile import compat, hoist, hoist_rules
 from tests.compare import copies, worst_error
 
 BATCH, LENGTH, HEADS, SIZE, VALUES = 2, 4, 3, 6, 5
@@ -118,3 +119,76 @@ def test_without_a_new_match_the_graph_is_as_captured() -> None:
     assert torch.equal(ours, expected)
     assert not report.matches
     assert report.rejections
+
+
+def wrong_dimension(node: torch.fx.Node, place: int, rank: int, family: Any) -> tuple[Any, Any]:
+    """A normalisation along heads instead of channels: the same sizes, other numbers."""
+    return node.args[:1], {**node.kwargs, "dim": -2}
+
+
+def test_a_wrong_hoist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the proof of the hoist sees it: past it, the region after it is a recurrence, and the results are wrong."""
+    monkeypatch.setattr(hoist_rules, "_along", wrong_dimension)
+    ours, expected, report = explained(gated_delta)
+    assert worst_error(ours, expected) <= 1e-5
+    assert not report.matches
+    assert report.rejections
+    monkeypatch.setattr(hoist, "agrees", lambda pairs, inside: True)  # type: ignore[reportUnknownLambdaType]
+    ours, expected, report = explained(gated_delta)
+    assert [match.pattern for match in report.matches] == ["gated_delta_rule"]
+    assert worst_error(ours, expected) > 1e-2
+
+
+def test_results_stay_tensors_of_their_own() -> None:
+    """What the loop returned of an activation is no view of the whole, nor laid out like one."""
+
+    def returning(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> tuple[Tensor, ...]:
+        twice = [torch.sigmoid(logit[:, 1])[..., None] for _ in range(2)]
+        return gated_delta(q, k, v, gate, logit), *twice
+
+    ours, expected, _ = explained(returning)
+    assert worst_error(ours, expected) <= 1e-5
+    assert [x.stride() for x in ours] == [x.stride() for x in expected]
+    assert ours[1].untyped_storage().data_ptr() != ours[2].untyped_storage().data_ptr()
+
+
+def test_readers_that_ask_for_a_layout() -> None:
+    """A piece of the whole cannot be viewed as the loop views its own tensor: nothing is taken out."""
+
+    def flat(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:
+        rows = [torch.sigmoid(logit[:, t]).view_as(q[0, 0].new_zeros(BATCH * HEADS)) for t in range(LENGTH)]
+        return gated_delta(q, k, v, gate, logit), torch.stack(rows).sum(0)
+
+    ours, expected, report = explained(flat)
+    assert worst_error(ours, expected) <= 1e-5
+    assert report.rejections
+
+
+def test_a_symbolic_batch_is_left_alone() -> None:
+    """The proof runs on plain sizes only."""
+    torch.manual_seed(0)
+    inputs = [*tokens(2, SIZE), *tokens(1, VALUES), *tokens(2)]
+
+    def any_batch(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+        s = q.new_zeros(q.shape[0], HEADS, SIZE, VALUES)
+        rows: list[Tensor] = []
+        for t in range(LENGTH):
+            s = s + torch.einsum("bhk,bhv->bhkv", k[:, t], torch.sigmoid(logit[:, t])[..., None] * v[:, t])
+            rows.append(read(s, q[:, t]))
+        return torch.stack(rows, dim=1)
+
+    for x in inputs:
+        torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.reset()
+    report = kdacompile.explain(any_batch, options={"kda.lift": False})(*inputs)
+    assert worst_error(report.result, any_batch(*inputs)) <= 1e-5
+    assert not report.matches
+    assert report.rejections
+
+
+def test_nothing_random_moves() -> None:
+    names = {*hoist_rules.POINTWISE, *hoist_rules.ALONG, *hoist_rules.MOVES, *hoist_rules.ACTIVATIONS}
+    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    assert packets
+    assert not [p for p in packets for name in p.overloads() if compat.is_random(getattr(p, name))]
+    assert not [name for name in names if name.endswith("_")]
