@@ -139,17 +139,28 @@ def test_a_wrong_hoist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worst_error(ours, expected) > 1e-2
 
 
-def test_results_stay_tensors_of_their_own() -> None:
-    """What the loop returned of an activation is no view of the whole, nor laid out like one."""
+def test_results_stay_tensors_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a loop returns of its activations is no view of the whole, even where it lies like one."""
 
     def returning(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> tuple[Tensor, ...]:
-        twice = [torch.sigmoid(logit[:, 1])[..., None] for _ in range(2)]
-        return gated_delta(q, k, v, gate, logit), *twice
+        first = logit.transpose(0, 1).contiguous()
+        sums = torch.stack([torch.sigmoid(x).sum() for x in first])
+        twice = [torch.sigmoid(first[0])[..., None] for _ in range(2)]
+        return gated_delta(q, k, v, gate, logit), sums, *twice
 
+    shared: list[bool] = []
+    ask = hoist.results_share_memory
+
+    def asked(*given: Any) -> bool:
+        shared.append(ask(*given))
+        return shared[-1]
+
+    monkeypatch.setattr(hoist, "results_share_memory", asked)
     ours, expected, _ = explained(returning)
+    assert shared == [True]
     assert worst_error(ours, expected) <= 1e-5
     assert [x.stride() for x in ours] == [x.stride() for x in expected]
-    assert ours[1].untyped_storage().data_ptr() != ours[2].untyped_storage().data_ptr()
+    assert ours[2].untyped_storage().data_ptr() != ours[3].untyped_storage().data_ptr()
 
 
 def test_readers_that_ask_for_a_layout() -> None:
