@@ -128,7 +128,8 @@ class Group:
 
 def keeps_tokens_apart(group: Group) -> bool:
     """True if every anchor works within one token, so that nothing of the group can be a recurrence: streams of a token
-    that are mixed and put back (hyper-connections).
+    that are mixed and put back (hyper-connections). There are fewer streams than tokens; with heads in front of the
+    tokens it is the other way round.
     """
     if not group.exits or not group.exits[0].chain:
         return False
@@ -137,6 +138,8 @@ def keeps_tokens_apart(group: Group) -> bool:
         shape = op.out.shape
         merged = op.name in CONTRACTIONS and len(shape) == 3 and shape[0] == math.prod(lead)
         if not merged and (op.name in SCANS or op.name in SOLVES or len(shape) < 3 or shape[:2] != lead):
+            return False
+        if shape[1 if merged else 2] > lead[1]:
             return False
     return True
 
