@@ -126,10 +126,13 @@ class Group:
     """For each operator of the graph, the anchors it depends on, as bits."""
 
 
+MAX_STREAMS = 16
+
+
 def keeps_tokens_apart(group: Group) -> bool:
     """True if every anchor works within one token, so that nothing of the group can be a recurrence: streams of a token
-    that are mixed and put back (hyper-connections). There are fewer streams than tokens; with heads in front of the
-    tokens it is the other way round.
+    that are mixed and put back (hyper-connections). Streams are few: more rows than ``MAX_STREAMS`` are tokens
+    with heads in front of them.
     """
     if not group.exits or not group.exits[0].chain:
         return False
@@ -139,7 +142,7 @@ def keeps_tokens_apart(group: Group) -> bool:
         merged = op.name in CONTRACTIONS and len(shape) == 3 and shape[0] == math.prod(lead)
         if not merged and (op.name in SCANS or op.name in SOLVES or len(shape) < 3 or shape[:2] != lead):
             return False
-        if shape[1 if merged else 2] > lead[1]:
+        if shape[1 if merged else 2] > MAX_STREAMS:
             return False
     return True
 
