@@ -2,9 +2,12 @@
 
 A contender of one kind of case is a process of its own with empty compiler caches, with FLA hidden from all but those
 that use it (where it is importable, transformers binds its functions). Processes get ready side by side, first calls
-included, and are timed one after the other, see ``relay``. The table gives device time (replays of a CUDA graph), the
-time of eager launches, the first call, peak memory and the error against the fp64 recurrence; a JSON file has
-everything, a Markdown file the tables, an SVG the device times.
+included, and are timed one after the other, see ``relay``. FLA tunes itself on the device, for minutes, and keeps what
+it found in Triton's cache: its first processes tune by themselves, and those of the second wave find the kernels they
+have in common with them tuned, as on a machine where FLA has run before.
+
+The table gives device time (replays of a CUDA graph), the time of eager launches, the first call, peak memory and the
+error against the fp64 recurrence; a JSON file has everything, a Markdown file the tables, an SVG the device times.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kdacompile.bench.cuda_cases import CASES, Case, contenders
+from kdacompile.bench.cuda_cases import CASES, TUNED_BY_OTHERS, Case, contenders
 from kdacompile.bench.cuda_table import markdown, plot, table
 from kdacompile.bench.relay import Job, Outcome, Relay
 from kdacompile.doctor import version_of
@@ -67,9 +70,8 @@ def _run(cases: Sequence[Case], timeout: float) -> Results:
         jobs: list[Job] = []
         for (kind, contender), members in groups.items():
             described = json.dumps([asdict(case) for case in members])
-            jobs.append(
-                Job(f"{kind}, {contender}", _WORKER, (described, contender, str(Path(folder, f"{len(jobs)}.json"))))
-            )
+            arguments = (described, contender, str(Path(folder, f"{len(jobs)}.json")))
+            jobs.append(Job(f"{kind}, {contender}", _WORKER, arguments, "fla" if contender.endswith("fla") else ""))
 
         def done(job: Job, outcome: Outcome) -> None:
             described, contender, out = job.arguments
@@ -84,10 +86,10 @@ def _run(cases: Sequence[Case], timeout: float) -> Results:
 
 
 def _waves(jobs: Sequence[Job]) -> list[list[Job]]:
-    """FLA first and by itself, since it tunes itself on the device; of the others two a core."""
-    tuning = [job for job in jobs if "fla" in job.name]
+    """FLA first where it tunes what its other processes use; of the rest three a core."""
+    tuning = [job for job in jobs if job.shares and job.name.split()[0] not in TUNED_BY_OTHERS]
     others = [job for job in jobs if job not in tuning]
-    size = 2 * (os.cpu_count() or 1)
+    size = 3 * (os.cpu_count() or 1)
     return [part[start : start + size] for part in (tuning, others) for start in range(0, len(part), size)]
 
 

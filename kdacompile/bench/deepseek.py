@@ -5,8 +5,8 @@
 The attention has its real sizes (hidden 7168, latents of 1536 and 512, heads of 128 + 64 and 128 channels). The
 mixture of experts is replaced by a dense MLP of 2048 and the vocabulary is small, so that attention is what is
 measured. bf16, random weights, a static cache filled with random numbers up to its last slot; every contender in a
-process of its own, each in the default mode and in ``reduce-overhead`` (CUDA graphs). Errors are the logits', against
-the same weights in fp32.
+process of its own, each in the default mode and in ``reduce-overhead`` (CUDA graphs). They compile side by side and are
+timed one after the other. Errors are the logits', against the same weights in fp32.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kdacompile.bench.relay import Job, Outcome, Relay, wait_for_turn
 from kdacompile.collect import collecting
 from kdacompile.errors import BenchError
 
@@ -32,6 +31,8 @@ CONTENDERS = tuple((backend, mode) for mode in ("default", "reduce-overhead") fo
 GOAL = 10.0
 """How many times faster than Inductor alone a step at the default sizes is meant to be."""
 SAMPLES = 21
+TOGETHER = 4  # requests at once in fp32: the model's own form expands the caches of all
+READY_SECONDS, TIMED_SECONDS = 300.0, 60.0
 
 Figures = dict[str, Any]
 
@@ -63,20 +64,20 @@ def build(args: argparse.Namespace) -> Any:
 
 
 class Step:
-    """One token for every request, over a cache that has room for just that."""
+    """One token for every request of ``requests``, over a cache that has room for just that."""
 
-    def __init__(self, model: Any, args: argparse.Namespace) -> None:
+    def __init__(self, model: Any, args: argparse.Namespace, requests: range) -> None:
         from transformers import StaticCache
 
         self.last = args.cache - 1
-        self.tokens = torch.arange(3, 3 + args.batch, device="cuda")[:, None]
+        self.tokens = 3 + torch.tensor(requests, device="cuda")[:, None]
         self.cache: Any = StaticCache(model.config, args.cache)
         model(input_ids=self.tokens, past_key_values=self.cache, use_cache=True)
-        generator = torch.Generator("cuda").manual_seed(1)
-        for layer in self.cache.layers:
-            for held in (layer.keys, layer.values):
-                drawn = torch.randn(held.shape, generator=generator, device="cuda").bfloat16()
-                held.copy_(drawn)
+        for row, request in enumerate(requests):
+            generator = torch.Generator("cuda").manual_seed(request)
+            for layer in self.cache.layers:
+                for held in (layer.keys, layer.values):
+                    held[row] = torch.randn(held.shape[1:], generator=generator, device="cuda").bfloat16()
 
     def rewind(self) -> None:
         for layer in self.cache.layers:
@@ -104,29 +105,38 @@ def milliseconds(step: Step, forward: Callable[..., Any]) -> float:
     return statistics.median(samples)
 
 
+def exact_logits(model: Any, args: argparse.Namespace) -> Tensor:
+    """What a model in fp32 gives."""
+    parts: list[Tensor] = []
+    for start in range(0, args.batch, TOGETHER):
+        step = Step(model, args, range(start, min(start + TOGETHER, args.batch)))
+        step.rewind()
+        parts.append(step(model))
+    return torch.cat(parts)
+
+
 def measured(backend: str, mode: str, args: argparse.Namespace) -> Figures:
-    """Figures of one contender."""
+    """Figures of one contender, in this process; between getting ready and being timed it waits for its turn."""
     with torch.no_grad():
         model = build(args)
-        exact = Step(model, args)
-        exact.rewind()
-        want = exact(model)
-        del exact
+        want = exact_logits(model, args)
         model = model.bfloat16()
-        step = Step(model, args)
+        torch.cuda.empty_cache()  # others get ready as well
+        step = Step(model, args, range(args.batch))
         compiled = torch.compile(model, backend=backend, mode=mode, dynamic=False)
         started = time.perf_counter()
         with collecting() as report:
             step.rewind()
             step(compiled)
         seconds = time.perf_counter() - started
+        if backend == "kda" and [match.pattern for match in report.matches] != ["mla"] * args.layers:
+            raise BenchError(detail=str(report))
         for _ in range(3):  # CUDA graphs are recorded
             step.rewind()
             step(compiled)
+        wait_for_turn()
         step.rewind()
         have = step(compiled).clone()
-        if backend == "kda" and [match.pattern for match in report.matches] != ["mla"] * args.layers:
-            raise BenchError(detail=str(report))
         error = float((have.double() - want.double()).norm() / want.double().norm())
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
@@ -134,16 +144,23 @@ def measured(backend: str, mode: str, args: argparse.Namespace) -> Figures:
         return figures | {"peak_gib": (torch.cuda.max_memory_allocated() - held) / 2**30}
 
 
-def run_one(backend: str, mode: str, args: argparse.Namespace) -> Figures:
-    """One contender in its own process; figures, or ``{"failure": text}``."""
+def run_all(args: argparse.Namespace) -> dict[str, Figures]:
+    """Every contender in its own process; figures, or ``{"failure": text}``."""
+    results: dict[str, Figures] = {f"{backend} {mode}": {} for backend, mode in CONTENDERS}
     with tempfile.TemporaryDirectory(prefix="kdacompile-bench-") as folder:
-        out = Path(folder, "figures.json")
-        sizes = [f"--{name}={getattr(args, name)}" for name in ("cache", "batch", "layers", "heads")]
-        command = [sys.executable, "-m", "kdacompile.bench.deepseek", *sizes, f"--contender={backend}:{mode}"]
-        done = subprocess.run([*command, f"--json={out}"], capture_output=True, text=True, check=False)
-        if done.returncode or not out.exists():
-            return {"failure": "\n".join(done.stderr.splitlines()[-8:])}
-        return json.loads(out.read_text())
+
+        def done(job: Job, outcome: Outcome) -> None:
+            out = Path(job.arguments[-1])
+            failed = {"failure": "\n".join([outcome.failure or "no figures", *outcome.stderr[-8:]])}
+            results[job.name] = json.loads(out.read_text()) if out.exists() else failed
+
+        sizes = tuple(f"--{name}={getattr(args, name)}" for name in ("cache", "batch", "layers", "heads"))
+        jobs = [
+            Job(name, "kdacompile.bench.deepseek", (*sizes, "--contender", name, "--json", f"{folder}/{number}.json"))
+            for number, name in enumerate(results)
+        ]
+        Relay(READY_SECONDS, TIMED_SECONDS).run([jobs], done)
+    return results
 
 
 def table(results: dict[str, Figures], args: argparse.Namespace) -> str:
@@ -169,16 +186,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kdacompile.bench.deepseek", description=__doc__)
     for name, default in (("cache", 8192), ("batch", 16), ("layers", 4), ("heads", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--contender", help="BACKEND:MODE, in this process")
+    parser.add_argument("--contender", help="'BACKEND MODE', in this process")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise BenchError(detail="this benchmark needs a CUDA device")
     if args.contender:
-        backend, mode = args.contender.split(":")
+        backend, mode = args.contender.split()
         results = measured(backend, mode, args)
     else:
-        results = {f"{backend} {mode}": run_one(backend, mode, args) for backend, mode in CONTENDERS}
+        results = run_all(args)
         print(table(results, args))
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=2) + "\n")

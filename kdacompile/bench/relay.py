@@ -24,11 +24,15 @@ _STDERR_TAIL = 15
 
 @dataclass(frozen=True)
 class Job:
-    """A worker: ``python -m module *arguments`` with empty compiler caches."""
+    """A worker: ``python -m module *arguments`` with empty compiler caches.
+
+    ``shares``: jobs that give the same name here have one Triton cache between them, empty when the relay starts.
+    """
 
     name: str
     module: str
     arguments: tuple[str, ...]
+    shares: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,19 @@ class Relay:
         A wave's jobs get ready side by side, and nothing is timed before all of them are: they run their first calls on
         the device.
         """
-        for wave in waves:
-            barrier = threading.Barrier(len(wave))
-            with ThreadPoolExecutor(len(wave)) as pool:
-                running = [pool.submit(self._follow, job, barrier, done) for job in wave]
-            for future in running:
-                future.result()
+        with tempfile.TemporaryDirectory(prefix="kdacompile-bench-") as shared:
+            for wave in waves:
+                barrier = threading.Barrier(len(wave))
+                with ThreadPoolExecutor(len(wave)) as pool:
+                    running = [pool.submit(self._follow, job, shared, barrier, done) for job in wave]
+                for future in running:
+                    future.result()
 
-    def _follow(self, job: Job, barrier: threading.Barrier, done: Callable[[Job, Outcome], None]) -> None:
+    def _follow(self, job: Job, shared: str, barrier: threading.Barrier, done: Callable[[Job, Outcome], None]) -> None:
         with tempfile.TemporaryDirectory(prefix="kdacompile-bench-") as folder:
             environment = {**os.environ, **{name: str(Path(folder, place)) for name, place in _CACHES.items()}}
+            if job.shares:
+                environment["TRITON_CACHE_DIR"] = str(Path(shared, job.shares))
             errors = Path(folder, "stderr")
             with errors.open("w") as stderr:
                 process = subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ def main(ready_seconds: str, status: str, out: str) -> int:
     start = time.monotonic()
     time.sleep(0.1)
     with Path(out).open("a") as file:
-        file.write(f"{start} {time.monotonic()}\n")
+        file.write(f"{start} {time.monotonic()} {os.environ['TRITON_CACHE_DIR']}\n")
     return 0
 
 

@@ -14,6 +14,7 @@ from kdacompile.bench.cuda_cases import CASES, MODELS, contenders
 from kdacompile.bench.relay import Job, Outcome, Relay
 from kdacompile.errors import BenchError
 
+WORKER = "tests.house.relay_worker"
 CASE = cuda.Case("kda-t8192", "kda", 1, 8192, goal=330)
 
 
@@ -70,12 +71,31 @@ def test_workers_are_timed_alone_and_failures_have_reasons(tmp_path: Path) -> No
     out = tmp_path / "times"
     outcomes: dict[str, Outcome] = {}
     arguments = {"a": ("0.1", "0"), "b": ("0.3", "0"), "late": ("30", "0"), "broken": ("0", "3")}
-    jobs = [Job(name, "tests.house.relay_worker", (*given, str(out))) for name, given in arguments.items()]
+    jobs = [Job(name, WORKER, (*given, str(out))) for name, given in arguments.items()]
     Relay(5.0, 20.0).run([jobs], lambda job, outcome: outcomes.update({job.name: outcome}))
     assert outcomes["a"].failure is None and outcomes["b"].failure is None
     assert outcomes["late"].failure == "not ready after 5 s"
     assert outcomes["broken"].failure == "exit status 3"
     assert list(outcomes["broken"].stderr) == ["broken on purpose"]
-    turns = [tuple(map(float, line.split())) for line in out.read_text().splitlines()]
+    turns = [tuple(map(float, line.split()[:2])) for line in out.read_text().splitlines()]
     (_, first_end), (second_start, _) = sorted(turns)
     assert first_end <= second_start
+
+
+def test_caches_are_a_job_s_own_unless_it_shares_one(tmp_path: Path) -> None:
+    outs = [tmp_path / name for name in ("a", "b", "c", "d")]
+    shares = ("", "fla", "fla", "")
+    jobs = [Job(out.name, WORKER, ("0", "0", str(out)), name) for out, name in zip(outs, shares, strict=True)]
+    Relay(20.0, 20.0).run([jobs[:2], jobs[2:]], lambda job, outcome: None)
+    own, first, second, other = (out.read_text().split()[2] for out in outs)
+    assert first == second and len({own, first, other}) == 3
+
+
+def test_fla_tunes_first_and_by_itself() -> None:
+    kinds = {(case.kind, contender) for case in CASES for contender in contenders(case)}
+    jobs = [Job(f"{kind} 1x1, {who}", WORKER, (), "fla" if who.endswith("fla") else "") for kind, who in kinds]
+    first, *others = cuda._waves(jobs)
+    assert {job.name.split()[0] for job in first} == {"kda", "gdn", "step", "train"}
+    assert all(job.name.endswith("fla") for job in first)
+    assert any(job.shares for wave in others for job in wave)
+    assert sorted(job.name for wave in (first, *others) for job in wave) == sorted(job.name for job in jobs)

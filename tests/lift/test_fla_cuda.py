@@ -1,0 +1,109 @@
+"""transformers' models with flash-linear-attention installed, whose functions they bind: one graph for all layers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from kdacompile.collect import collecting
+from tests.compare import relative_error
+
+pytest.importorskip("fla.ops")
+transformers = pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.fla,
+    pytest.mark.models,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LINEAR, FULL = "linear_attention", "full_attention"
+BATCH, TOKENS = 2, 200
+BASE: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+    "layer_types": [LINEAR, LINEAR, FULL], "max_position_embeddings": 512, "pad_token_id": 0,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "kimi_linear": ("KimiLinear", ["kda", "kda", "mla"], {
+        "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "linear_num_heads": 4, "linear_head_dim": 128,
+        "mlp_layer_types": ["dense"] * 3,
+    }),
+    "qwen3_next": ("Qwen3Next", ["gated_delta_rule"] * 2, {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "mlp_only_layers": [0, 1, 2], "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    }),
+}  # fmt: skip
+WRAPPED = {
+    "kimi_linear": ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
+    "qwen3_next": ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+}
+
+
+def build(kind: str) -> Any:
+    name, _, sizes = MODELS[kind]
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**BASE, **sizes))
+    return model.to("cuda", torch.bfloat16).eval()
+
+
+def prefilled(model: Any, tokens: Tensor) -> Any:
+    """A static cache after a prompt, which runs eagerly."""
+    cache = transformers.StaticCache(config=model.config, max_cache_len=TOKENS + 8)
+    model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def results(model: Any, forward: Callable[..., Any], tokens: Tensor) -> list[Tensor]:
+    """Logits of a prompt, and those of one token after a prompt."""
+    prompt = forward(input_ids=tokens, use_cache=False).logits
+    cache = prefilled(model, tokens[:, :-1])
+    position = torch.full((BATCH, 1), TOKENS - 1, device="cuda")
+    options: dict[str, Any] = {"past_key_values": cache, "position_ids": position, "use_cache": True}
+    return [prompt, forward(input_ids=tokens[:, -1:], **options).logits]
+
+
+def without_fla(kind: str, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """transformers' own functions, in fp32."""
+    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    with monkeypatch.context() as patch:
+        for name in WRAPPED[kind]:
+            patch.setattr(modeling, name, getattr(modeling, name).__wrapped__)
+        model = build(kind).float()
+        return results(model, model, tokens)
+
+
+def graphs(model: Any, tokens: Tensor) -> tuple[int, list[Tensor]]:
+    """How many graphs Inductor alone makes of the model, and its results."""
+    torch._dynamo.reset()
+    counters.clear()
+    found = results(model, torch.compile(model, backend="inductor"), tokens)
+    return counters["stats"]["unique_graphs"], found
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_one_graph_with_every_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = torch.randint(3, 512, (BATCH, TOKENS), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    with torch.inference_mode():
+        exact = without_fla(kind, tokens, monkeypatch)
+        model = build(kind)
+        eager = results(model, model, tokens)
+        broken, alone = graphs(model, tokens)
+        torch._dynamo.reset()
+        with collecting() as report:
+            ours = results(model, torch.compile(model, backend="kda", fullgraph=True), tokens)
+        assert len(report.graphs) == 2
+        assert [match.pattern for match in report.matches] == MODELS[kind][1] * 2
+        for have, theirs, want in zip(ours, eager, exact, strict=True):
+            assert relative_error(have, want) <= 1.2 * relative_error(theirs, want)
+        again, after = graphs(model, tokens)
+    assert broken == again > 2
+    assert all(torch.equal(x, y) for x, y in zip(alone, after, strict=True))
