@@ -16,7 +16,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,19 +48,25 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
         raise BenchError(
             detail=f"no case matches {', '.join(only or ())}; there are {', '.join(c.name for c in CASES)}"
         )
-    results = _run(cases, timeout)
+    device, writing = torch.cuda.get_device_name(0), threading.Lock()
+
+    def write(results: Results) -> None:
+        with writing:  # the last to come writes everything
+            measured = [{**asdict(case), "results": results[case.name]} for case in cases]
+            record = {"suite": "cuda", "device": device, "versions": _versions(), "cases": measured}
+            json_path.write_text(json.dumps(record, indent=2) + "\n")
+            json_path.with_suffix(".md").write_text(markdown(cases, results))
+            json_path.with_suffix(".svg").write_text(plot(cases, results))
+
+    results = _run(cases, timeout, write)
     print(table(cases, results))
-    record: dict[str, Any] = {"suite": "cuda", "device": torch.cuda.get_device_name(0), "versions": _versions()}
-    record["cases"] = [{**asdict(case), "results": results[case.name]} for case in cases]
-    json_path.write_text(json.dumps(record, indent=2) + "\n")
-    json_path.with_suffix(".md").write_text(markdown(cases, results))
-    json_path.with_suffix(".svg").write_text(plot(cases, results))
     print(f"\nwritten to {json_path}, and beside it the tables (.md) and the plot (.svg)")
     ours = [figures for found in results.values() for name, figures in found.items() if name in ("ours", "portable")]
     return 1 if any("failure" in figures for figures in ours) else 0
 
 
-def _run(cases: Sequence[Case], timeout: float) -> Results:
+def _run(cases: Sequence[Case], timeout: float, write: Callable[[Results], None]) -> Results:
+    """Measure; what is there is written whenever a process has come to its end."""
     results: Results = {case.name: {} for case in cases}
     groups: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
@@ -80,6 +87,7 @@ def _run(cases: Sequence[Case], timeout: float) -> Results:
                 failed = {"failure": _reason(outcome), "stderr": list(outcome.stderr)}
                 results[case["name"]][contender] = measured.get(case["name"], failed)
             print(f"{job.name}: {outcome.failure or 'done'}", file=sys.stderr, flush=True)
+            write(results)
 
         Relay(min(_READY_SECONDS, timeout), timeout).run(_waves(jobs), done)
     return results
