@@ -73,8 +73,8 @@ def lengths(count: int, longest: int) -> list[int]:
     return rng.sample(sorted(drawn), count)
 
 
-def measure(case: ModelCase, prompts: list[int], inner: str) -> Tally:
-    model, tally = case.build(), Tally()
+def measure(case: ModelCase, prompts: list[int], inner: str, attention: str = "sdpa") -> Tally:
+    model, tally = case.build(attention=attention), Tally()
     torch._dynamo.reset()
     run: Any = torch.compile(model, backend="kda", options={"kda.inner": inner})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
@@ -103,9 +103,10 @@ def compare(case: ModelCase, run: Any, model: Any, arguments: list[dict[str, Any
     return counters["stats"]["unique_graphs"] - before
 
 
-def machine(inner: str) -> str:
+def machine(inner: str, attention: str) -> str:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    return f"kdacompile {kdacompile.__version__}, {versions}, {os.cpu_count()} CPU cores, `kda.inner` {inner}"
+    asked = f"`kda.inner` {inner}, {attention} attention"
+    return f"kdacompile {kdacompile.__version__}, {versions}, {os.cpu_count()} CPU cores, {asked}"
 
 
 def main() -> int:
@@ -114,20 +115,22 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=40, help="how many lengths")
     parser.add_argument("--longest", type=int, default=5000)
     parser.add_argument("--inner", default="inductor", help="kda.inner: the compiler of the rest")
+    parser.add_argument("--attention", default="sdpa", help="of the other layers; sdpa is transformers' default")
     parser.add_argument("--markdown", type=Path, help="append the table to this file")
     arguments = parser.parse_args()
     prompts, good = lengths(arguments.count, arguments.longest), True
-    print(f"{machine(arguments.inner)}: {len(prompts)} prompts, 1 to {max(prompts)} tokens, two steps after each")
+    where = machine(arguments.inner, arguments.attention)
+    print(f"{where}: {len(prompts)} prompts, 1 to {max(prompts)} tokens, two steps after each")
     rows = [TITLE, "| --- " * TITLE.count(" | ") + "| --- |"]
     print(*rows, sep="\n", flush=True)
     for name in arguments.models:
-        tally = measure(CASES[name], prompts, arguments.inner)
+        tally = measure(CASES[name], prompts, arguments.inner, arguments.attention)
         rows.append(tally.row(name))
         print(rows[-1], tally.problem, flush=True)
         good &= not tally.problem
     if arguments.markdown:
         with arguments.markdown.open("a") as file:
-            print("", machine(arguments.inner) + ":", "", *rows, sep="\n", file=file)
+            print("", where + ":", "", *rows, sep="\n", file=file)
     return 0 if good else 1
 
 

@@ -242,9 +242,9 @@ class ModelCase:
     cache_argument: str = "past_key_values"
     breaks_by_itself: bool = False  # its sparse indexer or its hyper-connections cut the graph under any backend
 
-    def build(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    def build(self, dtype: torch.dtype = torch.float32, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
         """A random model in eval mode; parameters that models leave empty or constant are drawn too."""
-        model = random_model(self.config(), self.model_class, "eager", seed)
+        model = random_model(self.config(), self.model_class, attention, seed)
         _randomise(model)
         return model.to(dtype).eval()
 
