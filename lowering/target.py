@@ -57,10 +57,11 @@ class Target:
     hand-over through ``meeting`` ("global": memory behind all caches, "chip": a buffer on chip, "register": no price).
     ``memories``: capacity in bytes by name, of ONE core of the unit that owns it (see ``owner``). ``groups``: how many
     tasks run at once; each group has one CUBE and ``vec_cores`` VEC cores. ``own_operands``: where a result of Cube
-    waits that is an operand of its next product ("global" or "chip"). ``outputs``: where its kernels compute what reads
-    the carry but nothing waits for, "scan" or "epilogue"; "auto" leaves it to the planner. ``values``: where they
-    compute what is as wide as V and waits for no carry: "prologue"; "scan", since all it reads crosses anyway or is
-    smaller; or "uninverted", the scan but for what comes from a triangular inverse.
+    waits that is an operand of its next product ("global" or "chip"). ``accumulates``: whether CUBE begins a sum of
+    products from another product's result. ``narrows``: whether it rounds its sums as it stores them. ``outputs``:
+    where its kernels compute what reads the carry but nothing waits for, "scan" or "epilogue"; "auto" leaves it to the
+    planner. ``values``: where they compute what is as wide as V and waits for no carry: "prologue"; "scan", since all
+    it reads crosses anyway or is smaller; or "uninverted", the scan but for what comes from a triangular inverse.
     """
 
     name: str
@@ -73,6 +74,8 @@ class Target:
     rates: Mapping[str, Figure] = field(default_factory=dict[str, Figure])
     paths: Mapping[str, Bandwidth] = field(default_factory=dict[str, Bandwidth])
     own_operands: str = "chip"
+    accumulates: bool = True
+    narrows: bool = True
     outputs: str = "auto"
     values: str = "prologue"
 
@@ -148,6 +151,11 @@ ASCEND910_95 = Target(
     memories=_ascend_memories(ub=248, l0c=256),
     rates=_ASCEND_RATES,  # nothing is published: the 910B's, to rank plans by
     paths=_ASCEND_PATHS,
+    # measured: ascendnpu-ir 1.2.0 makes a product with a start value a product and an addition, and a cast a function
+    # of Vec, before it places anything. (The sum stays on Cube where its product is fused with the cast of an operand,
+    # but Vec then sends that operand once for every product: more hand-overs, not fewer.)
+    accumulates=False,
+    narrows=False,
 )
 _NVIDIA = "NVIDIA H100/H200 data sheet"
 CUDA_SM90 = Target(

@@ -29,14 +29,21 @@ from .kernel import (
 )
 
 CHUNK = 64
+FIRST = "ascend910b"  # the target whose modules are called by the program alone
 _SUB_CHUNK_MACRO = "sub_chunks"
 
 
 @cache
 def chunk_module(
-    gate: str, delta: bool, beta: bool = True, *, outputs: str = "auto", narrow_update: bool = False
+    gate: str,
+    delta: bool,
+    beta: bool = True,
+    *,
+    outputs: str = "auto",
+    narrow_update: bool = False,
+    target: str = FIRST,
 ) -> Module:
-    """The kernels of one row of the family over whole sequences, planned for the Ascend 910B.
+    """The kernels of one row of the family over whole sequences, from their plan for ``target``.
 
     ``outputs``: "scan" computes o where the state is, and with the delta term nothing but o is written; "epilogue"
     writes every chunk's state and computes o from it, all chunks at once; "auto" is the plan's choice.
@@ -44,7 +51,7 @@ def chunk_module(
     """
     options = Options(outputs=outputs, narrow_update=narrow_update)
     program = linear_attention_program(gate, delta, beta=beta)
-    made = plan(program, "ascend910b", options, io="bf16", C=CHUNK)
+    made = plan(program, target, options, io="bf16", C=CHUNK)
     kernels: list[Kernel] = []
     scratch: dict[str, Scratch] = {}
     for section in Section:
@@ -52,9 +59,9 @@ def chunk_module(
             _section(made, section, kernels, scratch)
     title = f"{program.name}, {made.handovers} hand-overs a chunk in the scan."
     words = [program.name, *([] if beta else ["nobeta"]), *([] if outputs == "auto" else [outputs])]
-    name = "_".join([*words, *(["narrow_update"] if narrow_update else [])])
+    words += [*(["narrow_update"] if narrow_update else []), *([] if target == FIRST else [target])]
     source = assemble(title, [kernel.text for kernel in kernels])
-    return Module(name, source, tuple(kernels), tuple(scratch.values()))
+    return Module("_".join(words), source, tuple(kernels), tuple(scratch.values()))
 
 
 def _section(made: Plan, section: Section, kernels: list[Kernel], scratch: dict[str, Scratch]) -> None:

@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 from ..ir import Dim
 from ..scratch import Scratch
 from ..stages import evaluate, size
-from .emit import CHUNK, chunk_module
+from .emit import CHUNK, FIRST, chunk_module
 from .kernel import SUB_CHUNK, Domain, Kernel, Kind, Module
 from .step import step_module
 
@@ -56,6 +56,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ArgumentError(reason)
 
 
+def target_of_arch(arch: str) -> str:
+    """The target to plan for on a device as triton-ascend names it: Ascend910B3, Ascend910_9391, Ascend910_9599."""
+    return "ascend910_95" if arch.startswith("Ascend910_95") else FIRST
+
+
 def column_tile(width: int, columns: int, *, alone: bool = False) -> int:
     """How many columns of the state [K, V] one task holds; ``alone``: on one Vec core, without a Cube core's pair."""
     return min(columns, _MOST_STATE // width // (2 if alone else 1), 64 if alone else 128)
@@ -78,13 +83,15 @@ def run_chunks(
     outputs: str = "auto",
     narrow_update: bool = False,
     scratch: Scratch | None = None,
+    target: str = FIRST,
 ) -> tuple[Tensor, Tensor]:
     """Linear attention over whole sequences.
 
     q, k ``[B, T, H, K]``, v ``[B, T, HV, V]`` of one dtype, which is that of o; g the log gate, float32, by ``gate``:
     None | ``[HV]`` | ``[B, T, HV]`` | ``[B, T, HV, K]``; beta ``[B, T, HV]`` and initial_state ``[N, HV, K, V]``
-    float32. ``cores``: how many Cube cores the device has. Returns o ``[B, T, HV, V]`` and the final state in float32.
-    Raises :class:`ArgumentError` where :func:`decline` has a reason.
+    float32. ``cores``: how many Cube cores the device has; ``target``: what its kernels are planned for. Returns
+    o ``[B, T, HV, V]`` and the final state in float32. Raises :class:`ArgumentError` where :func:`decline` has a
+    reason.
     """
     _check(q, k, v)
     scratch = scratch or Scratch()
@@ -96,7 +103,7 @@ def run_chunks(
     if g is not None and gate != "channel" and width > _WIDEST_TOKEN_GATE:
         g = (g if gate == "token" else g.expand(batch, length, -1)).unsqueeze(-1).expand(-1, -1, -1, width)
         gate = "channel"
-    module = chunk_module(gate, delta, beta is not None, outputs=outputs, narrow_update=narrow_update)
+    module = chunk_module(gate, delta, beta is not None, outputs=outputs, narrow_update=narrow_update, target=target)
     tile = column_tile(width, columns)
     constants = {"H": heads, "HV": value_heads, "C": CHUNK, "K": width, "V": columns, "BV": tile, "R": SUB_CHUNK}
     constants |= {"LEVELS": LEVELS, "DELTA": int(delta), "INITIAL": int(initial_state is not None)}

@@ -17,7 +17,8 @@ from ..scratch import Scratch
 from ..triton.load import load_source
 from .attention_launch import decline as decline_attention
 from .attention_launch import run as run_attention
-from .launch import Launch, Launcher, decline, run_chunks, run_step
+from .emit import FIRST
+from .launch import Launch, Launcher, decline, run_chunks, run_step, target_of_arch
 from .operators import GatedDeltaRuleOperators
 
 
@@ -34,24 +35,33 @@ def missing() -> str | None:
     return None
 
 
+def _driver() -> Any:
+    return import_module("triton.runtime.driver").driver.active
+
+
 @cache
 def cube_cores() -> int:
     """Cube cores of the current device."""
-    driver: Any = import_module("triton.runtime.driver").driver
-    return int(driver.active.utils.get_device_properties(torch.accelerator.current_device_index())["num_aicore"])
+    return int(_driver().utils.get_device_properties(torch.accelerator.current_device_index())["num_aicore"])
+
+
+@cache
+def planned_for() -> str:
+    """The target whose plans suit the current device."""
+    return target_of_arch(str(_driver().get_current_target().arch))
 
 
 class EmittedKernels:
     """:class:`kdacompile.lowering.calls.Implementation`: the emitted kernels. Takes calls as the op has them; ``run``
     and ``step`` want them prepared: log gates, beta and normalised q and k as they are used, one dtype for q, k, v.
 
-    ``launch`` and ``cores`` stand in for triton-ascend and its device.
+    ``launch`` stands in for triton-ascend, ``cores`` and ``target`` for what it knows of its device.
     """
 
     name = "triton-ascend"
 
-    def __init__(self, launch: Launcher | None = None, cores: int = 0) -> None:
-        self._launch, self._cores = launch, cores
+    def __init__(self, launch: Launcher | None = None, cores: int = 0, target: str = FIRST) -> None:
+        self._launch, self._cores, self._target = launch, cores, target
 
     def declines(self, call: Call) -> str | None:
         if self._launch is None and (reason := missing()):
@@ -63,6 +73,7 @@ class EmittedKernels:
             call.q, call.k, call.v, _single(call.g), _single(call.beta), _single(call.initial_state), scale=call.scale,
             delta=call.delta, gate=call.gate, cu_seqlens=call.cu_seqlens, cores=self._cores or cube_cores(),
             launch=self._launch or triton_launch, scratch=scratch,
+            target=planned_for() if self._launch is None else self._target,
         )  # fmt: skip
         return o.to(call.out_dtype), state
 

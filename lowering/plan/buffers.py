@@ -8,7 +8,7 @@ from itertools import islice, permutations
 
 from ..ir import DType, OpKind, Value
 from ..stages import Buffer, Scope, Task
-from ..target import Unit
+from ..target import Target, Unit
 from .hazards import Order
 from .split import Graph, PlacedRun
 
@@ -23,9 +23,10 @@ class Rule:
     and stays so for the reasons named here; where every reader rounds it to the inputs' dtype anyway, it crosses in it.
     """
 
-    def __init__(self, graph: Graph, *, narrow: bool, narrow_update: bool, operands_in_memory: bool) -> None:
-        self.graph, self.narrow, self.narrow_update = graph, narrow, narrow_update
-        self.operands_in_memory = operands_in_memory
+    def __init__(self, graph: Graph, target: Target, *, narrow: bool, narrow_update: bool) -> None:
+        self.graph, self.narrow, self.narrow_update = graph, narrow and target.outputs == "auto", narrow_update
+        self.operands_in_memory = target.own_operands == "global"
+        self.cube_narrows = target.narrows
 
     def dtype(self, value: Value) -> tuple[DType, str]:
         if value.type.dtype is DType.IO:
@@ -34,6 +35,8 @@ class Rule:
             return DType.ACC, "as made"
         if 1 in value.type.shape:
             return DType.ACC, "one number a row: nothing to gain"
+        if not self.cube_narrows and self.graph.made[value].unit is Unit.CUBE:
+            return DType.ACC, "stored as it was summed"
         reason = self._why_wide(value)
         return (DType.ACC, reason) if reason else (DType.IO, "")
 

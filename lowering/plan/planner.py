@@ -105,13 +105,7 @@ def _plan(folded: Folded, target: Target, options: Options, sizes: Mapping[str, 
             cut[section] = arrange(graph, inside, pipeline=options.pipeline)
         else:
             cut[section] = fewest_runs(graph, inside)
-    narrow = options.narrow and target.outputs == "auto"
-    rule = Rule(
-        graph,
-        narrow=narrow,
-        narrow_update=options.narrow_update,
-        operands_in_memory=target.own_operands == "global",
-    )
+    rule = Rule(graph, target, narrow=options.narrow, narrow_update=options.narrow_update)
     tiles = sizes["V"] // sizes["BV"] if "BV" in sizes else 1
     widths = {DType.IO: WIDTHS[io], DType.ACC: 4}
     seen = {**sizes, "V": sizes.get("BV", sizes.get("V", 1))}

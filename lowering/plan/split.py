@@ -84,7 +84,7 @@ def place(graph: Graph, *, hoist: bool, outputs: Section, values: str = "prologu
 
     ``hoist``: what is free of the carry leaves the scan. ``outputs``: where to put what reads the carry but nothing
     waits for (EPILOGUE or SCAN). ``values``: as in :class:`~kdacompile.lowering.target.Target`. A product goes where
-    the sum it is accumulated into is formed, and a cast to the inputs' dtype where its operand is made.
+    its sum with another product is formed, and a cast to the inputs' dtype where its operand is made.
     """
     if not graph.next:
         return dict.fromkeys(graph.tasks, Section.PROLOGUE)
@@ -107,11 +107,19 @@ def place(graph: Graph, *, hoist: bool, outputs: Section, values: str = "prologu
         else:
             placed[task] = outputs
     for task in reversed(graph.tasks):
-        if task.unit is Unit.CUBE and task.op.kind is OpKind.DOT and len(task.inputs) == 3:
-            placed[graph.made[task.inputs[2]]] = placed[task]
+        placed.update(dict.fromkeys(_summed(graph, task), placed[task]))
     if values != "prologue":
         _keep_wide(graph, placed, inverted=values == "scan")
     return placed
+
+
+def _summed(graph: Graph, task: Task) -> list[Task]:
+    """The products that a task adds to another, in Cube's accumulator or on Vec."""
+    if task.op.kind is OpKind.DOT and len(task.inputs) == 3 and task.unit is Unit.CUBE:
+        return [graph.made[task.inputs[2]]]
+    terms = [graph.made[v] for v in task.inputs if v in graph.made] if task.op.kind is OpKind.ADD else []
+    products = [t for t in terms if t.op.kind is OpKind.DOT and t.unit is Unit.CUBE]
+    return products if len(products) == 2 else []
 
 
 def _keep_wide(graph: Graph, placed: dict[Task, Section], *, inverted: bool) -> None:

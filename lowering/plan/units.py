@@ -7,6 +7,8 @@ starts from a tile that Vec made. So for such a target
 * ``acc - x @ y`` becomes ``acc + (-x) @ y``, with the sign moved into whatever Vec computes upstream;
 * ``acc + x @ y`` stays one product where ``acc`` is itself a product nobody else reads, and is a product and an
   addition on Vec where it is not (the fp32 carry is on Vec: Cube's accumulator cannot be loaded).
+
+Where a target's compiler lets Cube do neither (``Target.accumulates``, ``Target.narrows``), sums and casts are Vec's.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def legalise(program: Program, target: Target, *, accumulate: bool = True) -> Pr
     """
     if target.name == "cpu":
         return program
-    return _Legaliser(program, target.split, accumulate).run()
+    return _Legaliser(program, target, accumulate).run()
 
 
 def tasks(program: Program, target: Target) -> tuple[Task, ...]:
@@ -41,7 +43,7 @@ def tasks(program: Program, target: Target) -> tuple[Task, ...]:
         if target.split and op.kind is OpKind.GATED_GRAM:
             found += _gram_parts(program, op, shared)
             continue
-        unit = _unit(op, on_cube) if target.split else Unit.CORE
+        unit = _unit(op, on_cube, target) if target.split else Unit.CORE
         if unit is Unit.CUBE:
             on_cube.add(op.result)
         found.append(Task(op, unit, tuple(narrow_source(program, v) for v in op.inputs), op.result))
@@ -67,8 +69,8 @@ def narrow_source(program: Program, value: Value) -> Value:
     return op.inputs[0] if is_widening(op) else value
 
 
-def _unit(op: Op, on_cube: set[Value]) -> Unit:
-    cast_on_store = op.kind is OpKind.CAST and op.inputs[0] in on_cube
+def _unit(op: Op, on_cube: set[Value], target: Target) -> Unit:
+    cast_on_store = target.narrows and op.kind is OpKind.CAST and op.inputs[0] in on_cube
     return Unit.CUBE if is_product(op) or cast_on_store else Unit.VEC
 
 
@@ -100,8 +102,10 @@ def _gram_parts(program: Program, op: Op, shared: dict[tuple[Value, Value], Valu
 
 
 class _Legaliser:
-    def __init__(self, program: Program, split: bool, accumulate: bool) -> None:
-        self.program, self.split, self.accumulate = program, split, accumulate
+    def __init__(self, program: Program, target: Target, accumulate: bool) -> None:
+        self.program, self.split = program, target.split
+        self.chains = target.accumulates
+        self.accumulate = accumulate and target.accumulates
         self.ops: list[Op] = []
         self.new: dict[Value, Value] = {}  # value of the old program -> of the new one
         self.producer: dict[Value, Op] = {}  # of the new program
@@ -146,8 +150,10 @@ class _Legaliser:
         if not self.split:
             return self.product(op, x, y, acc, attrs, op.result.name)
         negate = bool(attrs.pop("negate", False))
-        chained = acc is not None and self._chains(op.inputs[2], acc)
-        if acc is not None and not chained:
+        sums = acc is not None and self._chains(op.inputs[2], acc)
+        if negate and sums:
+            x, negate = self.negative(x), False
+        if acc is not None and not (sums and self.chains):
             raw = self.product(op, x, y, None, attrs, self.fresh(_product_name(op)))
             kind = OpKind.SUB if negate else OpKind.ADD
             return self.emit(kind, (acc, raw), op.result.name)

@@ -37,6 +37,15 @@ def test_family(tools: Tools, row: tuple[str, bool]) -> None:
     verify(kernels, case, tolerance=TOLERANCE[torch.bfloat16], scratch_bytes=ascend_scratch(case, CORES))
 
 
+@pytest.mark.parametrize("row", [("channel", True), ("token", False)])
+def test_kernels_planned_for_the_next_generation(tools: Tools, row: tuple[str, bool]) -> None:
+    """Compiled for the 910B: what its own compiler makes of them cannot be executed here."""
+    case = ascend_case(*row, dtype=torch.bfloat16)
+    kernels = as_implementation(EmittedKernels(SimulatedDevice(tools), CORES, "ascend910_95"))
+    planned = ascend_scratch(case, CORES, "ascend910_95")
+    verify(kernels, case, tolerance=TOLERANCE[torch.bfloat16], scratch_bytes=planned)
+
+
 @pytest.mark.parametrize("delta", [True, False])
 def test_constant_gate_without_extras(tools: Tools, delta: bool) -> None:
     case = ascend_case("head", delta, beta=False, initial_state=False)

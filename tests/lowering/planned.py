@@ -52,13 +52,13 @@ def triton_scratch(case: Case) -> int:
     return chunks * case.value_heads * (made.tensor_bytes + extra)
 
 
-def ascend_scratch(case: Case, cores: int) -> int:
+def ascend_scratch(case: Case, cores: int, target: str = "ascend910b") -> int:
     """Emitted Ascend kernels: the plan's tensors for every chunk and head, and a buffer a core for what more than one
     product of the scan reads. A number is kept as a row of K; gates per channel bring what ``sub_chunks`` leaves: the
     diagonals of the Gram matrices, and a level's rows and columns each."""
     tile = column_tile(case.key_width, case.value_width)
-    made = _plan(case, "ascend910b", CHUNK, case.key_width, case.value_width, tile)
-    own = {b.name for b in chunk_module(case.gate, case.delta, case.beta).scratch if b.per_core}
+    made = _plan(case, target, CHUNK, case.key_width, case.value_width, tile)
+    own = {b.name for b in chunk_module(case.gate, case.delta, case.beta, target=target).scratch if b.per_core}
     per_tile = made.tensor_bytes
     per_tile += sum((case.key_width - 1) * 4 for b in made.tensors if b.shape == (1, 1))
     if case.gate == "channel":

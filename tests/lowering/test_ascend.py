@@ -14,7 +14,7 @@ import torch
 
 from kdacompile.lowering.ascend.emit import chunk_module
 from kdacompile.lowering.ascend.kernel import Kind, Module
-from kdacompile.lowering.ascend.launch import Launch, column_tile, run_chunks, run_step
+from kdacompile.lowering.ascend.launch import Launch, column_tile, run_chunks, run_step, target_of_arch
 from kdacompile.lowering.ascend.step import step_module
 from kdacompile.lowering.errors import ArgumentError
 from kdacompile.lowering.linear_attention import ROWS
@@ -23,6 +23,7 @@ from kdacompile.lowering.verify import Case, make_inputs
 GOLDENS = Path(__file__).parent / "goldens"
 MODULES = {
     "kda": chunk_module("channel", True),
+    "kda.next": chunk_module("channel", True, target="ascend910_95"),
     "gated_delta_rule": chunk_module("token", True),
     "gated_delta_rule.epilogue": chunk_module("token", True, outputs="epilogue"),
     "simple_gla": chunk_module("token", False),
@@ -32,7 +33,8 @@ MODULES = {
 
 def every_module() -> list[Module]:
     rows = [(*row, beta) for row in ROWS for beta in (True, False)]
-    return [make(*row) for row in rows for make in (chunk_module, step_module)]
+    made = [make(*row) for row in rows for make in (chunk_module, step_module)]
+    return made + [chunk_module(*row, target="ascend910_95") for row in rows]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -112,6 +114,11 @@ def test_gates_per_token_lie_along_tokens() -> None:
 def test_tiles_fit_the_vec_cores() -> None:
     assert [column_tile(k, 256) for k in (16, 128, 256)] == [128, 128, 64]
     assert [column_tile(k, 256, alone=True) for k in (16, 128, 256)] == [64, 64, 32]
+
+
+def test_every_device_has_a_target() -> None:
+    names = ("Ascend910B3", "Ascend910_9391", "Ascend910_9599")
+    assert [target_of_arch(name) for name in names] == ["ascend910b", "ascend910b", "ascend910_95"]
 
 
 def test_what_the_kernels_do_not_take() -> None:

@@ -41,16 +41,19 @@ def test_hopper_kernels_leave_what_the_plan_says(gate: str, extra: int) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"length": 130}, {"lengths": (70, 0, 1), "key_width": 64, "value_width": 256}])
+@pytest.mark.parametrize("target", ["ascend910b", "ascend910_95"])
 @pytest.mark.parametrize("row", ROWS)
-def test_emitted_ascend_kernels_allocate_what_the_plan_says(row: tuple[str, bool], sizes: dict[str, Any]) -> None:
+def test_emitted_ascend_kernels_allocate_what_the_plan_says(
+    row: tuple[str, bool], target: str, sizes: dict[str, Any]
+) -> None:
     defaults: dict[str, Any] = {"heads": 1, "key_width": 128, "value_width": 128, "dtype": torch.bfloat16}
     case = Case(*row, **{**defaults, **sizes})
     inputs, scratch = make_inputs(case), Scratch()
-    as_implementation(EmittedKernels(lambda launch: None, 20))(
+    as_implementation(EmittedKernels(lambda launch: None, 20, target))(
         *inputs.tensors(), scale=1.0, delta=case.delta, gate=case.gate, gate_form="log", chunk_size=0,
         cu_seqlens=inputs.cu_seqlens, scratch=scratch,
     )  # fmt: skip
-    assert scratch.allocated_bytes == ascend_scratch(case, 20) > 0
+    assert scratch.allocated_bytes == ascend_scratch(case, 20, target) > 0
 
 
 def test_values_in_the_scan_never_cost_bytes() -> None:
