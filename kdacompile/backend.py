@@ -36,7 +36,7 @@ class KdaPass(compat.CustomGraphPass):
             run(graph)
         gm = graph.owning_module
         assert gm is not None  # Inductor's always have one
-        self.reports.append(compiler_pass.run(gm, self.settings, lifted=lift.lifted_matches))
+        self.reports.append(compiler_pass.run(gm, self.settings, complete=lift.complete))
 
     def identity(self) -> str:
         """Changes with everything that could change the result, as far as the passes before this one tell."""
@@ -82,7 +82,7 @@ def kda(
         return _inductor(gm, example_inputs, settings)
     plain = held.copy_of(gm) if tables else gm
     reports = [
-        compiler_pass.run(module, settings, tables if module is gm else None, lifted=lift.lifted_matches)
+        compiler_pass.run(module, settings, tables if module is gm else None, complete=lift.complete)
         for module in gm.modules()
         if isinstance(module, fx.GraphModule)
     ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import fx
 
-from kdacompile import aliases, compat, hoist, mla_pass, reabsorb, trace
+from kdacompile import aliases, compat, hoist, loops, mla_pass, reabsorb, trace
 from kdacompile.collect import emit
 from kdacompile.held import Tables
 from kdacompile.instances import Instances
@@ -88,16 +88,16 @@ def run(
     gm: fx.GraphModule,
     settings: Settings,
     tables: Tables | None = None,
-    lifted: Callable[[fx.GraphModule], Iterable[Match]] | None = None,
+    complete: Callable[[GraphReport, fx.GraphModule, Settings], GraphReport] | None = None,
 ) -> GraphReport:
     """Rewrite ``gm`` in place; emits and returns the report.
 
     ``tables`` are inputs whose values matches may rely on: the caller sees to it that they hold (``Match.holds``).
-    ``lifted`` tells what of the result was replaced before capture.
+    ``complete`` adds to the report what is known from before capture.
     """
     report = rewrite(gm, settings, tables)
-    if lifted is not None:
-        report = replace(report, matches=(*lifted(gm), *report.matches))
+    if complete is not None:
+        report = complete(report, gm, settings)
     emit(report)
     enforce(report, settings)
     return report
@@ -366,7 +366,8 @@ class _Work:
                 return Rejection(name, error.reason, source, error.code)
         roles = {role: describe(fused.inputs[role]) for role in fused.inputs}
         holds = tuple(node.name for node in self.relied_on(fused))
-        self.matches.append(Match(name, fused.mode, source, roles, fused.max_error, op, fused.absorbed, holds=holds))
+        found = Match(name, fused.mode, source, roles, fused.max_error, op, fused.absorbed, holds=holds)
+        self.matches.append(replace(found, loop=_loop(fused)))
         return None
 
     def relied_on(self, fused: Fused) -> list[fx.Node]:
@@ -393,6 +394,14 @@ def _pattern_name(gate: str, delta: bool) -> str:
     from kdacompile.patterns.family import pattern_of
 
     return pattern_of(gate, delta=delta).name
+
+
+def _loop(fused: Fused) -> str:
+    """ "file:line" of the loop whose turns the region is, "" if it was written down without one."""
+    if fused.mode == "step":
+        return ""
+    found = loops.unrolled({op.node for op in fused.candidate.ops if isinstance(op.node, fx.Node)})
+    return "" if found is None else found.place
 
 
 def _innermost(fused: Fused) -> fx.Node | None:

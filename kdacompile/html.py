@@ -77,6 +77,12 @@ def _cards(title: str, cards: Sequence[str]) -> str:
 def _match(match: Match) -> str:
     roles = _table(("role", "value in your model"), match.roles.items())
     absorbed = f"<p>Absorbed as well: {escape(', '.join(match.absorbed))}.</p>" if match.absorbed else ""
+    unrolled = (
+        f"<p>Unrolled, so other lengths may take other graphs. Not lifted: {escape(match.not_lifted)}.</p>"
+        + _where(match.loop)
+        if match.loop
+        else ""
+    )
     verdict = "verdict from cache" if match.from_cache else "proven in this run"
     tags = _tags(match.mode, f"max error {match.max_error:.1e}", verdict)
     equation = _equation(match.pattern)
@@ -84,7 +90,7 @@ def _match(match: Match) -> str:
         f'<section class="card"><div class="head"><h3>{escape(_title(match.pattern))}</h3>{tags}</div>'
         + (f'<p class="math">{escape(equation)}</p>' if equation else "")
         + _where(match.source)
-        + f"<p>Runs as <code>{escape(match.op)}</code>.</p>{roles}{absorbed}{_plan(match)}</section>"
+        + f"<p>Runs as <code>{escape(match.op)}</code>.</p>{roles}{absorbed}{unrolled}{_plan(match)}</section>"
     )
 
 

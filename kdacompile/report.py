@@ -33,6 +33,8 @@ class Match:
     from_cache: bool = False  # the verdict was remembered, not proven anew
     holds: tuple[str, ...] = ()  # tensors of the model whose values are part of the proof; compared at every call
     lifted: str = ""  # the function that was replaced before it was captured, if one was
+    loop: str = ""  # "file:line" of the loop it was unrolled from, if it was
+    not_lifted: str = ""  # why that loop's function was not replaced before it was captured
 
     @property
     def plan_command(self) -> str:
@@ -45,6 +47,9 @@ class Match:
         lines.append(f"    runs as {self.op}, max error {self.max_error:.1e}" + _cached(self.from_cache))
         if self.lifted:
             lines.append(f"    lifted: {self.lifted} is replaced before capture, so one graph serves every length")
+        if self.loop:
+            lines.append(f"    unrolled from the loop at {self.loop}, so other lengths may take other graphs")
+            lines.append(f"    not lifted: {self.not_lifted}")
         if self.roles:
             lines.append("    " + ", ".join(f"{role} = {value}" for role, value in self.roles.items()))
         if self.absorbed:

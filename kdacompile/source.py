@@ -21,5 +21,10 @@ def describe(placement: Placement) -> str:
 
 def source_of(node: fx.Node | None) -> str:
     """ "file:line" of the user's code a node came from, for the report only."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "") if node is not None else []
+    frames = frames_of(node.meta.get("stack_trace") or "") if node is not None else []
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else "unknown"
+
+
+def frames_of(trace: str) -> list[tuple[str, int]]:
+    """(file, line) of each frame of a node's stack trace, the outermost first."""
+    return [(file, int(line)) for file, line in _FRAME.findall(trace)]

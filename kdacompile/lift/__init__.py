@@ -6,6 +6,6 @@ graph serves all lengths, and capture takes as long for 64k tokens as for 64.
 """
 
 from kdacompile.lift.hook import install
-from kdacompile.lift.matches import lifted_matches
+from kdacompile.lift.matches import complete
 
-__all__ = ["install", "lifted_matches"]
+__all__ = ["complete", "install"]

@@ -19,7 +19,7 @@ import torch
 from kdacompile import compat
 from kdacompile.compat import dynamo
 from kdacompile.errors import KdaError
-from kdacompile.lift import library
+from kdacompile.lift import library, refusals
 from kdacompile.lift.calls import MIN_TENSORS, Call, Group, describe
 from kdacompile.lift.errors import Unliftable
 from kdacompile.lift.identity import Identity, has_loop, identify, is_trusted
@@ -65,14 +65,18 @@ def consult_library(fn: Any, site: dynamo.CallSite) -> Any:
 def _attempt(fn: Any, site: dynamo.CallSite, find: Find) -> Any:
     """Call what ``find`` finds in the function's place."""
     settings = _settings(site)
-    if settings is None or not settings.lift or site.under_transform():
+    if settings is None or not settings.lift:
         return None
     tensors: list[Any] = []
     try:
+        if site.under_transform():
+            raise Unliftable("it is called under autocast or a transform of torch.func")
         found = find(fn, site, settings, tensors)
     except Unliftable as error:
         log.info("not lifted: %s: %s", library.name_of(fn), error.reason)
+        refusals.note(fn, error.reason)
         return None
+    refusals.forget(fn)
     log.info("lifted %s at %s", found.verdict.function, found.verdict.source)
     return site.call(found.run, tensors)
 
@@ -149,7 +153,7 @@ def _call(fn: Any, site: dynamo.CallSite, tensors: list[Any], *, documented: boo
             return describe(example, grad=documented)
         value, known = site.constant(variable)
         if not known or not isinstance(value, _PLAIN):
-            raise Unliftable(f"{name} is neither a tensor nor a plain value")
+            raise Unliftable(refusals.object_argument(name))
         return value
 
     by_name = {inspect.Parameter.KEYWORD_ONLY}

@@ -10,14 +10,26 @@ import torch
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.lift import hook
-from kdacompile.report import Match
+from kdacompile.lift import hook, refusals
+from kdacompile.report import GraphReport, Match
+from kdacompile.settings import Settings
 
 _FROM = re.compile(r"<kdacompile lift (\w+)>")
 _OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 
 
-def lifted_matches(gm: fx.GraphModule) -> Iterator[Match]:
+def complete(report: GraphReport, gm: fx.GraphModule, settings: Settings) -> GraphReport:
+    """The report with what was replaced before capture, and why the loops that were unrolled were not."""
+    told = [
+        replace(match, not_lifted=refusals.reason(match.loop) if settings.lift else "kda.lift is off")
+        if match.loop
+        else match
+        for match in report.matches
+    ]
+    return replace(report, matches=(*_lifted(gm), *told))
+
+
+def _lifted(gm: fx.GraphModule) -> Iterator[Match]:
     """One match for every op that stands where a lifted function was called."""
     for node in gm.graph.nodes:
         if not compat.is_own_op(node):
