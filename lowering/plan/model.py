@@ -25,15 +25,18 @@ class Options:
     """What the planner may do. The defaults are the optimised plan; :data:`NAIVE` is the text as it stands.
 
     ``hoist``: work free of the carry leaves the scan. ``accumulate``: additions of products form in Cube's accumulator.
-    ``pipeline``: tasks of neighbouring steps may share a stage. ``narrow``: what every reader rounds anyway crosses in
-    the inputs' dtype; ``narrow_update``: the carry's change too (it costs accuracy). ``reuse``: buffers whose lifetimes
-    do not meet share addresses. ``outputs``: "scan", "epilogue", or "auto" for fewer hand-overs, then fewer bytes.
-    ``values``: as in :class:`Target`, or "auto" for the target's.
+    ``pipeline``: tasks of neighbouring steps may share a stage. ``lookahead``: Cube begins such a stage with the later
+    step's, so that it need not wait for Vec, at the price of a second copy of what they make; the emitted kernels do a
+    step in one turn, and do not. ``narrow``: what every reader rounds anyway crosses in the inputs' dtype;
+    ``narrow_update``: the carry's change too (it costs accuracy). ``reuse``: buffers whose lifetimes do not meet share
+    addresses. ``outputs``: "scan", "epilogue", or "auto" for fewer hand-overs, then fewer bytes. ``values``: as in
+    :class:`Target`, or "auto" for the target's.
     """
 
     hoist: bool = True
     accumulate: bool = True
     pipeline: bool = True
+    lookahead: bool = False
     narrow: bool = True
     narrow_update: bool = False
     reuse: bool = True
@@ -129,6 +132,12 @@ class Plan:
     def workspace_bytes(self) -> int:
         """Bytes of global memory a core group needs for its scan: none where units meet on chip."""
         return self.meeting_bytes if self.target.meeting == "global" else 0
+
+    @property
+    def apart_bytes(self) -> int:
+        """The same with every tile at an address of its own, which is how the Ascend compiler lays them out."""
+        total = sum(self.bytes(b) * b.tiles * b.copies for b in self.in_memory)
+        return total if self.target.meeting == "global" else 0
 
     @property
     def tensor_bytes(self) -> int:

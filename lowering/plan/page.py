@@ -66,7 +66,10 @@ def _tiles(plan: Plan, naive: Plan | None) -> str:
     bytes_were = "" if naive is None else f"naive {naive.meeting_bytes:,}; "
     entries = [
         (str(plan.handovers), f"hand-overs a {plan.step} ({was}least possible {plan.lower_bound})"),
-        (f"{plan.meeting_bytes:,}", f"workspace bytes a core group ({bytes_were}floor {plan.floor_bytes:,})"),
+        (
+            f"{plan.meeting_bytes:,}",
+            f"workspace bytes a core group ({bytes_were}floor {plan.floor_bytes:,}{_apart(plan)})",
+        ),
         (f"{plan.crossing_bytes:,}", f"bytes a {plan.step} in {plan.crossings} tiles that change unit"),
         (
             str(sum(1 for s in Section if plan.section(s))),
@@ -75,6 +78,10 @@ def _tiles(plan: Plan, naive: Plan | None) -> str:
     ]
     tiles = "".join(f"<div class='tile'><b>{escape(n)}</b>{escape(what)}</div>" for n, what in entries)
     return f"<div class='tiles'>{tiles}</div>"
+
+
+def _apart(plan: Plan) -> str:
+    return f"; every tile apart {plan.apart_bytes:,}" if plan.apart_bytes else ""
 
 
 def _pictures(plan: Plan, naive: Plan | None) -> str:

@@ -102,7 +102,7 @@ def _plan(folded: Folded, target: Target, options: Options, sizes: Mapping[str, 
         if not options.hoist:
             cut[section] = in_order(inside)
         elif section is Section.SCAN and graph.next:
-            cut[section] = arrange(graph, inside, pipeline=options.pipeline)
+            cut[section] = arrange(graph, inside, pipeline=options.pipeline, lookahead=options.lookahead)
         else:
             cut[section] = fewest_runs(graph, inside)
     rule = Rule(graph, target, narrow=options.narrow, narrow_update=options.narrow_update)

@@ -212,8 +212,9 @@ def _solvable(tasks: Sequence[Task], edges: Sequence[tuple[Task, Task, int]], h:
     return False
 
 
-def arrange(graph: Graph, tasks: Sequence[Task], *, pipeline: bool) -> list[Run]:
-    """Stages of the scan with the fewest hand-overs; ``pipeline`` allows tasks of several steps side by side.
+def arrange(graph: Graph, tasks: Sequence[Task], *, pipeline: bool, lookahead: bool = False) -> list[Run]:
+    """Stages of the scan with the fewest hand-overs; ``pipeline`` allows tasks of several steps side by side, and with
+    ``lookahead`` Cube begins with the later step's.
 
     Without it a step's tasks stay together, except that the first and the last run merge across the wrap where they
     are of one unit: what the next step begins with is done when this one ends.
@@ -222,7 +223,7 @@ def arrange(graph: Graph, tasks: Sequence[Task], *, pipeline: bool) -> list[Run]
     if not pipeline:
         return runs
     least = circuit_bound(graph, tasks)
-    return _positions(graph, tasks, least) if least < hand_overs(runs) else runs
+    return _positions(graph, tasks, least, lookahead) if least < hand_overs(runs) else runs
 
 
 def _rotate(runs: list[Run]) -> list[Run]:
@@ -232,7 +233,7 @@ def _rotate(runs: list[Run]) -> list[Run]:
     return [*middle, Run(last.unit, (*last.tasks, *first.tasks), {task.name: 1 for task in first.tasks})]
 
 
-def _positions(graph: Graph, tasks: Sequence[Task], h: int) -> list[Run]:
+def _positions(graph: Graph, tasks: Sequence[Task], h: int, lookahead: bool) -> list[Run]:
     """The earliest solution of the difference constraints for h changes of unit (even runs on Cube, odd on Vec)."""
     inside = set(tasks)
     edges = [(a, b, d) for a, b, d in graph.edges() if a in inside and b in inside]
@@ -249,21 +250,26 @@ def _positions(graph: Graph, tasks: Sequence[Task], h: int) -> list[Run]:
     latest = max(position // h for position in at.values())
     runs: list[Run] = []
     for slot in range(h):
-        here = _in_a_stage([t for t in tasks if at[t] % h == slot], at, edges, h)
+        later_first = lookahead and slot % 2 == parity[Unit.CUBE]
+        here = _in_a_stage([t for t in tasks if at[t] % h == slot], at, edges, h, later_first=later_first)
         shift = {t.name: latest - at[t] // h for t in here if at[t] // h != latest}
         runs.append(Run(Unit.CUBE if slot % 2 == 0 else Unit.VEC, tuple(here), shift))
     return [run for run in runs if run.tasks]
 
 
 def _in_a_stage(
-    tasks: Sequence[Task], at: dict[Task, int], edges: Sequence[tuple[Task, Task, int]], h: int
+    tasks: Sequence[Task],
+    at: dict[Task, int],
+    edges: Sequence[tuple[Task, Task, int]],
+    h: int,
+    *,
+    later_first: bool,
 ) -> list[Task]:
     """The order of a stage whose tasks work for several steps.
 
-    Cube begins with the later step's, which wait for nothing that Vec is still at; Vec ends the earlier step first, so
-    that what it read may be written again.
+    A stage ends the earlier step first, so that what it read may be written again; or, ``later_first``, begins with
+    what waits for nothing that the other unit is still at.
     """
-    later_first = bool(tasks) and tasks[0].unit is Unit.CUBE
     waiting = sorted(tasks, key=lambda t: at[t] if later_first else -at[t])
     order: list[Task] = []
     while waiting:

@@ -41,10 +41,14 @@ def _summary(plan: Plan) -> list[str]:
     return [
         f"  hand-overs a {plan.step} {plan.handovers}, no schedule has fewer than {plan.lower_bound}; "
         f"outside the scan {plan.outer_handovers}",
-        f"  {_meeting(plan)} {plan.meeting_bytes:,} bytes a core group, floor {plan.floor_bytes:,}; "
+        f"  {_meeting(plan)} {plan.meeting_bytes:,} bytes a core group, floor {plan.floor_bytes:,}{_apart(plan)}; "
         f"{plan.crossings} tiles and {plan.crossing_bytes:,} bytes cross a {plan.step}",
         f"  tensors between sections {plan.tensor_bytes:,} bytes a lane and {plan.step}",
     ]
+
+
+def _apart(plan: Plan) -> str:
+    return f", every tile apart {plan.apart_bytes:,}" if plan.apart_bytes else ""
 
 
 def _meeting(plan: Plan) -> str:

@@ -15,7 +15,6 @@ from kdacompile.lowering.ascend.attention_launch import check_layout
 from kdacompile.lowering.ascend.launch import Launch
 from kdacompile.lowering.ascend.npu import EmittedAttention
 from kdacompile.lowering.errors import CapacityError
-from kdacompile.lowering.plan import Plan
 from kdacompile.lowering.target import ASCEND910_95, ASCEND910B, TARGETS
 from kdacompile.lowering.verify import relative_error
 from kdacompile.ops.mla_fused import FusedAttention
@@ -35,12 +34,6 @@ def constants(heads: int, block: int, **sizes: int) -> dict[str, int]:
     return {**SIZES, "H": 4 * heads, "TILE": heads, "TILES": 4, "C": block, **sizes}
 
 
-def crossing(made: Plan) -> int:
-    """A copy of each tile that changes unit: the text does a block in one turn, so the next block's scores do not stand
-    beside this one's."""
-    return sum(made.bytes(buffer) for buffer in made.workspaces)
-
-
 @pytest.mark.parametrize("parts", [1, 8])
 @pytest.mark.parametrize(("heads", "block", "io"), TILES)
 def test_compiles_as_planned(tools: Tools, heads: int, block: int, io: torch.dtype, parts: int) -> None:
@@ -48,7 +41,7 @@ def test_compiles_as_planned(tools: Tools, heads: int, block: int, io: torch.dty
     made = attention_plan(heads, block, 512, 64, IO[io])
     kernel = attention_module(True).kernel("attend")
     facts = tools.compile(kernel, constants(heads, block, PARTS=parts), io=io).facts
-    assert facts["workspace_bytes"] == crossing(made)
+    assert facts["workspace_bytes"] == made.apart_bytes
     assert facts["handovers"] == made.handovers == 2
     assert facts["cube"]["block_sets"] == facts["vec"]["block_waits"] <= 4
     assert facts["vec"]["block_sets"] == facts["cube"]["block_waits"] <= 5
