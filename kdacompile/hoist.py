@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from kdacompile import compat, hoist_rules
 from kdacompile.hoist_proof import agrees, readers_fit, results_share_memory
-from kdacompile.hoist_rules import POINTWISE, Family, is_activation, name_of
+from kdacompile.hoist_rules import POINTWISE, Family, is_activation, is_exponential, is_offset, name_of, stays
 from kdacompile.patterns.ir import Graph
 from kdacompile.pieces import Piece, piece_of
 
@@ -137,9 +137,21 @@ class Hoist:
         self.lane[node] = place, index
 
     def needed(self) -> set[int]:
-        """Complete families that an activation belongs to or depends on."""
+        """Complete families that no region can hold call by call, the pointwise calls that follow them, and what all
+        these are computed from.
+        """
+        active: set[int] = set()
+        for index, family in enumerate(self.families):
+            if stays(family):
+                continue
+            follows = name_of(family.first) in POINTWISE and not active.isdisjoint(family.sources)
+            if follows or is_activation(family) or is_offset(family):
+                active.add(index)
+        exponentials = {i for i, family in enumerate(self.families) if not stays(family) and is_exponential(family)}
+        if len(exponentials) > 1:  # a region has one, the gate's: another is a weight of its own
+            active |= exponentials
         found: set[int] = set()
-        stack = [index for index, family in enumerate(self.families) if is_activation(family)]
+        stack = list(active)
         while stack:
             index = stack.pop()
             if index not in found:

@@ -27,7 +27,10 @@ ACTIVATIONS = frozenset(
     "log log1p sigmoid softplus logsigmoid log_sigmoid silu tanh relu elu gelu abs sqrt rsqrt clamp clamp_min "
     "clamp_max norm linalg_norm linalg_vector_norm normalize softmax linear matmul".split()
 )
-"""What a region may not hold: bringing the rest together changes nothing."""
+"""What a region may not hold, whatever stands around it."""
+
+OFFSETS = frozenset("add sub rsub".split())
+EXPONENTIALS = frozenset("exp exp2".split())
 
 
 @dataclass
@@ -56,11 +59,23 @@ def name_of(node: fx.Node) -> str:
     return name.strip("_") if name.startswith("__") else name
 
 
+def stays(family: Family) -> bool:
+    """True for a family that lacks a piece, and for one of whose results leaves the graph: it is left in the loop."""
+    return not family.complete or any(user.op == "output" for node in family.members.values() for user in node.users)
+
+
 def is_activation(family: Family) -> bool:
-    """True for a complete family of activations, none of whose results leaves the graph."""
-    if not family.complete or name_of(family.first) not in ACTIVATIONS:
-        return False
-    return not any(user.op == "output" for node in family.members.values() for user in node.users)
+    return name_of(family.first) in ACTIVATIONS
+
+
+def is_exponential(family: Family) -> bool:
+    return name_of(family.first) in EXPONENTIALS
+
+
+def is_offset(family: Family) -> bool:
+    """``1 - x``, ``x + 1``: one tensor and a number, added. No region can tell ``x`` from a role of its own."""
+    node = family.first
+    return name_of(node) in OFFSETS and len(node.all_input_nodes) == 1 and len(node.args) > 1
 
 
 def arguments(node: fx.Node, lanes: Sequence[fx.Node], family: Family) -> tuple[Any, Any] | None:

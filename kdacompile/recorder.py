@@ -218,7 +218,8 @@ class Recorder(TorchDispatchMode):
         storage.generation = self.generations
         if value.node is None:
             value.node = storage.node
-        self.graph.names.setdefault(value, []).append((storage.node, self.position))
+        if storage.node is not None:  # a buffer that one call made for itself (rms_norm) has no name
+            self.graph.names.setdefault(value, []).append((storage.node, self.position))
         self.graph.mutations.append(Mutation(self.node, self.position, storage.index))
 
     # -- a call that fails half way -----------------------------------------------------------------------------

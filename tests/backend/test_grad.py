@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.backend.layers import (
@@ -51,6 +52,17 @@ def test_parameters_of_the_layer_around_it_get_their_gradients() -> None:
 def test_only_some_inputs_want_gradients() -> None:
     q, k, v, g, beta = delta_arguments()
     error, gradient_error, report = train_both(lambda v: gated_delta_loop(q, k, v, g, beta), [v])
+    assert patterns(report) == ["gated_delta_rule"]
+    assert max(error, gradient_error) < 1e-5
+
+
+def normed_keys(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    return gated_delta_loop(q, F.rms_norm(k, k.shape[-1:]) * k.shape[-1] ** -0.5, v, g, beta)
+
+
+def test_a_buffer_that_a_call_made_for_itself() -> None:
+    """``rms_norm`` writes in place what it made itself: no node of the graph names it."""
+    error, gradient_error, report = train_both(normed_keys, delta_arguments())
     assert patterns(report) == ["gated_delta_rule"]
     assert max(error, gradient_error) < 1e-5
 

@@ -49,6 +49,39 @@ def gated_in_chunks(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor
     return torch.cat(rows, dim=2)
 
 
+def left_over(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    """What one gate leaves over, features from ``elu + 1`` and keys over their norm: calls that follow activations."""
+    forget = torch.sigmoid(gate)
+    s = q.new_zeros(BATCH, HEADS, SIZE, VALUES)
+    rows: list[Tensor] = []
+    for t in range(q.shape[1]):
+        key = k[:, t] / k[:, t].norm(dim=-1, keepdim=True)
+        s = (1 - forget[:, t])[..., None, None] * s
+        s = s + torch.einsum("bhk,bhv->bhkv", key, v[:, t] - read(s, key))
+        rows.append(read(s, F.elu(q[:, t]) + 1))
+    return torch.stack(rows, dim=1)
+
+
+def two_exponentials(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    """mLSTM's memory: exponential gates to forget and to write."""
+    gate = F.logsigmoid(gate)
+    s = q.new_zeros(BATCH, HEADS, VALUES, SIZE)
+    rows: list[Tensor] = []
+    for t in range(q.shape[1]):
+        write = v[:, t, :, :, None] * k[:, t, :, None, :]
+        s = gate[:, t].exp()[..., None, None] * s + logit[:, t].exp()[..., None, None] * write
+        rows.append((s @ q[:, t, :, :, None]).squeeze(-1))
+    return torch.stack(rows, dim=1)
+
+
+IN_LOOP = [
+    (gated_delta, "gated_delta_rule"),
+    (gated_in_chunks, "simple_gla"),
+    (left_over, "gated_delta_rule"),
+    (two_exponentials, "simple_gla"),
+]
+
+
 def overwritten_between(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
     """The logits of later tokens change while the loop runs: taken out, they would be the old ones."""
     logit = logit.clone()
@@ -90,7 +123,7 @@ def explained(fn: Callable[..., Any], grad: bool = False) -> tuple[Any, Any, kda
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize(("fn", "pattern"), [(gated_delta, "gated_delta_rule"), (gated_in_chunks, "simple_gla")])
+@pytest.mark.parametrize(("fn", "pattern"), IN_LOOP)
 def test_activations_in_the_loop(fn: Callable[..., Any], pattern: str, grad: bool) -> None:
     ours, expected, report = explained(fn, grad)
     assert worst_error(ours, expected) <= 1e-5
