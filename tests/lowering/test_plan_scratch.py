@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import pytest
 import torch
 
+from kdacompile.lowering import run_linear_attention
 from kdacompile.lowering.ascend.npu import EmittedKernels
+from kdacompile.lowering.codegen import generate
 from kdacompile.lowering.hopper import run as hopper
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
 from kdacompile.lowering.plan import Options, plan
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton.placement import place
-from kdacompile.lowering.verify import Case, as_implementation, make_inputs
-from tests.lowering.planned import ascend_scratch
+from kdacompile.lowering.verify import Case, as_implementation, make_inputs, verify
+from tests.lowering.planned import ascend_scratch, executor_scratch
 
 
 @pytest.mark.parametrize("beta", [True, False])
@@ -26,6 +29,48 @@ def test_emitted_triton_leaves_what_the_plan_says(row: tuple[str, bool], beta: b
     placed = {(b.name, b.value.type.shape, "acc" if b.fp32 else "io") for b in place(program).crossing}
     assert placed - planned == ({("k_acc", ("C", "K"), "io")} if row[0] == "none" else set())
     assert planned <= placed
+
+
+@pytest.mark.parametrize("beta", [True, False])
+@pytest.mark.parametrize("row", ROWS)
+def test_the_executor_keeps_what_the_plan_says(row: tuple[str, bool], beta: bool) -> None:
+    """Between the sections of the source that torch runs; keys that no gate scales are loaded once for both."""
+    program = linear_attention_program(*row, beta=beta)
+    planned = {b.name for b in plan(program, "cpu").tensors}
+    kept = kept_across_sections(generate(program, buffered=True))
+    assert kept == planned | ({"k_acc"} if row == ("none", True) else set())
+
+
+def kept_across_sections(source: str) -> set[str]:
+    """Names that one section of the source assigns and a later one reads: the scan begins with its first split and ends
+    with the join of its carries."""
+    (function,) = ast.parse(source).body
+    assert isinstance(function, ast.FunctionDef)
+    first = next(i for i, line in enumerate(function.body) if "rt.split(" in ast.unparse(line))
+    last = next(i for i, line in enumerate(function.body) if "rt.carry_join(" in ast.unparse(line))
+    prologue, scan, epilogue = function.body[:first], function.body[first : last + 1], function.body[last + 1 :]
+    read = _names(epilogue, ast.Load)
+    return _names(prologue, ast.Store) & (_names(scan, ast.Load) | read) | _names(scan, ast.Store) & read
+
+
+def _names(lines: list[ast.stmt], context: type[ast.expr_context]) -> set[str]:
+    names = (node for line in lines for node in ast.walk(line) if isinstance(node, ast.Name))
+    return {node.id for node in names if isinstance(node.ctx, context)}
+
+
+SIZES: list[dict[str, Any]] = [
+    {"length": 100},
+    {"length": 130, "batch": 1, "heads": 1, "value_heads": 4, "key_width": 16, "value_width": 48},
+    {"lengths": (70, 0, 33, 1)},
+    {"length": 20, "chunk_size": 64},
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("row", ROWS)
+def test_the_executor_allocates_what_the_plan_says(row: tuple[str, bool], sizes: dict[str, Any]) -> None:
+    case = Case(*row, **sizes)
+    verify(run_linear_attention, case, tolerance=2e-6, scratch_bytes=executor_scratch(case))
 
 
 @pytest.mark.parametrize(("gate", "extra"), [("channel", 0), ("token", 127 * 4)])
