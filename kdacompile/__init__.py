@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from kdacompile.collect import collecting
     from kdacompile.errors import KdaError, StrictError
     from kdacompile.explainer import explain
+    from kdacompile.findings import Match, Rejection
     from kdacompile.plans import plan
-    from kdacompile.report import Match, Rejection, Report
+    from kdacompile.report import Report
 
 __version__ = "0.1.0"
 
@@ -39,8 +40,8 @@ __all__ = [
 _HOME = {
     "KdaError": "kdacompile.errors",
     "StrictError": "kdacompile.errors",
-    "Match": "kdacompile.report",
-    "Rejection": "kdacompile.report",
+    "Match": "kdacompile.findings",
+    "Rejection": "kdacompile.findings",
     "Report": "kdacompile.report",
     "collecting": "kdacompile.collect",
     "explain": "kdacompile.explainer",

@@ -7,7 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from kdacompile.report import GraphReport, Report
+from kdacompile.findings import GraphReport
+from kdacompile.report import Report
 
 log = logging.getLogger(__name__)
 

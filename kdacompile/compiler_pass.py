@@ -13,6 +13,7 @@ from torch import fx
 
 from kdacompile import aliases, compat, hoist, loops, mla_pass, reabsorb, trace
 from kdacompile.collect import emit
+from kdacompile.findings import GraphReport, Match, Rejection
 from kdacompile.held import Tables
 from kdacompile.instances import Instances
 from kdacompile.patterns.absorb import absorb
@@ -25,7 +26,7 @@ from kdacompile.patterns.match import Fused, from_hypothesis
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Group, find_groups, keeps_tokens_apart
 from kdacompile.proof import Verdict
-from kdacompile.report import GraphReport, Match, Rejection, enforce
+from kdacompile.report import enforce
 from kdacompile.rewrite import LinearAttentionSplice
 from kdacompile.settings import Settings
 from kdacompile.shadow import make_shadow

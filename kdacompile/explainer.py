@@ -17,7 +17,8 @@ import torch
 # Torch-private: the only count of breaks that come before a frame's first operator, and the recompile limits.
 from kdacompile import compat
 from kdacompile.collect import collecting
-from kdacompile.report import GraphBreak, Report
+from kdacompile.findings import GraphBreak
+from kdacompile.report import Report
 from kdacompile.settings import Settings, parse
 
 Backend = Callable[..., Any]

@@ -6,7 +6,7 @@ import linecache
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from kdacompile.report import GraphBreak, Match, Rejection, Report
+from kdacompile.findings import Findings, GraphBreak, Match, Rejection
 
 _CONTEXT = 2  # source lines shown on each side of the one that matched
 
@@ -40,7 +40,7 @@ table { border-collapse: collapse; margin: .6rem 0; } th, td { text-align: left;
 """
 
 
-def render(report: Report) -> str:
+def render(report: Findings) -> str:
     title = escape("kdacompile: " + (report.title or "report"))
     sections = [
         _summary(report),
@@ -56,7 +56,7 @@ def render(report: Report) -> str:
     )
 
 
-def _summary(report: Report) -> str:
+def _summary(report: Findings) -> str:
     errors = [match.max_error for match in report.matches]
     tiles = [
         (str(len(report.matches)), "regions proven and rewritten"),
@@ -119,7 +119,7 @@ def _graph_break(graph_break: GraphBreak) -> str:
     return f'<section class="card break"><p>{escape(graph_break.reason)}</p>{where}</section>'
 
 
-def _seconds(report: Report) -> str:
+def _seconds(report: Findings) -> str:
     seconds = report.seconds
     if not seconds:
         return ""

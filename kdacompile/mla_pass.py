@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from torch import fx
 
 from kdacompile import trace
+from kdacompile.findings import Match, Rejection
 from kdacompile.instances import Instances
 from kdacompile.mla_proof import MlaVerdicts
 from kdacompile.mla_rewrite import MlaSplice
@@ -17,7 +18,6 @@ from kdacompile.patterns.mla import NAME, FusedMla, MlaCandidate
 from kdacompile.patterns.mla_lengths import lengths_instead
 from kdacompile.patterns.mla_roles import find_mla
 from kdacompile.patterns.obstacle import Obstacle
-from kdacompile.report import Match, Rejection
 from kdacompile.settings import Settings
 from kdacompile.source import describe, source_of
 from kdacompile.splice import CannotSplice

@@ -19,7 +19,8 @@ from kdacompile import compat, compiler_pass, mla_pass
 from kdacompile.collect import emit
 from kdacompile.disk import write_whole
 from kdacompile.errors import ReportFormatError
-from kdacompile.report import GraphReport, Report
+from kdacompile.findings import GraphReport
+from kdacompile.report import Report
 
 log = logging.getLogger(__name__)
 

@@ -8,37 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import TYPE_CHECKING
 
 import sympy
 
 from ..ir import OpKind
 from ..stages import Buffer, Scope, Section, Stage, Task, evaluate, size, symbol
 from ..target import Unit
-
-if TYPE_CHECKING:
-    from .model import Plan
+from .model import PlanData
 
 _BINARY = (OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.MASK)
 
 
-def total_flops(plan: Plan) -> sympy.Expr:
+def total_flops(plan: PlanData) -> sympy.Expr:
     """Multiplies and adds of the whole sequence, for all batch entries and heads."""
     return _all_steps(plan, sum((stage.flops for stage in plan.stages), sympy.Integer(0)))
 
 
-def total_bytes(plan: Plan) -> sympy.Expr:
+def total_bytes(plan: PlanData) -> sympy.Expr:
     """Bytes through global memory: ports once a reading or writing stage, tensors and workspaces at both ends."""
     return _all_steps(plan, sum((stage.bytes for stage in plan.stages), sympy.Integer(0)))
 
 
-def _all_steps(plan: Plan, a_step: sympy.Expr) -> sympy.Expr:
+def _all_steps(plan: PlanData, a_step: sympy.Expr) -> sympy.Expr:
     lanes = symbol("B") * symbol("H")
     steps = symbol("T") / symbol("C") if "C" in plan.sizes else sympy.Integer(1)
     return sympy.expand(lanes * steps * a_step)
 
 
-def assumptions(plan: Plan) -> list[str]:
+def assumptions(plan: PlanData) -> list[str]:
     """The rates the modelled times rest on, each with its source."""
     target = plan.target
     lines = [f"{name}: {figure}" for name, figure in target.rates.items()]
@@ -49,7 +46,7 @@ def assumptions(plan: Plan) -> list[str]:
 # ---- modelled times, in seconds, of one core group
 
 
-def task_seconds(plan: Plan, task: Task) -> float:
+def task_seconds(plan: PlanData, task: Task) -> float:
     """Arithmetic of one task: Cube by the cycles of a product, Vec by lanes and start-up."""
     rates = plan.target.rates
     if "clock" not in rates:
@@ -58,7 +55,7 @@ def task_seconds(plan: Plan, task: Task) -> float:
     return cycles / rates["clock"].value
 
 
-def _cube_cycles(plan: Plan, task: Task) -> float:
+def _cube_cycles(plan: PlanData, task: Task) -> float:
     rates = plan.target.rates
     if task.op.kind is OpKind.CAST:
         return 0.0  # on store
@@ -69,7 +66,7 @@ def _cube_cycles(plan: Plan, task: Task) -> float:
     return rates["cube_start"].value + blocks * rates["cube_block"].value
 
 
-def _vec_cycles(plan: Plan, task: Task) -> float:
+def _vec_cycles(plan: PlanData, task: Task) -> float:
     """Elements by lanes; the forward substitution is a row operation for each entry below the diagonal."""
     rates, cores = plan.target.rates, plan.target.vec_cores
     rows, cols = (_extent(plan, dim) for dim in task.output.type.shape)
@@ -84,11 +81,11 @@ def _vec_cycles(plan: Plan, task: Task) -> float:
     return passes * (start + rows * cols / width / cores)
 
 
-def _extent(plan: Plan, dim: str | int) -> int:
+def _extent(plan: PlanData, dim: str | int) -> int:
     return evaluate(size(dim), plan.tile_sizes)
 
 
-def transfer_seconds(plan: Plan, stage: Stage, scopes: Sequence[Scope]) -> float:
+def transfer_seconds(plan: PlanData, stage: Stage, scopes: Sequence[Scope]) -> float:
     """Time on the paths between a stage's cores and global memory, for its buffers of these scopes."""
     paths = plan.target.paths
     ways = {Unit.CUBE: ("GM->L1", "L0C->GM"), Unit.VEC: ("GM->UB", "UB->GM")}.get(stage.unit)
@@ -103,7 +100,7 @@ def transfer_seconds(plan: Plan, stage: Stage, scopes: Sequence[Scope]) -> float
     return seconds
 
 
-def section_seconds(plan: Plan, section: Section) -> float:
+def section_seconds(plan: PlanData, section: Section) -> float:
     """A step of a section without a carry: its steps hide behind each other, so the busier unit counts."""
     busy: dict[Unit, float] = {}
     for stage in plan.section(section):
@@ -113,7 +110,7 @@ def section_seconds(plan: Plan, section: Section) -> float:
     return max(busy.values(), default=0.0)
 
 
-def crossing_seconds(plan: Plan, buffer: Buffer, *, out: bool) -> float:
+def crossing_seconds(plan: PlanData, buffer: Buffer, *, out: bool) -> float:
     """Writing (``out``) or reading one workspace tile."""
     name = buffer.producer if out else buffer.consumers[0]
     on_cube = next(stage for stage in plan.stages if stage.name == name).unit is Unit.CUBE

@@ -11,10 +11,6 @@ from ..stages import Buffer, Scope, Section, Stage
 from ..target import Target
 from .capacity import Need
 from .fold import Carried
-from .page import to_html
-from .picture import timeline_svg
-from .text import to_text
-from .timeline import timeline
 from .units import is_widening
 
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -50,8 +46,8 @@ NAIVE = Options(
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A program on a target at one shape; made by :func:`~kdacompile.lowering.plan.plan`.
+class PlanData:
+    """A program on a target at one shape: what is planned, without its pictures (:class:`~.drawn.Plan` adds them).
 
     ``program`` is the program as the target computes it: run on the torch executor with :attr:`rounding` it gives the
     plan's numbers. ``sizes`` binds its symbols, and B, T and H; ``io`` names the inputs' dtype. ``period`` is the
@@ -74,20 +70,6 @@ class Plan:
     period: int
     needs: tuple[Need, ...]
     carried: Carried
-
-    def __str__(self) -> str:
-        return to_text(self)
-
-    def to_svg(self, chunks: int = 4, *, standalone: bool = True) -> str:
-        """The scan of one core group over ``chunks`` chunks: Cube lane, workspace, Vec lanes.
-
-        ``standalone``: for a file of its own rather than inside a page.
-        """
-        return timeline_svg(self, timeline(self, chunks), standalone=standalone)
-
-    def to_html(self, naive: Plan | None = None) -> str:
-        """A page of its own, nothing loaded from elsewhere; with ``naive`` its timeline stands above, to one scale."""
-        return to_html(self, naive)
 
     def section(self, section: Section) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if stage.section is section)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from ..ir import DType
 from ..stages import Buffer, Scope, Section, Stage
 from .cost import assumptions, total_bytes, total_flops
+from .model import PlanData
 from .picture import groups_svg, timeline_svg
 from .text import apart_text
 from .timeline import schedule, timeline
-
-if TYPE_CHECKING:
-    from .model import Plan
 
 _CHUNKS = 4
 
@@ -39,7 +36,7 @@ details { margin: .3rem 0; } summary { cursor: pointer; } pre { background: var(
 """
 
 
-def to_html(plan: Plan, naive: Plan | None = None) -> str:
+def to_html(plan: PlanData, naive: PlanData | None = None) -> str:
     """The page of ``plan``; with ``naive``, its timeline stands above at the same scale."""
     name = f"{plan.program.name} on {plan.target.title}"
     sizes = " ".join(f"{key}={n}" for key, n in sorted(plan.sizes.items()))
@@ -61,7 +58,7 @@ def to_html(plan: Plan, naive: Plan | None = None) -> str:
     )
 
 
-def _tiles(plan: Plan, naive: Plan | None) -> str:
+def _tiles(plan: PlanData, naive: PlanData | None) -> str:
     was = "" if naive is None else f"naive {naive.handovers}; "
     bytes_were = "" if naive is None else f"naive {naive.meeting_bytes:,}; "
     entries = [
@@ -80,11 +77,11 @@ def _tiles(plan: Plan, naive: Plan | None) -> str:
     return f"<div class='tiles'>{tiles}</div>"
 
 
-def _apart(plan: Plan) -> str:
+def _apart(plan: PlanData) -> str:
     return f"; every tile apart {plan.apart_bytes:,}" if plan.apart_bytes else ""
 
 
-def _pictures(plan: Plan, naive: Plan | None) -> str:
+def _pictures(plan: PlanData, naive: PlanData | None) -> str:
     if not plan.target.split:
         return ""
     played = timeline(plan, _CHUNKS)
@@ -124,7 +121,7 @@ _KEPT = {
 }
 
 
-def _buffer_row(plan: Plan, b: Buffer) -> Sequence[str]:
+def _buffer_row(plan: PlanData, b: Buffer) -> Sequence[str]:
     count = b.tiles * b.copies
     return (
         b.name,
@@ -139,7 +136,7 @@ def _buffer_row(plan: Plan, b: Buffer) -> Sequence[str]:
     )
 
 
-def _chip(plan: Plan) -> str:
+def _chip(plan: PlanData) -> str:
     if not plan.needs:
         return ""
     rows = (
@@ -149,7 +146,7 @@ def _chip(plan: Plan) -> str:
     return "<h2>On chip</h2>" + _card(_table(("stage", "memory", "most bytes", "apart", "has", "tiles"), rows))
 
 
-def _cost(plan: Plan) -> str:
+def _cost(plan: PlanData) -> str:
     spread = schedule(plan)
     lines = [
         f"<p>Multiplies and adds: <code>{escape(str(total_flops(plan)))}</code></p>",

@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
 
+from .model import PlanData
 from .timeline import Event, Schedule, Timeline
-
-if TYPE_CHECKING:
-    from .model import Plan
 
 WIDTH = 1120
 _LEFT, _RIGHT = 108, 24
@@ -68,7 +65,7 @@ class _Sheet:
         )
 
 
-def timeline_svg(plan: Plan, played: Timeline, *, span: float | None = None, standalone: bool = False) -> str:
+def timeline_svg(plan: PlanData, played: Timeline, *, span: float | None = None, standalone: bool = False) -> str:
     """The scan of one core group. ``span``: seconds the width stands for, to draw two plans to one scale.
 
     ``standalone``: for a file of its own rather than inside a page.
@@ -87,7 +84,7 @@ def timeline_svg(plan: Plan, played: Timeline, *, span: float | None = None, sta
     return sheet.svg(standalone)
 
 
-def _title(sheet: _Sheet, plan: Plan, played: Timeline) -> None:
+def _title(sheet: _Sheet, plan: PlanData, played: Timeline) -> None:
     sheet.text(0, 16, f"{plan.program.name} on {plan.target.title}", "head")
     sheet.text(
         0,
@@ -99,7 +96,7 @@ def _title(sheet: _Sheet, plan: Plan, played: Timeline) -> None:
     sheet.y = 46
 
 
-def _lanes(sheet: _Sheet, plan: Plan, played: Timeline, at: Callable[[float], float]) -> dict[str, float]:
+def _lanes(sheet: _Sheet, plan: PlanData, played: Timeline, at: Callable[[float], float]) -> dict[str, float]:
     """Draw Cube, the workspace by address, and the Vec cores; returns the y of each unit's middle."""
     middles: dict[str, float] = {}
     kinds = [unit.value for unit in plan.target.units]
@@ -130,7 +127,7 @@ def _event(sheet: _Sheet, step: str, event: Event, at: Callable[[float], float],
     sheet.box(at(event.start), y, at(event.end) - at(event.start), height, kind, title, event.label)
 
 
-def _memory(sheet: _Sheet, plan: Plan, played: Timeline, at: Callable[[float], float]) -> None:
+def _memory(sheet: _Sheet, plan: PlanData, played: Timeline, at: Callable[[float], float]) -> None:
     """Workspaces as rectangles of address by time: two that share bytes stand one after the other at one height."""
     if not plan.in_memory:
         return
@@ -155,7 +152,7 @@ def _memory(sheet: _Sheet, plan: Plan, played: Timeline, at: Callable[[float], f
 
 
 def _arrows(
-    sheet: _Sheet, plan: Plan, played: Timeline, at: Callable[[float], float], middles: dict[str, float]
+    sheet: _Sheet, plan: PlanData, played: Timeline, at: Callable[[float], float], middles: dict[str, float]
 ) -> None:
     """Hand-overs: from where a tile leaves one unit to where the other begins to read it."""
     unit_of = {stage.name: stage.unit.value for stage in plan.stages}
@@ -181,7 +178,7 @@ def _axis(sheet: _Sheet, end: float, at: Callable[[float], float], behind: int) 
     sheet.y += 18
 
 
-def groups_svg(plan: Plan, spread: Schedule) -> str:
+def groups_svg(plan: PlanData, spread: Schedule) -> str:
     """Heads over core groups, one row a group; groups without a head work ahead for the others."""
     sheet = _Sheet([])
     rounds = max((len(group.lanes) for group in spread.groups), default=1) or 1

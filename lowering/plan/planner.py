@@ -13,9 +13,10 @@ from ..target import Target, target_of
 from .assemble import make_stage, name_runs, order_scan, workspaces
 from .buffers import Rule, allocate, buffers
 from .capacity import Chip, needs
+from .drawn import Plan
 from .fold import Folded, fold, step
 from .hazards import Order
-from .model import NAIVE, WIDTHS, Options, Plan
+from .model import NAIVE, WIDTHS, Options
 from .split import Graph, PlacedRun, Run, arrange, circuit_bound, fewest_runs, hand_overs, in_order, place
 from .units import legalise, tasks
 

@@ -11,12 +11,12 @@ from ..errors import ArgumentError
 from ..executor import Executable
 from ..layout import dense_layout, packed_layout
 from ..verify import Implementation
-from .model import Plan
+from .model import PlanData
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def simulate(plan: Plan) -> Implementation:
+def simulate(plan: PlanData) -> Implementation:
     """An implementation for ``verify``: called as ``run_linear_attention``, it computes what the plan would.
 
     Inputs are rounded to the plan's dtype first, accumulation is fp32, and the plan's chunk is used.

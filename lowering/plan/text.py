@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from ..ir import DType
 from ..stages import Buffer, Scope, Stage
 from .capacity import Need
-
-if TYPE_CHECKING:
-    from .model import Plan
+from .model import PlanData
 
 _SCOPES = {
     Scope.WORKSPACE: "workspace",
@@ -21,7 +18,7 @@ _SCOPES = {
 }
 
 
-def to_text(plan: Plan) -> str:
+def to_text(plan: PlanData) -> str:
     """The stages with their tasks, the buffers by what they are, and what every stage keeps on chip."""
     sizes = " ".join(f"{name}={n}" for name, n in sorted(plan.sizes.items()))
     lines = [f"plan of {plan.program.name} for {plan.target.name}: {sizes} {plan.io}", *_summary(plan), "", "stages"]
@@ -37,7 +34,7 @@ def to_text(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _summary(plan: Plan) -> list[str]:
+def _summary(plan: PlanData) -> list[str]:
     return [
         f"  hand-overs a {plan.step} {plan.handovers}, no schedule has fewer than {plan.lower_bound}; "
         f"outside the scan {plan.outer_handovers}",
@@ -47,11 +44,11 @@ def _summary(plan: Plan) -> list[str]:
     ]
 
 
-def _apart(plan: Plan) -> str:
+def _apart(plan: PlanData) -> str:
     return f", every tile apart {plan.apart_bytes:,}" if plan.apart_bytes else ""
 
 
-def _meeting(plan: Plan) -> str:
+def _meeting(plan: PlanData) -> str:
     return "workspace" if plan.target.meeting == "global" else "meeting on chip"
 
 
@@ -68,7 +65,7 @@ def _stage(stage: Stage, step: str) -> list[str]:
 _HEAD = ("name", "tile", "dtype", "bytes", "from", "to", "alive", "at", "why")
 
 
-def _row(plan: Plan, b: Buffer) -> tuple[str, ...]:
+def _row(plan: PlanData, b: Buffer) -> tuple[str, ...]:
     dtype = plan.io if b.dtype is DType.IO else "fp32"
     count = b.tiles * b.copies
     bytes = f"{plan.bytes(b):,}" + (f" x {count}" if count > 1 else "")
@@ -78,7 +75,7 @@ def _row(plan: Plan, b: Buffer) -> tuple[str, ...]:
     return (b.name, f"[{b.shape[0]},{b.shape[1]}]", dtype, bytes, b.producer, " ".join(b.consumers), alive, at, note)
 
 
-def apart_text(plan: Plan, need: Need) -> str:
+def apart_text(plan: PlanData, need: Need) -> str:
     """Bytes with every tile in a place of its own, where a compiler lays them out so."""
     return f"{need.apart_bytes:,}" if need.apart and plan.target.split else ""
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..stages import Buffer, Scope, Section, Stage, Task
 from .cost import crossing_seconds, section_seconds, task_seconds, transfer_seconds
-
-if TYPE_CHECKING:
-    from .model import Plan
+from .model import PlanData
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Timeline:
         return max((event.end for event in self.events), default=0.0)
 
 
-def timeline(plan: Plan, steps: int = 4, *, sync: float | None = None) -> Timeline:
+def timeline(plan: PlanData, steps: int = 4, *, sync: float | None = None) -> Timeline:
     """Play ``steps`` steps of the scan: each unit does its tasks in order, each as soon as what it reads is there.
 
     A hand-over costs the tile's way through memory and ``sync`` seconds (by default the target's figure).
@@ -50,7 +47,7 @@ def timeline(plan: Plan, steps: int = 4, *, sync: float | None = None) -> Timeli
 
 
 class _Player:
-    def __init__(self, plan: Plan, steps: int, wait: float) -> None:
+    def __init__(self, plan: PlanData, steps: int, wait: float) -> None:
         self.plan, self.steps, self.wait = plan, steps, wait
         self.stages = plan.section(Section.SCAN)
         self.home = {task: stage for stage in self.stages for task in stage.tasks}
@@ -159,7 +156,7 @@ class Schedule:
     high: float
 
 
-def schedule(plan: Plan) -> Schedule:
+def schedule(plan: PlanData) -> Schedule:
     """Spread lanes over the target's core groups: one lane a group, no traffic between groups.
 
     Groups left over run the prologue ahead of the others. With more lanes than groups, groups take several in turn.

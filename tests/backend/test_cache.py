@@ -20,7 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from kdacompile import backend, remembered
 from kdacompile.collect import collecting
-from kdacompile.report import GraphReport
+from kdacompile.findings import GraphReport
 from kdacompile.settings import Settings
 from tests.backend.layers import compiled, delta_arguments, gated_delta_loop, patterns
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from kdacompile.collect import emit
-from kdacompile.report import GraphBreak, GraphReport, Match, Rejection, Report
+from kdacompile.findings import GraphBreak, GraphReport, Match, Rejection
+from kdacompile.report import Report
 
 MATCH = Match(
     pattern="kda",

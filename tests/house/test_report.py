@@ -7,7 +7,8 @@ import pytest
 
 from kdacompile.collect import collecting, emit
 from kdacompile.errors import ReportFormatError, StrictError
-from kdacompile.report import GraphReport, Rejection, Report, enforce
+from kdacompile.findings import GraphReport, Rejection
+from kdacompile.report import Report, enforce
 from kdacompile.settings import parse
 from tests.house.samples import MATCH, NEAR_MISS, sample_report
 

@@ -1,0 +1,140 @@
+"""What the pass finds in one graph and over one call: matches, near misses with their reasons, graphs, breaks.
+
+Data only: :mod:`kdacompile.report` makes text of it, :mod:`kdacompile.html` a page.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Match:
+    """A region that was proven and rewritten."""
+
+    pattern: str  # a row of the family: kda, gated_delta_rule, retention, ...
+    mode: str  # "sequence" or "step"
+    source: str  # "file:line" of the user's code
+    roles: Mapping[str, str]  # q, k, v, g, beta, ... -> what plays the role
+    max_error: float  # largest relative error of the proof, against the fp64 recurrence
+    op: str  # the semantic op that replaced the region
+    absorbed: tuple[str, ...] = ()  # what upstream was fused into it: l2norm, gate activation, casts, ...
+    from_cache: bool = False  # the verdict was remembered, not proven anew
+    holds: tuple[str, ...] = ()  # tensors of the model whose values are part of the proof; compared at every call
+    lifted: str = ""  # the function that was replaced before it was captured, if one was
+    loop: str = ""  # "file:line" of the loop it was unrolled from, if it was
+    not_lifted: str = ""  # why that loop's function was not replaced before it was captured
+
+    @property
+    def plan_command(self) -> str:
+        """What shows how the match is cut into stages and buffers; ``kdacompile.plan`` is the same from Python."""
+        form = " --form token" if self.mode == "step" else ""
+        return f"python -m kdacompile plan {self.pattern}{form}"
+
+    def __str__(self) -> str:
+        lines = [f"{self.pattern} ({self.mode}) at {self.source}"]
+        lines.append(f"    runs as {self.op}, max error {self.max_error:.1e}" + _cached(self.from_cache))
+        if self.lifted:
+            lines.append(f"    lifted: {self.lifted} is replaced before capture, so one graph serves every length")
+        if self.loop:
+            lines.append(f"    unrolled from the loop at {self.loop}, so other lengths may take other graphs")
+            lines.append(f"    not lifted: {self.not_lifted}")
+        if self.roles:
+            lines.append("    " + ", ".join(f"{role} = {value}" for role, value in self.roles.items()))
+        if self.absorbed:
+            lines.append("    absorbed: " + ", ".join(self.absorbed))
+        lines.append(f"    plan: {self.plan_command}")
+        if self.holds:
+            lines.append("    holds while these keep their values: " + ", ".join(self.holds))
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A region that came near a pattern and was left to Inductor, with the reason."""
+
+    pattern: str
+    reason: str
+    source: str
+    code: str  # the machine-readable kind of reason
+    count: int = 1  # how many regions were rejected in just these words
+
+    def __str__(self) -> str:
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        return f"{self.pattern} at {self.source}: {self.reason} [{self.code}]{times}"
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A place where Dynamo cut the model in two; no pattern reaches across it."""
+
+    reason: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.reason}" if self.source else self.reason
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One graph through the pass."""
+
+    matches: tuple[Match, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
+    nodes: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])  # our own time, by phase
+    from_cache: bool = False  # compiled code came from a cache: the pass did not run, this is its remembered report
+
+
+@dataclass
+class Findings:
+    """Everything found in one call. Grows by :meth:`add` while the call compiles."""
+
+    graphs: list[GraphReport] = field(default_factory=list[GraphReport])
+    graph_breaks: list[GraphBreak] = field(default_factory=list[GraphBreak])
+    captured: int | None = None  # graphs Dynamo captured, where known; nested regions make more GraphReports
+    title: str = ""
+    result: Any = None  # what the explained call returned; not part of the JSON
+
+    def add(self, graph: GraphReport) -> None:
+        self.graphs.append(graph)
+
+    @property
+    def matches(self) -> list[Match]:
+        return [match for graph in self.graphs for match in graph.matches]
+
+    @property
+    def rejections(self) -> list[Rejection]:
+        return merge(rejection for graph in self.graphs for rejection in graph.rejections)
+
+    @property
+    def graph_count(self) -> int:
+        return len(self.graphs) if self.captured is None else self.captured
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        total: Counter[str] = Counter()
+        for graph in self.graphs:
+            total.update(graph.seconds)
+        return dict(total)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Matches per pattern."""
+        return dict(Counter(match.pattern for match in self.matches))
+
+
+def merge(rejections: Iterable[Rejection]) -> list[Rejection]:
+    """Identical rejections become one with their counts added, in order of first appearance."""
+    merged: dict[Rejection, int] = {}
+    for rejection in rejections:
+        key = replace(rejection, count=1)
+        merged[key] = merged.get(key, 0) + rejection.count
+    return [replace(key, count=count) for key, count in merged.items()]
+
+
+def _cached(from_cache: bool) -> str:
+    return " (verdict from cache)" if from_cache else ""
