@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import kdacompile
-from kdacompile.report import Report
+from kdacompile.report.report import Report
 
 _STARTED = time.perf_counter()
 

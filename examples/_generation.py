@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import kdacompile
-from kdacompile.report import Report
+from kdacompile.report.report import Report
 
 if __package__:
     from examples import _common as common

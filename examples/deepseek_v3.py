@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, StaticCache
 from transformers.utils import logging as transformers_logging
 
-from kdacompile.collect import collecting
+from kdacompile.report.collect import collecting
 
 if __package__:
     from examples import _common as common

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kdacompile import ops
     from kdacompile.backend import inductor_pass
-    from kdacompile.collect import collecting
     from kdacompile.errors import KdaError, StrictError
     from kdacompile.explainer import explain
-    from kdacompile.findings import Match, Rejection
     from kdacompile.plans import plan
-    from kdacompile.report import Report
+    from kdacompile.report.collect import collecting
+    from kdacompile.report.findings import Match, Rejection
+    from kdacompile.report.report import Report
 
 __version__ = "0.1.0"
 
@@ -40,10 +40,10 @@ __all__ = [
 _HOME = {
     "KdaError": "kdacompile.errors",
     "StrictError": "kdacompile.errors",
-    "Match": "kdacompile.findings",
-    "Rejection": "kdacompile.findings",
-    "Report": "kdacompile.report",
-    "collecting": "kdacompile.collect",
+    "Match": "kdacompile.report.findings",
+    "Rejection": "kdacompile.report.findings",
+    "Report": "kdacompile.report.report",
+    "collecting": "kdacompile.report.collect",
     "explain": "kdacompile.explainer",
     "inductor_pass": "kdacompile.backend",
     "plan": "kdacompile.plans",

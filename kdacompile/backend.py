@@ -9,8 +9,8 @@ from torch import fx
 
 from kdacompile import compat, compiler_pass, growing, held, lift, remembered
 from kdacompile.errors import UnknownOptionError
-from kdacompile.findings import GraphReport
 from kdacompile.fingerprint import source_fingerprint
+from kdacompile.report.findings import GraphReport
 from kdacompile.settings import Settings, parse
 
 

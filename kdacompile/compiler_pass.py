@@ -11,11 +11,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from kdacompile import aliases, compat, hoist, loops, mla_pass, reabsorb, trace
-from kdacompile.collect import emit
-from kdacompile.findings import GraphReport, Match, Rejection
+from kdacompile import compat, loops, mla_pass
 from kdacompile.held import Tables
-from kdacompile.instances import Instances
+from kdacompile.hoist.attempt import attempt
 from kdacompile.patterns.absorb import absorb
 from kdacompile.patterns.absorb.casts import kept_upcasts
 from kdacompile.patterns.blockers import find_blockers
@@ -25,14 +23,20 @@ from kdacompile.patterns.layers import inner_groups, is_layer
 from kdacompile.patterns.match import Fused, from_hypothesis
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Group, find_groups, keeps_tokens_apart
-from kdacompile.proof import Verdict
-from kdacompile.report import enforce
-from kdacompile.rewrite import LinearAttentionSplice
+from kdacompile.proof.region import Verdict
+from kdacompile.proof.verdicts import Verdicts
+from kdacompile.report import trace
+from kdacompile.report.collect import emit
+from kdacompile.report.findings import GraphReport, Match, Rejection
+from kdacompile.report.report import enforce
+from kdacompile.report.source import describe, source_of
+from kdacompile.rewrite import reabsorb
+from kdacompile.rewrite.linear_attention import LinearAttentionSplice
+from kdacompile.rewrite.splice import CannotSplice
 from kdacompile.settings import Settings
-from kdacompile.shadow import make_shadow
-from kdacompile.source import describe, source_of
-from kdacompile.splice import CannotSplice
-from kdacompile.verdicts import Verdicts
+from kdacompile.shadow import aliases
+from kdacompile.shadow.build import make_shadow
+from kdacompile.shadow.instances import Instances
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +123,7 @@ def rewrite(
 
 def _again(gm: fx.GraphModule, settings: Settings, work: _Work) -> _Work:
     """Search again with activations taken out of loops, if there are any."""
-    hoisted = hoist.attempt(gm.graph, work.read)
+    hoisted = attempt(gm.graph, work.read)
     if hoisted is None or not hoisted.apply(work.read):
         return work
     other = _Work(gm, settings, {}, keep_strides=work.keep_strides)

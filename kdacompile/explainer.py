@@ -16,9 +16,9 @@ import torch
 
 # Torch-private: the only count of breaks that come before a frame's first operator, and the recompile limits.
 from kdacompile import compat
-from kdacompile.collect import collecting
-from kdacompile.findings import GraphBreak
-from kdacompile.report import Report
+from kdacompile.report.collect import collecting
+from kdacompile.report.findings import GraphBreak
+from kdacompile.report.report import Report
 from kdacompile.settings import Settings, parse
 
 Backend = Callable[..., Any]
@@ -44,7 +44,7 @@ def explain(
     """Explain what ``torch.compile(fn, backend="kda")`` does with one call.
 
     Returns a function: ``explain(model)(*args, **kwargs)`` runs the model once on those arguments and returns the
-    :class:`~kdacompile.report.Report`, with the model's output as ``report.result``. What is not rewritten runs
+    :class:`~kdacompile.report.report.Report`, with the model's output as ``report.result``. What is not rewritten runs
     eagerly (``kda.inner="eager"``), which makes explaining cheap; pass ``options={"kda.inner": "inductor"}`` for the
     full compilation. ``backend`` replaces the backend function itself, for tests.
     """

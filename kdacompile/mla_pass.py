@@ -8,19 +8,19 @@ from contextlib import AbstractContextManager
 
 from torch import fx
 
-from kdacompile import trace
-from kdacompile.findings import Match, Rejection
-from kdacompile.instances import Instances
-from kdacompile.mla_proof import MlaVerdicts
-from kdacompile.mla_rewrite import MlaSplice
 from kdacompile.patterns.ir import Graph, Value
 from kdacompile.patterns.mla import NAME, FusedMla, MlaCandidate
 from kdacompile.patterns.mla_lengths import lengths_instead
 from kdacompile.patterns.mla_roles import find_mla
 from kdacompile.patterns.obstacle import Obstacle
+from kdacompile.proof.attention import MlaVerdicts
+from kdacompile.report import trace
+from kdacompile.report.findings import Match, Rejection
+from kdacompile.report.source import describe, source_of
+from kdacompile.rewrite.attention import MlaSplice
+from kdacompile.rewrite.splice import CannotSplice
 from kdacompile.settings import Settings
-from kdacompile.source import describe, source_of
-from kdacompile.splice import CannotSplice
+from kdacompile.shadow.instances import Instances
 
 log = logging.getLogger(__name__)
 

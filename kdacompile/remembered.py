@@ -16,11 +16,11 @@ import torch
 from torch import fx
 
 from kdacompile import compat, compiler_pass, mla_pass
-from kdacompile.collect import emit
 from kdacompile.disk import write_whole
 from kdacompile.errors import ReportFormatError
-from kdacompile.findings import GraphReport
-from kdacompile.report import Report
+from kdacompile.report.collect import emit
+from kdacompile.report.findings import GraphReport
+from kdacompile.report.report import Report
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The functional form the recognisers read: single-assignment values and the ATen operators that make them.
 
-The shadow (``kdacompile/shadow.py``) writes it from a Dynamo graph; nothing in it aliases or mutates, and every value
+The shadow (``kdacompile/shadow``) writes it from a Dynamo graph; nothing in it aliases or mutates, and every value
 remembers the Dynamo node it came from.
 """
 

@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 
 import kdacompile
 from kdacompile import compat
-from kdacompile.collect import collecting
+from kdacompile.report.collect import collecting
 from tests.compare import relative_error
 from tests.models.zoo import CASES, ModelCase
 

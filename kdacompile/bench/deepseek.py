@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from kdacompile.bench.relay import Job, Outcome, Relay, wait_for_turn
-from kdacompile.collect import collecting
 from kdacompile.errors import BenchError
+from kdacompile.report.collect import collecting
 
 CONTENDERS = tuple((backend, mode) for mode in ("default", "reduce-overhead") for backend in ("inductor", "kda"))
 GOAL = 10.0

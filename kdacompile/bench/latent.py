@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kdacompile.bench.measure import relative_error, seconds_of
-from kdacompile.collect import collecting
+from kdacompile.report.collect import collecting
 
 NOPE, ROPE, RANK, VALUE = 128, 64, 512, 128
 GOAL = 20.0

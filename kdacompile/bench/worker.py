@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kdacompile.bench import measure
 from kdacompile.bench.suites import SUITES, Case
-from kdacompile.collect import collecting
 from kdacompile.patterns.recurrence import token_recurrence
+from kdacompile.report.collect import collecting
 
 _L2NORM_EPS = 1e-6  # the transformers functions' own
 Output = tuple[Tensor, Tensor]

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from kdacompile import compat, compiler_pass
 from kdacompile.compat import dynamo
-from kdacompile.findings import Match
 from kdacompile.lift.calls import Call, Sizes
 from kdacompile.lift.dead_writes import drop_dead_writes
 from kdacompile.lift.errors import Unliftable
+from kdacompile.report.findings import Match
 from kdacompile.settings import Settings
 
 RUN_ERRORS = (

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from kdacompile.findings import Match
 from kdacompile.lift import verify
 from kdacompile.lift.calls import Call, Group, TensorArg
 from kdacompile.lift.capture import bound
 from kdacompile.lift.errors import Unliftable
 from kdacompile.lift.store import Verdict
 from kdacompile.lift.template import NAME
+from kdacompile.report.findings import Match
 
 LENGTHS = (70, 130)
 """Lengths at which a library's function is compared: more than one chunk, none of them whole."""

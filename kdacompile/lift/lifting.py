@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from kdacompile.findings import Match
 from kdacompile.fingerprint import source_fingerprint
 from kdacompile.lift import library, store, template, verify
 from kdacompile.lift import replacement as namespace
@@ -32,6 +31,7 @@ from kdacompile.lift.errors import Unliftable, WrongLayout
 from kdacompile.lift.identity import Identity
 from kdacompile.lift.probes import roles
 from kdacompile.lift.store import Verdict
+from kdacompile.report.findings import Match
 from kdacompile.settings import Settings
 
 _FILENAME = "<kdacompile lift {key}>"

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.findings import GraphReport, Match
 from kdacompile.lift import hook, refusals
+from kdacompile.report.findings import GraphReport, Match
 from kdacompile.settings import Settings
 
 _FROM = re.compile(r"<kdacompile lift (\w+)>")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdacompile.findings import Match
+from kdacompile.report.findings import Match
 from tests.backend.layers import train_both
 
 BATCH, LENGTH, HEADS, SIZE = 3, 2, 4, 6

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters  # torch-private: hits and misses
 
-from kdacompile import backend, rewrite
-from kdacompile.collect import collecting
+from kdacompile import backend
+from kdacompile.report.collect import collecting
+from kdacompile.rewrite import linear_attention as rewrite
 from tests.backend.layers import delta_arguments, gated_delta_loop
 
 

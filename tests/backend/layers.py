@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kdacompile.collect import collecting
-from kdacompile.report import Report
+from kdacompile.report.collect import collecting
+from kdacompile.report.report import Report
 from tests.compare import copies, tensors, worst_error
 
 Function = Callable[..., Any]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import kdacompile
-from kdacompile.collect import collecting
 from kdacompile.errors import OptionTypeError, StrictError, UnknownOptionError
+from kdacompile.report.collect import collecting
 from tests.backend.layers import Layer, patterns
 from tests.compare import relative_error
 

@@ -19,8 +19,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from kdacompile import backend, remembered
-from kdacompile.collect import collecting
-from kdacompile.findings import GraphReport
+from kdacompile.report.collect import collecting
+from kdacompile.report.findings import GraphReport
 from kdacompile.settings import Settings
 from tests.backend.layers import compiled, delta_arguments, gated_delta_loop, patterns
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kdacompile.collect import collecting
-from kdacompile.report import Report
+from kdacompile.report.collect import collecting
+from kdacompile.report.report import Report
 from tests.backend.layers import (
     codes,
     compiled,

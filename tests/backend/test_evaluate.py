@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from kdacompile.patterns.evaluate import LaneError, Region
-from kdacompile.shadow import make_shadow
+from kdacompile.shadow.build import make_shadow
 
 
 def region_of(function: Any, *inputs: Tensor) -> Region:

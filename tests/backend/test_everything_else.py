@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kdacompile import backend, compiler_pass, shadow
-from kdacompile.collect import collecting
+from kdacompile import backend, compiler_pass
+from kdacompile.report.collect import collecting
+from kdacompile.shadow import build as shadow
 from tests.backend.layers import compiled, delta_arguments, gated_delta_loop, patterns
 from tests.compare import tensors
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import kdacompile
 from kdacompile import compat
 from kdacompile.patterns import tables
-from kdacompile.report import Report
+from kdacompile.report.report import Report
 from tests.compare import relative_error, worst_error
 
 HEADS, SIZE, BLOCK = 2, 8, 64

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kdacompile
-from kdacompile import compat, hoist, hoist_rules
+from kdacompile import compat
+from kdacompile.hoist import attempt as hoist
+from kdacompile.hoist import rules
 from tests.compare import copies, worst_error
 
 BATCH, LENGTH, HEADS, SIZE, VALUES = 2, 4, 3, 6, 5
@@ -161,7 +163,7 @@ def wrong_dimension(node: torch.fx.Node, place: int, rank: int, family: Any) -> 
 
 def test_a_wrong_hoist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the proof of the hoist sees it: past it, the region after it is a recurrence, and the results are wrong."""
-    monkeypatch.setattr(hoist_rules, "_along", wrong_dimension)
+    monkeypatch.setattr(rules, "_along", wrong_dimension)
     ours, expected, report = explained(gated_delta)
     assert worst_error(ours, expected) <= 1e-5
     assert not report.matches
@@ -231,7 +233,7 @@ def test_a_symbolic_batch_is_left_alone() -> None:
 
 
 def test_nothing_random_moves() -> None:
-    names = {*hoist_rules.POINTWISE, *hoist_rules.ALONG, *hoist_rules.MOVES, *hoist_rules.ACTIVATIONS}
+    names = {*rules.POINTWISE, *rules.ALONG, *rules.MOVES, *rules.ACTIVATIONS}
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
     assert packets
     assert not [p for p in packets for name in p.overloads() if compat.is_random(getattr(p, name))]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kdacompile.collect import collecting
+from kdacompile.report.collect import collecting
 from tests.backend.layers import (
     Layer,
     codes,

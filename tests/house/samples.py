@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from kdacompile.collect import emit
-from kdacompile.findings import GraphBreak, GraphReport, Match, Rejection
-from kdacompile.report import Report
+from kdacompile.report.collect import emit
+from kdacompile.report.findings import GraphBreak, GraphReport, Match, Rejection
+from kdacompile.report.report import Report
 
 MATCH = Match(
     pattern="kda",

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 
 import kdacompile
 from kdacompile.errors import UnknownOptionError
-from kdacompile.findings import GraphReport
+from kdacompile.report.findings import GraphReport
 from tests.house.samples import MATCH, emitting_backend
 
 BACKEND = emitting_backend(GraphReport(matches=(MATCH,), nodes=3))

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from kdacompile.collect import collecting, emit
 from kdacompile.errors import ReportFormatError, StrictError
-from kdacompile.findings import GraphReport, Rejection
-from kdacompile.report import Report, enforce
+from kdacompile.report.collect import collecting, emit
+from kdacompile.report.findings import GraphReport, Rejection
+from kdacompile.report.report import Report, enforce
 from kdacompile.settings import parse
 from tests.house.samples import MATCH, NEAR_MISS, sample_report
 

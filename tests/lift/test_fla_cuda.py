@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from kdacompile.collect import collecting
+from kdacompile.report.collect import collecting
 from tests.compare import relative_error
 
 pytest.importorskip("fla.ops")

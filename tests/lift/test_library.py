@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 
-from kdacompile.collect import collecting
 from kdacompile.lift import hook, lifting, store
+from kdacompile.report.collect import collecting
 from tests.compare import relative_error
 
 HEADS, KEY, VALUE = 2, 16, 8

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import kdacompile
-from kdacompile.collect import collecting
 from kdacompile.lift import hook, lifting, store
-from kdacompile.report import Report
+from kdacompile.report.collect import collecting
+from kdacompile.report.report import Report
 from tests.compare import relative_error
 from tests.lift import functions
 from tests.lift.functions import HEADS, KEY, VALUE

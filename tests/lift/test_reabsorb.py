@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kdacompile import ops
 from kdacompile.backend import kda
-from kdacompile.collect import collecting
+from kdacompile.report.collect import collecting
 from tests.compare import relative_error
 from tests.lift import functions
 from tests.lift.functions import HEADS, KEY, VALUE

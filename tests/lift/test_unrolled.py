@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import kdacompile
 from kdacompile import loops
-from kdacompile.collect import collecting
-from kdacompile.findings import Match
 from kdacompile.lift import hook, lifting, store
-from kdacompile.report import Report
+from kdacompile.report.collect import collecting
+from kdacompile.report.findings import Match
+from kdacompile.report.report import Report
 from tests.lift import functions
 from tests.lift.test_lift import arguments
 from tests.models.zoo import CASES

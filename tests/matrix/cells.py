@@ -23,9 +23,9 @@ from torch._dynamo.testing import CompileCounter
 from transformers import PreTrainedModel
 
 from kdacompile.backend import kda
-from kdacompile.collect import collecting
 from kdacompile.errors import KdaError
-from kdacompile.report import Report
+from kdacompile.report.collect import collecting
+from kdacompile.report.report import Report
 from kdacompile.settings import parse
 from tests.compare import relative_error
 from tests.models.zoo import CASES, ModelCase

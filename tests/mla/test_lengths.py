@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kdacompile
-from kdacompile.report import Report
+from kdacompile.report.report import Report
 from tests.compare import relative_error
 from tests.mla.absorbed import RANK, Mqa
 from tests.mla.spellings import HEADS

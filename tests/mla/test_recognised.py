@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import kdacompile
-from kdacompile import mla_proof
-from kdacompile.report import Report
+from kdacompile.proof import attention as mla_proof
+from kdacompile.report.report import Report
 from tests.compare import relative_error, tensors
 from tests.mla.absorbed import ABSORBED, ABSORBED_MISSES, ABSORBED_OTHERS, DeepSeek
 from tests.mla.spellings import CAUSAL, NEAR_MISSES, OTHER_ATTENTION, RANK, ROPE, SPELLINGS, WIDTH, Naive, causal

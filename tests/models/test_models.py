@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kdacompile
-from kdacompile.report import Report
+from kdacompile.report.report import Report
 from tests.compare import cache_tensors, relative_error, worst_error
 
 pytest.importorskip("transformers")

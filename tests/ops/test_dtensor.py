@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kdacompile.collect import collecting
 from kdacompile.ops import errors, linear_attention
+from kdacompile.report.collect import collecting
 from tests.backend.layers import compiled, delta_arguments, gated_delta_loop
 from tests.ops.cases import assert_close, make_case
 

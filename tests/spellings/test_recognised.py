@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kdacompile
-from kdacompile.report import Report
+from kdacompile.report.report import Report
 from tests.compare import copies, relative_error, tensors, worst_error
 from tests.spellings import NEAR_MISSES, PATTERNS, SPELLINGS
 from tests.spellings.near_misses import NearMiss

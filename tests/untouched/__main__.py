@@ -24,7 +24,7 @@ from torch._inductor.graph import GraphLowering
 
 from kdacompile import compat
 from kdacompile.backend import kda
-from kdacompile.collect import collecting
+from kdacompile.report.collect import collecting
 from kdacompile.settings import Settings
 from tests.compare import tensors
 from tests.untouched.networks import NETWORKS, Compile

@@ -1,7 +1,7 @@
 """What kdacompile did to a model, for people and for programs: text, JSON, a page.
 
-One :class:`~kdacompile.findings.GraphReport` comes out of each run of the pass; a :class:`Report` gathers those
-of one call (see :mod:`kdacompile.collect` and :func:`kdacompile.explain`). Everything but ``Report.result``
+One :class:`~kdacompile.report.findings.GraphReport` comes out of each run of the pass; a :class:`Report` gathers those
+of one call (see :mod:`kdacompile.report.collect` and :func:`kdacompile.explain`). Everything but ``Report.result``
 survives a round trip through JSON.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from kdacompile.errors import ReportFormatError, StrictError
-from kdacompile.findings import Findings, GraphBreak, GraphReport, Match, Rejection, merge
-from kdacompile.html import render
+from kdacompile.report.findings import Findings, GraphBreak, GraphReport, Match, Rejection, merge
+from kdacompile.report.page import render
 from kdacompile.settings import Settings
 
 _FORMAT = 1

@@ -12,7 +12,7 @@ from kdacompile import compat
 from kdacompile.ops.mla_definitions import mla
 from kdacompile.patterns.ir import Graph
 from kdacompile.patterns.mla import Claim, FusedMla
-from kdacompile.splice import Splice
+from kdacompile.rewrite.splice import Splice
 
 
 class MlaSplice(Splice):

@@ -19,8 +19,8 @@ from kdacompile.patterns.attention_oracle import latent_attention
 from kdacompile.patterns.evaluate import EvaluationError, Factors, LaneError, Region
 from kdacompile.patterns.ir import Value
 from kdacompile.patterns.mla import Claim, MlaCandidate, MlaPlacement
-from kdacompile.proof import TOLERANCE, one_thread, token_error
-from kdacompile.verdicts import structural_hash
+from kdacompile.proof.region import TOLERANCE, one_thread, token_error
+from kdacompile.proof.verdicts import structural_hash
 
 LARGEST = 1 << 27
 """Entries of scores, or of keys, up to which a region is still run."""

@@ -12,7 +12,7 @@ from kdacompile import compat
 from kdacompile.ops.definitions import linear_attention, linear_attention_step, linear_attention_step_
 from kdacompile.patterns.match import Fused
 from kdacompile.patterns.roles import LETTERS, Placement
-from kdacompile.splice import Splice
+from kdacompile.rewrite.splice import Splice
 
 
 class LinearAttentionSplice(Splice):

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.pieces import Piece
+from kdacompile.hoist.pieces import Piece
 
 POINTWISE = frozenset(
     "add sub mul div truediv neg rsub pow square exp exp2 log log1p sigmoid softplus logsigmoid log_sigmoid silu tanh "

@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from kdacompile import compat
 from kdacompile.patterns.ir import Graph, Op, Value
 from kdacompile.patterns.uniform import mark_uniform
-from kdacompile.recorder import Recorder, map_tensors
+from kdacompile.shadow.recorder import Recorder, map_tensors
 
 log = logging.getLogger(__name__)
 

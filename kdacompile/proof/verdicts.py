@@ -11,7 +11,7 @@ from kdacompile.patterns.candidates import Candidate
 from kdacompile.patterns.ir import Value, map_values
 from kdacompile.patterns.mla import MlaCandidate
 from kdacompile.patterns.roles import Placement
-from kdacompile.proof import Verdict, prove
+from kdacompile.proof.region import Verdict, prove
 
 
 def structural_hash(candidate: Candidate | MlaCandidate) -> str:

@@ -6,7 +6,7 @@ import linecache
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from kdacompile.findings import Findings, GraphBreak, Match, Rejection
+from kdacompile.report.findings import Findings, GraphBreak, Match, Rejection
 
 _CONTEXT = 2  # source lines shown on each side of the one that matched
 

@@ -7,8 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from kdacompile.findings import GraphReport
-from kdacompile.report import Report
+from kdacompile.report.findings import GraphReport
+from kdacompile.report.report import Report
 
 log = logging.getLogger(__name__)
 

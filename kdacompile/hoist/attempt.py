@@ -20,11 +20,12 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from kdacompile import compat, hoist_rules
-from kdacompile.hoist_proof import agrees, readers_fit, results_share_memory
-from kdacompile.hoist_rules import POINTWISE, Family, is_activation, is_exponential, is_offset, name_of, stays
+from kdacompile import compat
+from kdacompile.hoist import rules
+from kdacompile.hoist.pieces import Piece, piece_of
+from kdacompile.hoist.proof import agrees, readers_fit, results_share_memory
+from kdacompile.hoist.rules import POINTWISE, Family, is_activation, is_exponential, is_offset, name_of, stays
 from kdacompile.patterns.ir import Graph
-from kdacompile.pieces import Piece, piece_of
 
 
 def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> Hoist | None:
@@ -189,7 +190,7 @@ class Hoist:
         """The arguments of the call for all pieces, lanes not yet replaced; None if it cannot be one call."""
         if any(arg in self.fixed for arg in node.all_input_nodes) or node.kwargs.get("out") is not None:
             return None
-        return hoist_rules.arguments(node, [arg for arg in node.all_input_nodes if arg in self.lane], family)
+        return rules.arguments(node, [arg for arg in node.all_input_nodes if arg in self.lane], family)
 
     def made(self, node: fx.Node, like: fx.Node) -> fx.Node:
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):

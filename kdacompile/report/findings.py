@@ -1,6 +1,6 @@
 """What the pass finds in one graph and over one call: matches, near misses with their reasons, graphs, breaks.
 
-Data only: :mod:`kdacompile.report` makes text of it, :mod:`kdacompile.html` a page.
+Data only: :mod:`kdacompile.report.report` makes text of it, :mod:`kdacompile.report.page` a page.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from kdacompile.patterns.match import Fused
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Group, find_groups
 from kdacompile.patterns.roles import Hypothesis, Placement
-from kdacompile.shadow import Held, make_shadow
+from kdacompile.shadow.build import Held, make_shadow
 
 Sizes = dict[Any, int]
 """A value for each symbol."""

@@ -1,0 +1,1 @@
+"""What was found, rewritten and left alone, and why: as data, text, JSON and a page."""

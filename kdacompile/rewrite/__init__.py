@@ -1,0 +1,1 @@
+"""A proven region becomes one call of a semantic op in the Dynamo graph."""
