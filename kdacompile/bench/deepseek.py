@@ -54,7 +54,7 @@ def build(args: argparse.Namespace) -> Any:
         "v_head_dim": 128,
         "vocab_size": 1024,
         "max_position_embeddings": args.cache,
-        "mlp_layer_types": ["dense"] * args.layers,
+        "first_k_dense_replace": args.layers,
         "attn_implementation": "sdpa",
     }
     torch.manual_seed(0)

@@ -47,6 +47,11 @@ WRAPPED = {
     "qwen3_next": ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
 }
 
+LIFTED = {
+    "kimi_linear": ("chunk_kda", "fused_recurrent_kda"),
+    "qwen3_next": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+}
+
 
 def build(kind: str) -> Any:
     name, _, sizes = MODELS[kind]
@@ -89,6 +94,12 @@ def graphs(model: Any, tokens: Tensor) -> tuple[int, list[Tensor]]:
     return counters["stats"]["unique_graphs"], found
 
 
+@pytest.fixture(autouse=True)
+def captures_are_no_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.12 Dynamo takes every capture for an export, and transformers calls its own functions in one."""
+    monkeypatch.setattr("transformers.integrations.hub_kernels.is_torchdynamo_exporting", lambda: False)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_one_graph_with_every_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = torch.randint(3, 512, (BATCH, TOKENS), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
@@ -101,6 +112,7 @@ def test_one_graph_with_every_layer(kind: str, monkeypatch: pytest.MonkeyPatch) 
         with collecting() as report:
             ours = results(model, torch.compile(model, backend="kda", fullgraph=True), tokens)
         assert len(report.graphs) == 2
+        assert all(match.lifted in LIFTED[kind] for match in report.matches if match.pattern != "mla")
         assert [match.pattern for match in report.matches] == MODELS[kind][1] * 2
         for have, theirs, want in zip(ours, eager, exact, strict=True):
             assert relative_error(have, want) <= 1.2 * relative_error(theirs, want)
