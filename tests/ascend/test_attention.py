@@ -20,7 +20,7 @@ from kdacompile.lowering.verify import relative_error
 from kdacompile.ops.mla_fused import FusedAttention
 from tests.ascend.cases import CORES
 from tests.ascend.damage import NOTHING, ORDERS, WAIT, damage_is_caught
-from tests.ascend.test_compiler import TEMPORARIES, on_chip, within_capacity
+from tests.ascend.layout import TEMPORARIES, on_chip, within_capacity
 from tests.ascend.tools import ARCH, NEXT_ARCH, SimulatedDevice, ToolError, Tools
 from tests.ops.mla_cases import MlaCase, make_mla
 

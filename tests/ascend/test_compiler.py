@@ -14,10 +14,10 @@ from kdacompile.lowering.ascend.step import step_module
 from kdacompile.lowering.errors import CapacityError
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
 from kdacompile.lowering.plan import Options, Plan, plan
-from kdacompile.lowering.plan.capacity import Need
 from kdacompile.lowering.stages import Section
 from kdacompile.lowering.target import ASCEND910_95, ASCEND910B, ASCEND910B1, Target
 from tests.ascend.cases import SIZES
+from tests.ascend.layout import check_cube, check_on_chip, check_vec, within_capacity
 from tests.ascend.tools import ARCH, NEXT_ARCH, ToolError, Tools
 
 # without the head gate, whose kernels are those of the token gate letter by letter (test_same_kernels)
@@ -43,52 +43,6 @@ def workspace(made: Plan, module: Module) -> int:
     return sum(made.bytes(b) for b in passing if b.name not in own)
 
 
-def on_chip(made: Plan, section: str, facts: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
-    """By memory: the least the plan says a section can do with, what the compiler took, every tile apart."""
-    stages = [stage.name for stage in made.section(Section(section))]
-    least: dict[str, int] = {}
-    apart: dict[str, dict[str, int]] = {}
-    for need in made.needs:
-        if need.stage in stages and need.memory in facts["memories"]:
-            least[need.memory] = max(least.get(need.memory, 0), need.bytes)
-            apart.setdefault(need.memory, {}).update(need.apart)
-    return {m: (n, facts["memories"][m]["peak"], sum(apart[m].values())) for m, n in least.items()}
-
-
-def within_capacity(facts: dict[str, Any], target: Target = ASCEND910B) -> bool:
-    return all(found["peak"] <= (target.capacity(memory) or 0) for memory, found in facts["memories"].items())
-
-
-# What a kernel has in UB beside the plan's tiles: a vector spread for an elementwise operation with a tile.
-TEMPORARIES = 5 * 1024
-
-
-def check_on_chip(made: Plan, section: str, facts: dict[str, Any]) -> None:
-    """Never less than what is alive at once. Where the text is the plan's, operation by operation (macros make the
-    Gram matrices and inverses of the prologue), no more than every tile in two places: the compiler shares none over
-    lifetimes, and doubles what comes from or goes to memory, so that the next is under way meanwhile."""
-    assert within_capacity(facts, made.target)
-    for memory, (least, found, apart) in on_chip(made, section, facts).items():
-        assert least <= found, memory
-        assert section == "prologue" or found <= 2 * apart + TEMPORARIES * (memory == "UB"), memory
-
-
-def check_scan_tiles(made: Plan, memories: dict[str, Any]) -> None:
-    """A scan on both units, tile by tile: each operand of Cube twice, each sum once, each tile of Vec once."""
-    places = {need.memory: sorted((n for _, n in need.apart), reverse=True) for need in made.needs if _in_scan(need)}
-    assert memories["L1"]["places"] == sorted(places["L1"] * 2, reverse=True)
-    assert memories["L0C"]["places"] == places["L0C"]
-    rest = list(memories["UB"]["places"])
-    for size in places["UB"]:
-        if size > TEMPORARIES:
-            rest.remove(size)
-    assert sum(rest) <= TEMPORARIES
-
-
-def _in_scan(need: Need) -> bool:
-    return need.stage.startswith("scan") and bool(need.apart)
-
-
 @pytest.mark.parametrize(
     ("arch", "target"), [(ARCH, ASCEND910B), ("Ascend910B1", ASCEND910B1), (NEXT_ARCH, ASCEND910_95)]
 )
@@ -110,13 +64,14 @@ def test_family_compiles_as_planned(tools: Tools, row: tuple[str, bool]) -> None
             assert within_capacity(facts)
             continue
         check_on_chip(made, kernel.name, facts)
+        check_cube(made, kernel.name, facts["memories"])
         if kernel.name == "scan":
             assert facts["workspace_bytes"] == workspace(made, module)
             assert facts["handovers"] == made.handovers
             if made.handovers:
                 assert facts["cube"]["block_sets"] == facts["vec"]["block_waits"] <= 3
                 assert facts["vec"]["block_sets"] == facts["cube"]["block_waits"] <= 3
-                check_scan_tiles(made, facts["memories"])
+                check_vec(made, facts["memories"])
 
 
 @pytest.mark.parametrize("row", FAMILY)
@@ -170,6 +125,7 @@ def test_scan_at_other_sizes(tools: Tools, io: torch.dtype, name: str, width: in
     facts = tools.compile(module.kernel("scan"), constants(True, **sizes), io=io).facts
     made = plan_of(("channel", True), name, K=width, V=columns, BV=tile)
     assert facts["workspace_bytes"] == workspace(made, module) and within_capacity(facts)
+    check_cube(made, "scan", facts["memories"])
 
 
 def test_an_oversized_tile_is_refused(tools: Tools) -> None:

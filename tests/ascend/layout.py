@@ -1,0 +1,110 @@
+"""What the compiler lays out on chip, against the plan.
+
+It shares no place over lifetimes while there is room for all. In L1 every operand of Cube has two places, so that the
+next is loaded while one is read; in L0C every sum has one; in UB what is loaded has two places, and what is stored may.
+Where that is too much it drops second places in L1, and in L0C lets all sums take turns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from kdacompile.lowering.ascend.launch import LEVELS
+from kdacompile.lowering.ir import OpKind
+from kdacompile.lowering.plan import Plan
+from kdacompile.lowering.plan.capacity import Need
+from kdacompile.lowering.stages import Section, Stage
+from kdacompile.lowering.target import ASCEND910B, Target
+
+# What a kernel has in UB beside the plan's tiles: a vector spread for an elementwise operation with a tile.
+TEMPORARIES = 5 * 1024
+
+
+def on_chip(made: Plan, section: str, facts: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
+    """By memory: the least the plan says a section can do with, what the compiler took, every tile apart."""
+    least: dict[str, int] = {}
+    apart: dict[str, dict[str, int]] = {}
+    for need in _needs(made, section):
+        if need.memory in facts["memories"]:
+            least[need.memory] = max(least.get(need.memory, 0), need.bytes)
+            apart.setdefault(need.memory, {}).update(need.apart)
+    return {m: (n, facts["memories"][m]["peak"], sum(apart[m].values())) for m, n in least.items()}
+
+
+def within_capacity(facts: dict[str, Any], target: Target = ASCEND910B) -> bool:
+    return all(found["peak"] <= (target.capacity(memory) or 0) for memory, found in facts["memories"].items())
+
+
+def check_on_chip(made: Plan, section: str, facts: dict[str, Any]) -> None:
+    """Never less than what is alive at once, and, but for what macros have beside the plan's tiles (they make the Gram
+    matrices and inverses of the prologue), no more than two places for each."""
+    assert within_capacity(facts, made.target)
+    for memory, (least, found, apart) in on_chip(made, section, facts).items():
+        assert least <= found, memory
+        assert section == "prologue" or found <= 2 * apart + TEMPORARIES * (memory == "UB"), memory
+
+
+def check_cube(made: Plan, section: str, memories: dict[str, Any]) -> None:
+    """L1 and L0C, tile by tile."""
+    operands, sums = cube_tiles(made, section)
+    if not operands:
+        assert memories.keys() == {"UB"}
+        return
+    places = Counter(memories["L1"]["places"])
+    missing = operands + operands - places
+    assert not missing or memories["L1"]["peak"] + min(missing) > (made.target.capacity("L1") or 0)
+    assert not missing - operands and places + missing == operands + operands
+    if sums.total() and sum(sums.elements()) <= (made.target.capacity("L0C") or 0):
+        assert Counter(memories["L0C"]["places"]) == sums
+    else:
+        assert memories["L0C"]["places"] == [max(sums)]
+
+
+def cube_tiles(made: Plan, section: str) -> tuple[Counter[int], Counter[int]]:
+    """Bytes of Cube's operands and of its sums in a section, stage by stage, once each, with macros spelled out."""
+    operands: Counter[int] = Counter()
+    sums: Counter[int] = Counter()
+    for stage in made.section(Section(section)):
+        for need in _needs(made, stage.name):
+            if need.memory in ("L1", "L0C"):
+                (operands if need.memory == "L1" else sums).update(_spelled_out(made, stage, need))
+        inverses = sum(task.op.kind is OpKind.UNIT_LOWER_INVERSE for task in stage.tasks)
+        matrix = made.sizes["C"] ** 2 * 4
+        sums[matrix] += inverses * 2 * LEVELS  # unit_lower_inverse: two products a level, of fp32 matrices
+        operands[matrix] += inverses * 4 * LEVELS
+    return +operands, +sums
+
+
+def _spelled_out(made: Plan, stage: Stage, need: Need) -> list[int]:
+    """A stage's tiles in one memory. A Gram matrix with a gate per channel is a product a level (channel_gram), of rows
+    and columns that are as large as the chunk, and each loads its own."""
+    grams = [task for task in stage.tasks if task.part == "product" and task.inputs[1].name.endswith("_cols")]
+    tiles: list[int] = []
+    for name, size in need.apart:
+        if any(name == task.inputs[1].name for task in grams):
+            tiles += [_keys(made)] * (LEVELS * len(grams))
+        elif any(name in (task.inputs[0].name, task.output.name) for task in grams):
+            tiles += [size] * LEVELS
+        else:
+            tiles.append(size)
+    return tiles
+
+
+def check_vec(made: Plan, memories: dict[str, Any]) -> None:
+    """UB of a scan on both units, tile by tile: each once."""
+    rest = list(memories["UB"]["places"])
+    for need in _needs(made, "scan"):
+        for _, size in need.apart if need.memory == "UB" else ():
+            if size > TEMPORARIES:
+                rest.remove(size)
+    assert sum(rest) <= TEMPORARIES
+
+
+def _needs(made: Plan, section: str) -> list[Need]:
+    """Of a section or a stage; those of L0A and L0B, which operands pass in pieces, are not here."""
+    return [need for need in made.needs if need.stage.startswith(section) and need.apart]
+
+
+def _keys(made: Plan) -> int:
+    return made.sizes["C"] * made.sizes["K"] * 2
