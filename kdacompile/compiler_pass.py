@@ -191,6 +191,8 @@ class _Work:
             self.attention.run(shadow)
         if not self.has_recurrence:
             return
+        if self.attention.matches:
+            shadow = self.read()
         while self.visit_all(shadow):
             self.instances = Instances(self.gm, self.held)
             shadow = self.read()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 from torch import fx
 
 from kdacompile.patterns.ir import Graph, Value
-from kdacompile.patterns.mla import NAME, FusedMla, MlaCandidate
+from kdacompile.patterns.mla import NAME, Claim, FusedMla, MlaCandidate
 from kdacompile.patterns.mla_lengths import lengths_instead
+from kdacompile.patterns.mla_pages import pages_instead
 from kdacompile.patterns.mla_roles import find_mla
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.proof.attention import MlaVerdicts
@@ -25,10 +26,13 @@ from kdacompile.shadow.instances import Instances
 log = logging.getLogger(__name__)
 
 _WHOLE = frozenset({"scaled_dot_product_attention"})
-_SOFTMAX = frozenset({"softmax", "_softmax"})
+_SOFTMAX = frozenset({"softmax", "_softmax", "exp"})
 _PRODUCTS = frozenset("matmul __matmul__ bmm baddbmm einsum mm mul sum".split())
 
 verdicts = MlaVerdicts()
+
+Failure = tuple[str, fx.Node | None, str]
+"""Why a region was left alone: the reason, where, and its code."""
 
 Timed = Callable[[str], AbstractContextManager[None]]
 
@@ -74,48 +78,47 @@ class MlaWork:
         if NAME in self.settings.disable:
             self.reject("switched off by kda.disable", node, "disabled")
             return
-        fused = self.judge(candidate)
-        if isinstance(fused, str):
-            self.reject(fused, node, "proof")
+        forms = self.judge(candidate)
+        if isinstance(forms, str):
+            self.reject(forms, node, "proof")
             return
+        failure: Failure | None = None
+        for fused in forms:
+            failure = self.attempt(shadow, fused)
+            if failure is None:
+                return
+        if failure is not None:
+            self.reject(*failure)
+
+    def attempt(self, shadow: Graph, fused: FusedMla) -> Failure | None:
+        """Put the op into the graph, or say why not."""
+        node = fused.candidate.anchor.node
         with self.timed("sizes"):
             reason = self.disagreement(fused)
         if reason is not None:
-            self.reject(reason, node, "dynamic")
-            return
+            return reason, node, "dynamic"
         source = source_of(node)
         roles = {role: describe(placement) for role, placement in fused.inputs.items()}
         with self.timed("rewrite"):
             try:
-                op = self.splice(shadow, fused)
+                splice = MlaSplice(self.gm, shadow, fused)
+                op = splice.apply(splice.check())
             except CannotSplice as error:
-                self.reject(error.reason, node, error.code)
-                return
+                return error.reason, node, error.code
         absorbed = ("causal mask",) if fused.claim.causal else ("length mask",) if "lengths" in fused.inputs else ()
         self.matches.append(Match(NAME, fused.mode, source, roles, fused.max_error, op, absorbed))
+        return None
 
-    def splice(self, shadow: Graph, fused: FusedMla) -> str:
-        """Put the op into the graph; with the mask where the graph does not hold on to the lengths."""
-        splice = MlaSplice(self.gm, shadow, fused)
-        try:
-            before = splice.check()
-        except CannotSplice:
-            masked = self.judge(fused.candidate, lengths=False)
-            if "lengths" not in fused.inputs or isinstance(masked, str):
-                raise
-            splice = MlaSplice(self.gm, shadow, masked)
-            before = splice.check()
-        return splice.apply(before)
-
-    def judge(self, candidate: MlaCandidate, *, lengths: bool = True) -> FusedMla | str:
-        """The proven region, or why it is not; ``lengths``: instead of a mask, where they will do."""
+    def judge(self, candidate: MlaCandidate) -> list[FusedMla] | str:
+        """The proven region in every form the op could take it, best first, or why it is not proven."""
         with self.timed("proof"):
             verdict = verdicts(candidate, wide=self.settings.verify == "wide")
         trace.candidate(candidate, verdict.reason or "proven")
         if verdict.claim is None:
             return verdict.reason
-        claim = lengths_instead(verdict.claim) if lengths else verdict.claim
-        return FusedMla(candidate, claim, verdict.max_error)
+        limited = lengths_instead(verdict.claim)
+        forms = (pages_instead(limited), limited, pages_instead(verdict.claim), verdict.claim)
+        return [FusedMla(candidate, claim, verdict.max_error) for claim in _distinct(forms)]
 
     # ---- other sizes
 
@@ -128,10 +131,18 @@ class MlaWork:
             if isinstance(item, Obstacle) or not _same_node(item.output, fused.candidate.output):
                 continue
             again = self.judge(item)
-            if isinstance(again, str) or again.claim.key() != fused.claim.key():
+            if isinstance(again, str) or not any(other.claim.key() == fused.claim.key() for other in again):
                 return "the region computes something else at other sizes"
             return None
         return "there is no such region at other sizes"
+
+
+def _distinct(claims: Iterable[Claim]) -> list[Claim]:
+    found: list[Claim] = []
+    for claim in claims:
+        if claim not in found:
+            found.append(claim)
+    return found
 
 
 def _same_node(one: Value, other: Value) -> bool:

@@ -361,6 +361,10 @@ def _check_untouched(op: Op, lane: _Lane) -> None:
         padded = [len(lane.dims) - 1 - i // 2 for i, pad in enumerate(pads) if pad]
         if all(_captured(lane.dims[d]) == _run(lane.dims[d]) for d in padded):
             return
+    if op.name == "repeat":
+        times = op.args[1][len(op.args[1]) - len(lane.dims) :]
+        if all(n == 1 or _captured(dim) == _run(dim) for n, dim in zip(times, lane.dims, strict=True)):
+            return
     raise LaneError(f"{op.name} on a reduced dimension")
 
 

@@ -30,6 +30,7 @@ LETTERS = {
     "mask": "BHTS",
     "sinks": "H",
     "lengths": "B",
+    "block_table": "BM",
     "w": "WR",
     "w_k": "WR",
     "w_v": "WR",
@@ -38,19 +39,37 @@ LETTERS = {
 """The op's own order of dimensions, per role. C counts what the cache holds, S the tokens attended to: all of it, or as
 many as there are queries (a prefill into an empty static cache). K is N + D where the query comes in one piece, N where
 in two; W counts the rows of a weight, heads times what each has. Without weights N and V are R, and E = R + D is the
-latent and the rotated key side by side."""
+latent and the rotated key side by side. Of a paged cache there are P pages of G tokens, M of them a request's."""
 
-VANISHING = -6e4
-"""A mask's number below which nothing can be seen of a token: float16's lowest, the least negative one models use."""
+WEIGHTS = ("w", "w_k", "w_v")
+
+VANISHING = -1e4
+"""A mask's number from which on nothing can be seen of a token: the least negative one that models use."""
+
+
+def order_of(role: str, value: Value) -> str:
+    """The op's own order of a role's dimensions; a weight may have one for heads, then Y counts the rows of each."""
+    return "HYR" if role in WEIGHTS and len(value.shape) == 3 else LETTERS[role]
 
 
 @dataclass(frozen=True)
 class MlaPlacement(Placement):
-    """A tensor of the graph in a role of MLA."""
+    """A tensor of the graph in a role of MLA; ``=`` in its letters is a dimension along which it is the same.
+
+    A cache that is a pool of pages has the letters P and G for tokens, and ``columns`` that are the cache's.
+    """
+
+    columns: tuple[int, int] | None = None
 
     @property
     def order(self) -> str:
-        return LETTERS[self.role]
+        order = order_of(self.role, self.value)
+        return order if self.columns is None else "PG" + order[-1]
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page."""
+        return self.value.shape[self.letters.index("G")] if "G" in self.letters else 1
 
 
 @dataclass(frozen=True)
@@ -66,6 +85,8 @@ class Claim:
     """Whether a query in one piece, and the key, begin with the rotated part; also a cache of both."""
     values_first: bool = False
     """Whether a head's rows of a weight for both begin with the values'."""
+    stacked: bool = False
+    """Whether a weight for both has all heads' rows of the keys together, and then those of the values."""
     causal: bool = False
     mask_keeps: bool = True
     """Of a boolean mask: True marks what may be seen."""
@@ -74,6 +95,8 @@ class Claim:
     can tell)."""
     lengths_plus: int = 0
     """What is added to ``lengths``: the graph may hold the last position instead."""
+    wraps: bool = False
+    """Whether an entry of the block table below zero counts from the pool's end, as an index does."""
     scale: float = 1.0
 
     def with_(self, **changes: object) -> Claim:
@@ -81,16 +104,18 @@ class Claim:
 
     def key(self) -> tuple[object, ...]:
         """All that a rewrite burns into the graph, comparable between instances of one graph."""
-        roles = {name: (p.value.node, p.letters) for name, p in self.inputs.items()}
+        roles = {name: (p.value.node, p.letters, p.columns) for name, p in self.inputs.items()}
         fixed = {letter: size for letter, size in self.sizes.items() if letter in "HNDRV"}
         options = (
             self.prefix,
             self.rope_first,
             self.values_first,
+            self.stacked,
             self.causal,
             self.mask_keeps,
             self.mask_fill,
             self.lengths_plus,
+            self.wraps,
             f"{self.scale:.9g}",  # fitted, at each instance anew
         )
         return roles, (self.output.value.node, self.output.letters), fixed, options
@@ -116,13 +141,17 @@ class Claim:
         """w_uk ``[H, N, R]`` and w_uv ``[H, V, R]`` from the weights as the model has them."""
         if not self.weights:
             return None, None
-        heads, nope = self.sizes["H"], self.sizes["N"]
+        heads, first = self.sizes["H"], self.sizes["V" if self.values_first else "N"]
         if "w" not in given:
-            return given["w_k"].unflatten(0, (heads, -1)), given["w_v"].unflatten(0, (heads, -1))
-        rows = given["w"].unflatten(0, (heads, -1))
-        if self.values_first:
-            return rows[:, self.sizes["V"] :], rows[:, : self.sizes["V"]]
-        return rows[:, :nope], rows[:, nope:]
+            w_k, w_v = (per_head(given[role], heads) for role in ("w_k", "w_v"))
+            return w_k, w_v
+        if self.stacked:
+            parts = given["w"][: heads * first], given["w"][heads * first :]
+            one, other = (per_head(part, heads) for part in parts)
+        else:
+            rows = per_head(given["w"], heads)
+            one, other = rows[:, :first], rows[:, first:]
+        return (other, one) if self.values_first else (one, other)
 
     def split_queries(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """The queries' plain and rotated parts, ``[B, T, H, N]`` and ``[B, T, H, D]``."""
@@ -130,6 +159,11 @@ class Claim:
         if "q_rope" in given or not rope:
             return q, given.get("q_rope")
         return (q[..., rope:], q[..., :rope]) if self.rope_first else (q[..., :-rope], q[..., -rope:])
+
+
+def per_head(weight: Tensor, heads: int) -> Tensor:
+    """A weight with a dimension for its heads."""
+    return weight if weight.dim() == 3 else weight.unflatten(0, (heads, -1))
 
 
 @dataclass(frozen=True)

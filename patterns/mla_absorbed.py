@@ -14,70 +14,75 @@ from collections.abc import Iterator
 
 from kdacompile.patterns.ir import Value
 from kdacompile.patterns.mla import Parts
-from kdacompile.patterns.mla_walk import MOVES, Attention, Term, named, scales, unexpanded
+from kdacompile.patterns.mla_sources import MOVES, heads_of, scales, tokens_of, unexpanded
+from kdacompile.patterns.mla_walk import Attention, Term
 from kdacompile.patterns.regions import is_weight, root
 from kdacompile.patterns.twins import Twins
 from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT, PICKING
 
 MAX_STEPS = 24
+TAKEN = LAYOUT | PICKING | {"repeat"}
 
 
 def read_absorbed(found: Attention, twins: Twins) -> Parts | None:
     """The tensors of one attention over a latent itself; None if keys and values are not the same for all heads."""
-    meeting = _Meeting(found, twins)
-    if len(found.terms) == 1:
-        return meeting.one_product(found.terms[0])
-    if len(found.terms) == 2:
-        first, second = found.terms
-        return meeting.two_products(first, second) or meeting.two_products(second, first)
+    for batch in dict.fromkeys((found.softmax.out.shape[0], 1)):  # one request may have no dimension of its own
+        meeting = _Meeting(found, twins, batch)
+        parts = None
+        if len(found.terms) == 1:
+            parts = meeting.one_product(found.terms[0])
+        elif len(found.terms) == 2:
+            first, second = found.terms
+            parts = meeting.two_products(first, second) or meeting.two_products(second, first)
+        if parts is not None:
+            return parts
     return None
 
 
 class _Meeting:
     """Where the way up from the values meets that from the keys."""
 
-    def __init__(self, found: Attention, twins: Twins) -> None:
-        self.found, self.twins = found, twins
-        self.batch = found.softmax.out.shape[0]
-        self.cached, self.rank = found.values.shape[-2:]
+    def __init__(self, found: Attention, twins: Twins, batch: int) -> None:
+        self.found, self.twins, self.batch = found, twins, batch
+        self.cached, self.rank = found.cached, found.value_width
         self.above = {twins.of(value): value for value in reversed(list(_climb(found.values)))}
 
     def one_product(self, term: Term) -> Parts | None:
-        width = term.left.shape[-1]
+        width = term.width
         rope = width - self.rank
-        cache = self.shared(term.right, width)
+        cache = self.shared(term.keys, width)
         if cache is not None:
             return self.parts(term, {"latent" if rope == 0 else "cache": cache}, rope)
-        joined = list(_climb(term.right))[-1].op
+        joined = list(_climb(term.keys))[-1].op
         if joined is None or joined.name != "cat" or len(joined.reads) != 2 or rope <= 0:
             return None
         for part, other in (joined.reads, joined.reads[::-1]):
-            latent, rotated = self.shared(part, self.rank), named(unexpanded(other), 3)
+            latent, rotated = self.shared(part, self.rank), tokens_of(unexpanded(other))
             if latent is not None and rotated is not None:
                 return self.parts(term, {"latent": latent, "k_rope": rotated}, rope)
         return None
 
     def two_products(self, plain: Term, rotated: Term) -> Parts | None:
-        width = plain.left.shape[-1]
-        latent = self.shared(plain.right, width) if width == self.rank else None
-        rope, query = named(unexpanded(rotated.right), 3), _with_heads(rotated.left)
+        latent = self.shared(plain.keys, plain.width) if plain.width == self.rank else None
+        rope, query = tokens_of(unexpanded(rotated.keys)), heads_of(rotated.queries)
         if latent is None or rope is None or query is None:
             return None
-        return self.parts(plain, {"latent": latent, "k_rope": rope, "q_rope": query}, rotated.left.shape[-1])
+        return self.parts(plain, {"latent": latent, "k_rope": rope, "q_rope": query}, rotated.width)
 
     def shared(self, operand: Value, width: int) -> Value | None:
         """The tensor of ``width`` columns and no heads that both this operand and the values are taken from."""
         for value in _climb(operand):
             other = self.above.get(self.twins.of(value))
             if other is not None and math.prod(value.shape) == self.batch * self.cached * width:
-                seen = (item for item in (value, other) if item.node is not None and len(item.shape) >= 3)
+                least = 3 if self.batch > 1 else 2
+                seen = (item for item in (value, other) if item.node is not None and len(item.shape) >= least)
                 tensor = next(seen, None)
                 if tensor is not None:
                     return tensor
         return None
 
     def parts(self, term: Term, tensors: dict[str, Value], rope: int) -> Parts | None:
-        query, width = _with_heads(term.left), term.left.shape[-1]
+        query, width = heads_of(term.queries), term.width
         if query is None:
             return None
         rows, rest = divmod(math.prod(query.shape), self.batch * width)
@@ -112,15 +117,10 @@ def _climb(value: Value) -> Iterator[Value]:
     for _ in range(MAX_STEPS):
         op = value.op
         data = [] if op is None else [read for read in op.reads if not read.const]
-        if op is None or len(data) != 1 or not ((op.name in MOVES and op.name in LAYOUT | PICKING) or scales(op)):
+        if op is None or len(data) != 1 or not ((op.name in MOVES and op.name in TAKEN) or scales(op)):
             return
         value = data[0]
         yield value
-
-
-def _with_heads(value: Value) -> Value | None:
-    """A query with its heads apart; one token may have no dimension of its own."""
-    return named(value, 4) or named(value, 3)
 
 
 def _heads_of_weights(query: Value, found: Attention) -> int | None:

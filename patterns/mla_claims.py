@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import islice, permutations, product
+from itertools import groupby, islice, permutations, product
 
 from kdacompile.patterns.ir import Value
-from kdacompile.patterns.mla import LETTERS, Claim, MlaPlacement
+from kdacompile.patterns.mla import WEIGHTS, Claim, MlaPlacement, order_of
 from kdacompile.patterns.mla_masks import MaskRole
 
 USUAL = ("BTHK", "BHTK", "BTHV", "BHTV", "BHTS", "BTHS", "BTHD", "BHTD")
 
 
 def labels(value: Value, role: str, sizes: dict[str, int]) -> Iterator[str]:
-    """Letters for the dimensions of ``value`` in ``role``: all that have more than one entry, and no others."""
-    order = LETTERS[role]
+    """Letters for the dimensions of ``value`` in ``role``: all that have more than one entry, and no others.
+
+    A rotated key may have been expanded over heads before: ``=`` where it is the same for all of them.
+    """
+    order = order_of(role, value)
     dims = [(i, size) for i, size in enumerate(value.shape) if size != 1]
     wanted = [letter for letter in order if sizes[letter] != 1]
+    text = ["."] * len(value.shape)
+    if role == "k_rope" and len(dims) == len(wanted) + 1:
+        same = next((i for i, size in dims if i in value.uniform and size == sizes["H"]), -1)
+        dims = [(i, size) for i, size in dims if i != same]
+        text = ["=" if i == same else "." for i in range(len(value.shape))]
     if len(dims) != len(wanted):
         return
     for letters in permutations(wanted):
         if all(sizes[letter] == size for letter, (_, size) in zip(letters, dims, strict=True)):
-            text = ["."] * len(value.shape)
             for letter, (i, _) in zip(letters, dims, strict=True):
                 text[i] = letter
             yield "".join(text)
@@ -38,28 +45,34 @@ def claims(
     tensors: dict[str, Value], output: Value, scores: Value, captured: dict[str, int], masks: MaskRole
 ) -> Iterator[Claim]:
     """Every assignment of letters the sizes allow; ``scores``: the softmax's input without sinks."""
-    sizes = {**captured, "W": 0}
+    sizes = {**captured, "W": 0, "Y": 0}
     options: list[list[MlaPlacement]] = []
     for role, value in tensors.items():
         if role == "mask":
             continue
-        if role in ("w", "w_k", "w_v"):
+        if role in WEIGHTS:
             sizes["W"] = math.prod(value.shape) // sizes["R"]
+            sizes["Y"] = sizes["W"] // sizes["H"]
         options.append([MlaPlacement(role, value, text) for text in labels(value, role, sizes)])
     outputs = [MlaPlacement("o", output, text) for text in labels(output, "o", sizes)]
     layouts = [text for text in labels(scores, "mask", sizes) if len(text) == len(scores.shape)]
-    both = "w" in tensors
-    choices = product(*options, outputs, layouts)
-    ordered = sorted(islice(choices, 4096), key=lambda choice: sum(map(_oddity_of, choice)))
-    for rope_first, values_first in product((False, True), (False, True) if both else (False,)):
-        if rope_first and (not captured["D"] or "q_rope" in tensors):
-            continue
-        for choice in ordered:
-            *inputs, out, layout = choice
-            placed = {item.role: item for item in inputs if isinstance(item, MlaPlacement)}
-            claim = _claim(placed, out, layout, captured, masks)
-            if claim is not None:
-                yield claim.with_(rope_first=rope_first, values_first=values_first)
+    merged = "w" in tensors and len(tensors["w"].shape) == 2
+    choices = sorted(islice(product(*options, outputs, layouts), 4096), key=_oddity_of_all)
+    both, either = (False, True), ((False, True) if "w" in tensors else (False,))
+    for _, alike in groupby(choices, key=_oddity_of_all):
+        group = list(alike)
+        for stacked, rope_first, values_first in product(both if merged else (False,), both, either):
+            if rope_first and (not captured["D"] or "q_rope" in tensors):
+                continue
+            for *inputs, out, layout in group:
+                placed = {item.role: item for item in inputs if isinstance(item, MlaPlacement)}
+                claim = _claim(placed, out, layout, captured, masks)
+                if claim is not None:
+                    yield claim.with_(rope_first=rope_first, values_first=values_first, stacked=stacked)
+
+
+def _oddity_of_all(choice: tuple[MlaPlacement | str, ...]) -> int:
+    return sum(map(_oddity_of, choice))
 
 
 def _oddity_of(item: MlaPlacement | str) -> int:

@@ -10,7 +10,9 @@ import math
 
 from kdacompile.patterns.ir import Value
 from kdacompile.patterns.mla import Parts
-from kdacompile.patterns.mla_walk import CACHED, Attention, Projection, Sources, Term, named, unexpanded
+from kdacompile.patterns.mla_claims import labels
+from kdacompile.patterns.mla_sources import CACHED, Projection, Sources, heads_of, tokens_of, unexpanded
+from kdacompile.patterns.mla_walk import Attention, Term
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import root
 
@@ -21,10 +23,10 @@ Made = tuple[list[Projection], list[Value]]
 def read_expanded(found: Attention) -> Parts | Obstacle | None:
     """The tensors of one attention over an expanded latent, or what is in the way; None: attention of another kind."""
     values, values_shared = Sources().of(found.values)
-    latent = named(values[0].activation, 3) if len(values) == 1 else None
+    latent = tokens_of(values[0].activation) if len(values) == 1 else None
     if latent is None or values_shared:
         return _expanded_cache(found)
-    parts = [Sources(latent).of(term.right) for term in found.terms]
+    parts = [Sources(latent).of(term.keys) for term in found.terms]
     keys = list(dict.fromkeys(projection for projections, _ in parts for projection in projections))
     shared = list(dict.fromkeys(value for _, values in parts for value in values))
     if len(keys) != 1 or not _is_latent(keys[0], values[0], latent, shared, found):
@@ -34,12 +36,12 @@ def read_expanded(found: Attention) -> Parts | Obstacle | None:
 
 def _expanded_cache(found: Attention) -> Obstacle | None:
     """Keys and values of a latent that are cached one by one, as transformers before 5 does."""
-    made = [Sources(moves=CACHED).of(operand)[0] for operand in (found.values, *(term.right for term in found.terms))]
+    made = [Sources(moves=CACHED).of(operand)[0] for operand in (found.values, *(term.keys for term in found.terms))]
     values, keys = made[0], list(dict.fromkeys(projection for projections in made[1:] for projection in projections))
     if len(values) != 1 or len(keys) != 1:
         return None
-    latent = named(values[0].activation, 3)
-    if latent is None or named(keys[0].activation, 3) is not latent or not _narrow(keys[0], values[0]):
+    latent = tokens_of(values[0].activation)
+    if latent is None or tokens_of(keys[0].activation) is not latent or not _narrow(keys[0], values[0]):
         return None
     reason = "keys and values are cached expanded: of earlier tokens there is no latent left to attend to"
     return Obstacle("expanded_cache", reason, found.softmax)
@@ -47,21 +49,16 @@ def _expanded_cache(found: Attention) -> Obstacle | None:
 
 def _narrow(keys: Projection, values: Projection) -> bool:
     """True if the latent is narrower than what comes out of it."""
-    rows = {projection.op: _rows(projection) for projection in (keys, values)}
-    return 2 * keys.activation.shape[-1] < sum(rows.values())
+    rows = {projection.op: projection.rows for projection in (keys, values)}
+    return 2 * keys.rank < sum(rows.values())
 
 
 def _is_latent(keys: Projection, values: Projection, latent: Value, shared: list[Value], found: Attention) -> bool:
     """True if keys and values are expanded from a latent, apart from what the queries are made of."""
     made = Sources(latent)
-    if any(projection.op is keys.op for term in found.terms for projection in made.of(term.left)[0]):
+    if any(projection.op is keys.op for term in found.terms for projection in made.of(term.queries)[0]):
         return False
     return any(value.shape[-1] for value in shared) or _narrow(keys, values)
-
-
-def _rows(projection: Projection) -> int:
-    """How many rows the weight has: heads times what each has."""
-    return math.prod(projection.weight.shape) // projection.activation.shape[-1]
 
 
 def _bias(*projections: Projection) -> Obstacle | None:
@@ -79,16 +76,18 @@ def _parts(
         return Obstacle("roles", "the keys are made of more than a latent and one shared part", found.softmax)
     plain = next(term for term, (projections, _) in zip(found.terms, parts, strict=True) if projections)
     rotated = next((term for term in found.terms if term is not plain), None)
-    latent, query = named(keys.activation, 3), named(plain.left, 4)
-    query_rope = None if rotated is None else named(rotated.left, 4)
-    rope = named(unexpanded(shared[0]), 3) if shared else None
+    latent, query = tokens_of(keys.activation), heads_of(plain.queries)
+    query_rope = None if rotated is None else heads_of(rotated.queries)
+    rope = tokens_of(unexpanded(shared[0])) if shared else None
     if latent is None or query is None or (rotated and query_rope is None) or (shared and rope is None):
         return Obstacle("roles", "an operand of the attention is never seen with its batch and heads", found.softmax)
-    width = 0 if not shared else rotated.left.shape[-1] if rotated else shared[0].shape[-1]
-    sizes = _sizes(found, keys, values, plain, latent, query, width, single=rotated is None)
+    width = 0 if not shared else rotated.width if rotated else shared[0].shape[-1]
+    batches = dict.fromkeys((found.softmax.out.shape[0], math.prod(latent.shape) // (keys.rank * found.cached)))
+    sized = (_sizes(found, keys, values, plain, latent, query, width, batch, rotated is None) for batch in batches)
+    sizes = next((sizes for sizes in sized if sizes is not None), None)
     if sizes is None:
         return Obstacle("roles", "what enters the attention does not fit the sizes of MLA", found.softmax)
-    if rope is not None and math.prod(rope.shape) != sizes["B"] * sizes["C"] * sizes["D"]:
+    if rope is not None and next(labels(rope, "k_rope", sizes), None) is None:
         return Obstacle("per_head_rope", "every head has a rotated key of its own", rope.op or found.softmax)
     weights = {"w": keys} if keys.op is values.op else {"w_k": keys, "w_v": values}
     tensors = {"q": query, "latent": latent} | {role: root(made.weight) for role, made in weights.items()}
@@ -105,25 +104,25 @@ def _sizes(
     latent: Value,
     query: Value,
     rope: int,
-    *,
+    batch: int,
     single: bool,
 ) -> dict[str, int] | None:
     """The size behind every letter; None if the tensors do not agree on one."""
-    width = plain.left.shape[-1]
+    width = plain.width
     nope = width - rope if single else width
-    value, cached, rank = found.values.shape[-1], found.values.shape[-2], keys.activation.shape[-1]
+    value, cached, rank = found.value_width, found.cached, keys.rank
     per_head = nope + value if keys.op is values.op else nope
-    if min(nope, value, rank, cached) < 1 or _rows(keys) % per_head:
+    if min(nope, value, rank, cached, batch) < 1 or keys.rows % per_head:
         return None
-    heads = _rows(keys) // per_head
-    batch = found.softmax.out.shape[0]
+    heads = keys.rows // per_head
     held, rest = divmod(math.prod(latent.shape), batch * rank)
     tokens, left = divmod(math.prod(query.shape), batch * heads * width)
-    if rest or left or not tokens or (keys.op is not values.op and _rows(values) != heads * value):
+    if rest or left or not tokens or (keys.op is not values.op and values.rows != heads * value):
         return None
-    if math.prod(found.product.out.shape) != batch * tokens * heads * value or held < cached:
+    if math.prod(found.product.out.shape) != batch * tokens * heads * (value + found.padding) or held < cached:
         return None
     if held != cached and cached != tokens:
         return None
     sizes = {"B": batch, "T": tokens, "S": cached, "C": held, "H": heads, "N": nope, "D": rope, "R": rank, "V": value}
-    return {**sizes, "K": width}
+    sizes["K"] = width
+    return sizes if next(labels(latent, "latent", sizes), None) is not None else None

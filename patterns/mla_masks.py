@@ -16,7 +16,8 @@ from torch import Tensor
 from kdacompile.patterns.evaluate import EvaluationError, constant
 from kdacompile.patterns.ir import Op, Value
 from kdacompile.patterns.mla import VANISHING
-from kdacompile.patterns.mla_walk import Attention, named
+from kdacompile.patterns.mla_sources import named
+from kdacompile.patterns.mla_walk import Attention, Hidden
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.vocabulary import LAYOUT
 
@@ -71,19 +72,20 @@ def _is_causal(mask: Tensor, layout: str, sizes: dict[str, int]) -> bool:
 def read_masks(found: Attention, sizes: dict[str, int]) -> MaskRole | Obstacle:
     """The masks of one attention, or what about them is not understood."""
     role = MaskRole()
-    for op, mask in found.masks:
-        reason = _read_one(op, mask, role, sizes)
+    for hidden in found.masks:
+        reason = _read_one(hidden, role, sizes)
         if reason is not None:
-            return Obstacle("mask", reason, op)
+            return Obstacle("mask", reason, hidden.op)
     return role
 
 
-def _read_one(op: Op, mask: Value, role: MaskRole, sizes: dict[str, int]) -> str | None:
-    if mask.const and op.name == "add":
+def _read_one(hidden: Hidden, role: MaskRole, sizes: dict[str, int]) -> str | None:
+    mask = hidden.mask
+    if mask.const and (hidden.fill is None or _hides(_number(hidden.fill))):
         if math.prod(mask.shape) > LARGEST_CONSTANT:
             return "the mask is too large to be computed here"
         try:
-            data = constant(mask)
+            data = _as_numbers(constant(mask), hidden)
         except EvaluationError as error:
             return f"the mask cannot be computed here ({error})"
         if not bool(data.any()):
@@ -91,7 +93,7 @@ def _read_one(op: Op, mask: Value, role: MaskRole, sizes: dict[str, int]) -> str
         if data.is_floating_point() and any(_is_causal(data, layout, sizes) for layout in ("BHTS", "BTHS")):
             role.constants.append(data)
             return None
-    found = _carried(op, mask)
+    found = _carried(hidden)
     if isinstance(found, str):
         return found
     value, keeps, fill = found
@@ -103,22 +105,32 @@ def _read_one(op: Op, mask: Value, role: MaskRole, sizes: dict[str, int]) -> str
     return None
 
 
-def _carried(op: Op, mask: Value) -> tuple[Value, bool, float] | str:
+def _as_numbers(data: Tensor, hidden: Hidden) -> Tensor:
+    """A mask as what it adds to the scores."""
+    if hidden.fill is None:
+        return data
+    return torch.zeros(data.shape, dtype=torch.float64).masked_fill(data != hidden.keeps, -math.inf)
+
+
+def _hides(number: float | None) -> bool:
+    return number is not None and number <= VANISHING
+
+
+def _carried(hidden: Hidden) -> tuple[Value, bool, float] | str:
     """(mask, whether True keeps, what hidden scores become) of a mask that is an operand."""
-    if op.name == "add":
+    mask = hidden.mask
+    if hidden.fill is None:
         value = named(mask)
         if value is not None:
             return value, True, 0.0
         where = _unnamed_where(mask)
         return _selected(where) if where is not None else "the mask is not a tensor of the model"
-    other = op.args[2]
-    fill = _number(other)
-    value = named(mask)
+    fill, value = _number(hidden.fill), named(mask)
     if fill is None or value is None or value.dtype is not torch.bool:
         return "the scores are selected by something other than a boolean mask"
-    if not fill <= VANISHING:
+    if not _hides(fill):
         return f"hidden scores become {fill:g}, which still lets something through"
-    return value, op.name == "where", fill
+    return value, hidden.keeps, fill
 
 
 def _unnamed_where(value: Value) -> Op | None:
@@ -135,7 +147,7 @@ def _selected(where: Op) -> tuple[Value, bool, float] | str:
     if value is None or None in numbers:
         return "the mask is not a tensor of the model"
     for keeps, (kept, hidden) in ((True, numbers), (False, numbers[::-1])):
-        if kept == 0 and hidden is not None and hidden <= VANISHING:
+        if kept == 0 and hidden is not None and _hides(hidden):
             return value, keeps, hidden
     return "what the mask adds to hidden scores still lets something through"
 

@@ -14,20 +14,21 @@ from kdacompile.patterns.mla_absorbed import read_absorbed
 from kdacompile.patterns.mla_claims import claims, labels
 from kdacompile.patterns.mla_expanded import read_expanded
 from kdacompile.patterns.mla_masks import MaskRole, read_masks
-from kdacompile.patterns.mla_walk import SOFTMAXES, Attention, find_attention
+from kdacompile.patterns.mla_softmax import WHOLE
+from kdacompile.patterns.mla_walk import Attention, find_attention
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.twins import Twins
 from kdacompile.patterns.vocabulary import LAYOUT, REGION
 
-ALLOWED = REGION | SOFTMAXES | frozenset({"max", "amax"})
+ALLOWED = REGION | WHOLE | frozenset({"max", "amax", "logsumexp"})
 MAX_CLAIMS = 48
 
 
 def find_mla(graph: Graph) -> Iterator[MlaCandidate | Obstacle]:
     """Every region that could be MLA, and near misses with what stands in the way."""
     twins = Twins()
-    for found in find_attention(graph):
-        parts = read_absorbed(found, twins) or read_expanded(found)
+    for either in find_attention(graph):
+        found, parts = _read(either, twins)
         if parts is None:
             continue
         obstacle = parts if isinstance(parts, Obstacle) else next(iter(found.obstacles), None)
@@ -38,11 +39,20 @@ def find_mla(graph: Graph) -> Iterator[MlaCandidate | Obstacle]:
             yield obstacle
 
 
+def _read(found: Attention, twins: Twins) -> tuple[Attention, Parts | Obstacle | None]:
+    """What the attention is made of, with queries before keys or the other way round."""
+    for order in (found, found.swapped()):
+        parts = read_absorbed(order, twins) or read_expanded(order)
+        if parts is not None:
+            return order, parts
+    return found, None
+
+
 # -- the region --------------------------------------------------------------------------------------------------------
 
 
 def _candidate(graph: Graph, found: Attention, parts: Parts, masks: MaskRole, twins: Twins) -> MlaCandidate | Obstacle:
-    output = _output(graph, found.product.out, parts.sizes)
+    output = _output(graph, found.result, parts.sizes)
     if output is None or found.scores is None:
         return Obstacle("roles", "the result is never seen with its batch and heads", found.product)
     sinks = None if found.sinks is None else _sink_vector(found.sinks)
@@ -54,7 +64,7 @@ def _candidate(graph: Graph, found: Attention, parts: Parts, masks: MaskRole, tw
     reads = dict.fromkeys(read for op in ops for read in op.reads if twins.of(read) in numbers and read not in cut)
     again = {read: numbers[twins.of(read)] for read in sorted(reads, key=lambda value: value.index)}
     cut += again
-    operands = [found.values, *(term.right for term in found.terms)]
+    operands = [found.values, *(term.keys for term in found.terms)]
     obstacle = _forbidden(graph, ops, cut, output, ancestors(operands, cut.__contains__))
     if obstacle is not None:
         return obstacle
@@ -68,12 +78,18 @@ def _output(graph: Graph, value: Value, sizes: dict[str, int]) -> Value | None:
     """The last value that still has batch, tokens, heads and channels apart."""
     best: Value | None = None
     while True:
-        apart = len(value.shape) == 4 or (len(value.shape) == 3 and sizes["T"] == 1)
+        apart = len(value.shape) == 4 or (len(value.shape) == 3 and 1 in (sizes["T"], sizes["B"]))
         if value.node is not None and apart and next(labels(value, "o", sizes), None) is not None:
             best = value
-        if len(value.users) != 1 or value in graph.outputs or value.users[0].name not in LAYOUT:
+        if len(value.users) != 1 or value in graph.outputs or not _onward(value.users[0], sizes["V"]):
             return best
         value = value.users[0].out
+
+
+def _onward(op: Op, width: int) -> bool:
+    """A rearrangement, or what cuts off the columns that values were padded with."""
+    cuts = op.name == "slice" and op.out.shape[-1] == width != op.reads[0].shape[-1] and op.args[2] in (0, None)
+    return op.name in LAYOUT or cuts
 
 
 def _sink_vector(value: Value) -> Value:
@@ -100,7 +116,7 @@ def _forbidden(graph: Graph, ops: set[Op], cut: list[Value], output: Value, expa
                 outside = "the graph's caller"
             if outside is not None:
                 what = "an intermediate value of the region is"
-                if op.name in SOFTMAXES:
+                if op.name in WHOLE:
                     what = "the attention weights are"
                 elif op in expanding:
                     what = "expanded keys or values (of a cache that keeps them, or returned) are"

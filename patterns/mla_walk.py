@@ -1,56 +1,57 @@
 """Where MLA could be: from every softmax to the two products around it, and from those to what they are made of.
 
 Forward from the softmax stands the product with the values, backward the product (or the sum of two) of queries and
-keys. Keys and values are followed back through rearrangements only, to a *projection* (the product of an activation
-with a weight: kv_b_proj of the latent) and to *shared* tensors (the rotated key of all heads, expanded). What the walk
-does not understand it notes and walks past, so that a near miss can be told from attention of another kind.
+keys; ``mla_sources.py`` says what those are made of. What the walk does not understand it notes and walks past, so
+that a near miss can be told from attention of another kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kdacompile.patterns.ir import Graph, Op, Value
+from kdacompile.patterns.mla_softmax import Softmax, divides, find_softmaxes
+from kdacompile.patterns.mla_sources import SCALES, is_scalar_factor
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import is_weight, root
 from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT
 
-SOFTMAXES = frozenset({"_softmax", "_safe_softmax"})
-MOVES = LAYOUT | frozenset("slice split split_with_sizes select unbind cat slice_scatter select_scatter".split())
-"""How keys and values are laid out on the way to their product."""
-
-CACHED = MOVES | frozenset("index_copy index_put scatter".split())
-"""The same where they are put into a cache first."""
-
-SCALES = frozenset({"mul", "div"})
 RANDOM = frozenset("native_dropout bernoulli rand_like rand dropout".split())
 MAX_STEPS = 24
 
 
 @dataclass(frozen=True)
-class Projection:
-    """``activation @ weight^T``, in any spelling."""
+class Term:
+    """A product of queries and keys, in this order unless ``swapped``."""
 
     op: Op
-    activation: Value
-    weight: Value
-    bias: bool
+    swapped: bool = False
+
+    @property
+    def queries(self) -> Value:
+        return self.op.reads[-1 if self.swapped else -2]
+
+    @property
+    def keys(self) -> Value:
+        return self.op.reads[-2 if self.swapped else -1]
+
+    @property
+    def width(self) -> int:
+        """How many columns are summed over."""
+        return self.op.reads[-2].shape[-1]
 
 
 @dataclass(frozen=True)
-class Term:
-    """A product of queries and keys: ``left`` holds the queries, ``right`` the keys."""
+class Hidden:
+    """What hides tokens: the operator that applies it, and the mask, which may be numbers to add or a selection."""
 
     op: Op
-
-    @property
-    def left(self) -> Value:
-        return self.op.reads[-2]
-
-    @property
-    def right(self) -> Value:
-        return self.op.reads[-1]
+    mask: Value
+    keeps: bool = True
+    """Of a selection: True leaves the scores as they are."""
+    fill: object = None
+    """Of a selection: what the other scores become."""
 
 
 @dataclass
@@ -60,9 +61,14 @@ class Attention:
     softmax: Op
     product: Op
     """Probabilities times values."""
+    result: Value
+    """That product, divided by the probabilities' sum where they are not."""
+    values_first: bool = False
+    """Whether the values are the product's left operand."""
+    padding: int = 0
+    """How many columns of zeros the values have been given."""
     terms: list[Term] = field(default_factory=list[Term])
-    masks: list[tuple[Op, Value]] = field(default_factory=list[tuple[Op, Value]])
-    """What hides tokens: the operator that applies it, and the mask."""
+    masks: list[Hidden] = field(default_factory=list["Hidden"])
     sinks: Value | None = None
     scores: Value | None = None
     """The softmax's input without sinks."""
@@ -70,34 +76,50 @@ class Attention:
 
     @property
     def values(self) -> Value:
-        return self.product.reads[-1]
+        return self.product.reads[-2 if self.values_first else -1]
+
+    @property
+    def value_width(self) -> int:
+        return self.product.out.shape[-2 if self.values_first else -1] - self.padding
+
+    @property
+    def cached(self) -> int:
+        """Tokens attended to."""
+        return self.product.reads[-2].shape[-1]
+
+    def swapped(self) -> Attention:
+        """The same with keys written before queries."""
+        return replace(self, terms=[replace(term, swapped=True) for term in self.terms])
 
 
 def find_attention(graph: Graph) -> Iterator[Attention]:
     """Every softmax over the last dimension that stands between two products."""
-    for op in graph.ops:
-        if op.name in SOFTMAXES and not op.out.const and op.args[1] in (-1, len(op.out.shape) - 1):
-            found = _forward(graph, op)
-            if found is not None:
-                _scores(op.reads[0], found, 0)
-                if found.terms:
-                    yield found
+    for softmax in find_softmaxes(graph):
+        found = _forward(graph, softmax)
+        if found is not None:
+            found.scores, found.padding = softmax.scores, 0 if found.values_first else _padding(found.values)
+            _scores(softmax.scores, found, 0)
+            if found.terms:
+                yield found
 
 
-def _forward(graph: Graph, softmax: Op) -> Attention | None:
+def _forward(graph: Graph, made: Softmax) -> Attention | None:
     """From the softmax to the product with the values, noting who else reads the probabilities."""
     obstacles: list[Obstacle] = []
-    value = softmax.out
+    softmax, value = made.op, made.weights
     for _ in range(MAX_STEPS):
-        product = next((op for op in value.users if op.name in CONTRACTIONS and op.reads[-2] is value), None)
-        onward = [op for op in value.users if op is not product]
+        product = next((op for op in value.users if op.name in CONTRACTIONS and value in op.reads[-2:]), None)
+        onward = [op for op in value.users if op is not product and op not in made.sums]
         if product is not None:
+            result = _divided(product.out, made.sums) if made.sums else product.out
+            if result is None:
+                return None
             if onward:
                 obstacles.append(
                     Obstacle("weights", f"the attention weights are also read by {onward[0].name}", softmax)
                 )
-            return Attention(softmax, product, obstacles=obstacles)
-        hidden = [made for made, read in graph.opaque.items() if value in read]
+            return Attention(softmax, product, result, product.reads[-1] is value, obstacles=obstacles)
+        hidden = [found for found, read in graph.opaque.items() if value in read]
         if not onward and len(hidden) == 1:
             name = str(hidden[0].node)
             active = "dropout is active" if "dropout" in name else f"{name}, which nobody can look into, stands"
@@ -117,6 +139,29 @@ def _forward(graph: Graph, softmax: Op) -> Attention | None:
             obstacles.append(Obstacle("weights", f"{step.name} stands between the softmax and the values", step))
         value = step.outs[0]
     return None
+
+
+def _divided(value: Value, sums: list[Op]) -> Value | None:
+    """The product once it is divided by the sum of its weights."""
+    while len(value.users) == 1:
+        op = value.users[0]
+        if divides(op, sums):
+            return op.out
+        if op.name not in LAYOUT:
+            return None
+        value = op.out
+    return None
+
+
+def _padding(values: Value) -> int:
+    """How many columns of zeros stand at the end of the values."""
+    while values.op is not None and values.op.name in LAYOUT:
+        values = values.op.reads[0]
+    op = values.op
+    if op is None or op.name != "constant_pad_nd":
+        return 0
+    (before, after, *others), *filler = op.args[1:]
+    return after if before == 0 and after > 0 and not any((*others, *filler)) else 0
 
 
 def _leads_to_product(op: Op) -> bool:
@@ -153,11 +198,12 @@ def _scores(value: Value, found: Attention, depth: int) -> bool:
     if op.name == "add":
         return _sum(op, found, depth)
     if op.name == "sub" and _subtracts_maximum(op):
+        found.scores = op.reads[0]
         return _scores(op.reads[0], found, depth + 1)
     if op.name in ("where", "masked_fill"):
         return _selection(op, found, depth)
     data = [read for read in op.reads if not read.const]
-    if op.name in SCALES and len(data) == 1 and _is_scalar_factor(op):
+    if op.name in SCALES and len(data) == 1 and is_scalar_factor(op):
         return _scores(data[0], found, depth + 1)
     reached = any(_scores(read, found, depth + 1) for read in op.reads[:2])
     if reached:
@@ -168,8 +214,6 @@ def _scores(value: Value, found: Attention, depth: int) -> bool:
 def _term(op: Op, found: Attention) -> bool:
     if any(is_weight(root(read)) for read in op.reads):
         return False
-    if found.scores is None:
-        found.scores = found.softmax.reads[0]
     found.terms.append(Term(op))
     return True
 
@@ -179,17 +223,22 @@ def _sum(op: Op, found: Attention, depth: int) -> bool:
         return bool(op.reads) and _scores(op.reads[0], found, depth + 1)
     first, second = (_scores(read, found, depth + 1) for read in op.reads)
     if first != second:
-        found.masks.append((op, op.reads[1] if first else op.reads[0]))
+        found.masks.append(Hidden(op, op.reads[1] if first else op.reads[0]))
     return first or second
 
 
 def _selection(op: Op, found: Attention, depth: int) -> bool:
-    """``where(mask, scores, fill)`` and ``masked_fill(scores, mask, fill)``."""
-    scores, mask = (op.args[1], op.args[0]) if op.name == "where" else (op.args[0], op.args[1])
-    if not isinstance(scores, Value) or not _scores(scores, found, depth + 1):
-        return False
-    found.masks.append((op, mask))
-    return True
+    """``where(mask, scores, fill)``, ``where(mask, fill, scores)`` and ``masked_fill(scores, mask, fill)``."""
+    if op.name == "where":
+        mask, yes, no = op.args
+        choices = ((True, yes, no), (False, no, yes))
+    else:
+        mask, choices = op.args[1], ((False, op.args[0], op.args[2]),)
+    for keeps, scores, fill in choices:
+        if isinstance(scores, Value) and _scores(scores, found, depth + 1):
+            found.masks.append(Hidden(op, mask, keeps, fill))
+            return True
+    return False
 
 
 def _with_sink(op: Op, found: Attention, depth: int) -> bool:
@@ -204,109 +253,7 @@ def _with_sink(op: Op, found: Attention, depth: int) -> bool:
 
 def _subtracts_maximum(op: Op) -> bool:
     """``x - x.max(-1, keepdim=True)``, which a softmax does not see."""
-    if len(op.reads) != 2 or op.reads[1].op is None:
+    if len(op.reads) != 2 or op.reads[1].shape[-1:] not in ((), (1,)):
         return False
-    largest = op.reads[1].op
-    return largest.name in ("max", "amax") and largest.reads[0] is op.reads[0] and op.reads[1].shape[-1] == 1
-
-
-def _is_scalar_factor(op: Op) -> bool:
-    """A factor that is one number; on the right of a division."""
-    other = op.args[1]
-    if op.name == "div" and isinstance(other, Value) and not other.const:
-        return False
-    return not isinstance(other, Value) or any(all(n == 1 for n in read.shape) for read in op.reads if read.const)
-
-
-# -- keys and values ---------------------------------------------------------------------------------------------------
-
-
-class Sources:
-    """What a key or value operand is made of: projections, of ``latent`` alone if it is given, and shared tensors."""
-
-    def __init__(self, latent: Value | None = None, moves: frozenset[str] = MOVES) -> None:
-        self.latent, self.moves = latent, moves
-        self.reached: dict[Value, bool] = {}
-
-    def of(self, value: Value) -> tuple[list[Projection], list[Value]]:
-        projections: dict[Op, Projection] = {}
-        shared: dict[Value, None] = {}
-        self._collect(value, projections, shared)
-        return list(projections.values()), list(shared)
-
-    def _collect(self, value: Value, projections: dict[Op, Projection], shared: dict[Value, None]) -> None:
-        projection = self._project(value)
-        if projection is not None:
-            projections[projection.op] = projection
-        elif value.op is not None and self._reaches(value):
-            for read in _data(value.op):
-                self._collect(read, projections, shared)
-        elif not value.const:
-            shared[value] = None
-
-    def _project(self, value: Value) -> Projection | None:
-        found = project(value.op)
-        other = self.latent is not None and found is not None and named(found.activation, 3) is not self.latent
-        return None if other else found
-
-    def _reaches(self, value: Value) -> bool:
-        """True if rearrangements alone lie between ``value`` and a projection."""
-        if value not in self.reached:
-            op = value.op
-            self.reached[value] = False
-            moves = op is not None and (op.name in self.moves or scales(op))
-            self.reached[value] = self._project(value) is not None or (
-                op is not None and moves and any(self._reaches(read) for read in _data(op))
-            )
-        return self.reached[value]
-
-
-def _data(op: Op) -> list[Value]:
-    return [read for read in op.reads if not read.const]
-
-
-def scales(op: Op) -> bool:
-    """A constant factor, as scaled_dot_product_attention puts on both operands."""
-    return op.name in SCALES and len(_data(op)) == 1 and _is_scalar_factor(op)
-
-
-def project(op: Op | None) -> Projection | None:
-    """The projection an operator is, a bias added right after included."""
-    if op is None or op.out.const:
-        return None
-    if op.name == "add" and len(op.reads) == 2 and sum(root(read).param for read in op.reads) == 1:
-        inner = next(read for read in op.reads if not root(read).param)
-        while inner.op is not None and inner.op.name in LAYOUT:
-            inner = inner.op.reads[0]
-        found = project(inner.op)
-        return None if found is None else Projection(op, found.activation, found.weight, True)
-    if op.name not in CONTRACTIONS:
-        return None
-    left, right = op.reads[-2:]
-    weights = [is_weight(root(read)) for read in (left, right)]
-    if sum(weights) != 1:
-        return None
-    activation, weight = (right, left) if weights[0] else (left, right)
-    return Projection(op, activation, weight, op.name in ("addmm", "baddbmm"))
-
-
-def unexpanded(value: Value) -> Value:
-    """A shared tensor before it is expanded over heads; itself if it never is."""
-    step = value
-    while step.op is not None and step.op.name in LAYOUT and not step.const:
-        source = step.op.reads[0]
-        if step.op.name == "expand" and source.shape != step.shape[len(step.shape) - len(source.shape) :]:
-            return source
-        step = source
-    return value
-
-
-def named(value: Value, rank: int = 0) -> Value | None:
-    """The nearest value at or above ``value``, through rearrangements and constant factors, that a node yields."""
-    step = value
-    while step.node is None or len(step.shape) < rank:
-        op = step.op
-        if op is None or not (op.name in LAYOUT or scales(op)):
-            return None
-        step = _data(op)[0]
-    return step
+    largest = root(op.reads[1]).op
+    return largest is not None and largest.name in ("max", "amax") and largest.reads[0] is op.reads[0]

@@ -18,6 +18,9 @@ def mark_uniform(graph: Graph) -> None:
     """Fill in ``Value.uniform`` for every value of ``graph``."""
     for op in graph.ops:
         op.out.uniform = _of(op)
+        if op.name in ("split", "split_with_sizes"):
+            for out in op.outs:
+                out.uniform = op.reads[0].uniform
 
 
 def _of(op: Op) -> frozenset[int]:
@@ -27,6 +30,13 @@ def _of(op: Op) -> frozenset[int]:
         offset = len(shape) - len(source.shape)
         grown = {d for d in range(len(shape)) if shape[d] > 1 and (d < offset or source.shape[d - offset] == 1)}
         return frozenset(grown | {d + offset for d in source.uniform})
+    if op.name == "repeat":
+        source = op.reads[0]
+        offset = len(shape) - len(source.shape)
+        return frozenset(d for d in range(len(shape)) if shape[d] > 1 and (d < offset or _same(source, d - len(shape))))
+    if op.name == "cat" and op.reads:
+        along = op.args[1] % len(shape) if len(op.args) > 1 else 0
+        return frozenset(d for d in range(len(shape)) if d != along and all(d in v.uniform for v in op.reads))
     if op.name in POINTWISE and op.reads:
         return frozenset(
             d for d in range(len(shape)) if shape[d] > 1 and all(_same(v, d - len(shape)) for v in op.reads)
@@ -35,6 +45,8 @@ def _of(op: Op) -> frozenset[int]:
     if not source_dims:
         return frozenset()
     rank = len(op.reads[0].shape)
+    if op.name == "slice":
+        return source_dims
     if op.name == "unsqueeze":
         at = op.args[1] % (rank + 1)
         return frozenset(d + (d >= at) for d in source_dims)

@@ -62,6 +62,8 @@ def check_mla(
     if sinks is not None:
         check_tensor(sinks, "sinks", (heads,), "[H]", device, symbolic)
     _check_cache(lengths, block_table, batch, length, device, symbolic)
+    if block_table is not None and not symbolic and device.type == "cpu":
+        _check_entries(block_table, lengths, pages=int(first), page=int(second))
     if form not in FORMS:
         raise OptionError(name="form", expected=f"one of {', '.join(FORMS)}", actual=form)
     if form == "expanded" and w_uk is None:
@@ -127,3 +129,16 @@ def _check_cache(
         low, high = int(lengths.min()), int(lengths.max())
         if low < 0 or high > length:
             raise PagedCacheError(problem=f"lengths must be in 0 .. {length}, found {low if low < 0 else high}")
+
+
+def _check_entries(block_table: Tensor, lengths: Tensor | None, *, pages: int, page: int) -> None:
+    """Entries that a request owns must be pages of the pool; what stands past its last page is never read."""
+    entries = block_table
+    if lengths is not None:
+        owned = torch.arange(block_table.shape[1]) * page < lengths[:, None]
+        entries = block_table[owned]
+    if entries.numel():
+        low, high = int(entries.min()), int(entries.max())
+        if low < 0 or high >= pages:
+            wrong = low if low < 0 else high
+            raise PagedCacheError(problem=f"entries of block_table must be in 0 .. {pages - 1}, found {wrong}")

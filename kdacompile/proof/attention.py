@@ -18,7 +18,7 @@ from torch import Tensor
 from kdacompile.patterns.attention_oracle import latent_attention
 from kdacompile.patterns.evaluate import EvaluationError, Factors, LaneError, Region
 from kdacompile.patterns.ir import Value
-from kdacompile.patterns.mla import Claim, MlaCandidate, MlaPlacement
+from kdacompile.patterns.mla import WEIGHTS, Claim, MlaCandidate, MlaPlacement
 from kdacompile.proof.region import TOLERANCE, one_thread, token_error
 from kdacompile.proof.verdicts import structural_hash
 
@@ -95,6 +95,8 @@ class _Prover:
     def run(self, *, wide: bool) -> tuple[float, float]:
         """The scale read off the first probe, and the largest error of any; infinite if the claim does not fit."""
         batch, heads = {"B": min(self.sizes["B"], 2)}, {"H": min(self.sizes["H"], 2)}
+        if self.claim.stacked:
+            heads = {}  # the weight's rows are not heads times what each has
         tokens, large = self.fewer_tokens(), False
         # Heads that share a key are merged with the batch where the key is copied for each.
         for cut_down in (batch | heads | tokens, batch | tokens, batch | heads, {}):
@@ -155,8 +157,10 @@ class _Prover:
             if letter == "W":
                 each = size // captured["H"]
                 dims.append(((captured["H"], sizes["H"]), (each, each)))
+            elif letter == "Y":
+                dims.append(((size, size),))
             else:
-                dims.append(((size, 1 if letter == "." else sizes[letter]),))
+                dims.append(((size, 1 if letter == "." else sizes["H" if letter == "=" else letter]),))
         return tuple(dims)
 
     def draws(self, kind: str, generator: torch.Generator) -> Iterator[tuple[Value, Tensor]]:
@@ -166,7 +170,9 @@ class _Prover:
                 yield placement.value, self.mask(placement, shape, kind, generator)
                 continue
             noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-            if placement.role in ("w", "w_k", "w_v"):
+            if "=" in placement.letters:
+                noise = noise.narrow(placement.letters.index("="), 0, 1).expand(shape)
+            if placement.role in WEIGHTS:
                 noise *= self.sizes["R"] ** -0.5
             elif placement.role in ("q", "q_rope") and kind == "peaked":
                 noise *= 20.0

@@ -11,8 +11,8 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.ops.mla_definitions import mla
 from kdacompile.patterns.ir import Graph
-from kdacompile.patterns.mla import Claim, FusedMla
-from kdacompile.rewrite.splice import Splice
+from kdacompile.patterns.mla import Claim, FusedMla, MlaPlacement
+from kdacompile.rewrite.splice import CannotSplice, Splice
 
 
 class MlaSplice(Splice):
@@ -21,6 +21,11 @@ class MlaSplice(Splice):
     def __init__(self, gm: fx.GraphModule, shadow: Graph, fused: FusedMla) -> None:
         super().__init__(gm, shadow, fused)
         self.claim: Claim = fused.claim
+
+    def check_grad(self) -> None:
+        super().check_grad()
+        if "block_table" in self.claim.inputs and self.wants_gradient() and not self.detached:
+            raise CannotSplice("grad", "a paged cache has no gradients")
 
     def region_nodes(self) -> set[fx.Node]:
         """Also what fills a buffer of the region's own without being an operator of it: a value put in place as it is,
@@ -37,7 +42,7 @@ class MlaSplice(Splice):
         """Insert the op before ``before``, redirect the output, erase the region. Returns the op's name."""
         claim, like = self.claim, self.fused.output.value.node
         with self.graph.inserting_before(before):
-            given = {role: self.canonical(placement) for role, placement in claim.inputs.items()}
+            given = {role: self.operand(placement) for role, placement in claim.inputs.items()}
             q, q_rope = self.queries(given)
             if claim.prefix:
                 tokens = self.size(q, 1)
@@ -45,20 +50,22 @@ class MlaSplice(Splice):
             latent, k_rope = self.cache(given)
             w_uk, w_uv = self.weights(given)
             mask = self.mask(given["mask"]) if "mask" in given else None
-            lengths = self.lengths(given["lengths"], q, latent) if "lengths" in given else None
+            table = self.block_table(given["block_table"], q, latent) if "block_table" in given else None
+            lengths = self.lengths(given["lengths"], q, latent, table) if "lengths" in given else None
             tensors = (q, q_rope, latent, None if q_rope is None else k_rope, w_uk, w_uv, mask, given.get("sinks"))
             dtype = compat.example_value(like).dtype
             options: dict[str, Any] = {"scale": claim.scale, "causal": claim.causal, "form": "auto"}
             # Left out where it is q's own, as for linear attention.
             options["out_dtype"] = None if dtype == compat.example_value(q).dtype else dtype
-            call = self.with_meta(self.graph.call_function(mla, (*tensors, lengths, None), options), like)
+            call = self.with_meta(self.graph.call_function(mla, (*tensors, lengths, table), options), like)
             self.redirect(self.fused.output, self.getitem(call, 0, like), like)
         self.erase()
         return "kdacompile::mla"
 
     def part(self, node: fx.Node, dim: int, start: int | None, stop: int | fx.Node | None) -> fx.Node:
-        """``node[..., start:stop]``, or the same of dimension 1."""
-        index: Any = (Ellipsis, slice(start, stop)) if dim < 0 else (slice(None), slice(start, stop))
+        """``node[..., start:stop]``, or the same of dimension 0 or 1."""
+        before: tuple[Any, ...] = (Ellipsis,) if dim < 0 else (slice(None),) * dim
+        index: Any = (*before, slice(start, stop))
         return self.with_meta(self.graph.call_function(operator.getitem, (node, index)), node)
 
     def queries(self, given: dict[str, fx.Node]) -> tuple[fx.Node, fx.Node | None]:
@@ -83,22 +90,62 @@ class MlaSplice(Splice):
         """Views of the projection's weight: ``[H, N, R]`` and ``[H, V, R]``; none where the model absorbed them."""
         if not self.claim.weights:
             return None, None
-        heads, nope, value = (self.claim.sizes[letter] for letter in "HNV")
         if "w" not in given:
-            shapes = ((heads, nope), (heads, value))
-            w_k, w_v = (self.method(given[n], "unflatten", 0, s) for n, s in zip(("w_k", "w_v"), shapes, strict=True))
-            return w_k, w_v
-        rows = self.method(given["w"], "unflatten", 0, (heads, nope + value))
-        if self.claim.values_first:
-            return self.part(rows, 1, value, None), self.part(rows, 1, None, value)
-        return self.part(rows, 1, None, nope), self.part(rows, 1, nope, None)
+            return self.per_head(given["w_k"], "N"), self.per_head(given["w_v"], "V")
+        first, second = "VN" if self.claim.values_first else "NV"
+        size = self.claim.sizes[first]
+        if self.claim.stacked:
+            size *= self.claim.sizes["H"]
+            one = self.per_head(self.part(given["w"], 0, None, size), first)
+            other = self.per_head(self.part(given["w"], 0, size, None), second)
+        else:
+            rows = self.per_head(given["w"], "NV")
+            one, other = self.part(rows, 1, None, size), self.part(rows, 1, size, None)
+        return (other, one) if self.claim.values_first else (one, other)
 
-    def lengths(self, node: fx.Node, q: fx.Node, latent: fx.Node) -> fx.Node:
+    def per_head(self, weight: fx.Node, letters: str) -> fx.Node:
+        """A weight with a dimension for its heads; each has as many rows as the letters say."""
+        if compat.example_value(weight).dim() == 3:
+            return weight
+        rows = sum(self.claim.sizes[letter] for letter in letters)
+        return self.method(weight, "unflatten", 0, (self.claim.sizes["H"], rows))
+
+    def operand(self, placement: MlaPlacement) -> fx.Node:
+        """The tensor of a role in the role's own order."""
+        if placement.role == "block_table":
+            return placement.value.node
+        node = self.canonical(placement)
+        whole = (0, placement.value.shape[-1])
+        if placement.columns is None or placement.columns == whole:
+            return node
+        return self.part(node, -1, *placement.columns)
+
+    def block_table(self, node: fx.Node, q: fx.Node, latent: fx.Node) -> fx.Node:
+        """``[B, pages]``, all entries counted from the pool's front."""
+        if self.claim.inputs["block_table"].letters != "BM":
+            node = self.method(node, "reshape", self.size(q, 0), -1)
+        if not self.claim.wraps:
+            return node
+        below = self.method(node, "lt", 0)
+        counted = self.method(node, "add", self.size(latent, 0))
+        return self.with_meta(self.graph.call_function(torch.where, (below, counted, node)), node)
+
+    def lengths(self, node: fx.Node, q: fx.Node, latent: fx.Node, table: fx.Node | None) -> fx.Node:
         """``[B]``, in the bounds that the op asks for: what lies beyond the cache compares as the whole of it does."""
         if self.claim.lengths_plus:
             node = self.method(node, "add", self.claim.lengths_plus)
-        node = self.method(node, "clamp", 0, self.size(latent, 1))
+        held = self.size(latent, 1)
+        if table is not None:
+            pages = self.size(table, 1)
+            both = isinstance(held, int) and isinstance(pages, int)
+            held = pages * held if both else self.product(pages, held)
+        node = self.method(node, "clamp", 0, held)
         return self.method(node, "expand", self.size(q, 0))
+
+    def product(self, one: Any, other: Any) -> fx.Node:
+        """Of two sizes, one of which only the graph knows."""
+        like = one if isinstance(one, fx.Node) else other
+        return self.with_meta(self.graph.call_function(operator.mul, (one, other)), like)
 
     def mask(self, node: fx.Node) -> fx.Node:
         """The mask as the op takes it: True for what may be seen, or numbers to add.

@@ -148,7 +148,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         MaskedFill, AddedMask, NoPositions, UpcastScores,
     )
 }  # fmt: skip
-CAUSAL = {"Sdpa", "SdpaIsCausal", "AddedMask", "DeepSeekCausal", "MqaGrouped"}
+CAUSAL = {"Sdpa", "SdpaIsCausal", "AddedMask", "MaskedFill", "DeepSeekCausal", "MqaGrouped"}
 
 
 # -- near misses -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,149 @@
+"""Caches that are gathered page by page: the op takes the pool and the block table, and nothing is gathered.
+
+    cache[b, i * page + j] = pool[table[b, i], j]
+
+What a gather is followed by is read off the graph: views keep the order of the elements, so a cache that is a view of
+``pool[table]`` is that formula, whatever the tables and pools hold. Anything else leaves the gathered cache to the op.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from kdacompile.patterns.evaluate import EvaluationError, constant
+from kdacompile.patterns.ir import Op, Value
+from kdacompile.patterns.mla import LETTERS, Claim, MlaPlacement
+from kdacompile.patterns.regions import root
+
+KEEPING = frozenset("view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone contiguous".split())
+"""Operators that leave the elements in their order."""
+
+CACHES = ("cache", "latent", "k_rope")
+INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """``pool[table]``, of which ``columns`` are meant; ``wraps``: an entry below zero counts from the pool's end."""
+
+    pool: Value
+    table: Value
+    wraps: bool
+    columns: tuple[int, int]
+
+
+def pages_instead(claim: Claim) -> Claim:
+    """The claim on pools and a block table in place of caches gathered from them, if all of them are.
+
+    Only where every call attends to the latent itself: a prefill would rather expand what is gathered.
+    """
+    caches = {role: placement for role, placement in claim.inputs.items() if role in CACHES}
+    if claim.prefix or (claim.weights and claim.sizes["T"] > 1):
+        return claim
+    found = {role: _gathered(placement) for role, placement in caches.items()}
+    gathers = [gather for gather in found.values() if gather is not None]
+    if len(gathers) != len(caches) or len({(gather.table, gather.wraps) for gather in gathers}) != 1:
+        return claim
+    placed = {role: _pool(role, gather) for role, gather in found.items() if gather is not None}
+    table, tokens = gathers[0].table, claim.sizes["B"] * claim.sizes["S"]
+    pages = {placement.page * math.prod(table.shape) for placement in placed.values() if placement is not None}
+    if None in placed.values() or pages != {tokens} or len({gather.pool.shape[0] for gather in gathers}) != 1:
+        return claim
+    pools = {role: placement for role, placement in placed.items() if placement is not None}
+    letters = "BM" if len(table.shape) == 2 and table.shape[0] == claim.sizes["B"] else "*" * len(table.shape)
+    block_table = MlaPlacement("block_table", table, letters)
+    inputs = claim.inputs | pools | {"block_table": block_table}
+    return claim.with_(inputs=inputs, wraps=gathers[0].wraps)
+
+
+def _pool(role: str, gather: _Gather) -> MlaPlacement | None:
+    """The pool in the role of the cache gathered from it; a page has one dimension at most."""
+    _, *between, _ = shape = gather.pool.shape
+    long = [index for index, size in enumerate(between, 1) if size > 1]
+    if len(long) > 1:
+        return None
+    letters = ["."] * len(shape)
+    letters[0], letters[-1] = "P", LETTERS[role][-1]
+    if between:
+        letters[long[0] if long else 1] = "G"
+    return MlaPlacement(role, gather.pool, "".join(letters), gather.columns)
+
+
+def _gathered(placement: MlaPlacement) -> _Gather | None:
+    """The gather that a cache is a view of, with all its tokens."""
+    bare = placement.letters.replace(".", "")
+    if bare != "".join(letter for letter in placement.order if letter in bare):
+        return None
+    value, start, width = placement.value, 0, placement.value.shape[-1]
+    while value.op is not None and value.op.name not in ("index", "index_select"):
+        op = value.op
+        if op.name in KEEPING and op.reads[0].shape[-1] == value.shape[-1]:
+            value = op.reads[0]
+            continue
+        offset = _columns(op, value)
+        if offset is None:
+            return None
+        start, value = start + offset, op.reads[0]
+    if value.op is None:
+        return None
+    return _gather(value.op, (start, start + width))
+
+
+def _columns(op: Op, value: Value) -> int | None:
+    """Where the columns begin that an operator cuts off the last dimension; None for every other operator."""
+    last = len(value.shape) - 1
+    given = list(op.args)
+    if op.name == "slice" and given[1] in (-1, last) and given[4:] in ([], [1]):
+        start = given[2] or 0
+        return start if start >= 0 else start + op.reads[0].shape[-1]
+    if op.name in ("split", "split_with_sizes") and given[2:] in ([-1], [last]):
+        return sum(out.shape[-1] for out in op.outs[: op.outs.index(value)])
+    return None
+
+
+def _gather(op: Op, columns: tuple[int, int]) -> _Gather | None:
+    """``pool[table]`` or ``pool.index_select(0, table)``, along the first dimension."""
+    if op.name == "index":
+        pool, indices = op.args
+        table = indices[0] if all(index is None for index in indices[1:]) else None
+        wraps = True
+    else:
+        pool, dim, table = op.args
+        table, wraps = (table if dim == 0 else None), False
+    if table is None or table.dtype not in INTEGERS or len(pool.shape) < 2 or pool.node is None:
+        return None
+    entries = _named(table)
+    if entries is None:
+        return None
+    return _Gather(pool, entries, wraps and not _counts_from_the_front(table), columns)
+
+
+def _named(table: Value) -> Value | None:
+    """The nearest value that a node yields with the same entries in the same order; widening changes none."""
+    best, step = table if table.node is not None else None, table
+    while step.op is not None:
+        source = step.op.reads[0] if step.op.reads else step
+        widened = step.op.name == "_to_copy" and source.dtype is torch.int32
+        if not widened and (step.op.name not in KEEPING or (step is best and len(step.shape) == 2)):
+            break
+        step = source
+        best = step if step.node is not None else best
+    return best
+
+
+def _counts_from_the_front(table: Value) -> bool:
+    """True if no entry can be below zero."""
+    source = root(table)
+    if source.const:
+        try:
+            return bool((constant(source) >= 0).all())
+        except EvaluationError:
+            return False
+    op = source.op
+    if op is None or op.name not in ("clamp", "clamp_min", "relu"):
+        return False
+    least = 0 if op.name == "relu" else op.args[1] if len(op.args) > 1 else None
+    return isinstance(least, int) and least >= 0

@@ -1,0 +1,156 @@
+"""What keys and values are made of, in the attention of MLA.
+
+They are followed back through rearrangements only, to a *projection* (the product of an activation with a weight:
+kv_b_proj of the latent) and to *shared* tensors (the rotated key of all heads, expanded).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from kdacompile.patterns.ir import Op, Value
+from kdacompile.patterns.regions import is_weight, root
+from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT
+
+MOVES = LAYOUT | frozenset(
+    "slice split split_with_sizes select unbind cat slice_scatter select_scatter repeat constant_pad_nd".split()
+)
+"""How keys and values are laid out on the way to their product."""
+
+CACHED = MOVES | frozenset("index_copy index_put scatter".split())
+"""The same where they are put into a cache first."""
+
+SCALES = frozenset({"mul", "div"})
+
+
+@dataclass(frozen=True)
+class Projection:
+    """``activation @ weight^T``, in any spelling."""
+
+    op: Op
+    activation: Value
+    weight: Value
+    rank: int
+    """How many columns of the activation are summed over."""
+    bias: bool
+
+    @property
+    def rows(self) -> int:
+        """How many rows the weight has: heads times what each has."""
+        return math.prod(root(self.weight).shape) // self.rank
+
+
+class Sources:
+    """What a key or value operand is made of: projections, of ``latent`` alone if it is given, and shared tensors."""
+
+    def __init__(self, latent: Value | None = None, moves: frozenset[str] = MOVES) -> None:
+        self.latent, self.moves = latent, moves
+        self.reached: dict[Value, bool] = {}
+
+    def of(self, value: Value) -> tuple[list[Projection], list[Value]]:
+        projections: dict[Op, Projection] = {}
+        shared: dict[Value, None] = {}
+        self._collect(value, projections, shared)
+        return list(projections.values()), list(shared)
+
+    def _collect(self, value: Value, projections: dict[Op, Projection], shared: dict[Value, None]) -> None:
+        projection = self._project(value)
+        if projection is not None:
+            projections[projection.op] = projection
+        elif value.op is not None and self._reaches(value):
+            for read in _data(value.op):
+                self._collect(read, projections, shared)
+        elif not value.const:
+            shared[value] = None
+
+    def _project(self, value: Value) -> Projection | None:
+        found = project(value.op)
+        other = self.latent is not None and found is not None and tokens_of(found.activation) is not self.latent
+        return None if other else found
+
+    def _reaches(self, value: Value) -> bool:
+        """True if rearrangements alone lie between ``value`` and a projection."""
+        if value not in self.reached:
+            op = value.op
+            self.reached[value] = False
+            moves = op is not None and (op.name in self.moves or scales(op))
+            self.reached[value] = self._project(value) is not None or (
+                op is not None and moves and any(self._reaches(read) for read in _data(op))
+            )
+        return self.reached[value]
+
+
+def _data(op: Op) -> list[Value]:
+    return [read for read in op.reads if not read.const]
+
+
+def scales(op: Op) -> bool:
+    """A constant factor, as scaled_dot_product_attention puts on both operands."""
+    return op.name in SCALES and len(_data(op)) == 1 and is_scalar_factor(op)
+
+
+def project(op: Op | None) -> Projection | None:
+    """The projection an operator is, a bias added right after included."""
+    if op is None or op.out.const:
+        return None
+    if op.name == "add" and len(op.reads) == 2 and sum(root(read).param for read in op.reads) == 1:
+        inner = next(read for read in op.reads if not root(read).param)
+        while inner.op is not None and inner.op.name in LAYOUT:
+            inner = inner.op.reads[0]
+        found = project(inner.op)
+        return None if found is None else replace(found, op=op, bias=True)
+    if op.name not in CONTRACTIONS:
+        return None
+    left, right = op.reads[-2:]
+    weights = [is_weight(root(read)) for read in (left, right)]
+    if sum(weights) != 1:
+        return None
+    activation, weight = (right, left) if weights[0] else (left, right)
+    return Projection(op, activation, weight, left.shape[-1], op.name in ("addmm", "baddbmm"))
+
+
+def unexpanded(value: Value) -> Value:
+    """A shared tensor before it is expanded, or repeated, over heads; itself if it never is."""
+    step = value
+    while step.op is not None and (step.op.name in LAYOUT or step.op.name == "repeat") and not step.const:
+        source = step.op.reads[0]
+        if step.op.name in ("expand", "repeat") and _grows(source.shape, step.shape):
+            return source
+        step = source
+    return value
+
+
+def _grows(source: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """True if dimensions of size one, or none, have become larger, and no others."""
+    tail = shape[len(shape) - len(source) :]
+    return source != tail and all(a in (1, b) for a, b in zip(source, tail, strict=True))
+
+
+def named(value: Value, rank: int = 0) -> Value | None:
+    """The nearest value at or above ``value``, through rearrangements and constant factors, that a node yields."""
+    step = value
+    while step.node is None or len(step.shape) < rank:
+        op = step.op
+        if op is None or not (op.name in LAYOUT or scales(op)):
+            return None
+        step = _data(op)[0]
+    return step
+
+
+def heads_of(value: Value) -> Value | None:
+    """Queries with their heads apart; one token, or one request, may have no dimension of its own."""
+    return named(value, 4) or named(value, 3)
+
+
+def tokens_of(value: Value) -> Value | None:
+    """A cache with its tokens apart; one request may have no dimension of its own."""
+    return named(value, 3) or named(value, 2)
+
+
+def is_scalar_factor(op: Op) -> bool:
+    """A factor that is one number; on the right of a division."""
+    other = op.args[1]
+    if op.name == "div" and isinstance(other, Value) and not other.const:
+        return False
+    return not isinstance(other, Value) or any(all(n == 1 for n in read.shape) for read in op.reads if read.const)

@@ -1,0 +1,63 @@
+"""Layers by other hands are matched, in one graph for every length, with the same numbers and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kdacompile
+from tests.compare import relative_error
+from tests.mla.outsiders import BATCH
+from tests.mla.outsiders_steps import OUTSIDERS
+
+EAGER: dict[str, Any] = {"kda.inner": "eager"}
+ALONE = {"OneRequest", "SglangFallback"}
+"""Requests one by one: an attention for each."""
+CARRIED = {"ScaledOperands"}
+"""With a mask that is a buffer, whose values a graph does not know."""
+UNMASKED = {"DividedAtTheEnd", "LogSumExp", "RankFirstWeights", "DropoutOfNothing", "HalfPrecision"}
+
+
+def bound(name: str) -> float:
+    return 1e-2 if name == "HalfPrecision" else 1e-6
+
+
+@pytest.mark.parametrize("name", OUTSIDERS)
+def test_matched(name: str) -> None:
+    case = OUTSIDERS[name]
+    module, arguments = case.module(), case.arguments()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        report = kdacompile.explain(module, options=EAGER)(*arguments)
+        expected = module(*arguments)
+    attentions = BATCH if name in ALONE else 1
+    assert [(m.pattern, m.mode) for m in report.matches] == [("mla", case.mode)] * attentions, str(report)
+    assert not report.rejections, str(report)
+    assert relative_error(report.result, expected) < bound(name)
+    causal = case.mode == "sequence" and name not in CARRIED | UNMASKED
+    assert all(("causal mask" in m.absorbed) == causal for m in report.matches)
+    assert all(("mask" in m.roles) == (name in CARRIED) for m in report.matches)
+
+
+@pytest.mark.parametrize("name", OUTSIDERS)
+def test_every_length_and_gradients(name: str) -> None:
+    case = OUTSIDERS[name]
+    module = case.module()
+    torch._dynamo.reset()
+    options: Any = EAGER | {"kda.expect": {"mla": BATCH if name in ALONE else 1}}
+    compiled = torch.compile(module, backend="kda", dynamic=True, options=options)
+    with kdacompile.collecting() as report:
+        for longer in (0, 6):
+            arguments = [x.requires_grad_() for x in case.arguments(longer)]
+            leaves = [*arguments, *module.parameters()]
+            result, expected = compiled(*arguments), module(*arguments)
+            assert relative_error(result, expected) < bound(name)
+            cotangent = torch.randn_like(expected)
+            have = torch.autograd.grad(result, leaves, cotangent, allow_unused=True)
+            want = torch.autograd.grad(expected, leaves, cotangent, allow_unused=True)
+            for x, y in zip(have, want, strict=True):
+                assert (x is None) == (y is None)
+                assert x is None or y is None or relative_error(x, y) < 10 * bound(name)
+    assert len(report.graphs) == 1, str(report)
