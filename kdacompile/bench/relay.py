@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -84,16 +83,20 @@ class Relay:
             done(job, Outcome(failure, errors.read_text(errors="replace").splitlines()[-_STDERR_TAIL:]))
 
     def _until_ready(self, process: subprocess.Popen[str]) -> str | None:
-        timer = threading.Timer(self._ready, process.kill)
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(self._ready, give_up)
         timer.start()
-        start = time.monotonic()
         assert process.stdout is not None
         said = any(line.strip() == READY for line in iter(process.stdout.readline, ""))
         timer.cancel()
         if said:
             return None
-        late = time.monotonic() - start >= self._ready
-        return f"not ready after {self._ready:.0f} s" if late else f"exit status {process.wait()}"
+        return f"not ready after {self._ready:.0f} s" if late.is_set() else f"exit status {process.wait()}"
 
     def _until_done(self, process: subprocess.Popen[str]) -> str | None:
         try:
