@@ -2,7 +2,9 @@
 
 Both keep the state in bf16, transposed ([V, K]), and take q, k, v and beta in bf16 and one gate a token; their gate per
 channel (``gk``) is documented as not supported. So they serve a caller who holds the state in bf16 himself: rounding it
-once more is then what he asked for. Everybody else gets a state that stays in fp32.
+once more is then what he asked for. Everybody else gets a state that stays in fp32. Their documentation names the A2
+and A3 (910B, 910C) and no later device. It also has the chunked one take at most 8 tokens a sequence, as the recurrent
+one does, but shows it with 100 and as the one for prefill: taken for a slip.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from torch import Tensor
 
 from ..calls import Call
 from ..scratch import Scratch
+from .emit import FIRST
+from .launch import target_of_arch
 
 CHUNKED = (
     "npu_chunk_gated_delta_rule(Tensor query, Tensor key, Tensor value, *, Tensor? beta=None, "
@@ -30,12 +34,16 @@ _MOST_STEP_HEADS = _MOST_STEP_WIDTH = 256  # of the recurrent one
 
 
 class GatedDeltaRuleOperators:
-    """:class:`kdacompile.lowering.calls.Implementation`. ``namespace`` holds the operators (``torch.ops.npu``)."""
+    """:class:`kdacompile.lowering.calls.Implementation`.
+
+    ``namespace`` stands in for what holds the operators (``torch.ops.npu``), ``device`` for the name of the current
+    device.
+    """
 
     name = "torch_npu"
 
-    def __init__(self, namespace: Any = None) -> None:
-        self._namespace = namespace
+    def __init__(self, namespace: Any = None, device: str = "") -> None:
+        self._namespace, self._device = namespace, device
 
     def declines(self, call: Call) -> str | None:
         """Whole sequences and steps have an operator each; a call with one token a sequence is a step."""
@@ -91,7 +99,14 @@ class GatedDeltaRuleOperators:
             return "the state is not held in bfloat16"
         if not all(hasattr(self._namespace or torch.ops.npu, s.split("(")[0]) for s in (CHUNKED, RECURRENT)):
             return "this torch_npu does not have the operators"
+        if target_of_arch(self._device or _device_name()) != FIRST:
+            return "documented for the A2 and A3 alone"
         return None
+
+
+def _device_name() -> str:
+    npu: Any = getattr(torch, "npu", None)
+    return "" if npu is None else str(npu.get_device_name())
 
 
 def _is_step(call: Call) -> bool:

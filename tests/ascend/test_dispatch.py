@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from kdacompile.lowering.ascend.npu import EmittedKernels
-from kdacompile.lowering.ascend.operators import CHUNKED, RECURRENT
+from kdacompile.lowering.ascend.operators import CHUNKED, RECURRENT, GatedDeltaRuleOperators
 from kdacompile.lowering.verify import relative_error
 from kdacompile.ops.fused import FusedKernels
 from kdacompile.ops.npu import prepare
@@ -59,6 +62,37 @@ def schemas(environment: Path, operator: str) -> set[str]:
 @pytest.mark.parametrize("schema", [CHUNKED, RECURRENT])
 def test_schemas_are_those_of_the_wheel(environment: Path, schema: str) -> None:
     assert schemas(environment, schema.split("(")[0]) == {schema}
+
+
+def meta_kernel(environment: Path, operator: str) -> Any:
+    """The function that the wheel registers for an operator on the Meta device, on its own."""
+    path = environment / "torch_npu/torch_npu/op_plugin/meta/_meta_registrations.py"
+    (function,) = (
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and f"impl(m, '{operator}')" in map(ast.unparse, node.decorator_list)
+    )
+    function.decorator_list.clear()
+    namespace: dict[str, Any] = {"torch": torch}
+    exec(compile(ast.Module([function], []), str(path), "exec"), namespace)
+    return namespace[function.name]
+
+
+def test_the_wheel_s_meta_kernels_take_what_the_operators_are_given(environment: Path) -> None:
+    """For a sequence and a step, and they promise the shapes and dtypes that are read from their results."""
+    names = (schema.split("(")[0] for schema in (CHUNKED, RECURRENT))
+    operators = GatedDeltaRuleOperators(SimpleNamespace(**{name: meta_kernel(environment, name) for name in names}))
+    for length in (20, 1):
+        sizes: dict[str, Any] = {"gate": "token", "heads": 1, "groups": 2, "key_dim": 128, "value_dim": 128}
+        case = make_case(**sizes, length=length).to(torch.bfloat16).with_options(sigmoid_beta=False)
+        state = case.tensors["initial_state"].mT.contiguous().mT
+        case = case.with_tensors(initial_state=state)
+        kernels = FusedKernels(lambda call: None if operators.declines(call) else operators, prepare)
+        options = {name: value for name, value in case.options.items() if length > 1 or name != "chunk_size"}
+        run = kernels.sequence if length > 1 else kernels.step
+        o, final = run(*case.positional, *([None] if length > 1 else []), **options)
+        assert o.shape == case.tensors["v"].shape and o.dtype is torch.bfloat16
+        assert final.shape == state.shape and final.dtype is torch.float32
 
 
 def test_why_no_operator_serves_latent_attention(environment: Path) -> None:

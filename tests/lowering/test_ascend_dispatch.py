@@ -120,6 +120,9 @@ def test_the_operators_take_only_what_loses_nothing(operators: GatedDeltaRuleOpe
     }
     assert all(operators.declines(call_of(other)) for other in others.values())
     assert GatedDeltaRuleOperators(object()).declines(call_of(case)) == "this torch_npu does not have the operators"
+    namespace = getattr(torch.ops, NAMESPACE)
+    for device, reason in (("Ascend910B3", None), ("Ascend910_9599", "documented for the A2 and A3 alone")):
+        assert GatedDeltaRuleOperators(namespace, device).declines(call_of(case)) == reason
 
 
 def test_emitted_kernels_take_the_rest() -> None:
