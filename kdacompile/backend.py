@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from kdacompile import compat, compiler_pass, growing, held, lift, remembered
+from kdacompile import compat, compiler_pass, glance, growing, held, lift, remembered
 from kdacompile.errors import UnknownOptionError
 from kdacompile.fingerprint import source_fingerprint
 from kdacompile.report.findings import GraphReport
@@ -93,7 +93,7 @@ def kda(
 
 def _tables(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> held.Tables:
     """Inputs whose values a match may hold. None beside passes of the user's own: those run first, inside Inductor."""
-    if not compiler_pass.worth_a_look(gm.graph) or (settings.inner == "inductor" and _pass(settings).earlier):
+    if not glance.may_have_recurrence(gm.graph) or (settings.inner == "inductor" and _pass(settings).earlier):
         return {}
     return held.tables(gm, example_inputs)
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
 from torch import fx
 
-from kdacompile import compat, loops, mla_pass
+from kdacompile import compat, glance, loops, mla_pass
 from kdacompile.held import Tables
 from kdacompile.hoist.attempt import attempt
 from kdacompile.patterns.absorb import absorb
@@ -43,50 +42,7 @@ log = logging.getLogger(__name__)
 MAX_CANDIDATES = 24
 """Candidates proven per group before it is left alone."""
 
-_PRODUCTS = frozenset(
-    "matmul __matmul__ linalg_matmul bmm baddbmm baddbmm_ einsum mm sum mv dot vdot inner tensordot linalg_vecdot "
-    "linalg_multi_dot".split()
-)
-_OUTER = frozenset("mul __mul__ multiply imul addcmul addcmul_".split())
-_ALWAYS_OUTER = frozenset("outer ger".split())
-
 verdicts = Verdicts()
-
-
-def worth_a_look(graph: fx.Graph) -> bool:
-    """A cheap test of the calls: linear attention has at least two products of activations, one of them summed."""
-    found = summed = 0
-    for node in graph.nodes:
-        if node.op not in ("call_function", "call_method"):
-            continue
-        target = node.target
-        name = (target if isinstance(target, str) else getattr(target, "__name__", str(target))).split(".")[0]
-        if name in _PRODUCTS:
-            summed += 1
-            found += 1 if name != "einsum" else len(node.all_input_nodes) - 1
-        elif name in _ALWAYS_OUTER or (name in _OUTER and found < 2 and _spreads(node)):
-            found += 1
-        if found > 1 and summed:
-            return True
-    return False
-
-
-def _spreads(node: fx.Node) -> bool:
-    """True for products larger than both factors (outer products)."""
-    values = [compat.example_value(arg) for arg in node.all_input_nodes]
-    if len(values) == 3:  # addcmul: what the product is added to
-        values = values[1:]
-    out = compat.example_value(node)
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if len(tensors) != 2 or not isinstance(out, torch.Tensor) or out.dim() < 3:
-        return False
-    return all(_grows(factor, out) for factor in tensors)
-
-
-def _grows(factor: torch.Tensor, out: torch.Tensor) -> bool:
-    """True if ``factor`` is broadcast: it lacks a dimension of ``out`` or has it with size one."""
-    padded = (1,) * (out.dim() - factor.dim()) + tuple(factor.shape)
-    return any(compat.is_one(a) and not compat.is_one(b) for a, b in zip(padded, out.shape, strict=True))
 
 
 def run(
@@ -151,8 +107,8 @@ class _Work:
         self.seconds: dict[str, float] = {}
         self.nodes = len(gm.graph.nodes)
         self.instances = Instances(gm)
-        self.has_recurrence = worth_a_look(gm.graph) or any(map(compat.is_own_op, gm.graph.nodes))
-        self.has_attention = keep_strides and mla_pass.worth_a_look(gm.graph)  # what is lifted is a recurrence
+        self.has_recurrence = glance.may_have_recurrence(gm.graph) or any(map(compat.is_own_op, gm.graph.nodes))
+        self.has_attention = keep_strides and glance.may_have_attention(gm.graph)  # what is lifted is a recurrence
         self.attention = mla_pass.MlaWork(gm, settings, self.instances, self.timed)
 
     @contextmanager

@@ -25,32 +25,12 @@ from kdacompile.shadow.instances import Instances
 
 log = logging.getLogger(__name__)
 
-_WHOLE = frozenset({"scaled_dot_product_attention"})
-_SOFTMAX = frozenset({"softmax", "_softmax", "exp"})
-_PRODUCTS = frozenset("matmul __matmul__ bmm baddbmm einsum mm mul sum".split())
-
 verdicts = MlaVerdicts()
 
 Failure = tuple[str, fx.Node | None, str]
 """Why a region was left alone: the reason, where, and its code."""
 
 Timed = Callable[[str], AbstractContextManager[None]]
-
-
-def worth_a_look(graph: fx.Graph) -> bool:
-    """A cheap test of the calls: MLA is a softmax between two products, or scaled_dot_product_attention."""
-    products = softmax = 0
-    for node in graph.nodes:
-        if node.op in ("call_function", "call_method"):
-            target = node.target
-            name = (target if isinstance(target, str) else getattr(target, "__name__", str(target))).split(".")[0]
-            if name in _WHOLE:
-                return True
-            softmax += name in _SOFTMAX
-            products += name in _PRODUCTS
-            if softmax and products > 1:
-                return True
-    return False
 
 
 class MlaWork:

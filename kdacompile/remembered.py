@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from kdacompile import compat, compiler_pass, mla_pass
+from kdacompile import compat, glance
 from kdacompile.disk import write_whole
 from kdacompile.errors import ReportFormatError
 from kdacompile.report.collect import emit
@@ -61,7 +61,7 @@ class Memory:
 
 
 def _is_interesting(module: fx.GraphModule) -> bool:
-    recurrence, attention = compiler_pass.worth_a_look(module.graph), mla_pass.worth_a_look(module.graph)
+    recurrence, attention = glance.may_have_recurrence(module.graph), glance.may_have_attention(module.graph)
     return recurrence or attention or any(map(compat.is_own_op, module.graph.nodes))
 
 
