@@ -1,51 +1,20 @@
-"""Dynamo's internals: calls it is about to inline, and capture beside it.
+"""Dynamo's internals: calls it is about to inline.
 
 The only names of torch that lifting (``kdacompile/lift``) needs; the rest of the package never looks into Dynamo.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import sys
 import types
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 from torch._C._functorch import peek_interpreter_stack
-from torch._guards import tracing
-from torch.utils._python_dispatch import _disable_current_modes
 
 from kdacompile.compat import sizes
-
-
-def trace_fake(fn: Callable[..., Any], shapes: Sequence[tuple[tuple[int, ...], torch.dtype, str]]) -> fx.GraphModule:
-    """The ATen graph of ``fn`` on tensors of these (shape, dtype, device), run without data.
-
-    The function is run as eager mode would; while Dynamo captures something else, too.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    quiet = _quiet("torch._subclasses.fake_tensor")
-    with _disable_current_modes(), tracing(None), torch.no_grad(), quiet, FakeTensorMode():
-        inputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
-        return make_fx(fn)(*inputs)
-
-
-@contextlib.contextmanager
-def _quiet(logger: str) -> Generator[None]:
-    """Without the log of operators that fail: the caller handles that."""
-    log = logging.getLogger(logger)
-    before = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 class CallSite:

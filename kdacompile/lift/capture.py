@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from kdacompile import compat, compiler_pass
-from kdacompile.compat import dynamo
+from kdacompile.compat.operators import trace_fake
 from kdacompile.lift.calls import Call, Sizes
 from kdacompile.lift.dead_writes import drop_dead_writes
 from kdacompile.lift.errors import Unliftable
@@ -57,7 +57,7 @@ def capture(fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings
     Raises ``Unliftable`` if nothing is proven, and what the function itself raises.
     """
     shapes = [(tensor.shape(sizes), tensor.dtype, tensor.device) for _, tensor in call.tensors()]
-    gm = dynamo.trace_fake(bound(fn, call), shapes)
+    gm = trace_fake(bound(fn, call), shapes)
     layouts = tuple(map(_layout, tree_leaves(gm.graph.output_node().args[0])))
     report = compiler_pass.rewrite(gm, settings, keep_strides=False)
     if not report.matches:
