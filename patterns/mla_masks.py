@@ -19,7 +19,7 @@ from kdacompile.patterns.mla import VANISHING
 from kdacompile.patterns.mla_sources import named
 from kdacompile.patterns.mla_walk import Attention, Hidden
 from kdacompile.patterns.obstacle import Obstacle
-from kdacompile.patterns.vocabulary import LAYOUT
+from kdacompile.patterns.vocabulary import LAYOUT, ORDERED
 
 LARGEST_CONSTANT = 1 << 26
 """Entries of a constant mask that is still computed."""
@@ -131,6 +131,14 @@ def _carried(hidden: Hidden) -> tuple[Value, bool, float] | str:
     if not _hides(fill):
         return f"hidden scores become {fill:g}, which still lets something through"
     return value, hidden.keeps, fill
+
+
+def selection(mask: Value) -> tuple[Value, bool, float] | None:
+    """(condition, whether True keeps, what hidden scores become) of a mask of numbers that two of them make."""
+    while mask.op is not None and mask.op.name in ORDERED | {"expand"}:
+        mask = mask.op.reads[0]
+    found = _selected(mask.op) if mask.op is not None and mask.op.name == "where" else ""
+    return None if isinstance(found, str) else found
 
 
 def _unnamed_where(value: Value) -> Op | None:

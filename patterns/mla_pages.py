@@ -17,9 +17,7 @@ from kdacompile.patterns.evaluate import EvaluationError, constant
 from kdacompile.patterns.ir import Op, Value
 from kdacompile.patterns.mla import LETTERS, Claim, MlaPlacement
 from kdacompile.patterns.regions import root
-
-KEEPING = frozenset("view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone contiguous".split())
-"""Operators that leave the elements in their order."""
+from kdacompile.patterns.vocabulary import ORDERED
 
 CACHES = ("cache", "latent", "k_rope")
 INTEGERS = (torch.int32, torch.int64)
@@ -80,7 +78,7 @@ def _gathered(placement: MlaPlacement) -> _Gather | None:
     value, start, width = placement.value, 0, placement.value.shape[-1]
     while value.op is not None and value.op.name not in ("index", "index_select"):
         op = value.op
-        if op.name in KEEPING and op.reads[0].shape[-1] == value.shape[-1]:
+        if op.name in ORDERED and op.reads[0].shape[-1] == value.shape[-1]:
             value = op.reads[0]
             continue
         offset = _columns(op, value)
@@ -127,7 +125,7 @@ def _named(table: Value) -> Value | None:
     while step.op is not None:
         source = step.op.reads[0] if step.op.reads else step
         widened = step.op.name == "_to_copy" and source.dtype is torch.int32
-        if not widened and (step.op.name not in KEEPING or (step is best and len(step.shape) == 2)):
+        if not widened and (step.op.name not in ORDERED or (step is best and len(step.shape) == 2)):
             break
         step = source
         best = step if step.node is not None else best

@@ -14,6 +14,9 @@ LAYOUT = frozenset(
 )
 """Operators that keep every element: rearrangements, copies and casts."""
 
+ORDERED = frozenset("view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone contiguous".split())
+"""Operators that keep every element as it is, and the order they are counted in."""
+
 INDEXED = frozenset("index index_select gather index_put index_copy index_add scatter scatter_add".split())
 """Operators that pick or place by index tensors."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,6 +115,11 @@ class MlaSplice(Splice):
         """The tensor of a role in the role's own order."""
         if placement.role == "block_table":
             return placement.value.node
+        if placement.role == "lengths" and "T" in placement.letters:  # one a query: the last one's counts
+            node = self.method(placement.value.node, "narrow", placement.letters.index("T"), -1, 1)
+            for name, args in replace(placement, letters=placement.letters.replace("T", ".")).steps(self.claim.sizes):
+                node = self.method(node, name, *args)
+            return node
         node = self.canonical(placement)
         whole = (0, placement.value.shape[-1])
         if placement.columns is None or placement.columns == whole:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import kdacompile
 from kdacompile.report.report import Report
 from tests.compare import relative_error
 from tests.mla.absorbed import RANK, Mqa
-from tests.mla.spellings import HEADS
+from tests.mla.spellings import HEADS, ROPE
 from tests.mla.test_recognised import EAGER, inputs
 
 Hide = Callable[[Tensor, Tensor], Tensor]
@@ -96,9 +96,71 @@ def suffix(scores: Tensor, limit: Tensor) -> Tensor:
     return scores.masked_fill(torch.arange(CACHED) < limit[:, None, None, None], float("-inf"))
 
 
-@pytest.mark.parametrize("hide", [finite, from_one, per_head, suffix])
+def scattered(scores: Tensor, limit: Tensor) -> Tensor:
+    """As many limits as there are tokens: one a token, not one a request."""
+    return scores.masked_fill(torch.arange(CACHED) >= limit.repeat_interleave(CACHED // 2), float("-inf"))
+
+
+@pytest.mark.parametrize("hide", [finite, from_one, per_head, suffix, scattered])
 def test_other_masks_stay_masks(hide: Hide) -> None:
     """The last of them hides what lies below; a finite number leaves an average where all is hidden."""
     report, error = explained(hide, torch.tensor([3, 7]))
+    assert ["mask" in match.roles for match in report.matches] == [True], str(report)
+    assert error < 1e-6
+
+
+# -- positions at which the cache is written ---------------------------------------------------------------------------
+
+
+class Static(Mqa):
+    """A static cache: written at ``start`` and the places after it, seen up to each query's own."""
+
+    def __init__(self, fill: float, *, late: int = 0, writes: bool = True) -> None:
+        super().__init__()
+        self.fill, self.late, self.writes = fill, late, writes
+        self.held = nn.Buffer(torch.zeros(1, CACHED, RANK + ROPE))
+
+    def forward(self, x: Tensor, latent: Tensor, rope: Tensor, start: Tensor) -> Tensor:  # type: ignore[override]
+        tokens = x.shape[1]
+        cache = self.held.expand(x.shape[0], -1, -1).clone()
+        places = torch.arange(tokens) + start
+        new = torch.cat([latent, rope], dim=-1)
+        if self.writes:
+            cache.index_copy_(1, places, new)
+        else:
+            cache[:, places] = new
+        hidden = torch.arange(CACHED) > (torch.arange(tokens) + start - self.late)[:, None]
+        scores = torch.cat(self.queries(x), dim=-1).transpose(1, 2) @ cache.unsqueeze(1).mT * self.scale
+        scores = scores + torch.where(hidden[None, None], self.fill, 0.0)
+        return scores.softmax(-1) @ cache[..., :RANK].unsqueeze(1)
+
+
+def run_static(module: Static, tokens: int, start: int) -> tuple[Report, float]:
+    torch._dynamo.reset()
+    arguments = (*inputs(tokens, tokens, batch=2), torch.tensor(start))
+    with torch.no_grad():
+        report = kdacompile.explain(module, options=EAGER)(*arguments)
+        return report, relative_error(report.result, module(*arguments))
+
+
+@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, float("-inf")])
+@pytest.mark.parametrize(("tokens", "start"), [(1, 0), (1, 7), (3, 0), (3, CACHED - 3), (5, 4)])
+def test_a_static_cache_has_lengths(fill: float, tokens: int, start: int) -> None:
+    report, error = run_static(Static(fill), tokens, start)
+    assert [sorted(match.roles) for match in report.matches] == [["cache", "lengths", "q"]], str(report)
+    assert error < 1e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("module", [Static(-1e30, late=1), Static(-1e30, writes=False)], ids=["late", "wraps"])
+def test_nobody_knows_that_a_token_is_seen(module: Static, tokens: int) -> None:
+    """The first query may see nothing and average; an index, unlike ``index_copy``, may count from the end."""
+    report, error = run_static(module, tokens, 0 if module.writes else -tokens)
+    assert ["mask" in match.roles for match in report.matches] == [True], str(report)
+    assert error < 1e-6
+
+
+def test_as_many_queries_as_requests_stay_a_mask() -> None:
+    report, error = run_static(Static(float("-inf")), 2, 3)
     assert ["mask" in match.roles for match in report.matches] == [True], str(report)
     assert error < 1e-6
