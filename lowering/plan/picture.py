@@ -7,7 +7,7 @@ which bytes two buffers share.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 
 from .model import PlanData
@@ -16,6 +16,7 @@ from .timeline import Event, Schedule, Timeline
 WIDTH = 1120
 _LEFT, _RIGHT = 108, 24
 _LANE, _GAP, _BYTES = 46, 12, 104
+_MARGIN = 16  # around a picture that is a file of its own
 _HUES = ("a", "b", "c")
 
 STYLE = """
@@ -26,6 +27,9 @@ STYLE = """
 .plan text { fill: var(--ink); } .plan .soft { fill: var(--soft); } .plan .head { font-size: 15px; font-weight: 600; }
 .plan .lane { fill: var(--lane); fill-opacity: .6; } .plan .axis { stroke: var(--line); }
 .plan .in { fill: #fff; font-size: 11px; }
+.plan .name { paint-order: stroke; stroke: var(--lane); stroke-width: 3px; stroke-opacity: .8; font-size: 11px; }
+.plan text.a, .plan text.b, .plan text.c { font-size: 11px; font-weight: 600; }
+.plan text.a { fill: var(--a); } .plan text.b { fill: var(--b); } .plan text.c { fill: var(--c); }
 .plan .a { fill: var(--a); } .plan .b { fill: var(--b); } .plan .c { fill: var(--c); }
 .plan .faint { fill-opacity: .38; } .plan .box { stroke: var(--lane); stroke-width: 1; }
 .plan .over { stroke: var(--wait); fill: none; stroke-width: 1.4; marker-end: url(#tip); }
@@ -40,10 +44,14 @@ class _Sheet:
 
     parts: list[str]
     y: float = 0.0
+    names: list[str] = field(default_factory=list[str])  # of tiles: drawn over the arrows that cross them
 
     def text(self, x: float, y: float, text: str, kind: str = "") -> None:
         name = f' class="{kind}"' if kind else ""
         self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{name}>{escape(text)}</text>')
+
+    def name(self, x: float, y: float, text: str) -> None:
+        self.names.append(f'<text x="{x:.1f}" y="{y:.1f}" class="name">{escape(text)}</text>')
 
     def box(self, x: float, y: float, width: float, height: float, kind: str, title: str, label: str = "") -> None:
         shape = (
@@ -55,10 +63,11 @@ class _Sheet:
         self.parts.append(f"<g><title>{escape(title)}</title>{shape}{inner}</g>")
 
     def svg(self, standalone: bool) -> str:
-        height = self.y + 8
         space = ' xmlns="http://www.w3.org/2000/svg"' if standalone else ""
+        edge = _MARGIN if standalone else 0
+        view = f"{-edge} {-edge} {WIDTH + 2 * edge} {self.y + 8 + 2 * edge:.0f}"
         return (
-            f'<svg class="plan"{space} viewBox="0 0 {WIDTH} {height:.0f}" role="img">'
+            f'<svg class="plan"{space} viewBox="{view}" role="img">'
             f'<style>{STYLE}</style><defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" '
             f'markerHeight="6" orient="auto"><path d="M0 0L6 3L0 6z" class="tip"/></marker></defs>'
             f"{''.join(self.parts)}</svg>"
@@ -78,42 +87,61 @@ def timeline_svg(plan: PlanData, played: Timeline, *, span: float | None = None,
 
     _title(sheet, plan, played)
     behind = len(sheet.parts)
-    lanes = _lanes(sheet, plan, played, at)
-    _arrows(sheet, plan, played, at, lanes)
+    _steps(sheet, plan, played, at)
+    edges = _lanes(sheet, plan, played, at)
+    _arrows(sheet, plan, played, at, edges)
+    sheet.parts += sheet.names
     _axis(sheet, end, at, behind)
     return sheet.svg(standalone)
 
 
 def _title(sheet: _Sheet, plan: PlanData, played: Timeline) -> None:
+    steps = f"{played.steps} {plan.step}s, a colour each" if played.steps > 1 else f"one {plan.step}"
     sheet.text(0, 16, f"{plan.program.name} on {plan.target.title}", "head")
     sheet.text(
         0,
         34,
         f"{plan.handovers} hand-overs a {plan.step} (arrows), workspace {plan.meeting_bytes:,} bytes (by address); "
-        f"the scan of one core group, {played.steps} {plan.step}s, a colour each",
+        f"the scan of one core group as modelled, {steps}",
         "soft",
     )
     sheet.y = 46
 
 
-def _lanes(sheet: _Sheet, plan: PlanData, played: Timeline, at: Callable[[float], float]) -> dict[str, float]:
-    """Draw Cube, the workspace by address, and the Vec cores; returns the y of each unit's middle."""
-    middles: dict[str, float] = {}
+def _steps(sheet: _Sheet, plan: PlanData, played: Timeline, at: Callable[[float], float]) -> None:
+    """The number of every step over where the first unit begins it."""
+    first = played.lane(plan.target.units[0].value)
+    for step in range(played.steps):
+        starts = [event.start for event in first if event.step == step]
+        if starts:
+            sheet.text(at(min(starts)), sheet.y + 10, f"{plan.step} {step}", _HUES[step % 3])
+    sheet.y += 16
+
+
+def _lanes(
+    sheet: _Sheet, plan: PlanData, played: Timeline, at: Callable[[float], float]
+) -> dict[str, tuple[float, float]]:
+    """Draw Cube, the workspace by address, and the Vec cores; returns the upper and lower edge of each unit."""
+    edges: dict[str, tuple[float, float]] = {}
     kinds = [unit.value for unit in plan.target.units]
     for unit in kinds:
         if unit == "vec":
             _memory(sheet, plan, played, at)
         count = plan.target.vec_cores if unit == "vec" else 1
         height = _LANE if count == 1 else 30
-        middles[unit] = sheet.y + count * height / 2
+        edges[unit] = (sheet.y, sheet.y + count * height - 4)
+        busy = sum(event.end - event.start for event in played.lane(unit)) / (played.end or 1.0)
         for core in range(count):
             sheet.box(_LEFT, sheet.y, WIDTH - _LEFT - _RIGHT, height - 4, "lane", unit)
-            sheet.text(0, sheet.y + height / 2 + 2, _lane_name(unit, core, count))
+            sheet.text(0, sheet.y + height / 2 + (2 if count > 1 else -6), _lane_name(unit, core, count))
+            if core == 0:
+                x, y = (42, 2) if count > 1 else (0, 10)
+                sheet.text(x, sheet.y + height / 2 + y, f"{busy:.0%} busy", "soft")
             for event in played.lane(unit):
                 _event(sheet, plan.step, event, at, sheet.y + 3, height - 10)
             sheet.y += height
         sheet.y += _GAP
-    return middles
+    return edges
 
 
 def _lane_name(unit: str, core: int, count: int) -> str:
@@ -146,25 +174,32 @@ def _memory(sheet: _Sheet, plan: PlanData, played: Timeline, at: Callable[[float
                 kind = f"box faint {_HUES[event.step % 3]}"
                 y, height = top + address * scale, size * scale
                 sheet.box(at(event.start), y, at(event.end) - at(event.start), height, kind, title)
-                if at(event.end) - at(event.start) > 6.4 * len(buffer.name) and height > 12:
-                    sheet.text(at(event.start) + 4, y + min(height / 2 + 4, 16), buffer.name)
+                if at(event.end) - at(event.start) > 6.4 * len(buffer.name) and height > 9:
+                    sheet.name(at(event.start) + 4, y + min(height / 2 + 4, 16), buffer.name)
     sheet.y += _BYTES + _GAP
 
 
 def _arrows(
-    sheet: _Sheet, plan: PlanData, played: Timeline, at: Callable[[float], float], middles: dict[str, float]
+    sheet: _Sheet,
+    plan: PlanData,
+    played: Timeline,
+    at: Callable[[float], float],
+    edges: dict[str, tuple[float, float]],
 ) -> None:
-    """Hand-overs: from where a tile leaves one unit to where the other begins to read it."""
+    """Hand-overs: from where a tile leaves one unit to where the other begins to read it, edge to edge."""
     unit_of = {stage.name: stage.unit.value for stage in plan.stages}
     tasks = [task for stage in plan.stages for task in stage.tasks]
     for buffer in plan.workspaces:
         readers = {task.name for task in tasks if any(v.name == buffer.name for v in task.inputs)}
-        source, target = middles[unit_of[buffer.producer]], middles[unit_of[buffer.consumers[0]]]
+        (top, low), (high, bottom) = edges[unit_of[buffer.producer]], edges[unit_of[buffer.consumers[0]]]
+        y0, y1 = (low, high) if low < high else (top, bottom)
+        middle = (y0 + y1) / 2
         for written in played.lane(f"buffer {buffer.name}"):
             starts = [event.start for event in played.events if event.step == written.step and event.label in readers]
             if starts:
                 x0, x1 = at(written.start), at(min(starts))
-                sheet.parts.append(f'<path d="M{x0:.1f} {source:.1f}L{x1:.1f} {target:.1f}" class="over"/>')
+                path = f"M{x0:.1f} {y0:.1f}C{x0:.1f} {middle:.1f} {x1:.1f} {middle:.1f} {x1:.1f} {y1:.1f}"
+                sheet.parts.append(f'<path d="{path}" class="over"/>')
 
 
 def _axis(sheet: _Sheet, end: float, at: Callable[[float], float], behind: int) -> None:
