@@ -4,6 +4,11 @@ FlashAttention refuses heads whose keys (N + D) are wider than their values (V);
 their final place: the product with ``w_uk`` goes straight into the first N columns, the rotated key of all heads is
 copied into the rest. Queries that are halves of one buffer are read as that buffer. Gradients expand again (less than
 a tenth of the work at 8192 tokens) rather than keep keys and values from one pass to the other.
+
+cuDNN counts causality from the first key, MLA's last query sees the last token. A chunk of T queries over more tokens
+is therefore two calls, over its own T tokens (causal) and over those before (all seen), merged by their sums: no mask
+is written, and no score computed twice. Probabilities under the merged sum are those of the whole softmax, so its
+gradients are those of the two calls too.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class CudnnAttention:
-    """Queries as many as the cache has tokens (or no causality), half precision, no masks."""
+    """No more queries than the cache has tokens (or no causality), half precision, no masks."""
 
     name = "cudnn"
 
@@ -38,15 +43,21 @@ class CudnnAttention:
         }
         if len(floats) != 1 or call.q.dtype not in HALVES:
             return "not everything is of one half precision"
-        if call.causal and call.q.shape[1] != call.width:
-            return "causal, and there are more tokens than queries"
+        if call.causal and call.q.shape[1] > call.width:
+            return "causal, and there are more queries than tokens"
         if not call.q.is_cuda:
             return "the tensors are not on a CUDA device"
-        return None if cudnn.takes(*_stand_ins(call), causal=call.causal) else "cuDNN does not take these sizes here"
+        q, k, v = _stand_ins(call)
+        taken = all(cudnn.takes(q, k[:, :, part], v[:, :, part], causal=causal) for part, causal in _parts(call))
+        return None if taken else "cuDNN does not take these sizes here"
 
     def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         q, k, v = expanded(call, scratch or Scratch())
-        o, lse = cudnn.attention(q, k, v, causal=call.causal, scale=call.scale)
+        results = [
+            cudnn.attention(q, k[:, :, part], v[:, :, part], causal=causal, scale=call.scale)
+            for part, causal in _parts(call)
+        ]
+        o, lse = results[0] if len(results) == 1 else _merged(*results)
         return o.transpose(1, 2).to(call.out_dtype).contiguous(), lse.contiguous()
 
     def gradients(
@@ -55,9 +66,32 @@ class CudnnAttention:
         """Of the ``wanted`` operands, in their dtype; o and grad_o ``[B, T, H, V]``, lse ``[B, H, T]``."""
         q, k, v = expanded(call, Scratch())
         o, grad_o = (x.to(q.dtype).contiguous().transpose(1, 2) for x in (o, grad_o))
-        grads = cudnn.attention_gradients(grad_o, q, k, v, o, lse, causal=call.causal, scale=call.scale)
-        grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
+        grads = [
+            cudnn.attention_gradients(grad_o, q, k[:, :, part], v[:, :, part], o, lse, causal=causal, scale=call.scale)
+            for part, causal in _parts(call)
+        ]
+        of_q, of_k, of_v = zip(*grads, strict=True)
+        joined = (of_q[0] if len(of_q) == 1 else of_q[0] + of_q[1], _along_tokens(of_k), _along_tokens(of_v))
+        grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in joined)
         return _of_operands(call, grad_q, grad_k, grad_v, wanted)
+
+
+def _parts(call: Attention) -> list[tuple[slice, bool]]:
+    """Which tokens a call of cuDNN's takes, and whether causally: in one, or those before the queries' own first."""
+    earlier = call.width - call.q.shape[1] if call.causal else 0
+    own = (slice(earlier, None), call.causal)
+    return [(slice(0, earlier), False), own] if earlier else [own]
+
+
+def _merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of tokens from that over each, o ``[B, H, T, V]`` and lse ``[B, H, T]``; in fp32."""
+    (o, lse), (other, other_lse) = first, second
+    weight = torch.sigmoid(lse - other_lse).unsqueeze(-1)
+    return (o * weight).addcmul_(other, 1 - weight), torch.logaddexp(lse, other_lse)
+
+
+def _along_tokens(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
 
 
 def expanded(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
