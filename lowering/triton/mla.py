@@ -60,15 +60,14 @@ def _load_rows(
 
 
 @triton.jit
-def _block(
-    acc, m, total, q, q_rope, c, r, token, seen, mask, mask_ss, rows, ROWS, scale,
+def _scores(
+    m, total, q, q_rope, c, r, token, seen, mask, mask_ss, rows, ROWS, scale,
     BN: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens. ``seen``: how many tokens each row may see, looked at where EDGE."""
-    s = tl.dot(q, tl.trans(c), input_precision=PRECISION)
+    """p, ``exp(m - m')``, m' and l of a block. ``seen``: how many tokens each row may see, looked at where EDGE."""
+    s = tl.dot(q, tl.trans(c), input_precision=PRECISION) * scale
     if D > 0:
-        s = tl.dot(q_rope, tl.trans(r), s, input_precision=PRECISION)
-    s *= scale
+        s += tl.dot(q_rope, tl.trans(r), input_precision=PRECISION) * scale
     tokens = token + tl.arange(0, BN)
     visible = tokens[None, :] < seen[:, None]
     if MASK != "":
@@ -85,7 +84,32 @@ def _block(
     p = tl.exp2((s - base[:, None]) * LOG2E)
     alpha = tl.exp2((m - base) * LOG2E)
     total = total * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(c.dtype), c, acc * alpha[:, None], input_precision=PRECISION)
+    return p.to(c.dtype), alpha, larger, total
+
+
+@triton.jit
+def _block(
+    acc, m, total, q, q_rope, c, r, token, seen, mask, mask_ss, rows, ROWS, scale,
+    BN: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """One block of tokens.
+
+    Where a product feeds another, the compiler gives all warps rows of the first one, and with more warps than 64 rows
+    have for wgmma it has half of them repeat the others' scores. APART: behind a branch, always taken, it does not see
+    the second product and gives the two warp groups half of the tokens each.
+    """
+    if APART:
+        p, alpha, larger = tl.zeros([q.shape[0], BN], c.dtype), tl.zeros([q.shape[0]], tl.float32), m
+        if token >= 0:
+            p, alpha, larger, total = _scores(
+                m, total, q, q_rope, c, r, token, seen, mask, mask_ss, rows, ROWS, scale, BN, D, MASK, EDGE, PRECISION
+            )
+    else:
+        p, alpha, larger, total = _scores(
+            m, total, q, q_rope, c, r, token, seen, mask, mask_ss, rows, ROWS, scale, BN, D, MASK, EDGE, PRECISION
+        )
+    acc = tl.dot(p, c, acc * alpha[:, None], input_precision=PRECISION)
     return acc, larger, total
 
 
@@ -94,7 +118,7 @@ def _blocks(
     acc, m, total, page, q, q_rope, latent, c_sp, rope, r_sp, table, low, high, end, length, seen, mask, mask_ss,
     rows, ROWS, scale, C_STEP: tl.constexpr, R_STEP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    LAST: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    LAST: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """The blocks from low to high; ``page`` is that of the first, and afterwards that of the next before ``end``."""
     for token in tl.range(low, high, BN, num_stages=STAGES):
@@ -107,7 +131,7 @@ def _blocks(
             page = _page_of(table, tl.where(following < end, following, token), length, BN, PAGE)
         acc, m, total = _block(
             acc, m, total, q, q_rope, c, r, token, seen, mask, mask_ss, rows, ROWS, scale, BN, D, MASK, CAUSAL or LAST,
-            PRECISION,
+            PRECISION, APART,
         )  # fmt: skip
     return acc, m, total, page
 
@@ -120,6 +144,7 @@ def attend(
     BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_SINKS: tl.constexpr, SCHEDULED: tl.constexpr,
     PARTIAL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of BM rows, pieces. D = 0: no rope; PAGE = 0: no pages, else latent and rope are ``[P, PAGE, ..]``.
 
@@ -184,10 +209,12 @@ def attend(
     acc, m, total, page = _blocks(
         acc, m, total, page, x, x_rope, latent, c_sp, rope, r_sp, table, low, whole, high, length, seen, mask, mask_ss,
         rows, ROWS, scale, C_STEP, R_STEP, R, RP, D, DP, BN, PAGE, MASK, CAUSAL, False, STAGES, PRECISION,
+        APART,
     )  # fmt: skip
     acc, m, total, page = _blocks(
         acc, m, total, page, x, x_rope, latent, c_sp, rope, r_sp, table, whole, high, high, length, seen, mask, mask_ss,
         rows, ROWS, scale, C_STEP, R_STEP, R, RP, D, DP, BN, PAGE, MASK, CAUSAL, True, STAGES, PRECISION,
+        APART,
     )  # fmt: skip
 
     sums = m + tl.log(total)

@@ -138,6 +138,7 @@ def attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
         "scale": call.scale, "R": rank, "RP": padded(rank), "D": rope, "DP": padded(rope),
         "BM": tile.rows, "BN": tile.tokens, "BLOCK": BLOCK, "PAGE": 0 if call.block_table is None else call.page,
         "CAUSAL": call.causal and call.q.shape[1] > 1, "STAGES": tile.stages, "PRECISION": _precision(q.dtype),
+        "APART": tile.rows == 64 and device_of(q.device).capability[0] == 9,
     }  # fmt: skip
     with on(q.device):
         results.schedule()

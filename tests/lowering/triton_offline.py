@@ -20,7 +20,7 @@ def compile_attend(capability: int, **given: Any) -> Any:
     types |= dict.fromkeys(("sinks", "lse", "part_o", "part_lse"), "*fp32")
     sizes = {"C_STEP": 576, "R_STEP": 576, "R": 512, "RP": 512, "D": 64, "DP": 64, "BM": 16, "BN": 64, "BLOCK": 64}
     kinds = {"PAGE": 64, "MASK": "", "CAUSAL": False, "HAS_LENGTHS": True, "HAS_SINKS": False, "SCHEDULED": True}
-    others = {"PARTIAL": True, "STAGES": 2, "PRECISION": "tf32", "CHAINED": capability >= 90}
+    others = {"PARTIAL": True, "STAGES": 2, "PRECISION": "tf32", "CHAINED": capability >= 90, "APART": False}
     return _compile(mla.attend, types, {**sizes, **kinds, **others, **given}, capability)
 
 
