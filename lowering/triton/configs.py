@@ -14,7 +14,7 @@ from packaging.version import Version
 
 MIN_CHUNK, MAX_CHUNK = 16, 64
 
-# The compiler whose four-warp prologue was checked on a Hopper GPU, see _prologue_block.
+# The compiler whose four-warp kernels were checked on a Hopper GPU, see _few_warps.
 VERIFIED_TRITON = (3, 6)
 
 # Scan time of a chunk in units of its narrowest block, by block of V (H200, K = 128): what a wave of programs costs.
@@ -44,15 +44,28 @@ class Device:
 
 @dataclass(frozen=True)
 class Config:
-    """Block sizes and warps of the two kernels; ``columns`` is the block of V of each, ``keys`` of K."""
+    """Block sizes, warps and stages of the kernels; ``keys`` are those of a block of K, ``columns`` those of V."""
 
     chunk: int
-    prologue_keys: int
-    prologue_columns: int
-    prologue_warps: int
+    gram_keys: int
+    gram_warps: int
+    apply_keys: int
+    apply_columns: int
+    apply_warps: int
     scan_columns: int
     scan_warps: int
     scan_stages: int
+
+    def launch(self, kernel: str) -> tuple[dict[str, int], dict[str, int]]:
+        """A kernel's block sizes by the names of its arguments, and how it is compiled."""
+        if kernel == "gram":
+            return {"BK": self.gram_keys}, {"num_warps": self.gram_warps, "num_stages": 2}
+        if kernel == "inverse":
+            return {}, {"num_warps": 1}
+        if kernel == "apply":
+            blocks = {"BK": self.apply_keys, "BV": self.apply_columns}
+            return blocks, {"num_warps": self.apply_warps, "num_stages": 1}
+        return {"BV": self.scan_columns}, {"num_warps": self.scan_warps, "num_stages": self.scan_stages}
 
 
 def padded(width: int) -> int:
@@ -83,12 +96,14 @@ def choose(
     room = device.shared_memory - 8192  # for what products exchange
     while chunk > MIN_CHUNK and _scan_bytes(chunk, keys, columns, item) > room:
         chunk //= 2
-    block, warps = _prologue_block(device, keys, chunk, item, channels)
+    warps = 2 if _few_warps(device, chunk, item) else 4
     return Config(
         chunk=chunk,
-        prologue_keys=block,
-        prologue_columns=min(values, 64),
-        prologue_warps=warps,
+        gram_keys=min(keys, 32),
+        gram_warps=warps,
+        apply_keys=min(keys, 128 if item == 2 else 32),
+        apply_columns=min(values, 128 if item == 2 else 32),
+        apply_warps=warps,
         scan_columns=columns,
         scan_warps=8 if columns * keys >= 128 * 128 else 4,
         scan_stages=max(1, min(3, room // _scan_bytes(chunk, keys, columns, item))),
@@ -100,19 +115,15 @@ def _scan_bytes(chunk: int, keys: int, columns: int, item: int) -> int:
     return item * chunk * (3 * keys + chunk + columns) + 4 * keys
 
 
-def _prologue_block(device: Device, keys: int, chunk: int, item: int, channels: bool) -> tuple[int, int]:
-    """Keys of a block and warps of the prologue.
+def _few_warps(device: Device, chunk: int, item: int) -> bool:
+    """Whether to stay with two warps: too few for the asynchronous tensor cores of Hopper and Blackwell.
 
-    On Hopper four warps run its products through wgmma, which Triton 3.6 compiles wrong for some of this kernel's
-    block sizes (seen: W with blocks of 16 or 32 keys; FLA keeps such kernels to two warps for the same family of
-    errors). With 3.6, blocks of 64 keys in chunks of 64 are right, by test, and twice as fast; everything else, and
-    every compiler or data-center GPU on which that has not been tested, gets two warps, too few for wgmma or tcgen05.
+    With four, Triton compiles products for those, which it has got wrong before (3.6 on Hopper, for some blocks of K;
+    FLA keeps such kernels to two warps for the same family of errors). Chunks of 64 in 16 bits are right, by test, with
+    3.6 on Hopper; what has not been tested gets two.
     """
-    suspect = device.capability[0] in (9, 10)
-    verified = device.capability[0] == 9 and device.triton == VERIFIED_TRITON
-    if channels and item == 2 and chunk == 64 and keys >= 64 and (verified or not suspect):
-        return 64, 4
-    return min(keys, 32 if channels else 16), 2 if suspect else 4
+    verified = device.capability[0] == 9 and device.triton == VERIFIED_TRITON and chunk == 64 and item == 2
+    return device.capability[0] in (9, 10) and not verified
 
 
 def _triton_version() -> tuple[int, int]:

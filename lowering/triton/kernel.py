@@ -1,6 +1,6 @@
-"""What the prologue and the scan kernel share: naming, products, elementwise ops, buffer addresses.
+"""What the kernels of a chunked program share: naming, products, elementwise ops, buffer addresses.
 
-Tiles as wide as V are held transposed, [V, C] and [V, K], in both kernels: the state then is the left operand of every
+Tiles as wide as V are held transposed, [V, C] and [V, K], in all kernels: the state then is the left operand of every
 product of the scan and stays in registers, and what the products meet comes straight from memory.
 """
 
@@ -16,24 +16,16 @@ _ELEMENTWISE = {OpKind.ADD: "+", OpKind.SUB: "-", OpKind.MUL: "*"}
 
 
 class Kernel:
-    """Emits the ops that mean the same in both kernels."""
+    """Emits the ops that mean the same in all kernels."""
 
     def __init__(self, variant: Variant, placement: Placement) -> None:
         self.variant, self.placement, self.program = variant, placement, placement.program
         self.lines = Lines()
         self.ports = PortText(variant, self.lines)
-        self.lazy: dict[Value, str] = {}
         self.turned: set[Value] = set()
 
-    def ref(self, value: Value) -> str:
-        """The name of a value; one that waits for its first reader is computed now."""
-        text = self.lazy.pop(value, None)
-        if text is not None:
-            self.lines.add(f"{value.name} = {text}")
-        return value.name
-
     def operand(self, value: Value) -> str:
-        return f"{self.ref(value)}.to(DT)"
+        return f"{value.name}.to(DT)"
 
     def dot(self, op: Op) -> str:
         x, y, *acc = op.inputs
@@ -46,31 +38,29 @@ class Kernel:
         if not acc:
             return product
         if op.attr("negate", False):
-            return f"{self.ref(acc[0])} - {product}"
-        return f"tl.dot({left}, {right}, {self.ref(acc[0])}, input_precision=PRECISION)"
+            return f"{acc[0].name} - {product}"
+        return f"tl.dot({left}, {right}, {acc[0].name}, input_precision=PRECISION)"
 
     def simple(self, op: Op) -> str:
-        """The expression of an op that means the same in both kernels."""
+        """The expression of an op that means the same in all kernels."""
         if op.kind in _ELEMENTWISE:
             x, y = (self._oriented(value, op.result) for value in op.inputs)
             return f"{x} {_ELEMENTWISE[op.kind]} {y}"
         if op.kind is OpKind.SCALE:
-            return f"{self.ref(op.inputs[0])} * {op.attr('by')}"
+            return f"{op.inputs[0].name} * {op.attr('by')}"
         if op.kind is OpKind.TRANSPOSE:
-            return f"tl.trans({self.ref(op.inputs[0])})"
+            return f"tl.trans({op.inputs[0].name})"
         if op.kind is OpKind.DOT:
             return self.dot(op)
-        if op.kind is OpKind.MASK:
-            sign = ">" if op.attr("strict", False) else ">="
-            return f"tl.where(i {sign} j, {self.ref(op.inputs[0])}, 0.0)"
-        assert op.kind is OpKind.UNIT_LOWER_INVERSE, op
-        return f"unit_lower_inverse({self.ref(op.inputs[0])}, C, INVERSE_PRECISION)"
+        assert op.kind is OpKind.MASK, op
+        sign = ">" if op.attr("strict", False) else ">="
+        return f"tl.where(i {sign} j, {op.inputs[0].name}, 0.0)"
 
     def _oriented(self, value: Value, result: Value) -> str:
         narrow = is_wide(result) and not is_wide(value) and value.type.shape != (1, 1)
         if narrow and value not in self.turned:
-            return f"tl.trans({self.ref(value)})"
-        return self.ref(value)
+            return f"tl.trans({value.name})"
+        return value.name
 
 
 _COLUMN: dict[Dim, str] = {"C": "j", "K": "d"}
@@ -89,6 +79,8 @@ def tile_offset(value: Value) -> str:
         return f"c * {_SIZE[rows]} + j"
     if rows == cols == 1:
         return "tl.zeros([1, 1], tl.int32)"
+    if rows == 1:
+        return "j"
     if cols == 1:
         return _COLUMN[rows]
     return f"i * {_SIZE[cols]} + {_COLUMN[cols]}"

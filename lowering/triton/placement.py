@@ -1,8 +1,13 @@
 """Which kernel computes what, and the buffers in between.
 
-Two kernels run a chunked program. The *prologue* is parallel over chunks and heads; the *scan* walks the chunks of one
-head and one block of V with the state in registers, and computes the epilogue as it goes: on a GPU a hand-over inside a
-kernel is a register, so reading the state back for a third kernel would only cost.
+Up to four kernels run a chunked program. Three are parallel over chunks and heads: *gram* makes the Gram matrices and
+everything else that needs no inverse, *inverse* the inverse with what scales its columns, *apply* its products. The
+*scan* walks the chunks of one head and one block of V with the state in registers, and computes the epilogue as it
+goes: on a GPU a hand-over inside a kernel is a register, so reading the state back for another kernel would only cost.
+
+The three are apart because they want different schedules. The inverse is a chain of small products, of which one warp
+a chunk and many chunks a multiprocessor hide the latency; gram is elementwise work on tiles as wide as K, short of
+registers; apply is bound by memory. In one kernel every chunk held the registers of all three.
 
 Two rules place the ops that wait for no carry:
 
@@ -10,13 +15,9 @@ Two rules place the ops that wait for no carry:
   itself (dS is [K, V], its operands are [C, K] and [C, V]);
 - what only prepares an input of one column or of V columns is loaded again rather than stored and loaded.
 
-Everything else that the scan reads is a buffer. 16-bit inputs cross in their own type; what multiplies the state
-elementwise (the decay) crosses in fp32, because rounding it would compound over the sequence.
-
-Inside the prologue two kinds of values *pass* through memory as well, from one loop over blocks of K to the next: what
-the second loop reads of the first one (through the tile that the second one then overwrites), and the inverse. It saves
-loading and preparing the inputs twice, and the products of the second loop get operands that were loaded, which is what
-Triton 3.6 compiles right on Hopper (see ``configs.py``).
+Everything else that a later kernel reads is a buffer. 16-bit inputs cross in their own type; what multiplies the state
+elementwise (the decay) crosses in fp32, because rounding it would compound over the sequence; what is inverted crosses
+as the products of the inverse take it. A tile that apply reads and whose product has its shape is overwritten by that.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ _PREPARES = (OpKind.LOAD, OpKind.CAST, OpKind.SCALE)
 
 @dataclass(frozen=True)
 class CrossingBuffer:
-    """A value that goes from the prologue to the scan, or through memory inside the prologue (``passes``).
+    """A value that goes from one kernel to a later one, the ``reader``.
 
-    ``wide``: transposed, [V, C]. ``fp32``: whatever the inputs are.
+    ``wide``: transposed, [V, C]. ``kept``: "io" (as the inputs), "fp32", or "inverse" (as its products' operands).
     """
 
     value: Value
     wide: bool
-    fp32: bool
-    passes: bool = False
+    kept: str
+    reader: str = "scan"
 
     @property
     def name(self) -> str:
@@ -50,34 +51,46 @@ class CrossingBuffer:
     def __str__(self) -> str:
         rows, cols = self.value.type.shape
         shape = f"[{cols},{rows}]" if self.wide else f"[{rows},{cols}]"
-        return f"{self.name} : {'fp32' if self.fp32 else 'io'}{shape}" + (
-            ", inside the prologue" if self.passes else ""
-        )
+        return f"{self.name} : {self.kept}{shape}" + ("" if self.reader == "scan" else f", for {self.reader}")
 
 
 @dataclass(frozen=True)
 class Placement:
     """The ops of each kernel in the order they are emitted, and the buffers.
 
-    ``passed``: values that pass through memory inside the prologue, and the buffer whose tile they use.
+    ``passed``: values that the inverse and apply kernels read, and the buffer whose tile they use. Without the delta
+    term there is no inverse, and both kernels are empty.
     """
 
     program: Program
-    prologue: tuple[Op, ...]
+    gram: tuple[Op, ...]
+    inverse: tuple[Op, ...]
+    apply: tuple[Op, ...]
     scan: tuple[Op, ...]
     buffers: tuple[CrossingBuffer, ...]
     passed: tuple[tuple[Value, str], ...]
 
     @property
+    def kernels(self) -> dict[str, tuple[Op, ...]]:
+        """The kernels that are launched, in that order."""
+        every = {"gram": self.gram, "inverse": self.inverse, "apply": self.apply, "scan": self.scan}
+        return {name: ops for name, ops in every.items() if ops}
+
+    @property
     def crossing(self) -> tuple[CrossingBuffer, ...]:
         """The buffers that the scan reads."""
-        return tuple(buffer for buffer in self.buffers if not buffer.passes)
+        return tuple(buffer for buffer in self.buffers if buffer.reader == "scan")
+
+    def tiles(self, value: Value) -> list[str]:
+        """The buffers that a value is stored to."""
+        names = [buffer.name for buffer in self.crossing if buffer.value == value]
+        return list(dict.fromkeys(names + [name for passing, name in self.passed if passing == value]))
 
     def __str__(self) -> str:
         lines = [f"placement {self.program.name}"]
         lines += [f"  buffer {buffer}" for buffer in self.buffers]
-        lines += [f"  {value.name} passes through {buffer}" for value, buffer in self.passed]
-        for kernel, ops in (("prologue", self.prologue), ("scan", self.scan)):
+        lines += [f"  {value.name} passes through {buffer}" for value, buffer in self.passed if value.name != buffer]
+        for kernel, ops in self.kernels.items():
             lines.append(f"  kernel {kernel}: " + " ".join(op.result.name if op.output else "store" for op in ops))
         return "\n".join(lines) + "\n"
 
@@ -103,27 +116,40 @@ def place(program: Program) -> Placement:
     made_in_scan = {op.output for op in scan}
     crossing = dict.fromkeys(value for op in scan for value in op.inputs if value not in made_in_scan)
     needed = _needed(program, set(crossing))
-    early = [op for op in program.ops if op in needed and op.result not in inverted]
-    late = [op for op in program.ops if op in needed and op.result in inverted]
-    passed = _passed(late, inverted, crossing)
-    buffers = [CrossingBuffer(value, is_wide(value), _scales_state(program, value)) for value in crossing]
-    buffers += [CrossingBuffer(value, False, False, passes=True) for value, name in passed if value.name == name]
-    unique = {buffer.name: buffer for buffer in reversed(buffers)}
-    ordered = tuple(sorted(unique.values(), key=_name))
-    return Placement(program, tuple(early + late), tuple(scan), ordered, passed)
+    ordered = [op for op in program.ops if op in needed]
+    inverse = [op for op in ordered if op.result in inverted and op.result.type.shape == ("C", "C")]
+    apply = [op for op in ordered if is_wide(op.result) or (op.result in inverted and op not in inverse)]
+    gram = [op for op in ordered if op not in inverse and op not in apply]
+    passed = _passed(inverse, apply, crossing)
+    buffers = [CrossingBuffer(value, is_wide(value), _kept(program, value)) for value in crossing]
+    buffers += [
+        CrossingBuffer(value, False, _kept(program, value), reader)
+        for value, (name, reader) in passed.items()
+        if value.name == name and value not in crossing
+    ]
+    return Placement(
+        program,
+        tuple(gram),
+        tuple(inverse),
+        tuple(apply),
+        tuple(scan),
+        tuple(sorted(buffers, key=_name)),
+        tuple((value, name) for value, (name, _) in passed.items()),
+    )
 
 
-def _passed(late: list[Op], inverted: set[Value], crossing: Iterable[Value]) -> tuple[tuple[Value, str], ...]:
-    """What the loops after the inverse read of what was made before them."""
-    looped = [op for op in late if "K" in op.result.type.shape or is_wide(op.result)]
-    passed: dict[Value, str] = {}
-    for op in looped:
-        for value in op.inputs:
-            if value.type.shape == ("C", "C"):
-                passed[value] = value.name
-            elif "K" in value.type.shape and value not in inverted:
-                passed[value] = value.name if value in crossing else op.result.name
-    return tuple(passed.items())
+def _passed(inverse: list[Op], apply: list[Op], crossing: Iterable[Value]) -> dict[Value, tuple[str, str]]:
+    """What the inverse and apply kernels read of earlier ones: the buffer, and which of the two reads it."""
+    passed: dict[Value, tuple[str, str]] = {}
+    for reader, ops in (("inverse", inverse), ("apply", apply)):
+        made = {op.output for op in ops}
+        for op in ops:
+            for value in op.inputs:
+                if value in made:
+                    continue
+                overwritten = value.type.shape == op.result.type.shape and reader == "apply" and value not in crossing
+                passed[value] = (op.result.name if overwritten else value.name, reader)
+    return passed
 
 
 def _reached_from_inverse(program: Program) -> set[Value]:
@@ -196,10 +222,15 @@ def _interleave(program: Program, ops: list[Op]) -> list[Op]:
     return order
 
 
-def _scales_state(program: Program, value: Value) -> bool:
+def _kept(program: Program, value: Value) -> str:
+    """What a buffer of ``value`` holds."""
     carry = program.carry
     assert carry is not None
-    return any(op.kind is OpKind.MUL and value in op.inputs and op.result.type == carry.type for op in program.ops)
+    readers = [op for op in program.ops if value in op.inputs]
+    if any(op.kind is OpKind.UNIT_LOWER_INVERSE for op in readers):
+        return "inverse"
+    scales_state = any(op.kind is OpKind.MUL and op.result.type == carry.type for op in readers)
+    return "fp32" if scales_state or value.type.rows == 1 else "io"
 
 
 def _name(buffer: CrossingBuffer) -> str:

@@ -33,26 +33,28 @@ class PortText:
         self.lines = lines
 
     def signature(
-        self, kernel: str, ports: list[str], buffers: list[str], scalars: list[str], *, scan: bool = False
+        self,
+        kernel: str,
+        ports: list[str],
+        outputs: list[str],
+        buffers: list[str],
+        scalars: list[str],
+        constants: Sequence[str],
     ) -> None:
         """Decorator and ``def`` line. Lengths and strides that change from call to call are not specialised on."""
         variant = self.variant
         pointers = [f"{name}_ptr" for name in ports]
-        sizes = ["T"]
         if "g" in ports:
             pointers += ["A_log_ptr"] * variant.rate + ["dt_bias_ptr"] * variant.bias
             scalars = [*scalars, "gate_scale"]
         if variant.l2norm and "q" in ports:
             scalars = [*scalars, "l2norm_eps"]
-        if scan:
-            pointers += ["o_ptr", "final_state_ptr"]
+        pointers += [f"{name}_ptr" for name in outputs]
+        sizes = ["T"] if ports or outputs else []
         if variant.packed:
-            pointers += ["cu_seqlens", "chunk_offsets"]
+            pointers += ["cu_seqlens", "chunk_offsets"] if sizes else ["chunk_offsets"]
             sizes.append("N")
         steps = [stride for name in ports for stride in strides(name, variant.gate)]
-        constants = "HV GROUP K V C KP VP BV DT PRECISION".split() + (
-            [] if scan else "BK BLOCK INVERSE_PRECISION".split()
-        )
         self._def(kernel, [pointers, buffers, scalars, steps, sizes], constants)
 
     def step_signature(self, ports: list[str], states: list[str]) -> None:

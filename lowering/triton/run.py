@@ -22,7 +22,7 @@ from .variant import Variant
 
 MAX_WIDTH = 256
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_EXPONENT_LIMIT = 80.0  # exp of it, times a normalised key, is finite in fp32 and in bf16
+_EXPONENT_LIMIT = 80.0  # exp of it, times a normalised key, is finite in fp32 and in bf16; see decays.py
 
 
 class TritonKernels:
@@ -49,14 +49,14 @@ class TritonKernels:
 
 
 def run_chunks(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """The prologue and the scan kernel of a call."""
+    """The kernels of a call, in the order of its placement."""
     batch, length, _, key_width = call.q.shape
     value_heads, value_width = call.v.shape[2:]
     o = torch.empty(call.v.shape, dtype=call.out_dtype, device=call.v.device)
     final = _new_state(call)
     if 0 in (length, final.numel()):
         return o, final
-    dtype = _buffer_dtype(call)
+    dtype = call.compute_dtype
     config = choose(
         _device(call.q.device), key_width=key_width, value_width=value_width, lanes=call.sequences * value_heads,
         length=length, item=dtype.itemsize, chunk_size=call.chunk_size, channels=call.gate == "channel",
@@ -65,18 +65,19 @@ def run_chunks(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
     module = load_source(variant.name, chunk_source(variant))
     values = {**_operands(call), "o_ptr": o, "final_state_ptr": final, "T": length}
     values |= {"C": config.chunk, "VP": padded(value_width), "INVERSE_PRECISION": _inverse_precision(call, dtype)}
-    values |= {"DT": _triton_dtype(dtype), "PRECISION": _precision(), "BLOCK": _bounded_block(call)}
+    values |= {"DT": _triton_dtype(dtype), "PRECISION": _precision(), "BLOCK": _bounded_block(call, config.chunk)}
     chunks = batch * -(-length // config.chunk)
     with _on(call.q.device):
         if call.cu_seqlens is not None:
             chunks = length // config.chunk + call.sequences  # the most there can be; programs beyond the last return
             values |= _packing(call.cu_seqlens, config, scratch)
-        values |= _buffers(variant, call, config, chunks, dtype, scratch)
-        blocks = {"BV": config.prologue_columns, "BK": config.prologue_keys}
-        _launch(module.prologue, chunks * value_heads, {**values, **blocks}, num_warps=config.prologue_warps)
-        values["BV"] = config.scan_columns
-        programs = call.sequences * value_heads * -(-value_width // config.scan_columns)
-        _launch(module.scan, programs, values, num_warps=config.scan_warps, num_stages=config.scan_stages)
+        values |= _buffers(variant, call, config, chunks, scratch)
+        tiles = chunks * value_heads
+        columns = -(-value_width // config.scan_columns)
+        programs = {"scan": call.sequences * value_heads * columns}
+        for name in place(variant.program).kernels:
+            blocks, options = config.launch(name)
+            _launch(getattr(module, name), programs.get(name, tiles), {**values, **blocks}, **options)
     return o, final
 
 
@@ -129,17 +130,17 @@ def _tensor(name: str, letters: str, x: Tensor) -> dict[str, Any]:
     return {f"{name}_ptr": x, **strides}
 
 
-def _buffers(
-    variant: Variant, call: Call, config: Config, chunks: int, dtype: torch.dtype, scratch: Scratch
-) -> dict[str, Any]:
+def _buffers(variant: Variant, call: Call, config: Config, chunks: int, scratch: Scratch) -> dict[str, Any]:
     """The crossing buffers: a tile per chunk and value head."""
     sizes = {"C": config.chunk, "K": padded(call.q.shape[3]), "V": padded(call.v.shape[3]), 1: 1}
-    tiles = chunks * call.v.shape[2]
+    dtype = call.compute_dtype
+    operand = torch.float16 if _inverse_precision(call, dtype) == "fp16" else torch.float32
+    kept = {"io": dtype, "fp32": torch.float32, "inverse": operand}
     made: dict[str, Any] = {}
     for buffer in place(variant.program).buffers:
         rows, cols = (sizes[dim] for dim in buffer.value.type.shape)
-        kept = torch.float32 if buffer.fp32 else dtype
-        made[f"{buffer.name}_buffer"] = scratch.empty((tiles, rows, cols), kept, call.q.device)
+        tiles = (chunks * call.v.shape[2], rows, cols)
+        made[f"{buffer.name}_buffer"] = scratch.empty(tiles, kept[buffer.kept], call.q.device)
     return made
 
 
@@ -164,11 +165,6 @@ def _new_state(call: Call) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=call.q.device)
 
 
-def _buffer_dtype(call: Call) -> torch.dtype:
-    """What products take: the inputs' own type. float32 for a mixture, which nothing narrower holds."""
-    return call.compute_dtype
-
-
 def _triton_dtype(dtype: torch.dtype) -> Any:
     tl = import_module("triton.language")  # not at the top: the package is optional
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
@@ -190,11 +186,12 @@ def _inverse_precision(call: Call, dtype: torch.dtype) -> str:
     return "fp16" if call.qk_l2norm_eps > 0.0 else "bf16x3"
 
 
-def _bounded_block(call: Call) -> int:
-    """Tokens whose log gates cannot sum below the exponent limit: their decays need no doubling (see the macros)."""
+def _bounded_block(call: Call, chunk: int) -> int:
+    """Tokens of a block half of whose log gates cannot sum below the exponent limit; 1 where none is known to do."""
     if call.gate_fn != "sigmoid" or call.qk_l2norm_eps <= 0.0 or call.compute_dtype is torch.float16:
         return 1
-    return next((block for block in (16, 8, 4) if -call.gate_scale * block <= _EXPONENT_LIMIT), 1)
+    blocks = (block for block in (32, 16, 8) if block <= chunk)
+    return next((block for block in blocks if -call.gate_scale * block / 2 <= _EXPONENT_LIMIT), 1)
 
 
 @cache

@@ -33,9 +33,9 @@ class Scan(Kernel):
 
     def _begin(self, ports: list[str]) -> None:
         buffers = [f"{buffer.name}_buffer" for buffer in self.placement.crossing]
-        self.ports.signature(
-            "scan", [*ports, *(["initial_state"] if self.variant.state else [])], buffers, [], scan=True
-        )
+        read = [*ports, *(["initial_state"] if self.variant.state else [])]
+        constants = "HV GROUP K V C KP VP BV DT PRECISION".split()
+        self.ports.signature("scan", read, ["o", "final_state"], buffers, [], constants)
         add = self.lines.add
         add("pid = tl.program_id(0).to(tl.int64)")
         add("blocks = tl.cdiv(V, BV)")
@@ -78,11 +78,11 @@ class Scan(Kernel):
             self.turned.add(op.result)
             self.ports.load(op, turned=True)
         elif op.kind is OpKind.STORE:
-            self.ports.store_output(self.ref(op.inputs[0]))
+            self.ports.store_output(op.inputs[0].name)
         elif op.kind is OpKind.CAST and self.program.producer(op.inputs[0]).kind is OpKind.LOAD:
             self.turned.add(op.result)
             self.ports.prepare(op, turned=True)
         elif op.kind is OpKind.CAST:
-            self.lines.add(f"{op.result.name} = {self.ref(op.inputs[0])}.to({op.result.name}_ptr.dtype.element_ty)")
+            self.lines.add(f"{op.result.name} = {op.inputs[0].name}.to({op.result.name}_ptr.dtype.element_ty)")
         else:
             self.lines.add(f"{op.result.name} = {self.simple(op)}")

@@ -47,8 +47,8 @@ def executor_scratch(case: Case) -> int:
 
 
 def triton_scratch(case: Case) -> int:
-    """Emitted Triton: the plan's tensors for every chunk and head, and what the placement adds to them: the inverse on
-    its way through memory inside the prologue, and keys that no gate scales, normalised."""
+    """Emitted Triton: the plan's tensors for every chunk and head, and what the placement adds to them: the inverse and
+    what it is made of, which cross between kernels, and keys that no gate scales, normalised."""
     keys, values = padded(case.key_width), padded(case.value_width)
     sequences = case.batch if case.lengths is None else len(case.lengths)
     config = choose(
@@ -58,12 +58,12 @@ def triton_scratch(case: Case) -> int:
     )  # fmt: skip
     made = _plan(case, "cuda_sm90", config.chunk, keys, values, values)
     width = case.dtype.itemsize
+    sizes = {"C": config.chunk, "K": keys, 1: 1}
     extra = 0
     for buffer in place(linear_attention_program(case.gate, case.delta, beta=case.beta)).buffers:
-        if buffer.passes and buffer.name == "M_1":
-            extra += config.chunk * config.chunk * width
-        elif buffer.name == "k_acc":
-            extra += config.chunk * keys * width
+        if buffer.reader != "scan" or buffer.name == "k_acc":
+            rows, cols = (sizes[dim] for dim in buffer.value.type.shape)
+            extra += rows * cols * (width if buffer.kept == "io" else 4)
     # packed sequences: the most chunks there can be, since no length is read on the host
     chunks = _chunks(case, config.chunk)
     if case.lengths is not None:

@@ -26,7 +26,7 @@ def test_emitted_triton_leaves_what_the_plan_says(row: tuple[str, bool], beta: b
     """All but keys that no gate scales: normalised, they are no longer the caller's."""
     program = linear_attention_program(*row, beta=beta)
     planned = {(b.name.removesuffix("_io"), b.shape, b.dtype.value) for b in plan(program, "cuda_sm90").tensors}
-    placed = {(b.name, b.value.type.shape, "acc" if b.fp32 else "io") for b in place(program).crossing}
+    placed = {(b.name, b.value.type.shape, "acc" if b.kept == "fp32" else "io") for b in place(program).crossing}
     assert placed - planned == ({("k_acc", ("C", "K"), "io")} if row[0] == "none" else set())
     assert planned <= placed
 

@@ -59,10 +59,10 @@ def test_placements_golden() -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_what_crosses_is_computed_once_and_read(row: tuple[str, bool]) -> None:
     placement = place(linear_attention_program(*row))
-    made = [op.output for op in placement.prologue]
+    made = [op.output for ops in (placement.gram, placement.inverse, placement.apply) for op in ops]
     read = {value for op in placement.scan for value in op.inputs}
     for buffer in placement.buffers:
-        assert made.count(buffer.value) == 1 and (buffer.value in read) != buffer.passes
+        assert made.count(buffer.value) == 1 and (buffer.value in read) == (buffer.reader == "scan")
     assert all(op.output is None or op.output not in made or op.result.type.shape == ("C", 1) for op in placement.scan)
 
 
@@ -84,14 +84,15 @@ def test_schedules_fit_the_device(device: Device, width: int, item: int) -> None
         keys = max(16, 1 << (width - 1).bit_length())
         stage = item * config.chunk * (3 * keys + config.chunk + config.scan_columns)
         assert config.scan_stages == 1 or config.scan_stages * stage <= device.shared_memory
-        assert min(config.chunk, config.scan_columns, config.prologue_columns, config.prologue_keys) >= 16
+        blocks = (config.scan_columns, config.apply_columns, config.apply_keys, config.gram_keys)
+        assert min(config.chunk, *blocks) >= 16
     assert choose(device, key_width=width, value_width=width, lanes=8, length=9, item=item).chunk == 16
     # H200, K = V = 128, 16-bit: the blocks of V that were fastest at 32 and at 96 heads
     for lanes, columns in ((32, 32), (96, 128), (128, 128)):
         marked = choose(H200, key_width=128, value_width=128, lanes=lanes, length=8192, item=2)
-        assert (marked.scan_columns, marked.chunk, marked.prologue_keys) == (columns, 64, 64)
+        assert (marked.scan_columns, marked.chunk, marked.gram_warps) == (columns, 64, 4)
     for unverified in (replace(H200, triton=(3, 7)), replace(H200, capability=(10, 0))):
-        assert choose(unverified, key_width=128, value_width=128, lanes=32, length=8192, item=2).prologue_warps == 2
+        assert choose(unverified, key_width=128, value_width=128, lanes=32, length=8192, item=2).gram_warps == 2
     assert step_columns(device, keys=128, values=128, lanes=1) == 16
 
 
