@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from kdacompile import compat, glance, loops, mla_pass
+from kdacompile import compat, fresh_caches, glance, mla_pass
 from kdacompile.held import Tables
 from kdacompile.hoist.attempt import attempt
 from kdacompile.patterns.absorb import absorb
@@ -24,7 +24,7 @@ from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Group, find_groups, keeps_tokens_apart
 from kdacompile.proof.region import Verdict
 from kdacompile.proof.verdicts import Verdicts
-from kdacompile.report import trace
+from kdacompile.report import loops, trace
 from kdacompile.report.collect import emit
 from kdacompile.report.findings import GraphReport, Match, Rejection
 from kdacompile.report.report import enforce
@@ -59,6 +59,8 @@ def run(
     report = rewrite(gm, settings, tables)
     if complete is not None:
         report = complete(report, gm, settings)
+    if report.matches and fresh_caches.settle(gm.graph):
+        gm.recompile()
     emit(report)
     enforce(report, settings)
     return report

@@ -31,30 +31,17 @@ def of_size(graph: fx.Graph, wanted: Collection[int]) -> Dims:
     return {node: dims for node, dims in found.items() if dims}
 
 
-def odd_strides(node: fx.Node) -> set[int]:
-    """Dimensions of size one of an input along which the stride is not that of a contiguous tensor."""
-    value = compat.example_value(node)
-    found: set[int] = set()
-    inner = 1
-    for dim in reversed(range(value.dim())):
-        if isinstance(value.shape[dim], int) and value.shape[dim] == 1 and compat.size_hint(value.stride(dim)) != inner:
-            found.add(dim)
-        inner *= compat.size_hint(value.shape[dim])
-    return found
-
-
-def open_up(dims: Dims, strides: Dims | None = None) -> None:
-    """Have these dimensions captured with open sizes (or strides); does not return if that takes another capture.
+def open_up(dims: Dims) -> None:
+    """Have these dimensions captured with open sizes; does not return if that takes another capture.
 
     To be called while Dynamo captures the graph or hands it to its backend. Does nothing for sizes that were to be open
     already (Dynamo has found a reason to fix them), for those of parameters, or where shapes are to be static
-    (``dynamic=False``). ``strides`` are for dimensions of size one only.
+    (``dynamic=False``).
     """
     frame = _frame()
     if frame is None or not _automatic(frame):
         return
     noted = [_note(frame, node, chosen) for node, chosen in dims.items()]  # all of them, before capture starts again
-    noted += [_note_strides(frame, node, chosen) for node, chosen in (strides or {}).items()]
     if any(noted):
         raise _capture_again()
 
@@ -78,58 +65,17 @@ def _note(frame: Any, node: fx.Node, dims: set[int]) -> bool:
     """Note that these dimensions change from call to call; True if that is news."""
     from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic, auto_unset, update_automatic_dynamic
 
-    source, seen = _seen(frame, node)
-    if seen is None:
+    source = compat.source_name(node)
+    if not source or compat.owner(node) not in ("", "G"):
+        return False
+    seen = update_automatic_dynamic(frame, source, FrameStateSizeEntry())
+    if not isinstance(seen.size, tuple):
         return False
     news = {dim for dim in dims if isinstance(seen.size[dim], int)}
     if news:
         sizes: Any = tuple(auto_dynamic if dim in news else auto_unset for dim in range(len(seen.size)))
         update_automatic_dynamic(frame, source, FrameStateSizeEntry(size=sizes))
     return bool(news)
-
-
-def _note_strides(frame: Any, node: fx.Node, dims: set[int]) -> bool:
-    """The same for the strides along dimensions of size one."""
-    from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic, auto_unset, update_automatic_dynamic
-
-    source, seen = _seen(frame, node)
-    loose = _loose_strides()
-    if seen is None or not isinstance(seen.stride, tuple) or isinstance(seen, loose):
-        return False
-    strides: Any = tuple(auto_dynamic if dim in dims else auto_unset for dim in range(len(seen.stride)))
-    update_automatic_dynamic(frame, source, FrameStateSizeEntry(stride=strides))
-    seen.__class__ = loose
-    return True
-
-
-def _seen(frame: Any, node: fx.Node) -> tuple[str, Any]:
-    """An input's name, and what Dynamo has seen of its sizes; None if they are not for Dynamo to open."""
-    from torch._dynamo.pgo import FrameStateSizeEntry, update_automatic_dynamic
-
-    source = compat.source_name(node)
-    if not source or compat.owner(node) not in ("", "G"):
-        return source, None
-    seen = update_automatic_dynamic(frame, source, FrameStateSizeEntry())
-    return source, seen if isinstance(seen.size, tuple) else None
-
-
-@functools.cache
-def _loose_strides() -> type[Any]:
-    from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
-
-    class LooseStrides(FrameStateSizeEntry):
-        """What was seen of an input whose strides along sizes of one are open.
-
-        Dynamo opens no stride beside an open size, and guards the others, though one along a size of one means nothing.
-        """
-
-        def is_stride_dynamic(self, dim: int) -> bool:
-            return isinstance(self.stride, tuple) and self.stride[dim] is auto_dynamic
-
-        def __reduce__(self) -> Any:  # as Dynamo's own, for profiles that processes without kdacompile may read
-            return FrameStateSizeEntry, (self.scalar, self.size, self.stride)
-
-    return LooseStrides
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from weakref import WeakKeyDictionary
 
-from kdacompile import loops
+from kdacompile.report import loops
 
 _reasons: WeakKeyDictionary[types.CodeType, str] = WeakKeyDictionary()
 

@@ -100,29 +100,6 @@ def test_steps_over_caches_of_all_lengths(fn: Any, expected: int) -> None:
     assert graphs() == expected
 
 
-def step_of_one_head(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, cache: Tensor, mask: Tensor) -> Any:
-    """The same over a cache with heads before tokens."""
-    state = state * g.exp().unsqueeze(-1) + k.unsqueeze(-1) * v.unsqueeze(-2)
-    cache = torch.cat([cache, v.unsqueeze(2)], dim=2)
-    seen = (cache * mask[:, None, :, None]).sum(2)
-    return (q.unsqueeze(-2) @ state).squeeze(-2) + seen, state, cache
-
-
-def test_a_stride_along_a_size_of_one_means_nothing() -> None:
-    """One head: a cache that came of exchanging heads and tokens has another stride there than what a step returns."""
-    run = compiled(step_of_one_head)
-    for cached in (70, 5, 900):
-        *args, cache, mask = token(cached)
-        args = [x[:, :1].contiguous() for x in args]
-        exchanged, whole = cache[:, :, :1].contiguous().transpose(1, 2), cache[:, :, :1].transpose(1, 2).contiguous()
-        assert exchanged.stride() != whole.stride()
-        for each in (exchanged, whole):
-            given = [*args, each, mask]
-            for have, want in zip(run(*given), step_of_one_head(*given), strict=True):
-                assert relative_error(have, want) < 1e-5
-    assert graphs() == 1
-
-
 def test_a_cache_of_one_token_takes_a_graph_of_its_own() -> None:
     run = compiled(step)
     for cached in (1, 2, 70):

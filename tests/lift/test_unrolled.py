@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import kdacompile
-from kdacompile import loops
 from kdacompile.lift import hook, lifting, store
+from kdacompile.report import loops
 from kdacompile.report.collect import collecting
 from kdacompile.report.findings import Match
 from kdacompile.report.report import Report
