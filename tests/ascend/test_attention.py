@@ -43,6 +43,7 @@ def test_compiles_as_planned(tools: Tools, heads: int, block: int, io: torch.dty
     facts = tools.compile(kernel, constants(heads, block, PARTS=parts), io=io).facts
     assert facts["workspace_bytes"] == made.apart_bytes
     assert facts["handovers"] == made.handovers == 2
+    assert facts["crossings"] == made.crossings == 3
     assert facts["cube"]["block_sets"] == facts["vec"]["block_waits"] <= 4
     assert facts["vec"]["block_sets"] == facts["cube"]["block_waits"] <= 5
     assert within_capacity(facts)

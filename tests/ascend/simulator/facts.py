@@ -40,13 +40,14 @@ class Memory:
 class Facts:
     """One kernel. ``workspace_bytes`` is per block; ``memories`` by name. What follows is None where it was not read:
     ``handovers`` counts changes of unit in one turn of the innermost loop that has any, the wrap to the next turn
-    included."""
+    included, and ``crossings`` the synchronisations there that say that a tile is ready for the other unit."""
 
     workspace_bytes: int
     memories: dict[str, Memory]
     cube: UnitFacts | None = None
     vec: UnitFacts | None = None
     handovers: int | None = None
+    crossings: int | None = None
 
 
 def device(text: str) -> dict[str, int]:
@@ -75,7 +76,8 @@ def facts(module: Module, text: str, kernel: str) -> Facts:
     found = layout(text, kernel)
     cube, vec = (module.functions.get(f"{kernel}_mix_{unit}") for unit in ("aic", "aiv"))
     if cube is not None and vec is not None:
-        return replace(found, cube=_unit(cube), vec=_unit(vec), handovers=_handovers(cube))
+        changes, crossings = _handovers(cube)
+        return replace(found, cube=_unit(cube), vec=_unit(vec), handovers=changes, crossings=crossings)
     alone = module.functions[kernel]
     unit = "cube" if "func_core_type<AIC>" in alone.attributes else "vec"
     return replace(found, handovers=0, **{unit: _unit(alone)})
@@ -115,8 +117,9 @@ def _unit(function: Op) -> UnitFacts:
     return UnitFacts(*(names.count(name) for name in ("sync_block_set", "sync_block_wait", "set_flag")))
 
 
-def _handovers(cube: Op) -> int:
-    """Cube's loop, seen from Cube: it waits for data that Vec has written, and it tells Vec of its own results.
+def _handovers(cube: Op) -> tuple[int, int]:
+    """Changes of unit and tiles that cross. Cube's loop, seen from Cube: it waits for data that Vec has written, and it
+    tells Vec of its own results.
 
     Each run of waits is a change from Vec to Cube, each run of results one back; where one side only gives, there are
     two changes all the same. The other synchronisations say that a buffer has been read and may be written again.
@@ -124,7 +127,7 @@ def _handovers(cube: Op) -> int:
     _, loop = max(_loops(cube.regions[0], 0), key=lambda pair: pair[0])
     events = list(_events(loop))
     changes = sum(a != b for a, b in zip(events, events[1:] + events[:1], strict=True))
-    return max(changes, 2) if events else 0
+    return max(changes, 2) if events else 0, len(events)
 
 
 def _loops(block: Block, depth: int) -> Iterator[tuple[int, Block]]:
