@@ -70,11 +70,12 @@ def test_ours_runs_in_every_case() -> None:
 def test_workers_are_timed_alone_and_failures_have_reasons(tmp_path: Path) -> None:
     out = tmp_path / "times"
     outcomes: dict[str, Outcome] = {}
-    arguments = {"a": ("0.1", "0"), "b": ("0.3", "0"), "late": ("30", "0"), "broken": ("0", "3")}
-    jobs = [Job(name, WORKER, (*given, str(out))) for name, given in arguments.items()]
-    Relay(5.0, 20.0).run([jobs], lambda job, outcome: outcomes.update({job.name: outcome}))
+    arguments = {"a": ("0.1", "0"), "b": ("0.3", "0"), "broken": ("0", "3"), "late": ("60", "0")}
+    *jobs, late = [Job(name, WORKER, (*given, str(out))) for name, given in arguments.items()]
+    Relay(60.0, 20.0).run([jobs], lambda job, outcome: outcomes.update({job.name: outcome}))
+    Relay(2.0, 20.0).run([[late]], lambda job, outcome: outcomes.update({job.name: outcome}))
     assert outcomes["a"].failure is None and outcomes["b"].failure is None
-    assert outcomes["late"].failure == "not ready after 5 s"
+    assert outcomes["late"].failure == "not ready after 2 s"
     assert outcomes["broken"].failure == "exit status 3"
     assert list(outcomes["broken"].stderr) == ["broken on purpose"]
     turns = [tuple(map(float, line.split()[:2])) for line in out.read_text().splitlines()]
@@ -86,7 +87,7 @@ def test_caches_are_a_job_s_own_unless_it_shares_one(tmp_path: Path) -> None:
     outs = [tmp_path / name for name in ("a", "b", "c", "d")]
     shares = ("", "fla", "fla", "")
     jobs = [Job(out.name, WORKER, ("0", "0", str(out)), name) for out, name in zip(outs, shares, strict=True)]
-    Relay(20.0, 20.0).run([jobs[:2], jobs[2:]], lambda job, outcome: None)
+    Relay(60.0, 20.0).run([jobs[:2], jobs[2:]], lambda job, outcome: None)
     own, first, second, other = (out.read_text().split()[2] for out in outs)
     assert first == second and len({own, first, other}) == 3
 
