@@ -52,7 +52,12 @@ def _schedule(call: Call) -> Schedule:
 
 
 def machine(x: Tensor) -> str | None:
-    if not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
+    return _machine(x.device) if x.is_cuda else "not a Hopper GPU"
+
+
+@cache
+def _machine(device: torch.device) -> str | None:
+    if torch.cuda.get_device_capability(device) != (9, 0):
         return "not a Hopper GPU"
     found = _triton_version()
     if found is None or not Version(TRITON[0]) <= found < Version(TRITON[1]):
@@ -285,7 +290,6 @@ def _layout(bits: int, dimensions: int) -> Any:
     return NVMMASharedLayout(128, bits, dimensions)
 
 
-@cache
 def _triton_version() -> Version | None:
     try:
         return Version(version("triton"))

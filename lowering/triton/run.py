@@ -126,8 +126,13 @@ def _operands(call: Call) -> dict[str, Any]:
 
 
 def _tensor(name: str, letters: str, x: Tensor) -> dict[str, Any]:
-    strides = {f"{name}_s{letter}": stride for letter, stride in zip(letters, x.stride(), strict=True)}
-    return {f"{name}_ptr": x, **strides}
+    return dict(zip(_names(name, letters), (x, *x.stride()), strict=True))
+
+
+@cache
+def _names(name: str, letters: str) -> tuple[str, ...]:
+    """Of a tensor's pointer and strides."""
+    return (f"{name}_ptr", *(f"{name}_s{letter}" for letter in letters))
 
 
 def _buffers(variant: Variant, call: Call, config: Config, chunks: int, scratch: Scratch) -> dict[str, Any]:
