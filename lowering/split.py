@@ -8,6 +8,7 @@ a small kernel cuts there (``lowering/triton/mla_split.py``), and the host only 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 BLOCK = 64  # tokens: what pieces are made of
 OVERHEAD = 5  # blocks that a program could have done in the time of its start and end
@@ -48,6 +49,7 @@ def workers(tiles: int, slots: int) -> int:
     return max(1, slots // tiles)
 
 
+@lru_cache(maxsize=1024)  # one request has hundreds of candidates: too many to weigh in every layer and step
 def _splits(lanes: int, blocks: int, slots: int) -> int:
     """The number of splits with the cheapest rounds of programs; the smallest of equals."""
 

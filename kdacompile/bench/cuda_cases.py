@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MODELS = ("kimi_linear", "qwen3_next")
-TUNED_BY_OTHERS = ("softplus", "packed", *MODELS)
-"""Kinds for which FLA launches kernels that it tunes for other kinds as well."""
+TUNED_BY_OTHERS = ("softplus", "packed", "train", *MODELS)
+"""Kinds whose forward pass launches kernels that FLA tunes for other kinds as well."""
 
 
 @dataclass(frozen=True)

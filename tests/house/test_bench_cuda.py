@@ -96,7 +96,7 @@ def test_fla_tunes_first_and_by_itself() -> None:
     kinds = {(case.kind, contender) for case in CASES for contender in contenders(case)}
     jobs = [Job(f"{kind} 1x1, {who}", WORKER, (), "fla" if who.endswith("fla") else "") for kind, who in kinds]
     first, *others = cuda._waves(jobs)
-    assert {job.name.split()[0] for job in first} == {"kda", "gdn", "step", "train"}
+    assert {job.name.split()[0] for job in first} == {"kda", "gdn", "step"}
     assert all(job.name.endswith("fla") for job in first)
     assert any(job.shares for wave in others for job in wave)
     assert sorted(job.name for wave in (first, *others) for job in wave) == sorted(job.name for job in jobs)
