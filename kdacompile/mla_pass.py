@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 verdicts = MlaVerdicts()
 
+NEAR = 64
+"""Operators above a mask among which the one that chooses tokens is looked for."""
+
 Failure = tuple[str, fx.Node | None, str]
 """Why a region was left alone: the reason, where, and its code."""
 
@@ -79,6 +82,8 @@ class MlaWork:
             return reason, node, "dynamic"
         source = source_of(node)
         roles = {role: describe(placement) for role, placement in fused.inputs.items()}
+        if "mask" in roles:
+            roles["mask"] += _chosen_by(fused.inputs["mask"].value)
         with self.timed("rewrite"):
             try:
                 splice = MlaSplice(self.gm, shadow, fused)
@@ -123,6 +128,20 @@ def _distinct(claims: Iterable[Claim]) -> list[Claim]:
         if claim not in found:
             found.append(claim)
     return found
+
+
+def _chosen_by(mask: Value) -> str:
+    """What a report adds of a mask that a sparse indexer has made."""
+    near, stack = set[Value](), [mask]
+    while stack and len(near) < NEAR:
+        value = stack.pop(0)
+        if value in near or value.op is None:
+            continue
+        near.add(value)
+        if value.op.name == "topk":
+            return f", chosen by topk at {source_of(value.op.node)}, which stays with Inductor"
+        stack += value.op.reads
+    return ""
 
 
 def _same_node(one: Value, other: Value) -> bool:

@@ -280,6 +280,8 @@ def _reduced(op: Op, lanes: list[_Lane], tails: frozenset[int]) -> Step:
         cuts = _align(op, lanes, tails, offset=False)
     elif name in ("bmm", "mm", "mv", "dot", *SOLVES):
         cuts = _align_batch(lanes)
+    elif name in ("baddbmm", "addmm"):
+        cuts = _align_added(lanes, tails)
     else:
         cuts = _align(op, lanes, tails, offset=name not in ("cat", "select_scatter"))
     return _after_cuts(cuts, call)
@@ -421,6 +423,20 @@ def _align(op: Op, lanes: list[_Lane], tails: frozenset[int], *, offset: bool) -
             if lanes[index].tensor.shape[dim] != target:
                 end = lanes[index].const and _captured(lanes[index].dims[dim]) in tails
                 cuts.append((index, dim, target, end))
+    return cuts
+
+
+def _align_added(lanes: list[_Lane], tails: frozenset[int]) -> list[Cut]:
+    """``added + one @ other``: what is added has the product's sizes, or 1."""
+    added, one, other = lanes
+    cuts = [(index + 1, dim, size, end) for index, dim, size, end in _align_batch([one, other])]
+    lead = map(min, one.tensor.shape[:-2], other.tensor.shape[:-2])
+    product = (*lead, one.tensor.shape[-2], other.tensor.shape[-1])
+    first = len(product) - len(added.dims)
+    for dim, size in enumerate(added.tensor.shape):
+        if size not in (1, product[first + dim]):
+            end = added.const and _captured(added.dims[dim]) in tails
+            cuts.append((0, dim, product[first + dim], end))
     return cuts
 
 

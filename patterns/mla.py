@@ -186,6 +186,8 @@ class MlaCandidate:
     claims: list[Claim] = field(default_factory=list[Claim])
     twins: dict[Value, Value] = field(default_factory=dict[Value, Value])
     """Values of the cut that are the same by construction as another one, which has the role."""
+    kept: set[Op] = field(default_factory=set[Op])
+    """Operators of the region whose results are needed outside it as well."""
 
     @property
     def outputs(self) -> list[Value]:

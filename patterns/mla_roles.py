@@ -65,13 +65,24 @@ def _candidate(graph: Graph, found: Attention, parts: Parts, masks: MaskRole, tw
     again = {read: numbers[twins.of(read)] for read in sorted(reads, key=lambda value: value.index)}
     cut += again
     operands = [found.values, *(term.keys for term in found.terms)]
-    obstacle = _forbidden(graph, ops, cut, output, ancestors(operands, cut.__contains__))
+    expanding = ancestors(operands, cut.__contains__)
+    # A prefill may leave keys and values behind: attention on all of them gains more than expanding them twice costs.
+    whole = 1 < parts.sizes["T"] == parts.sizes["S"] == parts.sizes["C"]
+    kept = _kept(graph, ops, cut, expanding) if whole else set[Op]()
+    obstacle = _forbidden(graph, ops, cut, output, expanding, kept)
     if obstacle is not None:
         return obstacle
     claimed = list(islice(claims(tensors, output, found.scores, parts.sizes, masks), MAX_CLAIMS))
     if not claimed:
         return Obstacle("roles", "the layout of a tensor does not fit its role", found.softmax)
-    return MlaCandidate(found.softmax, ops, cut, output, found.scores, claimed, again)
+    return MlaCandidate(found.softmax, ops, cut, output, found.scores, claimed, again, kept)
+
+
+def _kept(graph: Graph, ops: set[Op], cut: list[Value], expanding: set[Op]) -> set[Op]:
+    """What makes keys and values that are also read elsewhere, or returned; none that end in a buffer of the caller."""
+    made = [value for op in expanding & ops for value in op.outs if value not in cut]
+    read = [value for value in made if value in graph.outputs or any(user not in ops for user in value.users)]
+    return set[Op]() if any(value in graph.written for value in made) else ancestors(read, cut.__contains__)
 
 
 def _output(graph: Graph, value: Value, sizes: dict[str, int]) -> Value | None:
@@ -99,19 +110,21 @@ def _sink_vector(value: Value) -> Value:
     return value
 
 
-def _forbidden(graph: Graph, ops: set[Op], cut: list[Value], output: Value, expanding: set[Op]) -> Obstacle | None:
+def _forbidden(
+    graph: Graph, region: set[Op], cut: list[Value], output: Value, expanding: set[Op], kept: set[Op]
+) -> Obstacle | None:
     """The first operator that must not be in the region, or whose result is needed elsewhere; ``expanding``: those that
-    make keys and values.
+    make keys and values; ``kept``: those of them that stay.
     """
-    for op in sorted(ops, key=lambda item: item.outs[0].index):
+    for op in sorted(region, key=lambda item: item.outs[0].index):
         if op.out.const or op.out.param:
             continue
         if op.name not in ALLOWED:
             return Obstacle("operator", f"the region contains {op.name}, which probes cannot judge", op)
         for value in op.outs:
-            if value is output or value in cut:
+            if value is output or value in cut or op in kept:
                 continue
-            outside = next((user.name for user in value.users if user not in ops), None)
+            outside = next((user.name for user in value.users if user not in region), None)
             if value in graph.outputs or value in graph.written:
                 outside = "the graph's caller"
             if outside is not None:

@@ -31,7 +31,7 @@ class Report(Findings):
         lines = [title, f"{_plural(self.graph_count, 'graph')}, {summary}"]
         lines += _section("matches", self.matches)
         lines += _section("near misses, left to Inductor", self.rejections)
-        lines += _section("graph breaks", self.graph_breaks)
+        lines += _section("graph breaks, across which no pattern reaches", self.graph_breaks)
         if self.seconds:
             spent = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in self.seconds.items())
             lines += ["", f"kdacompile's own time in seconds: {spent}"]

@@ -20,6 +20,7 @@ class MlaSplice(Splice):
     """One rewrite: ``check`` everything, then ``apply``."""
 
     def __init__(self, gm: fx.GraphModule, shadow: Graph, fused: FusedMla) -> None:
+        self.candidate = fused.candidate
         super().__init__(gm, shadow, fused)
         self.claim: Claim = fused.claim
 
@@ -30,14 +31,18 @@ class MlaSplice(Splice):
 
     def region_nodes(self) -> set[fx.Node]:
         """Also what fills a buffer of the region's own without being an operator of it: a value put in place as it is,
-        through a view that is the whole buffer.
+        through a view that is the whole buffer. Without what makes keys and values that are kept.
         """
         nodes, shadow = super().region_nodes(), self.shadow
         given = {shadow.storages.get(value.node) for value in shadow.inputs}
         filled = {write.storage for write in shadow.mutations if write.node in nodes} - given
         writes = {write.node for write in shadow.mutations if write.storage in filled}
         views = {node for node, storage in shadow.storages.items() if storage in filled}
-        return nodes | {node for node in writes | views if node in self.place}
+        nodes |= {node for node in writes | views if node in self.place}
+        kept = {op.node for op in self.candidate.kept}
+        kept |= {node for op in self.candidate.kept for value in op.outs for node, _ in shadow.names.get(value, [])}
+        buffers = {shadow.storages[node] for node in kept if node in shadow.storages} - {None}
+        return {node for node in nodes if node not in kept and shadow.storages.get(node) not in buffers}
 
     def apply(self, before: fx.Node) -> str:
         """Insert the op before ``before``, redirect the output, erase the region. Returns the op's name."""

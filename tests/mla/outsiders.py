@@ -158,6 +158,36 @@ class RemoteCode(Layer):
 
 
 @prefill
+class Transformers4(Layer):
+    """transformers before 5, without a cache: interleaved rotations, heads repeated once, a mask cut to length."""
+
+    def rotate(self, x: Tensor) -> Tensor:
+        batch, heads, length, width = x.shape
+        x = x.view(batch, heads, length, width // 2, 2).transpose(4, 3).reshape(batch, heads, length, width)
+        return rotate_half(x, frequencies(length))
+
+    def repeat_kv(self, x: Tensor, times: int) -> Tensor:
+        batch, _, length, width = x.shape
+        return x if times == 1 else x[:, :, None].expand(-1, -1, times, -1, -1).reshape(batch, -1, length, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], -1, NOPE + VALUE)
+        q_pass, q_rot = torch.split(self.queries(x).transpose(1, 2), [NOPE, ROPE], dim=-1)
+        k_pass, k_rot = torch.split(self.wkv_a(x), [RANK, ROPE], dim=-1)
+        k_pass = self.wkv_b(self.kv_norm(k_pass)).view(shape).transpose(1, 2)
+        k_pass, value_states = torch.split(k_pass, [NOPE, VALUE], dim=-1)
+        q_rot, k_rot = self.rotate(q_rot), self.rotate(k_rot.view(x.shape[0], 1, x.shape[1], ROPE))
+        query_states = torch.cat((q_pass, q_rot), dim=-1)
+        key_states = torch.cat((k_pass, k_rot.expand(*k_pass.shape[:-1], -1)), dim=-1)
+        mask = torch.full((32, 32), torch.finfo(x.dtype).min).triu(1)[None, None]
+        key_states, value_states = self.repeat_kv(key_states, 1), self.repeat_kv(value_states, 1)
+        weights = torch.matmul(query_states, key_states.transpose(2, 3)) * self.scale
+        weights = weights + mask[:, :, : x.shape[1], : key_states.shape[-2]]
+        weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(query_states.dtype)
+        return self.wo(torch.matmul(weights, value_states).transpose(1, 2).contiguous().flatten(2))
+
+
+@prefill
 class PaddedValues(Layer):
     """Values padded to the keys' width, as flash attention wants them; the result is cut again."""
 

@@ -178,9 +178,29 @@ class WeightsReturned(Naive):
 
 
 class KeysReturned(Naive):
-    def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    """A prefill that leaves expanded keys behind, as transformers 4 does: they stay, attention is replaced."""
+
+    def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         k, v = self.expand(latent, rope)
-        return self.attend(self.queries(x), k, v).transpose(1, 2).flatten(2), k
+        return self.attend(self.queries(x), k, v).transpose(1, 2).flatten(2), k, v
+
+
+class KeysFilled(SliceCopies):
+    def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        k, v = self.expand(latent, rope)
+        return self.attend(self.queries(x), k, v).transpose(1, 2).flatten(2), k, v
+
+
+class FirstUpdate(KeysReturned):
+    """The first update of transformers 4's cache: joined to tensors of nothing."""
+
+    def expand(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = super().expand(latent, rope)
+        keys, values = (torch.cat([torch.tensor([]), item], dim=-2) for item in (k, v))
+        return keys, values
+
+
+KEPT: dict[str, Callable[[], nn.Module]] = {"returned": KeysReturned, "filled": KeysFilled, "first": FirstUpdate}
 
 
 class ExpandedCache(Naive):
@@ -268,7 +288,6 @@ NEAR_MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "softcap": (Softcap, "tanh"),
     "per_head_rope": (PerHeadRope, "rotated key of its own"),
     "weights_returned": (WeightsReturned, "attention weights"),
-    "keys_returned": (KeysReturned, "read by"),
     "expanded_cache": (ExpandedCache, "cached expanded"),
     "expanded_static_cache": (ExpandedStaticCache, "cached expanded"),
     "weak_mask": (WeakMask, "still lets something through"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kdacompile
+from kdacompile.proof import attention as proof
 from tests.compare import relative_error
 from tests.mla.outsiders import BATCH
 from tests.mla.outsiders_steps import OUTSIDERS
@@ -61,3 +62,15 @@ def test_every_length_and_gradients(name: str) -> None:
                 assert (x is None) == (y is None)
                 assert x is None or y is None or relative_error(x, y) < 10 * bound(name)
     assert len(report.graphs) == 1, str(report)
+
+
+@pytest.mark.parametrize("name", ["TokensFirst", "StackedHalves", "RotatedAfterExpanding", "DividedAtTheEnd"])
+def test_many_tokens_are_proven_on_some(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "LARGEST", 2 * 4 * 260 * 260)
+    case = OUTSIDERS[name]
+    module, arguments = case.module(), case.arguments(300)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        report = kdacompile.explain(module, options=EAGER)(*arguments)
+        assert len(report.matches) == 1, str(report)
+        assert relative_error(report.result, module(*arguments)) < bound(name)

@@ -13,7 +13,7 @@ from kdacompile.proof import attention as mla_proof
 from kdacompile.report.report import Report
 from tests.compare import relative_error, tensors
 from tests.mla.absorbed import ABSORBED, ABSORBED_MISSES, ABSORBED_OTHERS, DeepSeek
-from tests.mla.spellings import CAUSAL, NEAR_MISSES, OTHER_ATTENTION, RANK, ROPE, SPELLINGS, WIDTH, Naive, causal
+from tests.mla.spellings import CAUSAL, KEPT, NEAR_MISSES, OTHER_ATTENTION, RANK, ROPE, SPELLINGS, WIDTH, Naive, causal
 
 EAGER: dict[str, Any] = {"kda.inner": "eager"}
 GRADIENTS = ["SliceCopies", "TwoProjections", "Sdpa", "ValuesFirst", "DeepSeekCausal", "MqaRopeFirst"]
@@ -91,6 +91,36 @@ def test_near_misses(name: str) -> None:
     assert not report.matches and any(reason in r.reason for r in report.rejections), str(report)
     for have, want in zip(tensors(report.result), tensors(expected), strict=True):
         assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", KEPT)
+def test_a_prefill_keeps_its_keys(name: str, grad: bool) -> None:
+    torch.manual_seed(0)
+    module, arguments = KEPT[name](), inputs(9, 9)
+    arguments[1].requires_grad_(grad)
+    with torch.set_grad_enabled(grad):
+        report = explained(module, arguments)
+        expected = module(*arguments)
+    assert [match.mode for match in report.matches] == ["sequence"], str(report)
+    assert all(relative_error(have, want) < 1e-6 for have, want in zip(report.result, expected, strict=True))
+    if grad:
+        have, want = (
+            torch.autograd.grad([y.square().sum() for y in result], arguments[1])[0]
+            for result in (report.result, expected)
+        )
+        assert relative_error(have, want) < 1e-5
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_step_that_returns_keys_is_left_alone(name: str) -> None:
+    torch.manual_seed(0)
+    module, arguments = KEPT[name](), inputs(1, 12)
+    with torch.no_grad():
+        report = explained(module, arguments)
+        expected = module(*arguments)
+    assert not report.matches and any("read by" in r.reason for r in report.rejections), str(report)
+    assert all(torch.equal(have, want) for have, want in zip(report.result, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", OTHER_ATTENTION | ABSORBED_OTHERS)
