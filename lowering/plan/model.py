@@ -111,6 +111,11 @@ class PlanData:
         return tuple(b for b in self.buffers if b.scope is Scope.TENSOR)
 
     @property
+    def meeting(self) -> str:
+        """A name for what units hand over through, of which there are ``meeting_bytes``."""
+        return "workspace" if self.target.meeting == "global" else "meeting on chip"
+
+    @property
     def workspace_bytes(self) -> int:
         """Bytes of global memory a core group needs for its scan: none where units meet on chip."""
         return self.meeting_bytes if self.target.meeting == "global" else 0

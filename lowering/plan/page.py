@@ -65,7 +65,7 @@ def _tiles(plan: PlanData, naive: PlanData | None) -> str:
         (str(plan.handovers), f"hand-overs a {plan.step} ({was}least possible {plan.lower_bound})"),
         (
             f"{plan.meeting_bytes:,}",
-            f"workspace bytes a core group ({bytes_were}floor {plan.floor_bytes:,}{_apart(plan)})",
+            f"{plan.meeting}, bytes a core group ({bytes_were}floor {plan.floor_bytes:,}{_apart(plan)})",
         ),
         (f"{plan.crossing_bytes:,}", f"bytes a {plan.step} in {plan.crossings} tiles that change unit"),
         (

@@ -101,8 +101,8 @@ def _title(sheet: _Sheet, plan: PlanData, played: Timeline) -> None:
     sheet.text(
         0,
         34,
-        f"{plan.handovers} hand-overs a {plan.step} (arrows), workspace {plan.meeting_bytes:,} bytes (by address); "
-        f"the scan of one core group as modelled, {steps}",
+        f"{plan.handovers} hand-overs a {plan.step} (arrows), {plan.meeting} {plan.meeting_bytes:,} bytes (by address)"
+        f"; the scan of one core group as modelled, {steps}",
         "soft",
     )
     sheet.y = 46
@@ -160,8 +160,8 @@ def _memory(sheet: _Sheet, plan: PlanData, played: Timeline, at: Callable[[float
     if not plan.in_memory:
         return
     top = sheet.y
-    sheet.box(_LEFT, top, WIDTH - _LEFT - _RIGHT, _BYTES, "lane", "workspace")
-    sheet.text(0, top + 14, "workspace")
+    sheet.box(_LEFT, top, WIDTH - _LEFT - _RIGHT, _BYTES, "lane", plan.meeting)
+    sheet.text(0, top + 14, plan.meeting)
     sheet.text(0, top + 30, f"{plan.meeting_bytes:,} B", "soft")
     scale = _BYTES / max(plan.meeting_bytes, 1)
     for buffer in plan.in_memory:

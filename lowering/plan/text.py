@@ -38,7 +38,7 @@ def _summary(plan: PlanData) -> list[str]:
     return [
         f"  hand-overs a {plan.step} {plan.handovers}, no schedule has fewer than {plan.lower_bound}; "
         f"outside the scan {plan.outer_handovers}",
-        f"  {_meeting(plan)} {plan.meeting_bytes:,} bytes a core group, floor {plan.floor_bytes:,}{_apart(plan)}; "
+        f"  {plan.meeting} {plan.meeting_bytes:,} bytes a core group, floor {plan.floor_bytes:,}{_apart(plan)}; "
         f"{plan.crossings} tiles and {plan.crossing_bytes:,} bytes cross a {plan.step}",
         f"  tensors between sections {plan.tensor_bytes:,} bytes a lane and {plan.step}",
     ]
@@ -46,10 +46,6 @@ def _summary(plan: PlanData) -> list[str]:
 
 def _apart(plan: PlanData) -> str:
     return f", every tile apart {plan.apart_bytes:,}" if plan.apart_bytes else ""
-
-
-def _meeting(plan: PlanData) -> str:
-    return "workspace" if plan.target.meeting == "global" else "meeting on chip"
 
 
 def _stage(stage: Stage, step: str) -> list[str]:
