@@ -30,7 +30,7 @@ from kdacompile.errors import BenchError, MissingDependencyError
 
 __all__ = ["CASES", "Case", "main", "plot", "table"]
 _WORKER = "kdacompile.bench.cuda_worker"
-_READY_SECONDS = 240.0  # a compiler that takes longer is out of the race
+_READY_SECONDS = 300.0  # a compiler that takes longer is out of the race
 
 Results = dict[str, dict[str, dict[str, Any]]]
 
