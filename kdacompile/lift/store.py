@@ -1,18 +1,22 @@
 """Verdicts on disk: a function proven in one process is lifted in the next before anything unrolls.
 
-One JSON file a verdict, in Inductor's cache directory, under a key of the function's identity, the call, the settings
-and our own source. Written atomically: processes may share the directory.
+One file a verdict, JSON below its hash, in Inductor's cache directory, under a key of the function's identity, the
+call, the settings and our own source. Written atomically: processes may share the directory.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kdacompile import compat
 from kdacompile.disk import write_whole
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,21 +47,35 @@ def has(key: str) -> bool:
 
 
 def load(key: str) -> Verdict | None:
+    """The verdict on disk. None if there is none, or if the file is not what was written: it is proven again."""
     if not compat.disk_caches():
         return None
     try:
-        data = json.loads(_path(key).read_text())
-        for name in ("matches", "lengths", "tokens"):
-            data[name] = tuple(data[name])
-        return Verdict(**data)
-    except (OSError, ValueError, TypeError, KeyError):  # none, or not one of ours: prove it again
+        text = _path(key).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        if not isinstance(error, FileNotFoundError):
+            log.warning("a verdict could not be read, its function is proven again: %s", error)
         return None
+    digest, _, body = text.partition("\n")
+    if digest != _digest(body):
+        log.warning("%s is not as it was written, its function is proven again", _path(key))
+        return None
+    data = json.loads(body)
+    for name in ("matches", "lengths", "tokens"):
+        data[name] = tuple(data[name])
+    return Verdict(**data)
 
 
 def save(key: str, verdict: Verdict) -> None:
     if not compat.disk_caches():
         return
+    body = json.dumps(asdict(verdict))
     try:
-        write_whole(_path(key), json.dumps(asdict(verdict)))
+        write_whole(_path(key), f"{_digest(body)}\n{body}")
     except OSError:
         return  # a full or read-only disk: it only costs time
+
+
+def _digest(body: str) -> str:
+    """In front of the verdict: what a changed letter makes of the code in it would be run."""
+    return hashlib.sha256(body.encode()).hexdigest()

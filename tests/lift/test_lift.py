@@ -225,6 +225,34 @@ def test_a_verdict_is_remembered_on_disk(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [match.lifted for match in report.matches] == ["recurrent_gla"]
 
 
+CORRUPTIONS: dict[str, Callable[[bytes], bytes]] = {
+    "one operation for another": lambda data: data.replace(b"gate_scale=1.0", b"gate_scale=2.0"),
+    "no Python": lambda data: data.replace(b"def replacement", b"def def replacement"),
+    "cut short": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "not text": lambda data: b"\xff\xfe\x00" + data,
+}
+
+
+@pytest.mark.parametrize("change", list(CORRUPTIONS.values()), ids=list(CORRUPTIONS))
+def test_a_corrupt_file_on_disk_is_proven_again(
+    change: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = arguments(20)
+    compiled(functions.recurrent_gla)(*args)
+    (path,) = tmp_path.rglob("*.json")
+    written = path.read_bytes()
+    path.write_bytes(change(written))
+    assert path.read_bytes() != written
+    torch._dynamo.reset()
+    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
+    caplog.set_level("WARNING", "kdacompile.lift")
+    assert relative_error(compiled(functions.recurrent_gla)(*args), functions.recurrent_gla(*args)) < 1e-5
+    assert "proven again" in caplog.text
+    assert lifted_functions() == {"recurrent_gla"}
+    assert path.read_bytes() == written
+
+
 def test_an_edited_source_is_another_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A helper with one sign flipped between two runs: the stored verdict is about another function."""
     path = tmp_path / "edited_functions.py"
