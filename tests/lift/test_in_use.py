@@ -33,10 +33,10 @@ def projected(x: Tensor, weight: Tensor, g: Tensor) -> Tensor:
     return recurrent_gla(q, k, v, g)
 
 
-def operands(length: int) -> list[Tensor]:
+def operands(length: int) -> tuple[Tensor, Tensor, Tensor]:
     rng = torch.Generator().manual_seed(length)
     x, weight = torch.randn(1, length, 12, generator=rng), torch.randn(12, HEADS * (2 * KEY + VALUE), generator=rng)
-    return [x, weight, arguments(length)[3]]
+    return x, weight, arguments(length)[3]
 
 
 def within(*args: Tensor) -> Tensor:
