@@ -254,6 +254,7 @@ class _Work:
         if fused is None or not fused.absorbed:
             return
         with self.timed("sizes"):
+            reabsorb.tie_sizes(call)
             reason = self.instances.disagreement(shadow, fused, absorbed, reabsorb.same_call)
         if reason is None:
             splice = LinearAttentionSplice(self.gm, shadow, fused, keep_strides=self.keep_strides)

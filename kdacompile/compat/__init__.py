@@ -202,6 +202,12 @@ def settle(env: Any, symbol: Any) -> None:
     env.evaluate_expr(sympy.Eq(symbol, env.backed_var_to_val[symbol]))
 
 
+def tie(size: Any, other: Any) -> None:
+    """Guard that two sizes are equal: from here on they have the same symbols."""
+    if isinstance(size, torch.SymInt) or isinstance(other, torch.SymInt):
+        bool(size == other)
+
+
 def shape_env(nodes: list[fx.Node]) -> Any:
     """The environment that knows the graph's symbols, guards and ranges."""
     for node in nodes:

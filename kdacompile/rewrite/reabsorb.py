@@ -8,6 +8,7 @@ rules of ``patterns/absorb`` move its inputs up.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from kdacompile import compat
 from kdacompile.patterns.candidates import Candidate
@@ -61,6 +62,16 @@ def as_match(op: Op) -> Fused | None:
         sigmoid_beta=options["sigmoid_beta"],
         qk_l2norm_eps=options["qk_l2norm_eps"],
     )
+
+
+def tie_sizes(call: Fused) -> None:
+    """Guard what the op demands, equal sizes for equal letters: each input of a graph comes with symbols of its own."""
+    known: dict[str, Any] = {}
+    for placement in call.inputs.values():
+        shape = compat.example_value(placement.value.node).shape
+        for letter, size in zip(placement.letters, shape, strict=True):
+            if letter != ".":
+                compat.tie(known.setdefault(letter, size), size)
 
 
 def same_call(candidate: Candidate, here: Graph, there: Graph, groups: list[Group]) -> Candidate | str:

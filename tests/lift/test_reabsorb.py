@@ -78,6 +78,21 @@ def test_a_lifted_function_reports_what_its_caller_gave_it() -> None:
     assert [match.absorbed for match in report.matches] == [("gate_logsigmoid",)]
 
 
+def test_inputs_with_lengths_of_their_own_are_tied() -> None:
+    """In inference lengths stay open, and every input of the graph has a symbol of its own for the same length."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        return functions.chunked_gla(q, k, v, F.logsigmoid(x) / 16)[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="kda", options={"kda.inner": "eager"})
+    with torch.no_grad(), collecting() as report:
+        for length in (80, 97):
+            inputs = operands(length)[:4]
+            assert relative_error(compiled(*inputs), model(*inputs)) < 1e-5
+    assert [match.absorbed for match in report.matches] == [("gate_logsigmoid",)]  # one graph for both
+
+
 def test_gradients() -> None:
     own, theirs = ([x.requires_grad_() for x in operands(9)] for _ in range(2))
     result, calls = captured(gated, own)
