@@ -82,11 +82,12 @@ def choose(
     length: int,
     item: int,
     chunk_size: int = 0,
-    channels: bool = True,
+    bounded: bool = False,
 ) -> Config:
     """The schedule of a shape.
 
-    ``lanes``: sequences times heads; ``item``: bytes of a buffer's element; ``channels``: a gate per channel.
+    ``lanes``: sequences times heads; ``item``: bytes of a buffer's element; ``bounded``: of a gate per channel, see
+    decays.py.
     """
     keys, values = padded(key_width), padded(value_width)
     widest = MAX_CHUNK if item == 2 and keys <= 128 else 32  # the tiles of longer chunks do not fit the registers
@@ -99,8 +100,10 @@ def choose(
     warps = 2 if _few_warps(device, chunk, item) else 4
     return Config(
         chunk=chunk,
-        gram_keys=min(keys, 32),
-        gram_warps=warps,
+        gram_keys=16
+        if bounded
+        else min(keys, 32),  # of 16 keys with two warps, a bounded gate's tiles fit the registers
+        gram_warps=2 if bounded else warps,
         apply_keys=min(keys, 128 if item == 2 else 32),
         apply_columns=min(values, 128 if item == 2 else 32),
         apply_warps=warps,

@@ -7,6 +7,8 @@ matrix products with matrices of 0, 1 and -1: exact in their zeros, causal bit f
 BLOCK: tokens of a block whose log gates are known to be bounded, so that ``exp(-sum)`` over half of it is finite. With
 ``D_i`` the sum from a block's middle to token i (negative in front of it), any decay inside the block is
 ``exp(D_i) exp(-D_j)``, and all that reaches out of it is that times one number a channel. BLOCK = 1: no bound is known.
+BLOCK = 0: none is known, but keys are normalised and their products are rounded to bf16. Inside of 16 tokens a log gate
+below LIMIT then counts as LIMIT in the products of two of them (6e-5 of an undecayed term, a sixtieth of the rounding).
 What several of these functions compute of the same gate is computed once, by the compiler's elimination of common
 subexpressions.
 """
@@ -20,11 +22,12 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LIMIT: tl.constexpr = tl.constexpr(-9.7)  # exp of eight of it is 2e-34: in range, and its inverse times a key as well
 
 
 @triton.jit
 def exp(x):
-    """A product and one instruction of the special function unit; results below 1e-38 are 0, with ``tl.exp`` 1e-45."""
+    """A product and one instruction of the special function unit; results below 1e-38 are 0."""
     return tl.exp2(x * LOG2E)
 
 
@@ -114,7 +117,7 @@ def suffix_decay(g, C: tl.constexpr):
 @triton.jit
 def total_decay(g, C: tl.constexpr, BLOCK: tl.constexpr):
     """exp(g_0 + ... + g_{C-1}), one row."""
-    if BLOCK == 1:
+    if BLOCK <= 1:
         decay = exp(tl.sum(g, 0)[None, :])
     else:
         decay = exp(sum_of_halves(half_sums(g, C, BLOCK), 0, 2 * C // BLOCK))
@@ -125,14 +128,18 @@ def total_decay(g, C: tl.constexpr, BLOCK: tl.constexpr):
 def decayed_from_start(x, g, C: tl.constexpr, BLOCK: tl.constexpr, DT: tl.constexpr):
     """x_i exp(g_0 + ... + g_i), with a gate per channel."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    if BLOCK == 1:
+    if BLOCK <= 1:
         x *= exp(masked_sum(j <= i, g, DT))
     else:
         halves = half_sums(g, C, BLOCK)
         scaled = x * exp(centred_sums(g, C, BLOCK, DT))
-        x = scaled * tl.exp(sum_of_halves(halves, 0, 1))
+        x = scaled * exp(sum_of_halves(halves, 0, 1))
         for block in tl.static_range(1, C // BLOCK):
-            x = tl.where(i // BLOCK >= block, scaled * tl.exp(sum_of_halves(halves, 0, 2 * block + 1)), x)
+            start, before = (
+                exp(sum_of_halves(halves, 2 * block, 2 * block + 1)),
+                exp(sum_of_halves(halves, 0, 2 * block)),
+            )
+            x = tl.where(i // BLOCK >= block, scaled * start * before, x)
     return x
 
 
@@ -140,12 +147,12 @@ def decayed_from_start(x, g, C: tl.constexpr, BLOCK: tl.constexpr, DT: tl.conste
 def decayed_to_end(x, g, C: tl.constexpr, BLOCK: tl.constexpr, DT: tl.constexpr):
     """x_i exp(g_{i+1} + ... + g_{C-1}), with a gate per channel."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    if BLOCK == 1:
+    if BLOCK <= 1:
         x *= exp(masked_sum(j > i, g, DT))
     else:
         halves = half_sums(g, C, BLOCK)
         x = decayed_onwards(x * exp(-centred_sums(g, C, BLOCK, DT)), halves, C // BLOCK - 1, C, BLOCK)
-        x *= tl.exp(sum_of_halves(halves, 2 * (C // BLOCK) - 1, 2 * (C // BLOCK)))
+        x *= exp(sum_of_halves(halves, 2 * (C // BLOCK) - 1, 2 * (C // BLOCK)))
     return x
 
 
@@ -153,12 +160,14 @@ def decayed_to_end(x, g, C: tl.constexpr, BLOCK: tl.constexpr, DT: tl.constexpr)
 def decayed_onwards(x, halves, to: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of x scaled to the middles of their blocks, scaled on to the middle of block ``to``; later ones as they are.
 
-    What is scaled may be as large as its block's bound allows, and its factor as small: denormal numbers are kept.
+    In two steps, to the end of a block and from there on (as in ``decayed_from_start``): what is scaled may be as large
+    as the bound allows and both factors as small, so that their product would be 0 where all three together are not.
     """
     i = tl.arange(0, C)[:, None]
     for block in tl.static_range(1, to + 1):
-        step = tl.exp(sum_of_halves(halves, 2 * block - 1, 2 * block + 1))
-        x = tl.where(i // BLOCK < block, x * step, x)
+        end = exp(sum_of_halves(halves, 2 * block - 1, 2 * block))
+        middle = exp(sum_of_halves(halves, 2 * block, 2 * block + 1))
+        x = tl.where(i // BLOCK < block, x * end * middle, x)
     return x
 
 
@@ -173,22 +182,38 @@ def token_decays(g, C: tl.constexpr, DT: tl.constexpr):
 
 
 @triton.jit
+def add_level(a_qk, a_kk, q, k, g, level, C: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr):
+    """Add the pairs of a level, see ``level_sums``."""
+    decay = exp(masked_sum(level_sums(level, C), g, DT))
+    pairs = level_pairs(level, C)
+    k_decayed = (k * decay).to(DT)
+    cols = tl.trans(k_decayed)
+    a_qk += tl.where(pairs, tl.dot((q * decay).to(DT), cols, input_precision=PRECISION), 0.0)
+    a_kk += tl.where(pairs, tl.dot(k_decayed, cols, input_precision=PRECISION), 0.0)
+    return a_qk, a_kk
+
+
+@triton.jit
 def channel_grams(a_qk, a_kk, q, k, g, C: tl.constexpr, BLOCK: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr):
     """Add to A_qk and A_kk what their lower triangles need; what lies above means nothing.
 
-    With BLOCK, the rows of one block at a time meet columns that are scaled to its middle. Else by doubling (see
-    ``level_sums``), from single tokens.
+    With BLOCK, the rows of one block at a time meet columns that are scaled to its middle. Else by doubling, from
+    single tokens or from 16.
     """
+    LEVELS: tl.constexpr = 4 if C == 16 else (5 if C == 32 else 6)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     if BLOCK == 1:
         a_qk += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
-        for level in range(4 if C == 16 else (5 if C == 32 else 6)):
-            decay = exp(masked_sum(level_sums(level, C), g, DT))
-            pairs = level_pairs(level, C)
-            k_decayed = (k * decay).to(DT)
-            cols = tl.trans(k_decayed)
-            a_qk += tl.where(pairs, tl.dot((q * decay).to(DT), cols, input_precision=PRECISION), 0.0)
-            a_kk += tl.where(pairs, tl.dot(k_decayed, cols, input_precision=PRECISION), 0.0)
+        for level in range(LEVELS):
+            a_qk, a_kk = add_level(a_qk, a_kk, q, k, g, level, C, DT, PRECISION)
+    elif BLOCK == 0:
+        same = (i // 16) == (j // 16)
+        sums = centred_sums(tl.maximum(g, LIMIT), C, 16, DT)
+        decay, cols = exp(sums), tl.trans((k * exp(-sums)).to(DT))
+        a_qk += tl.where(same, tl.dot((q * decay).to(DT), cols, input_precision=PRECISION), 0.0)
+        a_kk += tl.where(same, tl.dot((k * decay).to(DT), cols, input_precision=PRECISION), 0.0)
+        for level in tl.static_range(4, LEVELS):
+            a_qk, a_kk = add_level(a_qk, a_kk, q, k, g, level, C, DT, PRECISION)
     else:
         halves = half_sums(g, C, BLOCK)
         sums = centred_sums(g, C, BLOCK, DT)
@@ -204,20 +229,12 @@ def channel_grams(a_qk, a_kk, q, k, g, C: tl.constexpr, BLOCK: tl.constexpr, DT:
 
 @triton.jit
 def channel_gram(a_qk, q, k, g, C: tl.constexpr, BLOCK: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr):
-    """Add to A_qk alone."""
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    """Add to A_qk alone: what A_kk would take is not read, so the compiler leaves it out."""
     if BLOCK == 1:
+        i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
         a_qk += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
         for level in range(4 if C == 16 else (5 if C == 32 else 6)):
-            decay = exp(masked_sum(level_sums(level, C), g, DT))
-            cols = tl.trans((k * decay).to(DT))
-            product = tl.dot((q * decay).to(DT), cols, input_precision=PRECISION)
-            a_qk += tl.where(level_pairs(level, C), product, 0.0)
+            a_qk, _ = add_level(a_qk, tl.zeros([C, C], tl.float32), q, k, g, level, C, DT, PRECISION)
     else:
-        halves = half_sums(g, C, BLOCK)
-        sums = centred_sums(g, C, BLOCK, DT)
-        q_rows, cols = (q * exp(sums)).to(DT), k * exp(-sums)
-        for block in tl.static_range(C // BLOCK):
-            onwards = tl.trans(decayed_onwards(cols, halves, block, C, BLOCK).to(DT))
-            a_qk = tl.dot(tl.where(i // BLOCK == block, q_rows, 0.0), onwards, a_qk, input_precision=PRECISION)
+        a_qk, _ = channel_grams(a_qk, tl.zeros([C, C], tl.float32), q, k, g, C, BLOCK, DT, PRECISION)
     return a_qk

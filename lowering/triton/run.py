@@ -57,15 +57,16 @@ def run_chunks(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
     if 0 in (length, final.numel()):
         return o, final
     dtype = call.compute_dtype
+    block = _bounded_block(call)
     config = choose(
         _device(call.q.device), key_width=key_width, value_width=value_width, lanes=call.sequences * value_heads,
-        length=length, item=dtype.itemsize, chunk_size=call.chunk_size, channels=call.gate == "channel",
+        length=length, item=dtype.itemsize, chunk_size=call.chunk_size, bounded=block > 1,
     )  # fmt: skip
     variant = Variant.of(call)
     module = load_source(variant.name, chunk_source(variant))
     values = {**_operands(call), "o_ptr": o, "final_state_ptr": final, "T": length}
     values |= {"C": config.chunk, "VP": padded(value_width), "INVERSE_PRECISION": _inverse_precision(call, dtype)}
-    values |= {"DT": _triton_dtype(dtype), "PRECISION": _precision(), "BLOCK": _bounded_block(call, config.chunk)}
+    values |= {"DT": _triton_dtype(dtype), "PRECISION": _precision(), "BLOCK": min(block, config.chunk)}
     chunks = batch * -(-length // config.chunk)
     with _on(call.q.device):
         if call.cu_seqlens is not None:
@@ -191,12 +192,14 @@ def _inverse_precision(call: Call, dtype: torch.dtype) -> str:
     return "fp16" if call.qk_l2norm_eps > 0.0 else "bf16x3"
 
 
-def _bounded_block(call: Call, chunk: int) -> int:
-    """Tokens of a block half of whose log gates cannot sum below the exponent limit; 1 where none is known to do."""
-    if call.gate_fn != "sigmoid" or call.qk_l2norm_eps <= 0.0 or call.compute_dtype is torch.float16:
+def _bounded_block(call: Call) -> int:
+    """Tokens of a block half of whose log gates cannot sum below the exponent limit; 0 and 1 as in decays.py."""
+    if call.gate != "channel" or call.qk_l2norm_eps <= 0.0 or call.compute_dtype is torch.float16:
         return 1
-    blocks = (block for block in (32, 16, 8) if block <= chunk)
-    return next((block for block in blocks if -call.gate_scale * block / 2 <= _EXPONENT_LIMIT), 1)
+    unknown = 0 if call.compute_dtype is torch.bfloat16 else 1
+    if call.gate_fn != "sigmoid":
+        return unknown
+    return next((block for block in (32, 16) if abs(call.gate_scale) * block / 2 <= _EXPONENT_LIMIT), unknown)
 
 
 @cache

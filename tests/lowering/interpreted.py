@@ -15,6 +15,7 @@ from kdacompile.lowering.calls import Call
 from kdacompile.lowering.linear_attention import ROWS
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton import TritonKernels
+from kdacompile.lowering.triton import run as launch
 from kdacompile.lowering.verify import Case, as_implementation, relative_error, verify
 from tests.lowering.planned import triton_scratch
 from tests.ops import cases
@@ -58,6 +59,31 @@ def preparations() -> None:
         check(KERNELS.run(call_of(case)), cases.oracle(case), missing)
 
 
+def bounds() -> None:
+    """Gates that are known to be bounded, in blocks of a chunk's tokens or of half of them, also all at their bound."""
+    for gate_scale in (-5.0, -8.0):
+        for delta in (True, False):
+            case = cases.make_case(
+                gate_fn="sigmoid", delta=delta, length=50, batch=1, heads=1, key_dim=20, value_dim=18
+            )
+            case = case.with_options(gate_scale=gate_scale, chunk_size=32)
+            check(KERNELS.run(call_of(case), Scratch(poison=True)), cases.oracle(case), gate_scale)
+            strongest = case.with_tensors(g=torch.full_like(case.tensors["g"], 50.0))
+            check(KERNELS.run(call_of(strongest)), cases.oracle(strongest), f"all at {gate_scale}")
+
+
+def limits() -> None:
+    """What bf16 takes where no bound is known, here in fp32: exact for mild gates, and for strong ones to 6e-5."""
+    launch.__dict__["_bounded_block"] = lambda call: 0
+    for delta in (True, False):
+        case = cases.make_case(delta=delta, length=50, batch=1, heads=1, key_dim=20).with_options(chunk_size=32)
+        check(KERNELS.run(call_of(case), Scratch(poison=True)), cases.oracle(case), "mild")
+        strong = torch.where(torch.rand(case.tensors["g"].shape) < 0.2, -1000.0, case.tensors["g"])
+        case = case.with_tensors(g=strong)
+        for x, y in zip(KERNELS.run(call_of(case)), cases.oracle(case), strict=True):
+            assert relative_error(x, y) < 2e-4
+
+
 def steps() -> None:
     """The one-token kernel, into fresh memory and in place, in both layouts of the state."""
     for gate, fn in (("none", "log"), *((gate, fn) for gate in cases.GATES[1:] for fn in cases.GATE_FNS)):
@@ -89,5 +115,9 @@ def shapes() -> None:
     assert torch.equal(KERNELS.run(call_of(case.with_tensors(**later)))[0][:, :11], o[:, :11])
 
 
+PARTS = {
+    "rows": rows, "preparations": preparations, "bounds": bounds, "limits": limits, "steps": steps, "shapes": shapes,
+}  # fmt: skip
+
 if __name__ == "__main__":
-    {"rows": rows, "preparations": preparations, "steps": steps, "shapes": shapes}[sys.argv[1]]()
+    PARTS[sys.argv[1]]()

@@ -54,7 +54,7 @@ def triton_scratch(case: Case) -> int:
     config = choose(
         Device.of(torch.device(case.device)), key_width=case.key_width, value_width=case.value_width,
         lanes=sequences * case.value_heads, length=case.length if case.lengths is None else sum(case.lengths),
-        item=case.dtype.itemsize, chunk_size=case.chunk_size, channels=case.gate == "channel",
+        item=case.dtype.itemsize, chunk_size=case.chunk_size,
     )  # fmt: skip
     made = _plan(case, "cuda_sm90", config.chunk, keys, values, values)
     width = case.dtype.itemsize

@@ -91,6 +91,8 @@ def test_schedules_fit_the_device(device: Device, width: int, item: int) -> None
     for lanes, columns in ((32, 32), (96, 128), (128, 128)):
         marked = choose(H200, key_width=128, value_width=128, lanes=lanes, length=8192, item=2)
         assert (marked.scan_columns, marked.chunk, marked.gram_warps) == (columns, 64, 4)
+    bounded = choose(H200, key_width=128, value_width=128, lanes=32, length=8192, item=2, bounded=True)
+    assert (bounded.gram_keys, bounded.gram_warps) == (16, 2)
     for unverified in (replace(H200, triton=(3, 7)), replace(H200, capability=(10, 0))):
         assert choose(unverified, key_width=128, value_width=128, lanes=32, length=8192, item=2).gram_warps == 2
     assert step_columns(device, keys=128, values=128, lanes=1) == 16
@@ -127,7 +129,7 @@ def test_a_generated_source_is_written_once(tmp_path: Path, monkeypatch: pytest.
 
 @needs_triton
 @no_interpreter
-@pytest.mark.parametrize("part", ["rows", "preparations", "steps", "shapes"])
+@pytest.mark.parametrize("part", ["rows", "preparations", "bounds", "limits", "steps", "shapes"])
 def test_numbers_in_the_interpreter(part: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "KDACOMPILE_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.lowering.interpreted", part]

@@ -11,8 +11,9 @@ from kdacompile.lowering.calls import Call
 from kdacompile.lowering.linear_attention import ROWS
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton import TritonKernels
-from kdacompile.lowering.verify import Case, as_implementation, make_inputs, verify
+from kdacompile.lowering.verify import Case, as_implementation, make_inputs, relative_error, verify
 from tests.lowering.planned import triton_scratch
+from tests.ops.cases import make_case, oracle
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -86,3 +87,22 @@ def test_offsets_beyond_32_bits() -> None:
     last = x[:, -90:].clone()
     alone, _ = KERNELS.run(replace(call, q=last, k=last, v=last, cu_seqlens=None))
     assert torch.equal(o[:, -90:], alone)
+
+
+@pytest.mark.parametrize(("gate_fn", "gate_scale"), [("sigmoid", -5.0), ("sigmoid", -10.0), ("log", 1.0)])
+def test_strong_gates_of_normalised_keys(gate_fn: str, gate_scale: float) -> None:
+    """Bounded gates all at their bound in parts of the sequence; gates without a bound between 0 and -1000."""
+    dtype = torch.bfloat16
+    case = make_case(gate_fn=gate_fn, batch=1, length=200, key_dim=128, value_dim=128)
+    g, random = case.tensors["g"], torch.Generator().manual_seed(1)
+    tokens, channels = (torch.rand(shape, generator=random) for shape in ((1, 200, 1, 1), g.shape))
+    strongest = torch.where(channels < 0.5, -12.0, -1000.0) if gate_fn == "log" else torch.full_like(g, 50.0)
+    case = case.with_tensors(g=torch.where(tokens < 0.3, strongest, g))
+    case = case.with_options(gate_scale=gate_scale, chunk_size=0, out_dtype=dtype)
+    rounded = case.to(dtype).with_tensors(
+        **{name: case.tensors[name] for name in ("A_log", "dt_bias", "initial_state")}
+    )
+    tensors = {name: None if x is None else x.cuda() for name, x in rounded.tensors.items()}
+    have = KERNELS.run(Call(**tensors, cu_seqlens=None, **rounded.options), Scratch(poison=True))
+    for x, y in zip(have, oracle(rounded), strict=True):
+        assert relative_error(x.cpu(), y) < TOLERANCES[dtype]
