@@ -10,6 +10,7 @@ import torch
 import kdacompile
 from kdacompile.proof import attention as proof
 from tests.compare import relative_error
+from tests.mla.other_near_misses import LEFT_ALONE, WITH_WHAT_THEY_HAVE
 from tests.mla.outsiders import BATCH
 from tests.mla.outsiders_steps import OUTSIDERS
 
@@ -74,3 +75,25 @@ def test_many_tokens_are_proven_on_some(name: str, monkeypatch: pytest.MonkeyPat
         report = kdacompile.explain(module, options=EAGER)(*arguments)
         assert len(report.matches) == 1, str(report)
         assert relative_error(report.result, module(*arguments)) < bound(name)
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_near_misses_equal_eager(name: str) -> None:
+    torch.manual_seed(0)
+    module, arguments = LEFT_ALONE[name](), OUTSIDERS["LogSumExp"].arguments()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        report = kdacompile.explain(module, options=EAGER)(*arguments)
+        assert not report.matches, str(report)
+        assert torch.equal(report.result, module(*arguments))
+
+
+@pytest.mark.parametrize("name", WITH_WHAT_THEY_HAVE)
+def test_odd_keys_and_masks_are_handed_on(name: str) -> None:
+    torch.manual_seed(0)
+    module, arguments = WITH_WHAT_THEY_HAVE[name](), OUTSIDERS["LogSumExp"].arguments()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        report = kdacompile.explain(module, options=EAGER)(*arguments)
+        assert len(report.matches) == 1 and "causal mask" not in report.matches[0].absorbed, str(report)
+        assert relative_error(report.result, module(*arguments)) < 1e-6
