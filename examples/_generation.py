@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import kdacompile
@@ -24,6 +24,7 @@ else:
 transformers_logging.set_verbosity_error()  # it warns that optional CUDA kernels are missing
 
 Forward = Callable[..., Any]
+MakeCache = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class Run:
     tokens: Tensor
 
 
-def generate(forward: Forward, config: PreTrainedConfig, prompt: Tensor, steps: int) -> tuple[Tensor, Tensor, float]:
+def generate(forward: Forward, make_cache: MakeCache, prompt: Tensor, steps: int) -> tuple[Tensor, Tensor, float]:
     """Greedy decode; returns the prefill's logits, the new tokens and the prefill's seconds."""
-    cache = DynamicCache(config=config)
+    cache = make_cache()
     start = time.perf_counter()
     logits = forward(input_ids=prompt, past_key_values=cache, use_cache=True).logits
     common.synchronize(prompt.device)
@@ -53,11 +54,11 @@ def generate(forward: Forward, config: PreTrainedConfig, prompt: Tensor, steps: 
     return logits, torch.cat(tokens, dim=1), prefill
 
 
-def contend(name: str, forward: Forward, config: PreTrainedConfig, prompt: Tensor, steps: int) -> Run:
+def contend(name: str, forward: Forward, make_cache: MakeCache, prompt: Tensor, steps: int) -> Run:
     common.say(f"{name}: first generation ({prompt.shape[1]} tokens of prompt, {steps} steps) ...")
-    _, first = common.timed(lambda: generate(forward, config, prompt, steps), prompt.device)
+    _, first = common.timed(lambda: generate(forward, make_cache, prompt, steps), prompt.device)
     common.say(f"{name}: took {first:.2f} s; once more, warm ...")
-    (logits, tokens, prefill), total = common.timed(lambda: generate(forward, config, prompt, steps), prompt.device)
+    (logits, tokens, prefill), total = common.timed(lambda: generate(forward, make_cache, prompt, steps), prompt.device)
     return Run(name, first, prefill, (total - prefill) / steps, logits, tokens)
 
 
@@ -74,23 +75,39 @@ def print_table(runs: list[Run]) -> None:
     print()
 
 
-def compare(model: PreTrainedModel, args: argparse.Namespace, pattern: str, layers: int, length: int) -> int:
-    """The whole example: run the contenders, print what matched and the table, check, return the exit status."""
-    steps = 4 if args.quick else 32
+def steps_of(args: argparse.Namespace) -> int:
+    """How many tokens are decoded after the prompt."""
+    return 4 if args.quick else 32
+
+
+def compare(
+    model: PreTrainedModel,
+    args: argparse.Namespace,
+    pattern: str,
+    layers: int,
+    length: int,
+    make_cache: MakeCache | None = None,
+) -> int:
+    """The whole example: run the contenders, print what matched and the table, check, return the exit status.
+
+    ``make_cache``: a new empty cache; by default one that grows.
+    """
+    steps, new = steps_of(args), make_cache or (lambda: DynamicCache(config=model.config))
     model = model.to(args.device).eval()
     prompt = torch.randint(3, model.config.vocab_size, (1, length), device=args.device)
+    torch.compiler.reset()
     with torch.no_grad():
-        eager = contend("eager", model, model.config, prompt, steps)
+        eager = contend("eager", model, new, prompt, steps)
         with kdacompile.collecting() as report:
-            kda = contend("kda", common.compiled(model, args), model.config, prompt, steps)
+            kda = contend("kda", common.compiled(model, args), new, prompt, steps)
         common.print_matches(report)
         print_table([eager, kda])
         if args.quick:
             common.say("Inductor alone: left out by --quick")
         else:
             torch.compiler.reset()
-            common.say("Inductor alone unrolls the chunk loop: this can take a minute or two")
-            alone = contend("inductor", torch.compile(model, backend="inductor"), model.config, prompt, steps)
+            common.say("Inductor alone, on the same model: this can take a minute or two")
+            alone = contend("inductor", torch.compile(model, backend="inductor"), new, prompt, steps)
             print_table([eager, kda, alone])
     return common.verdict(problems(report, eager, kda, pattern, layers))
 

@@ -5,7 +5,7 @@
 What a serving engine does for DeepSeek-V3: pages of any size, an int32 block table, requests of different lengths (one
 of them empty), two query tokens a request (speculative decoding), and lse for merging partial results. Slots and table
 entries that no request owns hold NaN and garbage, as they do in a real pool. The result must be that of attention over
-the expanded keys and values in float64.
+the expanded keys and values in float64; the same in float32, by eager mode and by Inductor, runs beside it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,21 @@ def pool(lengths: Sequence[int], page: int) -> tuple[Tensor, Tensor]:
 
 
 def expanded(q: Tensor, tokens: Tensor, w_uk: Tensor, w_uv: Tensor, scale: float) -> Tensor:
-    """One request ``[T, H, 192]`` over its tokens ``[S, 576]``, in float64, every head with keys of its own."""
-    latent, rope = tokens.double().split([RANK, ROPE], dim=-1)
-    keys = torch.einsum("hnr,sr->hsn", w_uk.double(), latent)
+    """One request ``[T, H, 192]`` over its tokens ``[S, 576]``: every head with keys and values of its own."""
+    latent, rope = tokens.split([RANK, ROPE], dim=-1)
+    keys = torch.einsum("hnr,sr->hsn", w_uk, latent)
     keys = torch.cat([keys, rope.expand(keys.shape[0], -1, -1)], dim=-1)
-    values = torch.einsum("hvr,sr->hsv", w_uv.double(), latent)
-    scores = torch.einsum("thk,hsk->hts", q.double(), keys) * scale
-    position = torch.arange(q.shape[0])[:, None] + len(tokens) - q.shape[0]
-    weights = scores.masked_fill(torch.arange(len(tokens)) > position, -torch.inf).softmax(-1)
-    return torch.einsum("hts,hsv->thv", weights, values)
+    values = torch.einsum("hvr,sr->hsv", w_uv, latent)
+    scores = torch.einsum("thk,hsk->hts", q, keys) * scale
+    position = torch.arange(q.shape[0], device=q.device)[:, None] + len(tokens) - q.shape[0]
+    visible = torch.arange(len(tokens), device=q.device) <= position
+    return torch.einsum("hts,hsv->thv", scores.masked_fill(~visible, -torch.inf).softmax(-1), values)
+
+
+def by_hand(q: Tensor, requests: Sequence[Tensor], w_uk: Tensor, w_uv: Tensor, scale: float) -> Tensor:
+    """Every request over its own tokens; ``[B, T, H, V]``."""
+    rows = [expanded(own, tokens, w_uk, w_uv, scale) for own, tokens in zip(q, requests, strict=True)]
+    return torch.stack(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,25 +68,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     w_uk, w_uv = torch.randn(heads, NOPE, RANK) * RANK**-0.5, torch.randn(heads, VALUE, RANK) * RANK**-0.5
     q = torch.randn(len(lengths), 2, heads, NOPE + ROPE)
     cache, table = pool(lengths, page)
+    own = [
+        cache[row[: -(-length // page)].long()].flatten(0, 1)[:length]
+        for row, length in zip(table, lengths, strict=True)
+    ]
+    truth = by_hand(q.double(), [x.double() for x in own], w_uk.double(), w_uv.double(), scale)
 
-    absorbed = torch.cat([torch.einsum("bthn,hnr->bthr", q[..., :NOPE], w_uk), q[..., NOPE:]], dim=-1)
-    operands = (x.to(args.device) for x in (absorbed, cache, torch.tensor(lengths, dtype=torch.int32), table))
-    query, pages, counts, entries = operands
-    result = ops.mla_decode(query, pages, rank=RANK, scale=scale, lengths=counts, block_table=entries, return_lse=True)
-    context, lse = result
-    out = torch.einsum("bthr,hvr->bthv", context.cpu(), w_uv)
+    counts = torch.tensor(lengths, dtype=torch.int32).to(args.device)
+    q, cache, table, w_uk, w_uv, truth = (x.to(args.device) for x in (q, cache, table, w_uk, w_uv, truth))
+    own = [tokens.to(args.device) for tokens in own]
+    lses: list[Tensor] = []
 
-    found: list[str] = []
+    def absorbed() -> Tensor:
+        """The query through the weights, attention over the pages as they are, the result through the weights."""
+        query = torch.cat([torch.einsum("bthn,hnr->bthr", q[..., :NOPE], w_uk), q[..., NOPE:]], dim=-1)
+        context, lse = ops.mla_decode(
+            query, cache, rank=RANK, scale=scale, lengths=counts, block_table=table, return_lse=True
+        )
+        lses.append(lse)
+        return torch.einsum("bthr,hvr->bthv", context, w_uv)
+
+    common.say(f"{len(lengths)} requests of {lengths} tokens, {heads} heads, pages of {page}, on {args.device}")
+    out, kda = common.contend("kda", absorbed, args.device, truth)
+    results = [common.contend("eager", lambda: by_hand(q, own, w_uk, w_uv, scale), args.device, truth)[1], kda]
+    if args.quick:
+        common.say("Inductor alone: left out by --quick")
+    else:
+        alone = torch.compile(by_hand, backend="inductor")
+        common.say("Inductor alone compiles the expanded form, gathered already")
+        results.append(common.contend("inductor", lambda: alone(q, own, w_uk, w_uv, scale), args.device, truth)[1])
+
+    print("\nerrors against float64; the op reads pages, the others tokens that were gathered before")
+    common.print_table(results)
+    found = [] if kda.error is not None and kda.error < 1e-5 else [f"an error of {kda.error}"]
     for request, length in enumerate(lengths):
-        if not length:
-            empty = bool((out[request] == 0).all()) and bool(lse[request].isposinf().all())
-            found += [] if empty else ["a request without tokens does not give 0 and +inf"]
-            continue
-        own = table[request, : -(-length // page)].long()
-        want = expanded(q[request], cache[own].flatten(0, 1)[:length], w_uk, w_uv, scale)
-        error = common.relative_error(out[request], want)
-        print(f"request of {length} tokens: error against float64 {error:.1e}")
-        found += [f"error {error:.1e} over {length} tokens"] if not error < 1e-5 else []
+        if not length and not (bool((out[request] == 0).all()) and bool(lses[0][request].isposinf().all())):
+            found.append("a request without tokens does not give 0 and +inf")
     return common.verdict(found)
 
 

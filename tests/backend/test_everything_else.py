@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kdacompile import backend, compiler_pass
+from kdacompile import backend, compat, compiler_pass
 from kdacompile.report.collect import collecting
 from kdacompile.shadow import build as shadow
 from tests.backend.layers import compiled, delta_arguments, gated_delta_loop, patterns
@@ -97,6 +98,32 @@ def test_bit_identical_to_inductor(name: str, shadows: list[torch.fx.GraphModule
     assert not report.matches
     if name not in ("eager_attention_with_rope", "attention"):  # products of activations deserve a look
         assert not shadows
+
+
+@pytest.mark.parametrize("name", ["linear_attention", *MODELS])
+def test_a_call_costs_nothing_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Dynamo gets is the very function Inductor made: nothing of ours runs at a call, match or no match."""
+    fn, arguments = (gated_delta_loop, delta_arguments()) if name == "linear_attention" else MODELS[name]
+    made: list[Any] = []
+    given: list[Any] = []
+
+    def compile_fx(gm: torch.fx.GraphModule, inputs: Any, config_patches: dict[str, Any]) -> Any:
+        config_patches[compat.PASS_OPTION](gm.graph)
+        made.append(gm.forward)
+        return made[-1]
+
+    def keep(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        given.append(backend.kda(gm, inputs))
+        return given[-1]
+
+    monkeypatch.setattr(compat, "compile_fx", compile_fx)
+    torch._dynamo.reset()
+    with torch.no_grad(), collecting() as report:
+        torch.compile(fn, backend=keep)(*arguments)
+    assert bool(report.matches) == (name == "linear_attention")
+    assert given
+    assert all(map(operator.is_, given, made))
+    assert len(given) == len(made)
 
 
 def test_a_shadow_is_built_where_a_look_pays(shadows: list[torch.fx.GraphModule]) -> None:
