@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Scratch:
-    """Allocates uninitialised buffers; ``poison`` fills them with NaN, so that a read before a write shows."""
+    """Allocates uninitialised buffers; ``poison`` fills them with NaN or -1, so that a read before a write shows."""
 
     def __init__(self, *, poison: bool = False) -> None:
         self.poison = poison
@@ -16,6 +16,6 @@ class Scratch:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         buffer = torch.empty(shape, dtype=dtype, device=device)
         if self.poison:
-            buffer.fill_(float("nan"))
+            buffer.fill_(float("nan") if dtype.is_floating_point else -1)
         self.allocated_bytes += buffer.numel() * buffer.element_size()
         return buffer

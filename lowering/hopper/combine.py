@@ -36,5 +36,5 @@ def combine(
         tl.store(state + segment.to(tl.int64) * lanes * (128 * VP) + key * VP + column, S)
         here = end + segment.to(tl.int64) * lanes * (128 * width)
         A = tl.load(here + key * width + VP + row)  # transposed
-        S = tl.dot(S, A, tl.load(here + key * width + column), input_precision="tf32x3")
+        S = tl.dot(S, A, tl.load(here + key * width + column), input_precision="bf16x3")
     tl.store(state + (segments - 1).to(tl.int64) * lanes * (128 * VP) + key * VP + column, S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 
@@ -112,11 +113,11 @@ def given_beta(b, token, end, SIGMOID: gl.constexpr):
 
 
 @gluon.jit
-def locate(c, T, HV, chunks, first, places, PACKED: gl.constexpr):
+def locate(c, T, HV, batch, first, places, PACKED: gl.constexpr):
     """Of tile c: batch entry, first token, end of its sequence, value head.
 
-    Heads vary fastest, so blocks side by side share DRAM pages; then chunks, then batch entries. Packed sequences
-    have a table, see ``packing.py``.
+    Heads vary fastest, so blocks side by side share DRAM pages; then batch entries, then chunks, in the order in which
+    a scan wants them. Packed sequences have a table, see ``packing.py``.
     """
     i_h = c % HV
     n = c // HV
@@ -126,22 +127,94 @@ def locate(c, T, HV, chunks, first, places, PACKED: gl.constexpr):
         token = gl.load(at)
         end = gl.load(at + 1)
     else:
-        i_b = n // chunks
-        token = (first + n % chunks) * 64
+        i_b = n % batch
+        token = (first + n // batch) * 64
         end = T
     return i_b, token, end, i_h
 
 
 @gluon.jit
+def nth_tile(n, begin, total, worker, workers, rounds, early):
+    """A worker's n-th tile of ``begin .. total``; ``total`` or more where it has fewer.
+
+    The first ``early`` of the workers leave after ``rounds`` tiles; ``begin + rounds * workers <= total`` where any do.
+    """
+    late = begin + rounds * workers + (n - rounds) * (workers - early) + worker - early
+    return gl.where(n < rounds, begin + n * workers + worker, gl.where(worker < early, total, late))
+
+
+@gluon.jit
+def tile_count(begin, total, worker, workers, rounds, early):
+    """How many tiles that makes."""
+    rest = workers - early
+    left = total - begin - rounds * workers - (worker - early)
+    return rounds + gl.where(worker < early, 0, gl.maximum(left + rest - 1, 0) // rest)
+
+
+@gluon.jit
+def announce(flag, some):
+    """Count one up in ``flag``, if ``some``: who sees that sees what the block has written before its last barrier."""
+    if some:
+        gl.atomic_add(flag, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def stores_done(READY: gl.constexpr):
+    """Wait for the copies this thread has sent out: READY until they are in memory, else until their source is free."""
+    if READY:
+        gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; // $0", "=r", [], gl.int32, False, 1)
+    else:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def await_tiles(flags, n, count, step, PARTS: gl.constexpr):
+    """Wait, in one warp, until all parts of its n-th tile have been announced, and say up to which tile they have.
+
+    Its tiles are ``step`` flags apart. Whoever is told may read them, the copy engine too.
+    """
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    at = flags.to(gl.int64) + 4 * (gl.minimum(n + lane, count - 1) * step).to(gl.int64)
+    seen = _leading(at, lane, PARTS)
+    while seen == 0:
+        seen = _leading(at, lane, PARTS)
+    gl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [lane], gl.int32, False, 1)
+    barrier()
+    return n + seen
+
+
+@gluon.jit
+def _leading(at, lane, PARTS: gl.constexpr):
+    flags = gl.inline_asm_elementwise("ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [at], gl.int32, False, 1)
+    return gl.min(gl.where(flags >= PARTS, 32, lane), 0)
+
+
+@gluon.jit
+def before_scan():
+    """From here on a scan that was launched to run beside may take the multiprocessors that blocks leave.
+
+    It starts once every block has come here: each is at work then and none waits for the scan, so what the scan waits
+    for will come.
+    """
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def after_prepare():
+    """Wait until the kernel before this one is over."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
 def fetch(
-    c, T, HV, chunks, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place,
+    c, T, HV, batch, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place,
     HAS_A: gl.constexpr, HAS_BETA: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Where tile c is (see ``locate``), its head's A_log and its tokens' beta as given.
 
     A sixth of a tile's time goes by before these loads return; called a tile ahead they cost registers, and more time.
     """
-    i_b, token, end, i_h = locate(c, T, HV, chunks, first, places, PACKED)
+    i_b, token, end, i_h = locate(c, T, HV, batch, first, places, PACKED)
     A = i_h
     if HAS_A:
         A = gl.load(A_log + i_h)

@@ -58,11 +58,11 @@ def _invert(A, a, z, i, j, tile_n, tile_x, tile_p):
 
 
 @gluon.jit
-def leave_inverse(A, z, i, j, beta_j, tiles, d_out, row):
-    """Send M = (I + A)^-1 diag(beta) to the buffer's 64 rows from ``row``; A is in ``tiles[0]`` too, as fp16."""
-    x = _invert(A, tiles.index(0), z, i, j, tiles.index(1), tiles.index(2), tiles.index(3))
+def leave_inverse(A, z, i, j, beta_j, tiles, at: gl.constexpr, d_out, row):
+    """Send M = (I + A)^-1 diag(beta) to the buffer's 64 rows from ``row``; A is in ``tiles[at]`` too, as fp16."""
+    x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
     # The tile that nobody has read since the last barrier.
-    m_out = tiles.index(1)._reinterpret(gl.bfloat16, [64, 64], TILE)
+    m_out = tiles.index(at + 1)._reinterpret(gl.bfloat16, [64, 64], TILE)
     m_out.store((x * beta_j[None, :]).to(gl.bfloat16))
     fence_async_shared()
     barrier()

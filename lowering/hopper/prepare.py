@@ -45,28 +45,33 @@ from .common import (
     TILE4,
     TOKENS,
     add,
+    announce,
     barrier,
+    before_scan,
     exp2,
     fetch,
     fetch_bias,
     given_beta,
     given_rate,
     locate,
+    nth_tile,
     pinned,
     put,
     reciprocal,
     rows_of,
     rows_within,
     sigmoid2,
+    stores_done,
+    tile_count,
     tiles_of,
 )
 from .inverse import leave_inverse
 
 
 @gluon.jit
-def _load_tile(c, total, T, HV, GROUP, chunks, first, places, d_q, d_k, d_g, inputs, full, stage, PACKED: gl.constexpr):
+def _load_tile(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, d_g, inputs, full, stage, PACKED: gl.constexpr):
     here = c < total
-    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, chunks, first, places, PACKED)
+    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, batch, first, places, PACKED)
     bar = full.index(stage)
     mbarrier.expect(bar, 3 * 64 * 128 * 2, pred=here)
     for j in gl.static_range(3):
@@ -99,11 +104,11 @@ def _sum_before(sums, group, LINE: gl.constexpr):
 
 @gluon.jit
 def _row_warps(
-    d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
-    T, K, HV, GROUP, first, chunks, begin, total, scale, eps, bound, shift, unshift,
+    d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay, announced,
+    T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, bound, shift, unshift,
     inputs, rows, columns, betas, sums, full, ready, free,
     HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr,
+    PACKED: gl.constexpr, READY: gl.constexpr,
 ):  # fmt: skip
     LINE: gl.constexpr = gl.SliceLayout(1, ROWS)
     group = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
@@ -113,15 +118,17 @@ def _row_warps(
     to = (group.to(gl.int64) * 8 + row.to(gl.int64)) * 128 + column[None, None, :].to(gl.int64)
     low = group < 4
     step = gl.num_programs(0)
+    block = gl.program_id(0)
     total = tiles_of(total, HV, first, places, PACKED)
+    count = tile_count(begin, total, block, step, rounds, early)
     for s in gl.static_range(STAGES):
-        c = begin + gl.program_id(0) + s * step
-        _load_tile(c, total, T, HV, GROUP, chunks, first, places, d_q, d_k, d_g, inputs, full, s, PACKED)
-    c0 = begin + gl.program_id(0)
-    it = 0
-    for c in range(c0, total, step):
+        c = nth_tile(s, begin, total, block, step, rounds, early)
+        _load_tile(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, d_g, inputs, full, s, PACKED)
+    last = begin
+    for it in range(count):
+        c = nth_tile(it, begin, total, block, step, rounds, early)
         _, token, end, i_h, A, b = fetch(
-            c, T, HV, chunks, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place, HAS_A, HAS_BETA, PACKED
+            c, T, HV, batch, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place, HAS_A, HAS_BETA, PACKED
         )  # fmt: skip
         bias = fetch_bias(dt_bias, i_h, K, column, HAS_DT)
         rate = given_rate(A, HAS_A) * LOG2E
@@ -140,6 +147,8 @@ def _row_warps(
         q = rows_within(inputs.index(3 * stage + 2), live, PACKED)
         q_norm = (gl.rsqrt(gl.sum(q * q, 2) + eps) * scale)[:, :, None]
         barrier()
+        if READY:
+            announce(announced + last, it > 0)
         out = buffer + c.to(gl.int64) * (256 * 128)
         out_decay = decay + c.to(gl.int64) * 128
         before, half0, half1 = _sum_before(sums, group, LINE)
@@ -165,10 +174,13 @@ def _row_warps(
         fence_async_shared()
         barrier()
         mbarrier.arrive(ready, count=1)
-        then = c + STAGES * step
-        _load_tile(then, total, T, HV, GROUP, chunks, first, places, d_q, d_k, d_g, inputs, full, stage, PACKED)
+        then = nth_tile(it + STAGES, begin, total, block, step, rounds, early)
+        _load_tile(then, total, T, HV, GROUP, batch, first, places, d_q, d_k, d_g, inputs, full, stage, PACKED)
         gl.store(out + 128 * 128 + to, (k_end * gl.where(low, decay1, 1.0)).to(gl.bfloat16))
-        it += 1
+        last = c
+    if READY:
+        barrier()
+        announce(announced + last, count > 0)
 
 
 @gluon.jit
@@ -192,14 +204,20 @@ def _select(same, cross, i, j, unshift):
 
 @gluon.jit
 def _gram_warps(
-    d_out, HV, first, places, begin, total, unshift, rows, columns, betas, tiles, ready, free, PACKED: gl.constexpr
-):
+    d_out, announced, HV, first, places, begin, total, rounds, early, unshift, rows, columns, betas, tiles, ready, free,
+    PACKED: gl.constexpr, READY: gl.constexpr,
+):  # fmt: skip
     qk_out = tiles.index(4)._reinterpret(gl.bfloat16, [64, 64], TILE)
     z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     i0 = gl.arange(0, 64, layout=gl.SliceLayout(1, SQUARE))
     j0 = gl.arange(0, 64, layout=gl.SliceLayout(0, SQUARE))
-    it = 0
-    for c in range(begin + gl.program_id(0), tiles_of(total, HV, first, places, PACKED), gl.num_programs(0)):
+    block = gl.program_id(0)
+    step = gl.num_programs(0)
+    total = tiles_of(total, HV, first, places, PACKED)
+    count = tile_count(begin, total, block, step, rounds, early)
+    last = begin
+    for it in range(count):
+        c = nth_tile(it, begin, total, block, step, rounds, early)
         row = c * 256 + 192
         i = pinned(i0)[:, None]
         j = j0[None, :]
@@ -208,8 +226,10 @@ def _gram_warps(
         q_same, q_cross = _gram(rows.slice(64, 64, 0), columns)
         beta_i = betas.index(it & 1).load(gl.SliceLayout(1, SQUARE))
         beta_j = betas.index(it & 1).load(gl.SliceLayout(0, SQUARE))
-        tma.store_wait(0)
+        stores_done(READY)
         barrier()
+        if READY:
+            announce(announced + last, it > 0)
         k_same, k_cross = warpgroup_mma_wait(2, [k_same, k_cross])
         A = gl.where(i > j, _select(k_same, k_cross, i, j, unshift) * beta_i[:, None], 0.0)
         tiles.index(0).store(A.to(gl.float16))
@@ -220,17 +240,22 @@ def _gram_warps(
         barrier()
         mbarrier.arrive(free, count=1)
         tma.async_copy_shared_to_global(d_out, [row, 64], qk_out)
-        leave_inverse(A, z, i, j, beta_j, tiles, d_out, row)
-        it += 1
-    tma.store_wait(0)
+        leave_inverse(A, z, i, j, beta_j, tiles, 0, d_out, row)
+        last = c
+    stores_done(READY)
+    if READY:
+        barrier()
+        announce(announced + last, count > 0)
 
 
-@gluon.jit(do_not_specialize=["T", "first", "chunks", "begin", "total"])  # they change from run to run
+@gluon.jit(
+    do_not_specialize=["T", "batch", "first", "begin", "total", "rounds", "early"]
+)  # they change from run to run
 def prepare(
-    d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, d_out, decay,
-    T, K, HV, GROUP, first, chunks, begin, total, scale, eps, bound, shift, unshift,
+    d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, d_out, decay, announced,
+    T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, bound, shift, unshift,
     HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr, GRAM_REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, READY: gl.constexpr, GRAM_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Chunks ``first .. first + chunks`` of every batch entry and value head: ``total`` tiles; those from ``begin`` on.
 
@@ -253,16 +278,20 @@ def prepare(
     mbarrier.init(free, count=1)
     fence_async_shared()
     barrier()
+    if READY:
+        before_scan()
     # The tuples are written in place: as variables they would turn their constants into run-time values.
     gl.warp_specialize(
         [
             (_row_warps, (
-                d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
-                T, K, HV, GROUP, first, chunks, begin, total, scale, eps, bound, shift, unshift,
-                inputs, rows, columns, betas, sums, full, ready, free, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED,
+                d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay, announced,
+                T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, bound, shift, unshift,
+                inputs, rows, columns, betas, sums, full, ready, free,
+                HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY,
             )),
             (_gram_warps, (
-                d_out, HV, first, places, begin, total, unshift, rows, columns, betas, tiles, ready, free, PACKED,
+                d_out, announced, HV, first, places, begin, total, rounds, early, unshift, rows, columns, betas, tiles,
+                ready, free, PACKED, READY,
             )),
         ],
         [4], [GRAM_REGISTERS],

@@ -1,8 +1,15 @@
-"""Gluon: what :mod:`.prepare` makes, for a gate that is one number a token and head (gated delta rule, K = 128).
+"""Gluon: what of a chunk does not read the state, where the gate is one number a token and head (gated delta rule).
 
-The decays between two tokens of a chunk, 2^(G_i - G_j), are then one [64, 64] matrix for all channels: it multiplies
-the plain Gram matrices of the normalised q and k, its exponents are never positive, and gates need no bound. The rows
-left for the scan are the same, and so are the two roles of a block.
+The gate, the norms of q and k and the scale are then numbers of a token, and the scan takes q and k as they are. With
+``G_r`` the sum of a chunk's first r log2 gates, a chunk of 64 tokens leaves behind::
+
+    M (columns 0..64) and A_qk (columns 64..128)         64 rows of 128 bf16
+    |k|^-1 2^G, scale |q|^-1 2^G, |k|^-1 2^(G_63 - G), 2^(G_63)   4 rows of 64 fp32
+
+with ``M = (I + A_kk)^-1 diag(beta)``. The decays between two tokens, 2^(G_i - G_j), are one [64, 64] matrix for all
+channels: it multiplies the plain Gram matrices, its exponents are never positive, and gates need no bound. The norms
+stand on the diagonals of k k^T and q q^T. A block is three groups of four warps, each with tiles of its own: a tile is
+a chain of products that depend on each other.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -22,51 +29,54 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .common import (
-    ROWS,
     SQUARE,
-    STAGES,
     TILE,
     TILE4,
     add,
+    announce,
     barrier,
+    before_scan,
     exp2,
     fetch,
     given_beta,
     given_rate,
     locate,
     log2_gate,
+    nth_tile,
     pinned,
-    put,
-    rows_within,
+    stores_done,
+    tile_count,
     tiles_of,
 )
 from .inverse import leave_inverse
 
-PAIR = gl.constexpr(gl.SliceLayout(2, ROWS.value))
-SEQUENCE = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))  # every warp holds all 64 tokens
+GROUPS = gl.constexpr(3)
+SEQUENCE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # every warp holds all 64 tokens
+DOWN = gl.constexpr(gl.SliceLayout(1, SQUARE.value))
+ACROSS = gl.constexpr(gl.SliceLayout(0, SQUARE.value))
 
 
 @gluon.jit
-def _load_tile(c, total, T, HV, GROUP, chunks, first, places, d_q, d_k, inputs, full, stage, PACKED: gl.constexpr):
+def _load_tile(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, q_tile, k_tile, full, PACKED: gl.constexpr):
     here = c < total
-    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, chunks, first, places, PACKED)
+    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, batch, first, places, PACKED)
     at = [i_b, token, i_h // GROUP, 0]
-    bar = full.index(stage)
-    mbarrier.expect(bar, 2 * 64 * 128 * 2, pred=here)
-    k_to = inputs.index(2 * stage)._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
-    tma.async_copy_global_to_shared(d_k, at, bar, k_to, pred=here)
-    q_to = inputs.index(2 * stage + 1)._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
-    tma.async_copy_global_to_shared(d_q, at, bar, q_to, pred=here)
+    mbarrier.expect(full, 2 * 64 * 128 * 2, pred=here)
+    k_to = k_tile._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
+    tma.async_copy_global_to_shared(d_k, at, full, k_to, pred=here)
+    q_to = q_tile._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
+    tma.async_copy_global_to_shared(d_q, at, full, q_to, pred=here)
 
 
 @gluon.jit
 def _fetch(
-    c, T, HV, chunks, first, places, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, place,
+    c, total, T, HV, batch, first, places, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, place,
     HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """What a tile needs besides q and k: first token, end of its sequence, A_log, beta, g and dt_bias as given."""
     i_b, start, end, i_h, A, b = fetch(
-        c, T, HV, chunks, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place, HAS_A, HAS_BETA, PACKED
+        gl.minimum(c, total - 1), T, HV, batch, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place,
+        HAS_A, HAS_BETA, PACKED,
     )  # fmt: skip
     token = start + place
     at = g + i_b.to(gl.int64) * g_sb + i_h.to(gl.int64) * g_sh + token.to(gl.int64) * g_st
@@ -78,131 +88,139 @@ def _fetch(
 
 
 @gluon.jit
-def _row_warps(
-    d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
-    T, HV, GROUP, first, chunks, begin, total, scale, eps, gate_scale,
-    inputs, rows, betas, sums, full, ready, free,
-    FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr,
-):  # fmt: skip
-    group = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
-    row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
-    column = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))
-    place = gl.arange(0, 64, layout=SEQUENCE)
-    to = (group.to(gl.int64) * 8 + row.to(gl.int64)) * 128 + column[None, None, :].to(gl.int64)
-    step = gl.num_programs(0)
-    total = tiles_of(total, HV, first, places, PACKED)
-    for s in gl.static_range(STAGES):
-        c = begin + gl.program_id(0) + s * step
-        _load_tile(c, total, T, HV, GROUP, chunks, first, places, d_q, d_k, inputs, full, s, PACKED)
-    c0 = begin + gl.program_id(0)
-    it = 0
-    for c in range(c0, total, step):
-        start, end, A, b, x, bias = _fetch(
-            c, T, HV, chunks, first, places, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh,
-            place, HAS_A, HAS_DT, HAS_BETA, PACKED,
-        )  # fmt: skip
-        valid = start + place < end
-        gate = x.to(gl.float32)
-        if HAS_DT:
-            gate += bias.to(gl.float32)
-        log2 = gl.where(valid, log2_gate(gate, given_rate(A, HAS_A), gate_scale, FN), 0.0)
-        betas.index(it & 1).store(given_beta(b, start + place, end, SIGMOID_BETA))
-        sums.index(it & 1).store(gl.associative_scan(log2, 0, add))
-        stage = it % STAGES
-        mbarrier.wait(full.index(stage), (it // STAGES) & 1)
-        live = start + group * 8 + row < end
-        k = rows_within(inputs.index(2 * stage), live, PACKED)
-        k = k * gl.rsqrt(gl.sum(k * k, 2) + eps)[:, :, None]
-        q = rows_within(inputs.index(2 * stage + 1), live, PACKED)
-        q = q * (gl.rsqrt(gl.sum(q * q, 2) + eps) * scale)[:, :, None]
-        mbarrier.wait(free, (it & 1) ^ 1)
-        put(rows.slice(0, 64, 0), k)
-        put(rows.slice(64, 64, 0), q)
-        fence_async_shared()
-        barrier()
-        mbarrier.arrive(ready, count=1)
-        then = c + STAGES * step
-        _load_tile(then, total, T, HV, GROUP, chunks, first, places, d_q, d_k, inputs, full, stage, PACKED)
-        table = sums.index(it & 1)._reinterpret(gl.float32, [8, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-        G = table.load(PAIR)[:, :, None]
-        whole = table.slice(7, 1, 0).slice(7, 1, 1).load(PAIR)[:, :, None]
-        out = buffer + c.to(gl.int64) * (256 * 128)
-        up = exp2(G)
-        gl.store(out + to, (k * up).to(gl.bfloat16))
-        gl.store(out + 64 * 128 + to, (q * up).to(gl.bfloat16))
-        gl.store(out + 128 * 128 + to, (k * exp2(whole - G)).to(gl.bfloat16))
-        last = gl.zeros([1, 1, 128], gl.float32, layout=ROWS) + exp2(whole)
-        gl.store(decay + c.to(gl.int64) * 128 + column[None, None, :], last)
-        it += 1
+def _norms(gram, same, eps):
+    """One over the norms of what a Gram matrix is of, from its diagonal."""
+    return gl.rsqrt(gl.sum(gl.where(same, gram, 0.0), 1) + eps)
 
 
 @gluon.jit
-def _gram_warps(d_out, HV, first, places, begin, total, rows, betas, sums, tiles, ready, free, PACKED: gl.constexpr):
-    qk_out = tiles.index(4)._reinterpret(gl.bfloat16, [64, 64], TILE)
+def _group(
+    d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, d_out, factors, announced,
+    T, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
+    inputs, tiles, lines, fulls, WHICH: gl.constexpr,
+    FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
+    PACKED: gl.constexpr, READY: gl.constexpr,
+):  # fmt: skip
+    k_tile = inputs.index(2 * WHICH)
+    q_tile = inputs.index(2 * WHICH + 1)
+    full = fulls.index(WHICH)
+    sums = lines.index(3 * WHICH)
+    betas = lines.index(3 * WHICH + 1)
+    norms = lines.index(3 * WHICH + 2)
+    qk_out = tiles.index(5 * WHICH + 4)._reinterpret(gl.bfloat16, [64, 64], TILE)
     z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
-    i0 = gl.arange(0, 64, layout=gl.SliceLayout(1, SQUARE))
-    j0 = gl.arange(0, 64, layout=gl.SliceLayout(0, SQUARE))
-    it = 0
-    for c in range(begin + gl.program_id(0), tiles_of(total, HV, first, places, PACKED), gl.num_programs(0)):
-        row = c * 256 + 192
+    i0 = gl.arange(0, 64, layout=DOWN)
+    j0 = gl.arange(0, 64, layout=ACROSS)
+    place = gl.arange(0, 64, layout=SEQUENCE)
+    worker = gl.program_id(0) * GROUPS + WHICH
+    workers = gl.num_programs(0) * GROUPS
+    early *= GROUPS
+    total = tiles_of(total, HV, first, places, PACKED)
+    count = tile_count(begin, total, worker, workers, rounds, early)
+    c0 = nth_tile(0, begin, total, worker, workers, rounds, early)
+    _load_tile(c0, total, T, HV, GROUP, batch, first, places, d_q, d_k, q_tile, k_tile, full, PACKED)
+    start, end, A_log_h, b, x, bias = _fetch(
+        c0, total, T, HV, batch, first, places, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh,
+        place, HAS_A, HAS_DT, HAS_BETA, PACKED,
+    )  # fmt: skip
+    last = begin
+    for n in range(count):
+        c = nth_tile(n, begin, total, worker, workers, rounds, early)
+        then = nth_tile(n + 1, begin, total, worker, workers, rounds, early)
+        mbarrier.wait(full, n & 1)
+        keys = k_tile.permute((1, 0))
+        qq = warpgroup_mma(q_tile, q_tile.permute((1, 0)), z, use_acc=False, is_async=True)
+        kk = warpgroup_mma(k_tile, keys, z, use_acc=False, is_async=True)
+        gate = x.to(gl.float32)
+        if HAS_DT:
+            gate += bias.to(gl.float32)
+        valid = start + place < end
+        log2 = gl.where(valid, log2_gate(gate, given_rate(A_log_h, HAS_A), gate_scale, FN), 0.0)
+        sums.store(gl.associative_scan(log2, 0, add))
+        betas.store(given_beta(b, start + place, end, SIGMOID_BETA))
+        tokens_left = end - start
+        start, end, A_log_h, b, x, bias = _fetch(
+            then, total, T, HV, batch, first, places, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st,
+            beta_sh, place, HAS_A, HAS_DT, HAS_BETA, PACKED,
+        )  # fmt: skip
         i = pinned(i0)[:, None]
         j = j0[None, :]
-        mbarrier.wait(ready, it & 1)
-        keys = rows.slice(0, 64, 0).permute((1, 0))
-        kk = warpgroup_mma(rows.slice(0, 64, 0), keys, z, use_acc=False, is_async=True)
-        qk = warpgroup_mma(rows.slice(64, 64, 0), keys, z, use_acc=False, is_async=True)
-        beta_i = betas.index(it & 1).load(gl.SliceLayout(1, SQUARE))
-        beta_j = betas.index(it & 1).load(gl.SliceLayout(0, SQUARE))
-        G_i = sums.index(it & 1).load(gl.SliceLayout(1, SQUARE))
-        G_j = sums.index(it & 1).load(gl.SliceLayout(0, SQUARE))
-        decays = gl.where(i >= j, exp2(G_i[:, None] - G_j[None, :]), 0.0)
-        tma.store_wait(0)
-        barrier()
+        qq = warpgroup_mma_wait(1, [qq])
+        q_norm = _norms(qq, i == j, eps) * scale
+        qk = warpgroup_mma(q_tile, keys, z, use_acc=False, is_async=True)
         kk = warpgroup_mma_wait(1, [kk])
-        A = gl.where(i > j, kk * decays * beta_i[:, None], 0.0)
-        tiles.index(0).store(A.to(gl.float16))
+        k_norm = _norms(kk, i == j, eps)
+        norms.store(k_norm)
         qk = warpgroup_mma_wait(0, [qk])
-        qk_out.store((qk * decays).to(gl.bfloat16))
+        stores_done(READY)
+        barrier()
+        if READY:
+            announce(announced + last, n > 0)
+        _load_tile(then, total, T, HV, GROUP, batch, first, places, d_q, d_k, q_tile, k_tile, full, PACKED)
+        G_i = sums.load(DOWN)
+        beta_i = betas.load(DOWN)
+        beta_j = betas.load(ACROSS)
+        G_j = sums.load(ACROSS)
+        whole = sums.slice(63, 1).load(DOWN)
+        seen = i >= j
+        if PACKED:  # the next sequence may be anything
+            seen = seen & (i < tokens_left)
+        decays = gl.where(seen, exp2(G_i[:, None] - G_j[None, :]), 0.0) * norms.load(ACROSS)[None, :]
+        A = gl.where(seen & (i > j), kk * decays * (k_norm * beta_i)[:, None], 0.0)
+        tiles.index(5 * WHICH).store(A.to(gl.float16))
+        qk_out.store(gl.where(seen, qk * decays * q_norm[:, None], 0.0).to(gl.bfloat16))
+        up = exp2(G_i)
+        at = factors + c.to(gl.int64) * 256 + i0
+        gl.store(at, k_norm * up)
+        gl.store(at + 64, q_norm * up)
+        gl.store(at + 128, k_norm * exp2(whole - G_i))
+        gl.store(at + 192, gl.zeros([64], gl.float32, layout=DOWN) + exp2(whole))
         fence_async_shared()
         barrier()
-        mbarrier.arrive(free, count=1)
-        tma.async_copy_shared_to_global(d_out, [row, 64], qk_out)
-        leave_inverse(A, z, i, j, beta_j, tiles, d_out, row)
-        it += 1
-    tma.store_wait(0)
+        tma.async_copy_shared_to_global(d_out, [c * 64, 64], qk_out)
+        leave_inverse(A, z, i, j, beta_j, tiles, 5 * WHICH, d_out, c * 64)
+        last = c
+    stores_done(READY)
+    if READY:
+        barrier()
+        announce(announced + last, count > 0)
 
 
-@gluon.jit(do_not_specialize=["T", "first", "chunks", "begin", "total"])  # they change from run to run
+@gluon.jit(do_not_specialize=["T", "first", "batch", "begin", "total", "rounds", "early"])  # they change between runs
 def prepare_scalar(
-    d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, d_out, decay,
-    T, HV, GROUP, first, chunks, begin, total, scale, eps, gate_scale,
+    d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, d_out, factors, announced,
+    T, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr, GRAM_REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, READY: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.prepare.prepare`; g ``[B, T, HV]`` with its strides, before the gate function FN."""
-    inputs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 128], TILE)
-    rows = gl.allocate_shared_memory(gl.bfloat16, [128, 128], TILE)
-    tiles = gl.allocate_shared_memory(gl.float16, [5, 64, 64], TILE)
-    sums = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    betas = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
+    inputs = gl.allocate_shared_memory(gl.bfloat16, [2 * GROUPS, 64, 128], TILE)
+    tiles = gl.allocate_shared_memory(gl.float16, [5 * GROUPS, 64, 64], TILE)
+    lines = gl.allocate_shared_memory(gl.float32, [3 * GROUPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(GROUPS):
         mbarrier.init(full.index(s), count=1)
-    mbarrier.init(ready, count=1)
-    mbarrier.init(free, count=1)
     fence_async_shared()
     barrier()
+    if READY:
+        before_scan()
     gl.warp_specialize(
         [
-            (_row_warps, (
-                d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
-                T, HV, GROUP, first, chunks, begin, total, scale, eps, gate_scale,
-                inputs, rows, betas, sums, full, ready, free, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED,
+            (_group, (
+                d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, d_out, factors,
+                announced, T, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
+                inputs, tiles, lines, full, 0, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY,
             )),
-            (_gram_warps, (d_out, HV, first, places, begin, total, rows, betas, sums, tiles, ready, free, PACKED)),
+            (_group, (
+                d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, d_out, factors,
+                announced, T, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
+                inputs, tiles, lines, full, 1, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY,
+            )),
+            (_group, (
+                d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, d_out, factors,
+                announced, T, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
+                inputs, tiles, lines, full, 2, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY,
+            )),
         ],
-        [4], [GRAM_REGISTERS],
+        [4, 4], [168, 168],
     )  # fmt: skip

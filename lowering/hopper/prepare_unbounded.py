@@ -58,9 +58,9 @@ UNSHIFT = gl.constexpr(2.0**-116)
 
 
 @gluon.jit
-def _load_rows(c, total, T, HV, GROUP, chunks, first, places, d_q, d_k, inputs, full, stage, PACKED: gl.constexpr):
+def _load_rows(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, full, stage, PACKED: gl.constexpr):
     here = c < total
-    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, chunks, first, places, PACKED)
+    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, batch, first, places, PACKED)
     bar = full.index(stage)
     mbarrier.expect(bar, 2 * 64 * 128 * 2, pred=here)
     k_to = inputs.index(2 * stage)._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
@@ -70,9 +70,9 @@ def _load_rows(c, total, T, HV, GROUP, chunks, first, places, d_q, d_k, inputs, 
 
 
 @gluon.jit
-def _load_gates(c, total, T, HV, chunks, first, places, d_g, gates, bar, PACKED: gl.constexpr):
+def _load_gates(c, total, T, HV, batch, first, places, d_g, gates, bar, PACKED: gl.constexpr):
     here = c < total
-    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, chunks, first, places, PACKED)
+    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, batch, first, places, PACKED)
     mbarrier.expect(bar, 64 * 128 * (d_g.dtype.primitive_bitwidth // 8), pred=here)
     to = gates._reinterpret(d_g.dtype, [1, 64, 1, 128], d_g.layout)
     tma.async_copy_global_to_shared(d_g, [i_b, token, i_h, 0], bar, to, pred=here)
@@ -118,7 +118,7 @@ def _sums_around(sums, group, LINE: gl.constexpr):
 @gluon.jit
 def _row_warps(
     d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
-    T, K, HV, GROUP, first, chunks, begin, total, scale, eps, gate_scale,
+    T, K, HV, GROUP, batch, first, begin, total, scale, eps, gate_scale,
     inputs, gates, rows, columns, betas, sums, full, full_gates, ready, free,
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
     PACKED: gl.constexpr,
@@ -132,12 +132,12 @@ def _row_warps(
     step = gl.num_programs(0)
     total = tiles_of(total, HV, first, places, PACKED)
     c0 = begin + gl.program_id(0)
-    _load_gates(c0, total, T, HV, chunks, first, places, d_g, gates, full_gates, PACKED)
-    _load_rows(c0, total, T, HV, GROUP, chunks, first, places, d_q, d_k, inputs, full, 0, PACKED)
+    _load_gates(c0, total, T, HV, batch, first, places, d_g, gates, full_gates, PACKED)
+    _load_rows(c0, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, full, 0, PACKED)
     it = 0
     for c in range(c0, total, step):
         _, token, end, i_h, A, b = fetch(
-            c, T, HV, chunks, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place, HAS_A, HAS_BETA, PACKED
+            c, T, HV, batch, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place, HAS_A, HAS_BETA, PACKED
         )  # fmt: skip
         bias = fetch_bias(dt_bias, i_h, K, column, HAS_DT)
         rate = given_rate(A, HAS_A)
@@ -160,7 +160,7 @@ def _row_warps(
         q = rows_within(q_tile, live, PACKED)
         q_norm = (gl.rsqrt(gl.sum(q * q, 2) + eps) * scale)[:, :, None]
         barrier()
-        _load_gates(c + step, total, T, HV, chunks, first, places, d_g, gates, full_gates, PACKED)
+        _load_gates(c + step, total, T, HV, batch, first, places, d_g, gates, full_gates, PACKED)
         out = buffer + c.to(gl.int64) * (256 * 128)
         before, own, near, far, after, whole = _sums_around(sums.index(0), group, LINE)
         inside = _sum_inside(sums.index(0), group, LINE)
@@ -171,7 +171,7 @@ def _row_warps(
         mbarrier.wait(free, (it & 1) ^ 1)
         # The tiles of the chunk before are free as well: q and k, and the columns that took their place.
         _load_rows(
-            c + step, total, T, HV, GROUP, chunks, first, places, d_q, d_k, inputs, full, stage ^ 1, PACKED
+            c + step, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, full, stage ^ 1, PACKED
         )  # fmt: skip
         put(rows.slice(64, 64, 0), q * up)
         gl.store(out + 64 * 128 + to, (q * exp2(within + (inside + before))).to(gl.bfloat16))
@@ -252,15 +252,15 @@ def _gram_warps(
         barrier()
         mbarrier.arrive(free, count=1)
         tma.async_copy_shared_to_global(d_out, [row, 64], qk_out)
-        leave_inverse(A, z, i, j, beta_j, tiles, d_out, row)
+        leave_inverse(A, z, i, j, beta_j, tiles, 0, d_out, row)
         it += 1
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["T", "first", "chunks", "begin", "total"])  # they change from run to run
+@gluon.jit(do_not_specialize=["T", "batch", "first", "begin", "total"])  # they change from run to run
 def prepare_unbounded(
     d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, d_out, decay,
-    T, K, HV, GROUP, first, chunks, begin, total, scale, eps, gate_scale,
+    T, K, HV, GROUP, batch, first, begin, total, scale, eps, gate_scale,
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
     PACKED: gl.constexpr, GRAM_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -290,7 +290,7 @@ def prepare_unbounded(
         [
             (_row_warps, (
                 d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
-                T, K, HV, GROUP, first, chunks, begin, total, scale, eps, gate_scale,
+                T, K, HV, GROUP, batch, first, begin, total, scale, eps, gate_scale,
                 inputs, gates, rows, columns, betas, sums, full, full_gates, ready, free,
                 FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED,
             )),

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ..calls import Call
 from ..scratch import Scratch
-from .schedules import BUFFER_ROWS, CHUNK, WIDTH, Schedule, schedule
+from .schedules import CHUNK, FACTORS, ROWS, WIDTH, Schedule, schedule
 
 TRITON = ("3.6", "3.7")  # from, below: whose numbers were checked on a GPU (3.7.1 compiles these kernels as well)
 MAX_SHIFT = 122  # 2^122 times a unit key is finite in bf16, and 2^-122 is normal
 MIN_CHUNKS = 2  # one chunk is one step of a scan: left to the emitted kernels
 MIN_KEYS = 64  # narrower heads would compute mostly padding
 GRAM_REGISTERS = 200  # a thread of the gram warps; the row warps share what is left
-TILE_MICROSECONDS = {"bounded": 6.0, "unbounded": 10.0, "token": 5.2}  # of a prepare kernel's block, on an H200
+TILE_MICROSECONDS = {"bounded": 6.0, "unbounded": 10.0, "token": 4.15}  # of a prepare kernel's block, on an H200
 LOG2E = math.log2(math.e)
 
 
@@ -47,7 +47,8 @@ def _schedule(call: Call) -> Schedule:
     packed = None if call.cu_seqlens is None else call.sequences
     return schedule(
         batch, length, heads, width, _multiprocessors(call.q.device),
-        packed=packed, tile_microseconds=TILE_MICROSECONDS[_kind(call)],
+        packed=packed, tile_microseconds=TILE_MICROSECONDS[_kind(call)], gate=call.gate,
+        beside=_kind(call) != "unbounded",
     )  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def _tensors(call: Call) -> str | None:
     if call.v.shape[1] < MIN_CHUNKS * CHUNK:
         return "a short sequence"
     lanes, chunks = call.sequences * call.v.shape[2], -(-call.v.shape[1] // CHUNK)
-    if lanes * chunks * BUFFER_ROWS >= 2**31 or lanes >= 2**16:
+    if lanes * chunks * ROWS["channel"] >= 2**31 or lanes >= 2**16:
         return "too many tokens for 32-bit coordinates"
     return None
 
@@ -96,9 +97,10 @@ class _Launches:
 
     def __init__(self, call: Call, plan: Schedule, scratch: Scratch) -> None:
         # Here, not above: a machine without triton imports this module too.
-        from . import combine, prepare, prepare_scalar, prepare_unbounded, scan
+        from . import combine, prepare, prepare_scalar, prepare_unbounded, scan, scan_beside
 
         self.scan: Any = scan.scan
+        self.scan_beside: Any = scan_beside.scan_beside
         self.combine: Any = combine.combine
         self.bounded: Any = prepare.prepare
         self.unbounded: Any = prepare_unbounded.prepare_unbounded
@@ -108,9 +110,9 @@ class _Launches:
         self.key_width = call.q.shape[3]
         self.lanes = call.sequences * self.value_heads
         device = call.q.device
-        rows = scratch.empty((plan.buffers, plan.tiles * BUFFER_ROWS, WIDTH), torch.bfloat16, device)
-        self.decays = scratch.empty((plan.buffers, plan.tiles, WIDTH), torch.float32, device)
-        self.rows = [(part, described(part, (CHUNK, CHUNK)), described(part, (BUFFER_ROWS, WIDTH))) for part in rows]
+        size = ROWS[call.gate], FACTORS[call.gate]
+        self.rows = scratch.empty((plan.buffers, plan.tiles * size[0], WIDTH), torch.bfloat16, device)
+        self.factors = scratch.empty((plan.buffers, plan.tiles * size[1]), torch.float32, device)
         self.o = torch.empty(call.v.shape, dtype=call.out_dtype, device=device)
         state = (call.sequences, self.value_heads, self.key_width, self.value_width)
         self.final = torch.empty(state, dtype=torch.float32, device=device)
@@ -123,7 +125,9 @@ class _Launches:
         columns = (1, CHUNK, 1, plan.columns)
         self.v, self.o_out = described(_addressed(call.v), columns), described(self.o, columns)
         # What is absent is never read: any tensor will do for its pointer.
-        self.cu_seqlens = self.offsets = self.places = self.decays
+        self.cu_seqlens = self.offsets = self.places = self.announced = self.factors
+        if plan.early:
+            self.announced = scratch.empty((plan.tiles,), torch.int32, device).zero_()
         if call.cu_seqlens is not None:
             self._locate_chunks(call.cu_seqlens.contiguous())
 
@@ -171,35 +175,38 @@ class _Launches:
         """Tiles ``begin .. total`` of run n, on as many blocks as there are multiprocessors."""
         if begin == total:
             return
-        first, chunks = self.plan.spans[n]
-        call, kind = self.call, _kind(self.call)
-        rows, out, _ = self.rows[n % len(self.rows)]
-        A_log = self.decays if call.A_log is None else call.A_log.contiguous()
-        dt_bias = self.decays if call.dt_bias is None else call.dt_bias.contiguous()
-        beta = self.decays if call.beta is None else call.beta
+        first, _ = self.plan.spans[n]
+        call, kind, early = self.call, _kind(self.call), self.plan.early
+        rows, factors = self.rows[n % len(self.rows)], self.factors[n % len(self.rows)]
+        squares = described(rows, (CHUNK, CHUNK))
+        A_log = self.factors if call.A_log is None else call.A_log.contiguous()
+        dt_bias = self.factors if call.dt_bias is None else call.dt_bias.contiguous()
+        beta = self.factors if call.beta is None else call.beta
         parameters = (A_log, dt_bias, beta, *((0, 0, 0) if call.beta is None else call.beta.stride()), self.places)
-        written = (rows, out, self.decays[n % len(self.rows)])
-        group = self.value_heads // call.q.shape[2]
-        heads = (self.value_heads, group, first, chunks, begin, total, call.scale, call.qk_l2norm_eps)
+        tiles = (self.value_heads, self.value_heads // call.q.shape[2], call.v.shape[0], first, begin, total)
+        shared, norms = (self.plan.rounds, early), (call.scale, call.qk_l2norm_eps)
         given = {
             "HAS_A": call.A_log is not None, "HAS_DT": call.dt_bias is not None, "HAS_BETA": call.beta is not None,
             "SIGMOID_BETA": call.sigmoid_beta and call.beta is not None, "PACKED": call.cu_seqlens is not None,
-            "GRAM_REGISTERS": GRAM_REGISTERS, "num_warps": 8,
         }  # fmt: skip
         grid = (min(blocks or _multiprocessors(call.q.device), total - begin),)
         if kind == "token":
             self.scalar[grid](
-                self.q, self.k, self.g, *self.g.stride(), *parameters, *written, self.length, *heads, call.gate_scale,
-                FN=call.gate_fn, **given,
+                self.q, self.k, self.g, *self.g.stride(), *parameters, squares, factors, self.announced, self.length,
+                *tiles, *shared, *norms, call.gate_scale, FN=call.gate_fn, READY=early > 0, num_warps=4, **given,
             )  # fmt: skip
             return
-        common = (self.q, self.k, self.g, *parameters, *written)
-        sizes = (self.length, self.key_width, *heads)
+        common = (self.q, self.k, self.g, *parameters, rows, squares, factors)
+        sizes = (self.length, self.key_width, *tiles)
+        given |= {"GRAM_REGISTERS": GRAM_REGISTERS, "num_warps": 8}
         if kind == "bounded":
             shift = _shift(call.gate_scale)
-            self.bounded[grid](*common, *sizes, call.gate_scale * LOG2E, float(shift), 2.0**-shift, **given)
+            self.bounded[grid](
+                *common, self.announced, *sizes, *shared, *norms, call.gate_scale * LOG2E, float(shift), 2.0**-shift,
+                READY=early > 0, **given,
+            )  # fmt: skip
         else:
-            self.unbounded[grid](*common, *sizes, call.gate_scale, FN=call.gate_fn, **given)
+            self.unbounded[grid](*common, *sizes, *norms, call.gate_scale, FN=call.gate_fn, **given)
 
     def launch_scan(self, n: int) -> None:
         plan = self.plan
@@ -240,14 +247,27 @@ class _Launches:
         plan, columns = self.plan, self.plan.columns
         state = (self.final, 0, self.key_width * self.value_width, self.value_width, self.key_width, self.value_width)
         blocks = plan.padded_values // columns + (0 if ends is None else WIDTH // columns)
-        rows = self.rows[n % len(self.rows)][2]
-        self.scan[(blocks, self.lanes, segments)](
-            rows, self.v, self.decays[n % len(self.rows)], self.o_out, self.o, *initial, *(ends or state),
-            self.cu_seqlens, self.offsets, self.length, self.key_width, self.value_width, plan.padded_values,
-            self.value_heads, *plan.spans[n], length, BV=columns, STAGES=3 if columns == 64 else 2,
-            HAS_INITIAL=has_initial, OUTPUT=ends is None, PACKED=self.call.cu_seqlens is not None,
-            num_warps=columns // 16,
+        slot, call = n % len(self.rows), self.call
+        rows, factors = self.rows[slot], self.factors[slot]
+        after = (
+            self.o_out, self.o, *initial, *(ends or state), self.cu_seqlens, self.offsets, self.length, self.key_width,
+            self.value_width, plan.padded_values, self.value_heads,
         )  # fmt: skip
+        span = (*plan.spans[n], length)
+        given = {
+            "BV": columns, "STAGES": 3 if columns == 64 else 2, "HAS_INITIAL": has_initial, "OUTPUT": ends is None,
+            "PACKED": call.cu_seqlens is not None, "num_warps": columns // 16,
+        }  # fmt: skip
+        grid, ready = (blocks, self.lanes, segments), plan.early > 0
+        if call.gate == "token" or ready:
+            self.scan_beside[grid](
+                described(rows, (CHUNK, WIDTH)), self.v, self.q, self.k, factors, self.announced, *after,
+                self.value_heads // call.q.shape[2], *span, SCALAR=call.gate == "token", READY=ready,
+                launch_pdl=ready, **given,
+            )  # fmt: skip
+        else:
+            whole = described(rows, (ROWS["channel"], WIDTH))
+            self.scan[grid](whole, self.v, factors, *after, *span, **given)
 
 
 def _kind(call: Call) -> str:

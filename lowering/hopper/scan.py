@@ -35,8 +35,35 @@ from .common import TILE, TILE4, barrier
 
 
 @gluon.jit
+def locate_chunks(cu_seqlens, chunk_offsets, T, HV, first, chunks, length, segment, PACKED: gl.constexpr):
+    """Of a block's chunks: sequence, value head, batch entry, the first one's tile, the tiles from one to the next, how
+    many there are, the first one's first token, and the end of the sequence."""
+    lane = gl.program_id(1)
+    i_n = lane // HV
+    i_h = lane % HV
+    if PACKED:
+        offset = gl.load(chunk_offsets + i_n)
+        begin = gl.maximum(offset, first)
+        count = gl.maximum(gl.minimum(gl.load(chunk_offsets + i_n + 1), first + chunks) - begin, 0)
+        step = HV
+        tile = (begin - first) * HV + i_h
+        token = gl.maximum(gl.load(cu_seqlens + i_n), 0).to(gl.int32) + (begin - offset) * 64
+        end = gl.minimum(gl.load(cu_seqlens + i_n + 1), T).to(gl.int32)
+        i_b = i_n * 0
+    else:
+        begin = segment * length
+        count = gl.minimum(length, chunks - begin)
+        step = gl.num_programs(1)
+        tile = begin * step + lane
+        token = (first + begin) * 64
+        end = T
+        i_b = i_n
+    return i_n, i_h, i_b, tile, step, count, token, end
+
+
+@gluon.jit
 def _load_warp(
-    d_buffer, d_v, i_b, i_h, i_v, HV, tile, token, count, chunk_rows, values, full, empty,
+    d_buffer, d_v, i_b, i_h, i_v, step, tile, token, count, chunk_rows, values, full, empty,
     BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     for n in range(count):
@@ -44,13 +71,13 @@ def _load_warp(
         mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
         bar = full.index(stage)
         mbarrier.expect(bar, (256 * 128 + 64 * BV) * 2)
-        tma.async_copy_global_to_shared(d_buffer, [(tile + n * HV) * 256, 0], bar, chunk_rows.index(stage))
+        tma.async_copy_global_to_shared(d_buffer, [(tile + n * step) * 256, 0], bar, chunk_rows.index(stage))
         to = values.index(stage)._reinterpret(gl.bfloat16, [1, 64, 1, BV], TILE4)
         tma.async_copy_global_to_shared(d_v, [i_b, token + n * 64, i_h, i_v * BV], bar, to)
 
 
 @gluon.jit
-def _first_state(
+def first_state(
     initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, keys, columns,
     HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
@@ -68,7 +95,7 @@ def _first_state(
 
 
 @gluon.jit
-def _leave_last(
+def leave_last(
     d_o, o_rows, out, out4, o16, i_b, i_h, i_v, token, end, V, HV, some, BV: gl.constexpr, PACKED: gl.constexpr
 ):
     """Store the outputs of the last chunk, whose first token is ``token``; ``some``: whether there is one."""
@@ -95,7 +122,7 @@ def _leave_last(
 @gluon.jit
 def _state_warps(
     d_o, o_rows, decay, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
-    K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, tile, token, count, end,
+    K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, step, tile, token, count, end,
     chunk_rows, values, out, decays, full, empty,
     BV: gl.constexpr, STAGES: gl.constexpr, HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -109,7 +136,7 @@ def _state_warps(
     columns = (i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, KEYS)))[:, None]
     places = gl.arange(0, 64, layout=gl.SliceLayout(0, TOKENS))[None, :]
     decay += tile.to(gl.int64) * 128
-    S = _first_state(
+    S = first_state(
         initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, keys, columns, HAS_INITIAL, OUTPUT
     )  # fmt: skip
     zero = gl.zeros([BV, 64], gl.float32, layout=TOKENS)
@@ -122,7 +149,7 @@ def _state_warps(
         rows = chunk_rows.index(stage)
         mbarrier.wait(full.index(stage), (n // STAGES) & 1)
         KS = warpgroup_mma(S16, rows.slice(0, 64, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        next_decay = gl.load(decay + gl.minimum(n + 1, count - 1).to(gl.int64) * (HV * 128) + column)
+        next_decay = gl.load(decay + gl.minimum(n + 1, count - 1).to(gl.int64) * (step * 128) + column)
         if OUTPUT:
             o = warpgroup_mma(S16, rows.slice(64, 64, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
             tma.store_wait(0)
@@ -165,7 +192,7 @@ def _state_warps(
             S16 = gl.convert_layout(S.to(gl.bfloat16), LEFT_TOKENS)
     if OUTPUT:
         last = token + (count - 1) * 64
-        _leave_last(d_o, o_rows, out, out4, o16, i_b, i_h, i_v, last, end, V, HV, count > 0, BV, PACKED)
+        leave_last(d_o, o_rows, out, out4, o16, i_b, i_h, i_v, last, end, V, HV, count > 0, BV, PACKED)
     if leaves:
         lane = i_n * HV + i_h
         final += lane.to(gl.int64) * f_sl + segment.to(gl.int64) * f_ss
@@ -188,25 +215,10 @@ def scan(
     chunk_offsets ``[N + 1]`` says where the chunks of each sequence begin among all; one segment.
     """
     i_v = gl.program_id(0)
-    lane = gl.program_id(1)
     segment = gl.program_id(2)
-    i_n = lane // HV
-    i_h = lane % HV
-    if PACKED:
-        offset = gl.load(chunk_offsets + i_n)
-        begin = gl.maximum(offset, first)
-        count = gl.maximum(gl.minimum(gl.load(chunk_offsets + i_n + 1), first + chunks) - begin, 0)
-        tile = (begin - first) * HV + i_h
-        token = gl.maximum(gl.load(cu_seqlens + i_n), 0).to(gl.int32) + (begin - offset) * 64
-        end = gl.minimum(gl.load(cu_seqlens + i_n + 1), T).to(gl.int32)
-        i_b = i_n * 0
-    else:
-        begin = segment * length
-        count = gl.minimum(length, chunks - begin)
-        tile = (i_n * chunks + begin) * HV + i_h
-        token = (first + begin) * 64
-        end = T
-        i_b = i_n
+    i_n, i_h, i_b, tile, step, count, token, end = locate_chunks(
+        cu_seqlens, chunk_offsets, T, HV, first, chunks, length, segment, PACKED
+    )  # fmt: skip
     leaves = segment == gl.num_programs(2) - 1
     if not OUTPUT:
         leaves = segment >= 0
@@ -227,11 +239,11 @@ def scan(
         [
             (_state_warps, (
                 d_o, o_rows, decay, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
-                K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, tile, token, count, end,
+                K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, step, tile, token, count, end,
                 chunk_rows, values, out, decays, full, empty, BV, STAGES, HAS_INITIAL, OUTPUT, PACKED,
             )),
             (_load_warp, (
-                d_buffer, d_v, i_b, i_h, i_v, HV, tile, token, count, chunk_rows, values, full, empty, BV, STAGES,
+                d_buffer, d_v, i_b, i_h, i_v, step, tile, token, count, chunk_rows, values, full, empty, BV, STAGES,
             )),
         ],
         [1], [24],

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 
 CHUNK = 64
 WIDTH = 128  # K, padded
-BUFFER_ROWS = 256  # of WIDTH bf16 that a chunk leaves behind between the kernels
+ROWS = {"channel": 256, "token": 64}  # of WIDTH bf16 that a chunk leaves between the kernels, by the gate's kind
+WORKERS = {"channel": 1, "token": 3}  # tiles a block prepares at once
+FACTORS = {"channel": 128, "token": 256}  # fp32 numbers beside them
 SCRATCH_LIMIT = 2**30  # bytes between the kernels, unless one chunk of all heads takes more
 MAX_SEGMENTS = 64
-_TILE_BYTES = BUFFER_ROWS * WIDTH * 2 + WIDTH * 4  # bf16 rows and an fp32 decay
 
 # Microseconds on an H200: a step of the scan by columns, carrying the state over one segment, the launches that
 # segments take more, and what another run costs (kernels that start and end, and share the memory's bandwidth).
+_BESIDE = 1.08  # how much longer a tile takes beside a scan
 _STEP, _COMBINE, _SEGMENTS, _RUN = {64: 1.1, 128: 2.3}, 2.2, 11.0, 45.0
 
 
@@ -23,6 +26,7 @@ class Schedule:
 
     A block of the scan has ``columns`` of V's ``padded_values``; ``segments`` of a run are scanned at once. With
     ``spare`` multiprocessors that a scan leaves idle the next run is prepared beside it, ``beside`` tiles on each.
+    With ``early`` blocks that leave after ``rounds`` tiles the scan starts while the others still prepare tiles.
     ``tiles_per_chunk``: value heads, times batch entries unless these are packed. ``lanes``: sequences times heads.
     """
 
@@ -33,8 +37,11 @@ class Schedule:
     padded_values: int
     tiles_per_chunk: int
     lanes: int
+    gate: str = "channel"
     spare: int = 0
     beside: int = 0
+    rounds: int = 0
+    early: int = 0
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -56,12 +63,18 @@ class Schedule:
     def scratch_bytes(self) -> int:
         """What a call allocates between its kernels."""
         segmented = sum(4 * a * b * c * d for a, b, c, d in self.segment_buffers) if self.segments > 1 else 0
-        return self.buffers * self.tiles * _TILE_BYTES + segmented
+        announced = 4 * self.tiles if self.early else 0
+        return self.buffers * self.tiles * tile_bytes(self.gate) + segmented + announced
 
     @property
     def buffers(self) -> int:
         """Runs that are in memory at once."""
         return 2 if self.spare else 1
+
+
+def tile_bytes(gate: str) -> int:
+    """What a chunk of one head leaves between the kernels."""
+    return ROWS[gate] * WIDTH * 2 + FACTORS[gate] * 4
 
 
 @cache
@@ -73,6 +86,8 @@ def schedule(
     multiprocessors: int,
     *,
     packed: int | None = None,
+    gate: str = "channel",
+    beside: bool = True,
     tile_microseconds: float = 6.0,
 ) -> Schedule:
     """The schedule of ``batch`` entries, or of ``packed`` sequences in one, on a GPU with so many multiprocessors.
@@ -86,15 +101,30 @@ def schedule(
     tiles = heads * batch
     columns = 64 if values <= 64 or lanes * -(-values // 64) <= multiprocessors else 128
     blocks = -(-values // columns)
-    fits = max(1, SCRATCH_LIMIT // (tiles * _TILE_BYTES))
+    fits = max(1, SCRATCH_LIMIT // (tiles * tile_bytes(gate)))
     run = min(chunks, fits)
-    plain = Schedule(chunks, run, columns, 1, blocks * columns, tiles, lanes)
+    plain = Schedule(chunks, run, columns, 1, blocks * columns, tiles, lanes, gate)
     if packed is not None:
         return plain
     segments = _segments(run, lanes, blocks, WIDTH // columns, multiprocessors)
     if segments > 1:
         return replace(plain, segments=segments)
+    if beside and run == chunks and columns == 64 and lanes * blocks < multiprocessors:
+        return _side_by_side(plain, lanes * blocks, multiprocessors, tile_microseconds)
     return _overlapped(plain, fits // 2, lanes * blocks, multiprocessors, tile_microseconds)
+
+
+def _side_by_side(plain: Schedule, programs: int, multiprocessors: int, tile: float) -> Schedule:
+    """``plain`` with the scan's ``programs`` blocks beside the tiles it wants last.
+
+    As many blocks leave after so many rounds that the others end before the scan needs what they prepare.
+    """
+    workers = multiprocessors * WORKERS[plain.gate]
+    if plain.tiles < workers:
+        return plain
+    beside = (multiprocessors - programs) * plain.chunks * _STEP[plain.columns] / (_BESIDE * tile)
+    rounds = math.ceil((plain.tiles - beside) / workers)
+    return replace(plain, rounds=max(1, min(rounds, plain.tiles // workers)), early=programs)
 
 
 def _segments(chunks: int, lanes: int, blocks: int, extra: int, multiprocessors: int) -> int:

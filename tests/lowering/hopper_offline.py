@@ -14,19 +14,20 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kdacompile.lowering.hopper import mla, prepare, prepare_scalar, prepare_unbounded, scan
+from kdacompile.lowering.hopper import mla, prepare, prepare_scalar, prepare_unbounded, scan, scan_beside
 from kdacompile.lowering.hopper.run import GRAM_REGISTERS
 
 TENSORS = {
-    "A_log": "*fp32", "dt_bias": "*fp32", "beta": "*bf16", "places": "*i32", "buffer": "*bf16", "decay": "*fp32",
+    "A_log": "*fp32", "dt_bias": "*fp32", "beta": "*bf16", "places": "*i32", "announced": "*i32", "buffer": "*bf16",
+    "decay": "*fp32", "factors": "*fp32",
 }  # fmt: skip
 FLAGS = dict.fromkeys(("HAS_A", "HAS_DT", "HAS_BETA", "SIGMOID_BETA"), True)
 
 
-def compile_prepare(packed: bool = False) -> Any:
+def compile_prepare(packed: bool = False, ready: bool = False) -> Any:
     tile = _descriptor(1, 64, 1, 128)
     signature = dict.fromkeys(("bound", "shift", "unshift"), "fp32") | {"d_g": tile}
-    return _compile_prepare(prepare.prepare, signature, {"PACKED": packed})
+    return _compile_prepare(prepare.prepare, signature, {"PACKED": packed, "READY": ready})
 
 
 def compile_prepare_unbounded(gate: str = "bf16", packed: bool = False, gate_fn: str = "softplus") -> Any:
@@ -35,18 +36,37 @@ def compile_prepare_unbounded(gate: str = "bf16", packed: bool = False, gate_fn:
     return _compile_prepare(prepare_unbounded.prepare_unbounded, signature, constants)
 
 
-def compile_prepare_scalar(packed: bool = False) -> Any:
+def compile_prepare_scalar(packed: bool = False, ready: bool = False) -> Any:
     signature = {"g": "*bf16", "gate_scale": "fp32"}
-    return _compile_prepare(prepare_scalar.prepare_scalar, signature, {"PACKED": packed, "FN": "softplus"})
+    constants = {"PACKED": packed, "FN": "softplus", "READY": ready}
+    return _compile_prepare(prepare_scalar.prepare_scalar, signature, constants, 4)
 
 
 def compile_scan(columns: int, packed: bool = False, output: bool = True) -> Any:
+    signature = dict.fromkeys(scan.scan.arg_names, "i32") | _scan_tensors(columns, 256) | {"decay": "*fp32"}
+    return _compile(
+        scan.scan, signature, {**_scan_constants(columns), "OUTPUT": output, "PACKED": packed}, columns // 16
+    )
+
+
+def compile_scan_beside(
+    columns: int, packed: bool = False, output: bool = True, scalar: bool = True, ready: bool = True
+) -> Any:
+    kernel, rows = scan_beside.scan_beside, _descriptor(1, 64, 1, 128)
+    signature = dict.fromkeys(kernel.arg_names, "i32") | _scan_tensors(columns, 64)
+    signature |= {"d_q": rows, "d_k": rows, "factors": "*fp32", "announced": "*i32"}
+    constants = {**_scan_constants(columns), "SCALAR": scalar, "READY": ready, "OUTPUT": output, "PACKED": packed}
+    return _compile(kernel, signature, constants, columns // 16)
+
+
+def _scan_tensors(columns: int, rows: int) -> dict[str, str]:
     tile = _descriptor(1, 64, 1, columns)
-    signature = dict.fromkeys(scan.scan.arg_names, "i32")
-    signature |= {"d_buffer": _descriptor(256, 128), "d_v": tile, "d_o": tile, "o_rows": "*bf16"}
-    signature |= {"decay": "*fp32", "initial": "*fp32", "final": "*fp32", "cu_seqlens": "*i64", "chunk_offsets": "*i32"}
-    constants = {"BV": columns, "STAGES": 3 if columns == 64 else 2, "HAS_INITIAL": True}
-    return _compile(scan.scan, signature, {**constants, "OUTPUT": output, "PACKED": packed}, columns // 16)
+    signature = {"d_buffer": _descriptor(rows, 128), "d_v": tile, "d_o": tile, "o_rows": "*bf16"}
+    return signature | {"initial": "*fp32", "final": "*fp32", "cu_seqlens": "*i64", "chunk_offsets": "*i32"}
+
+
+def _scan_constants(columns: int) -> dict[str, Any]:
+    return {"BV": columns, "STAGES": 3 if columns == 64 else 2, "HAS_INITIAL": True}
 
 
 def compile_mla(page: int, scheduled: bool, partial: bool, dtype: str, masked: bool) -> Any:
@@ -71,11 +91,14 @@ def spilled_bytes(compiled: Any) -> int:
     return int(text.split("STACK:")[1].split()[0])
 
 
-def _compile_prepare(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> Any:
+def _compile_prepare(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int = 8) -> Any:
     tile = _descriptor(1, 64, 1, 128)
     common = dict.fromkeys(kernel.arg_names, "i32") | TENSORS | {"d_q": tile, "d_k": tile}
     common |= {"d_out": _descriptor(64, 64), "scale": "fp32", "eps": "fp32"}
-    return _compile(kernel, common | signature, {**FLAGS, **constants, "GRAM_REGISTERS": GRAM_REGISTERS}, 8)
+    common = {name: kind for name, kind in (common | signature).items() if name in kernel.arg_names}
+    constants = {**FLAGS, **constants, "GRAM_REGISTERS": GRAM_REGISTERS}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return _compile(kernel, common, constants, warps)
 
 
 def _descriptor(*block: int, dtype: str = "bf16") -> str:

@@ -13,6 +13,7 @@ import torch
 from kdacompile.lowering import cuda
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.hopper import HopperKernels, run, schedule, schedules
+from kdacompile.lowering.scratch import Scratch
 
 SHARED_MEMORY = 232448  # bytes a block may have on sm_90
 
@@ -113,6 +114,24 @@ def test_long_sequences_share_the_buffers() -> None:
         assert plan.spare == 132 - 64
 
 
+def test_a_scan_runs_beside_the_tiles_it_wants_last() -> None:
+    for gate, microseconds in (("channel", 6.0), ("token", 4.0)):
+        plan = schedule(1, 8192, 32, 128, 132, gate=gate, tile_microseconds=microseconds)
+        workers = 132 * schedules.WORKERS[gate]
+        assert plan.early == 32 * 2
+        assert 0 < plan.rounds * workers < plan.tiles
+        # The others end no later than the scan does, were a tile not slowed down by it.
+        late = (plan.tiles - plan.rounds * workers) / (132 - plan.early) * microseconds
+        assert late <= plan.chunks * 1.1
+        apart = replace(plan, early=0, rounds=0)
+        assert plan.scratch_bytes == apart.scratch_bytes + 4 * plan.tiles  # a counter for each tile
+    slower = schedule(1, 8192, 32, 128, 132, tile_microseconds=9.0)
+    assert slower.rounds > schedule(1, 8192, 32, 128, 132, tile_microseconds=6.0).rounds
+    assert schedule(1, 8192, 32, 128, 132, beside=False).early == 0
+    assert schedule(1, 8192, 96, 128, 132).early == 0  # no multiprocessors to speak of are left
+    assert schedule(1, 200, 16, 128, 132).early == 0  # fewer tiles than multiprocessors
+
+
 def test_few_heads_are_scanned_in_segments() -> None:
     for heads in (1, 5, 12):
         plan = schedule(1, 8192, heads, 128, 132)
@@ -126,9 +145,90 @@ def test_packed_sequences_share_the_buffers() -> None:
     assert (plan.chunks, plan.tiles_per_chunk, plan.lanes) == (1000 // 64 + 3, 4, 12)
 
 
+POINTERS = frozenset(
+    "A_log dt_bias beta places announced buffer decay factors g o_rows initial final cu_seqlens chunk_offsets ends "
+    "states".split()
+)
+
+
+class Launched:
+    """In place of a kernel: binds what it is launched with to the kernel's parameters."""
+
+    def __init__(self, kernel: Any, order: list[str]) -> None:
+        self.name, self.parameters, self.order = kernel.__name__, list(kernel.arg_names), order
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(count > 0 for count in grid)
+
+        def launch(*args: Any, **named: Any) -> None:
+            constants = {name: named[name] for name in named if name in self.parameters}
+            assert set(named) - set(constants) <= {"num_warps", "num_stages", "launch_pdl"}
+            bound = dict(zip(self.parameters, args, strict=False)) | constants
+            assert len(args) + len(constants) == len(self.parameters) == len(bound)
+            assert [name for name, value in bound.items() if not _is_of_its_kind(name, value)] == []
+            self.order.append(self.name)
+
+        return launch
+
+
+def _is_of_its_kind(name: str, value: object) -> bool:
+    if name.startswith("d_"):
+        return not isinstance(value, (int, float, torch.Tensor))
+    if name in ("scale", "eps", "gate_scale", "bound", "shift", "unshift"):
+        return isinstance(value, float)
+    if name.isupper():
+        return isinstance(value, (int, str))
+    return isinstance(value, torch.Tensor) == (name in POINTERS)
+
+
+@pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("gate_fn", "heads", "length", "expected"),
+    [
+        ("sigmoid", 32, 2048, ["prepare", "scan_beside"]),
+        ("sigmoid", 96, 256, ["prepare", "scan"]),
+        ("softplus", 32, 2048, ["prepare_unbounded", "scan"]),
+        ("softplus", 1, 4096, ["prepare_unbounded", "scan", "combine", "scan"]),
+        ("token", 32, 2048, ["prepare_scalar", "scan_beside"]),
+        ("token", 1, 4096, ["prepare_scalar", "scan_beside", "combine", "scan_beside"]),
+    ],
+)
+def test_launches(
+    hopper: HopperKernels, monkeypatch: pytest.MonkeyPatch, gate_fn: str, heads: int, length: int, expected: list[str]
+) -> None:
+    """Every launch gives every parameter once, and something of its kind."""
+    call = kda_call(length, heads, heads)
+    if gate_fn == "token":
+        call = replace(call, gate="token", gate_fn="log", g=torch.randn(1, length, heads), A_log=None, dt_bias=None)
+    else:
+        call = replace(call, gate_fn=gate_fn)
+    assert hopper.declines(call) is None
+    monkeypatch.setattr(run, "_multiprocessors", lambda device: 132)  # pyright: ignore[reportUnknownLambdaType]
+    launches = run._Launches(call, run._schedule(call), Scratch(poison=True))  # pyright: ignore[reportPrivateUsage]
+    order: list[str] = []
+    for name in ("scan", "scan_beside", "combine", "bounded", "unbounded", "scalar"):
+        setattr(launches, name, Launched(getattr(launches, name), order))
+    launches.run()
+    assert order == expected
+
+
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kernel", ["bounded", "unbounded", "fp32", "token", "scan64", "scan128", "ends"])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "bounded",
+        "unbounded",
+        "fp32",
+        "token",
+        "scan64",
+        "scan128",
+        "ends",
+        "token_scan64",
+        "token_scan128",
+        "token_ends",
+    ],
+)
 def test_compiles_for_hopper(kernel: str, packed: bool) -> None:
     from tests.lowering import hopper_offline as offline
 
@@ -140,7 +240,30 @@ def test_compiles_for_hopper(kernel: str, packed: bool) -> None:
         "scan64": lambda: offline.compile_scan(64, packed),
         "scan128": lambda: offline.compile_scan(128, packed),
         "ends": lambda: offline.compile_scan(64, output=False),
+        "token_scan64": lambda: offline.compile_scan_beside(64, packed, ready=False),
+        "token_scan128": lambda: offline.compile_scan_beside(128, packed, ready=False),
+        "token_ends": lambda: offline.compile_scan_beside(64, output=False, ready=False),
+    }
+    _fits(kernels[kernel]())
+
+
+@pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("kernel", ["bounded", "token", "scan", "token_scan"])
+def test_compiles_side_by_side(kernel: str) -> None:
+    from tests.lowering import hopper_offline as offline
+
+    kernels: dict[str, Callable[[], Any]] = {
+        "bounded": lambda: offline.compile_prepare(ready=True),
+        "token": lambda: offline.compile_prepare_scalar(ready=True),
+        "scan": lambda: offline.compile_scan_beside(64, scalar=False),
+        "token_scan": lambda: offline.compile_scan_beside(64),
     }
     compiled = kernels[kernel]()
+    _fits(compiled)
+    ours, theirs = ("ld.acquire.gpu", "griddepcontrol.wait"), ("atom.global.gpu.release", "launch_dependents")
+    assert all(word in compiled.asm["ptx"] for word in (ours if "scan" in kernel else theirs))
+
+
+def _fits(compiled: Any) -> None:
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "wgmma.mma_async" in compiled.asm["ptx"]

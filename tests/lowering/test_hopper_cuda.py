@@ -253,6 +253,17 @@ def test_gates_per_token() -> None:
     check(replace(scalar(call), dt_bias=None, initial_state=None))
 
 
+@pytest.mark.parametrize(("batch", "heads", "group"), [(1, 32, 1), (2, 8, 2)])
+def test_scan_beside_prepare(batch: int, heads: int, group: int) -> None:
+    call = make_call(batch, 2100, heads, group, spread=1.0)
+    for one in (call, scalar(call), scalar(call, "log")):
+        assert run._schedule(one).early > 0  # pyright: ignore[reportPrivateUsage]
+        check(one)
+        o, state = KERNELS.run(one)
+        again, state_again = KERNELS.run(one)
+        assert torch.equal(o, again) and torch.equal(state, state_again)
+
+
 def test_beta_as_given() -> None:
     check(make_call(beta=torch.rand(1, 300, 2, device="cuda"), sigmoid_beta=False))
 
