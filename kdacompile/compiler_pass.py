@@ -12,7 +12,7 @@ from torch import fx
 
 from kdacompile import compat, fresh_caches, glance, mla_pass
 from kdacompile.held import Tables
-from kdacompile.hoist.attempt import attempt
+from kdacompile.hoist.attempt import attempt, may_help
 from kdacompile.patterns.absorb import absorb
 from kdacompile.patterns.absorb.casts import kept_upcasts
 from kdacompile.patterns.blockers import find_blockers
@@ -73,24 +73,31 @@ def rewrite(
     work = _Work(gm, settings, tables or {}, keep_strides=keep_strides)
     if work.has_recurrence or work.has_attention:
         with compat.no_python_dispatcher():
+            work.inside = not (work.has_recurrence and may_help(gm.graph))
             work.run()
-            if work.rejections and work.has_recurrence:
+            if work.has_recurrence and (work.rejections or work.missed):
                 work = _again(gm, settings, work)
     return work.report()
 
 
 def _again(gm: fx.GraphModule, settings: Settings, work: _Work) -> _Work:
-    """Search again with activations taken out of loops, if there are any."""
+    """Search again with what loops do to every token alike taken out of them, if there is any; else inside of groups,
+    if the first search had that before it.
+    """
     hoisted = attempt(gm.graph, work.read)
-    if hoisted is None or not hoisted.apply(work.read):
-        return work
-    other = _Work(gm, settings, {}, keep_strides=work.keep_strides)
-    other.run()
-    if not (other.matches or other.attention.matches or other.changed):
+    if hoisted is not None and hoisted.apply(work.read):
+        other = _Work(gm, settings, {}, keep_strides=work.keep_strides)
+        other.run()
+        if other.matches or other.attention.matches or other.changed:
+            hoisted.finish()
+            gm.recompile()
+            other.take_over(work)
+            return other
         hoisted.undo()
+    if work.inside:
         return work
-    hoisted.finish()
-    gm.recompile()
+    other = _Work(gm, settings, work.tables, keep_strides=work.keep_strides)
+    other.run()
     other.take_over(work)
     return other
 
@@ -104,6 +111,10 @@ class _Work:
         self.keep_strides = keep_strides
         self.changed = False
         """An op that was there already absorbed something."""
+        self.inside = True
+        """Layers within a group are looked for. That takes long: what can be taken out of loops goes first."""
+        self.missed = False
+        """Products that reach each other were left alone, be it without a word."""
         self.matches: list[Match] = []
         self.rejections: list[Rejection] = []
         self.seconds: dict[str, float] = {}
@@ -181,7 +192,7 @@ class _Work:
             groups = find_groups(shadow)
         again = False
         for group in groups:
-            again |= not self.visit(shadow, group) and self.visit_inside(shadow, group)
+            again |= not self.visit(shadow, group) and self.inside and self.visit_inside(shadow, group)
         return again
 
     def visit_inside(self, shadow: Graph, group: Group) -> bool:
@@ -228,6 +239,7 @@ class _Work:
             self.rejections.append(unspliced[0])
         else:
             self.reject(group, obstacles, refused)
+        self.missed |= len(group.anchors) > 2
         return False
 
     def apply(self, shadow: Graph, candidate: Candidate, verdict: Verdict) -> Rejection | None:

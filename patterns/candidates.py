@@ -16,7 +16,7 @@ from kdacompile.patterns.evaluate import EvaluationError, constant
 from kdacompile.patterns.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Exit, Group, is_soft
-from kdacompile.patterns.roles import Hypothesis, frames, has_role, hypotheses
+from kdacompile.patterns.roles import Hypothesis, frames, hypotheses, role_test
 from kdacompile.patterns.vocabulary import LAYOUT, PICKING, PLACING
 
 SMALLEST_VISIBLE = 1e-2
@@ -129,13 +129,13 @@ def _cuts(group: Group, output: Value, state: Value | None, effort: Effort) -> I
     offsets = _offsets(targets, group)
     ways = [(True, True, ()), (True, False, ()), (False, False, ()), *([(True, True, offsets)] if offsets else [])]
     for key_size in _key_sizes(group, sizes, state):
-        readings = frames(output, state, key_size)
+        has_role = role_test(frames(output, state, key_size))
         for raw_state, grouped, barriers in ways:
             if not effort.take(group):
                 return
             eligible = _eligible(sizes, key_size, raw_state=raw_state, grouped=grouped)
             try:
-                cut, late = _cut_with_roles(targets, group, eligible, readings, barriers)
+                cut, late = _cut_with_roles(targets, group, eligible, has_role, barriers)
             except NoCut:
                 continue
             pushed = (_pushed(cut, group, eligible, past_gates=past) for past in (False, True))
@@ -160,16 +160,16 @@ def _cut_with_roles(
     targets: list[Value],
     group: Group,
     eligible: Callable[[Value], bool],
-    readings: list[dict[str, int]],
+    has_role: Callable[[Value], bool],
     barriers: frozenset[Op] | tuple[()],
 ) -> tuple[list[Value], list[Value]]:
     """The minimum cuts among values that could have a role; sizes alone may suggest one that no reading allows."""
     banned: set[Value] = set()
     for _ in range(MAX_INPUTS):
         cut, late = minimum_cut(targets, group.ops, lambda value: value not in banned and eligible(value), barriers)
-        odd = [value for value in cut if not has_role(value, readings)]
+        odd = [value for value in cut if not has_role(value)]
         if not odd:
-            return cut, late if all(has_role(value, readings) for value in late) else cut
+            return cut, late if all(has_role(value) for value in late) else cut
         banned.update(odd)
     raise NoCut("no role fits what enters the region")
 

@@ -7,7 +7,7 @@ same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import islice, permutations
@@ -177,9 +177,17 @@ def frames(output: Value, state: Value | None, key_size: int) -> list[dict[str, 
     return [{**sizes, "K": sizes.get("K", key_size)} for odd, sizes in found if odd == least]
 
 
-def has_role(value: Value, readings: Sequence[dict[str, int]]) -> bool:
-    """True if ``value`` could be any input at all under one of the readings."""
-    return any(next(_labelings(value, role, sizes), None) for role in INPUTS for sizes in readings)
+def role_test(readings: Sequence[dict[str, int]]) -> Callable[[Value], bool]:
+    """Tells whether a value could be any input at all under one of the readings; each shape is looked at once."""
+    known: dict[tuple[tuple[int, ...], frozenset[int]], bool] = {}
+
+    def has_role(value: Value) -> bool:
+        key = value.shape, value.uniform
+        if key not in known:
+            known[key] = any(next(_labelings(value, role, sizes), None) for role in INPUTS for sizes in readings)
+        return known[key]
+
+    return has_role
 
 
 _USUAL = ("BTHK", "BHTK", "BTHV", "BHTV", "BHKV", "BHVK", "BTH", "BHT")

@@ -1,1 +1,3 @@
-"""Activations written inside a loop are taken in front of it, proven equal; put back if nothing new is recognised."""
+"""What a loop does to every token alike is taken in front of it or behind it, proven equal; put back if nothing new is
+recognised.
+"""

@@ -24,20 +24,38 @@ from kdacompile import compat
 from kdacompile.hoist import rules
 from kdacompile.hoist.pieces import Piece, piece_of
 from kdacompile.hoist.proof import agrees, readers_fit, results_share_memory
-from kdacompile.hoist.rules import POINTWISE, Family, is_activation, is_exponential, is_offset, name_of, stays
+from kdacompile.hoist.rules import (
+    MOVES,
+    POINTWISE,
+    Family,
+    is_activation,
+    is_exponential,
+    is_offset,
+    name_of,
+    stays,
+)
+from kdacompile.hoist.sink import Builder, Finder
 from kdacompile.patterns.ir import Graph
+
+REPEATED = POINTWISE | MOVES
+"""Calls on whole tensors that loops make anew in every turn."""
+
+
+def may_help(graph: fx.Graph) -> bool:
+    """True if there is something to bring together, as far as the calls alone tell."""
+    if any(compat.is_mode_switch(node) or node.target == "requires_grad_" for node in graph.nodes):
+        return False  # autocast, a grad mode or what asks for a gradient would have to be the same for all pieces
+    return Hoist(graph).worth_it
 
 
 def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> Hoist | None:
     """A hoist that would change something; None if there is nothing to bring together."""
-    if any(compat.is_mode_switch(node) or node.target == "requires_grad_" for node in graph.nodes):
-        return None  # autocast, a grad mode or what asks for a gradient would have to be the same for all pieces
-    if not Hoist(graph).wanted:
+    if not may_help(graph):
         return None
     found = shadow()
     written = {mutation.storage for mutation in found.mutations}
     hoist = Hoist(graph, {node for node, storage in found.storages.items() if storage in written})
-    return hoist if hoist.wanted else None
+    return hoist if hoist.worth_it else None
 
 
 class Hoist:
@@ -63,7 +81,14 @@ class Hoist:
         for node in self.place:
             if node.op in ("call_function", "call_method") and node not in fixed:
                 self.read(node)
+        self.sinks = Finder(self.families, self.lane, self.equal, fixed).sinks(graph)
         self.wanted = self.needed()
+        self.gathered: list[tuple[fx.Node, fx.Node, fx.Node]] = []
+        """(reader, the sunk rows it reads now, the call that gathered them before)"""
+
+    @property
+    def worth_it(self) -> bool:
+        return bool(self.wanted or self.sinks)
 
     def apply(self, shadow: Callable[[], Graph]) -> bool:
         """Bring together what is wanted; False, with nothing changed, if a call does not take all pieces at once or if
@@ -81,21 +106,32 @@ class Hoist:
 
     def proven(self, shadow: Callable[[], Graph]) -> bool:
         """True if pieces and the nodes they stand for are equal, and nothing else can tell one from the other."""
-        pairs = {(piece, old) for _, piece, old in self.replaced}
-        inside = {*self.lane, *self.new, *self.equal, *self.equal.values()}
+        pairs = {(piece, old) for _, piece, old in (*self.replaced, *self.gathered)}
+        inside = {*self.lane, *self.new, *self.equal, *self.equal.values(), *self.sunk()}
         if not agrees(pairs, inside):
             return False
         if not readers_fit(self.graph.nodes, {reader for reader, _, _ in self.replaced}, self.meta):
             return False
         results = [arg for node in self.graph.nodes if node.op == "output" for arg in node.all_input_nodes]
-        return not results_share_memory(shadow(), set(self.new), results)
+        return not results_share_memory(shadow(), set(self.new), results, {rows for _, rows, _ in self.gathered})
 
     def rewrite(self) -> None:
         whole: dict[int, fx.Node] = {}
         for index in sorted(self.wanted):
             self.bring_together(index, whole)
+        builder = Builder(self, whole)
+        for sink in self.sinks:
+            rows = builder.build(sink)
+            for reader in list(sink.node.users):
+                reader.replace_input_with(sink.node, rows)
+                self.gathered.append((reader, rows, sink.node))
         for index in sorted(self.wanted):
             self.hand_out(self.families[index], whole[index])
+
+    def sunk(self) -> set[fx.Node]:
+        """What is made after the loop now: the calls on single rows, and what gathered them."""
+        calls = {node for sink in self.sinks for rows in sink.rows.walk() if rows.parts for node in rows.nodes}
+        return calls | {sink.node for sink in self.sinks}
 
     # -- finding families -----------------------------------------------------------------------------------------
     def read(self, node: fx.Node) -> None:
@@ -111,7 +147,7 @@ class Hoist:
         text = (node.op, str(node.target), repr(map_arg((node.args, node.kwargs), self.label)))
         if not lanes:
             alone = not any(arg in self.fixed for arg in node.all_input_nodes)
-            if alone and name_of(node) in POINTWISE and self.seen.setdefault(text, node) is not node:
+            if alone and name_of(node) in REPEATED and self.seen.setdefault(text, node) is not node:
                 self.equal[node] = self.seen[text]
             return
         families = list(dict.fromkeys(family for family, _ in lanes))
@@ -151,6 +187,7 @@ class Hoist:
         exponentials = {i for i, family in enumerate(self.families) if not stays(family) and is_exponential(family)}
         if len(exponentials) > 1:  # a region has one, the gate's: another is a weight of its own
             active |= exponentials
+        active |= {rows.family for sink in self.sinks for rows in sink.rows.walk() if rows.family is not None}
         found: set[int] = set()
         stack = list(active)
         while stack:
@@ -224,7 +261,7 @@ class Hoist:
         return node in self.lane and self.lane[node][0] in self.wanted
 
     def undo(self) -> None:
-        for reader, piece, node in self.replaced:
+        for reader, piece, node in (*self.replaced, *self.gathered):
             reader.replace_input_with(piece, node)
         for node in reversed(self.new):
             self.graph.erase_node(node)
@@ -234,7 +271,8 @@ class Hoist:
 
     def finish(self) -> None:
         """Erase what nobody reads any more."""
-        alive = set(self.graph.nodes)
-        for node in reversed([*self.lane, *self.new]):
-            if node in alive and not node.users:
+        sunk = self.sunk()
+        mine = {*self.lane, *self.new, *sunk}
+        for node in reversed([node for node in self.graph.nodes if node in mine]):
+            if not node.users:
                 self.graph.erase_node(node)

@@ -8,6 +8,7 @@ ask for another layout than the pieces now have.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -193,11 +194,17 @@ def _layout(value: Any) -> list[Any]:
     return [(tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device) for x in _tensors(value)]
 
 
-def results_share_memory(shadow: Graph, new: Collection[fx.Node], results: Iterable[fx.Node]) -> bool:
-    """True if a result of the graph, or something it writes, lies in memory that a new call made."""
+def results_share_memory(
+    shadow: Graph, new: Collection[fx.Node], results: Iterable[fx.Node], own: Collection[fx.Node]
+) -> bool:
+    """True if a result of the graph, or something it writes, lies in memory that a new call made. A new call that
+    stands for a result itself (``own``) may, if it has the memory to itself.
+    """
     first: dict[int, fx.Node] = {}
     for node, storage in shadow.storages.items():
         first.setdefault(storage, node)
     made = {storage for storage, node in first.items() if node in new}
-    seen = {shadow.storages[node] for node in results if node in shadow.storages}
-    return not made.isdisjoint(seen | {mutation.storage for mutation in shadow.mutations})
+    seen = [(shadow.storages[node], node) for node in results if node in shadow.storages]
+    shared = Counter(storage for storage, _ in seen)
+    taken = {storage for storage, node in seen if node not in own or shared[storage] > 1}
+    return not made.isdisjoint(taken | {mutation.storage for mutation in shadow.mutations})

@@ -22,10 +22,13 @@ POINTWISE = frozenset(
 ALONG = {"sum": 1, "mean": 1, "softmax": 1, "norm": 2, "linalg_norm": 2, "linalg_vector_norm": 2, "normalize": 2}
 """Functions that work along the dimensions given as this argument, or as ``dim``."""
 
-MOVES = frozenset("view reshape unsqueeze squeeze unflatten".split())
+TRAILING = frozenset("layer_norm rms_norm".split())
+"""Functions that work along the last dimensions, as many as their second argument has sizes."""
+
+MOVES = frozenset("view reshape unsqueeze squeeze unflatten flatten getitem".split())
 ACTIVATIONS = frozenset(
     "log log1p sigmoid softplus logsigmoid log_sigmoid silu tanh relu elu gelu abs sqrt rsqrt clamp clamp_min "
-    "clamp_max norm linalg_norm linalg_vector_norm normalize softmax linear matmul".split()
+    "clamp_max norm linalg_norm linalg_vector_norm normalize softmax layer_norm rms_norm linear matmul".split()
 )
 """What a region may not hold, whatever stands around it."""
 
@@ -88,10 +91,14 @@ def arguments(node: fx.Node, lanes: Sequence[fx.Node], family: Family) -> tuple[
     if name in POINTWISE:
         fits = value.dim() == rank and all(_broadcasts(arg, lanes, rank, family) for arg in node.all_input_nodes)
         return (node.args, node.kwargs) if fits else None
-    if len(lanes) != 1 or node.args[0] is not lanes[0]:
+    if len(lanes) != 1 or not node.args or node.args[0] is not lanes[0]:
         return None
     if name in ALONG:
         return _along(node, ALONG[name], rank, family)
+    if name in TRAILING:
+        sizes = node.args[1] if len(node.args) > 1 else None
+        along = isinstance(sizes, (list, tuple)) and not (family.width and -family.behind <= len(sizes))
+        return (node.args, node.kwargs) if along else None
     if name in ("linear", "matmul"):
         return _projected(node, rank, family)
     if name in MOVES and not family.width and not node.kwargs:
@@ -142,6 +149,13 @@ def _moved(node: fx.Node, name: str, count: int) -> tuple[Any, Any] | None:
     if name in ("view", "reshape"):
         sizes = rest[0] if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else rest
         return (node.args[0], count, *sizes), {}
+    if name == "getitem":  # x[:, None]: a new dimension, nothing taken
+        index: tuple[Any, ...] = rest[0] if isinstance(rest[0], tuple) else rest
+        kept = all(item is None or item is Ellipsis or item == slice(None) for item in index)
+        return ((node.args[0], (slice(None), *index)), {}) if kept else None
+    if name == "flatten":  # two dimensions, where all others have one
+        dims = [*rest, *(0, -1)[len(rest) :]]
+        return (node.args[0], *(dim if dim < 0 else dim + 1 for dim in dims)), {}
     dim = rest[0] if rest else None
     if not isinstance(dim, int):
         return None
