@@ -63,7 +63,7 @@ def test_autocast(model: Callable[..., Tensor]) -> None:
 
 def test_marked_and_without_breaks() -> None:
     """``mark_dynamic`` on the tokens and ``fullgraph=True`` hold together, with gradients too: one graph."""
-    run = torch.compile(lambda *args: recurrent_gla(*args), backend="kda", fullgraph=True)
+    run = torch.compile(lambda q, k, v, g: recurrent_gla(q, k, v, g), backend="kda", fullgraph=True)
     for length in (20, 7, 65):
         args = [x.requires_grad_() for x in arguments(length)]
         for x in args:
