@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from torch import fx
 
 from kdacompile.patterns.ir import Graph, Value
-from kdacompile.patterns.mla import NAME, Claim, FusedMla, MlaCandidate
-from kdacompile.patterns.mla_lengths import lengths_instead
-from kdacompile.patterns.mla_pages import pages_instead
-from kdacompile.patterns.mla_roles import find_mla
+from kdacompile.patterns.mla.definition import NAME, Claim, FusedMla, MlaCandidate
+from kdacompile.patterns.mla.lengths import lengths_instead
+from kdacompile.patterns.mla.pages import pages_instead
+from kdacompile.patterns.mla.roles import find_mla
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.proof.attention import MlaVerdicts
 from kdacompile.report import trace

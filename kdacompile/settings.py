@@ -78,8 +78,8 @@ def parse(mode: str | None = None, options: Mapping[str, Any] | None = None) -> 
 
 def known_patterns() -> tuple[str, ...]:
     """The names ``kda.expect`` and ``kda.disable`` accept."""
-    from kdacompile.patterns import mla
     from kdacompile.patterns.family import FAMILY
+    from kdacompile.patterns.mla import definition as mla
 
     return (*(row.name for row in FAMILY), mla.NAME)
 

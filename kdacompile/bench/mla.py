@@ -24,7 +24,7 @@ from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.triton import TritonDecode
 from kdacompile.lowering.verify import relative_error
 from kdacompile.ops import mla_decode
-from kdacompile.patterns.attention_oracle import latent_attention
+from kdacompile.patterns.mla.oracle import latent_attention
 
 RANK, ROPE, PAGE = 512, 64, 64
 SCALE = (128 + ROPE) ** -0.5

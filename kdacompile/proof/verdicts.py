@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kdacompile.patterns.candidates import Candidate
 from kdacompile.patterns.ir import Value, map_values
-from kdacompile.patterns.mla import MlaCandidate
+from kdacompile.patterns.mla.definition import MlaCandidate
 from kdacompile.patterns.roles import Placement
 from kdacompile.proof.region import Verdict, prove
 

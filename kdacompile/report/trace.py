@@ -12,7 +12,7 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.patterns.candidates import Candidate
 from kdacompile.patterns.ir import Graph
-from kdacompile.patterns.mla import MlaCandidate
+from kdacompile.patterns.mla.definition import MlaCandidate
 
 
 def before(gm: fx.GraphModule) -> None:

@@ -12,7 +12,7 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.ops.mla_definitions import mla
 from kdacompile.patterns.ir import Graph
-from kdacompile.patterns.mla import Claim, FusedMla, MlaPlacement
+from kdacompile.patterns.mla.definition import Claim, FusedMla, MlaPlacement
 from kdacompile.rewrite.splice import CannotSplice, Splice
 
 

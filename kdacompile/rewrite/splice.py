@@ -18,7 +18,7 @@ from torch import fx
 from kdacompile import compat, gradient
 from kdacompile.patterns.ir import Graph, ancestors
 from kdacompile.patterns.match import Fused
-from kdacompile.patterns.mla import FusedMla
+from kdacompile.patterns.mla.definition import FusedMla
 from kdacompile.patterns.roles import Placement
 
 

@@ -18,7 +18,7 @@ from kdacompile.lowering.run_attention import Attention, run_attention
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.ops.mla_fused import FusedAttention
 from kdacompile.ops.mla_kernels import mla_backward_kernel
-from kdacompile.patterns.attention_oracle import latent_attention
+from kdacompile.patterns.mla.oracle import latent_attention
 from tests.compare import relative_error
 from tests.ops.mla_cases import OPERANDS, make_mla
 

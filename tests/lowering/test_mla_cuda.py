@@ -17,7 +17,7 @@ from kdacompile.lowering.run_attention import Attention, run_attention
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton import TritonDecode
 from kdacompile.lowering.verify import relative_error
-from kdacompile.patterns.attention_oracle import latent_attention
+from kdacompile.patterns.mla.oracle import latent_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdacompile.patterns.attention_oracle import latent_attention
+from kdacompile.patterns.mla.oracle import latent_attention
 
 OPERANDS = (
     "q", "q_rope", "latent", "k_rope", "w_uk", "w_uv", "mask", "sinks", "lengths", "block_table",

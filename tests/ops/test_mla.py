@@ -14,7 +14,7 @@ from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.ops import errors
 from kdacompile.ops.mla_fused import FusedAttention
-from kdacompile.patterns.attention_oracle import latent_attention
+from kdacompile.patterns.mla.oracle import latent_attention
 from tests.ops.mla_cases import OPERANDS, MlaCase, make_mla
 
 VARIANTS: dict[str, dict[str, Any]] = {

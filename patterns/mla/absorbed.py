@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterator
 
 from kdacompile.patterns.ir import Value
-from kdacompile.patterns.mla import Parts
-from kdacompile.patterns.mla_sources import MOVES, heads_of, scales, tokens_of, unexpanded
-from kdacompile.patterns.mla_walk import Attention, Term
+from kdacompile.patterns.mla.definition import Parts
+from kdacompile.patterns.mla.sources import MOVES, heads_of, scales, tokens_of, unexpanded
+from kdacompile.patterns.mla.walk import Attention, Term
 from kdacompile.patterns.regions import is_weight, root
 from kdacompile.patterns.twins import Twins
 from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT, PICKING

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 
 from kdacompile.patterns.ir import Value
-from kdacompile.patterns.mla import Parts
-from kdacompile.patterns.mla_claims import labels
-from kdacompile.patterns.mla_sources import CACHED, Projection, Sources, heads_of, tokens_of, unexpanded
-from kdacompile.patterns.mla_walk import Attention, Term
+from kdacompile.patterns.mla.claims import labels
+from kdacompile.patterns.mla.definition import Parts
+from kdacompile.patterns.mla.sources import CACHED, Projection, Sources, heads_of, tokens_of, unexpanded
+from kdacompile.patterns.mla.walk import Attention, Term
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import root
 

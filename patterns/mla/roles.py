@@ -1,6 +1,6 @@
 """What forbids a rewrite around one softmax whatever the region computes, and where the region begins and ends.
 
-Attention of other kinds is passed over in silence: ``mla_expanded.py`` and ``mla_absorbed.py`` say what counts as MLA.
+Attention of other kinds is passed over in silence: ``expanded.py`` and ``absorbed.py`` say what counts as MLA.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from itertools import islice
 
 from kdacompile.patterns.ir import Graph, Op, Value, ancestors
-from kdacompile.patterns.mla import MlaCandidate, Parts
-from kdacompile.patterns.mla_absorbed import read_absorbed
-from kdacompile.patterns.mla_claims import claims, labels
-from kdacompile.patterns.mla_expanded import read_expanded
-from kdacompile.patterns.mla_masks import MaskRole, read_masks
-from kdacompile.patterns.mla_softmax import WHOLE
-from kdacompile.patterns.mla_walk import Attention, find_attention
+from kdacompile.patterns.mla.absorbed import read_absorbed
+from kdacompile.patterns.mla.claims import claims, labels
+from kdacompile.patterns.mla.definition import MlaCandidate, Parts
+from kdacompile.patterns.mla.expanded import read_expanded
+from kdacompile.patterns.mla.masks import MaskRole, read_masks
+from kdacompile.patterns.mla.softmax import WHOLE
+from kdacompile.patterns.mla.walk import Attention, find_attention
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.twins import Twins
 from kdacompile.patterns.vocabulary import LAYOUT, REGION

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import groupby, islice, permutations, product
 
 from kdacompile.patterns.ir import Value
-from kdacompile.patterns.mla import WEIGHTS, Claim, MlaPlacement, order_of
-from kdacompile.patterns.mla_masks import MaskRole
+from kdacompile.patterns.mla.definition import WEIGHTS, Claim, MlaPlacement, order_of
+from kdacompile.patterns.mla.masks import MaskRole
 
 USUAL = ("BTHK", "BHTK", "BTHV", "BHTV", "BHTS", "BTHS", "BTHD", "BHTD")
 

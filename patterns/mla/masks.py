@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kdacompile.patterns.evaluate import EvaluationError, constant
 from kdacompile.patterns.ir import Op, Value
-from kdacompile.patterns.mla import VANISHING
-from kdacompile.patterns.mla_sources import named
-from kdacompile.patterns.mla_walk import Attention, Hidden
+from kdacompile.patterns.mla.definition import VANISHING
+from kdacompile.patterns.mla.sources import named
+from kdacompile.patterns.mla.walk import Attention, Hidden
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.vocabulary import LAYOUT, ORDERED
 

@@ -1,7 +1,7 @@
 """Where MLA could be: from every softmax to the two products around it, and from those to what they are made of.
 
 Forward from the softmax stands the product with the values, backward the product (or the sum of two) of queries and
-keys; ``mla_sources.py`` says what those are made of. What the walk does not understand it notes and walks past, so
+keys; ``sources.py`` says what those are made of. What the walk does not understand it notes and walks past, so
 that a near miss can be told from attention of another kind.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from kdacompile.patterns.ir import Graph, Op, Value
-from kdacompile.patterns.mla_softmax import Softmax, divides, find_softmaxes
-from kdacompile.patterns.mla_sources import SCALES, is_scalar_factor
+from kdacompile.patterns.mla.softmax import Softmax, divides, find_softmaxes
+from kdacompile.patterns.mla.sources import SCALES, is_scalar_factor
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import is_weight, root
 from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT

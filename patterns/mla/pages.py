@@ -15,7 +15,7 @@ import torch
 
 from kdacompile.patterns.evaluate import EvaluationError, constant
 from kdacompile.patterns.ir import Op, Value
-from kdacompile.patterns.mla import LETTERS, Claim, MlaPlacement
+from kdacompile.patterns.mla.definition import LETTERS, Claim, MlaPlacement
 from kdacompile.patterns.regions import root
 from kdacompile.patterns.vocabulary import ORDERED
 

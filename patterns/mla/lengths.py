@@ -22,8 +22,8 @@ import torch
 
 from kdacompile.patterns.evaluate import EvaluationError, constant
 from kdacompile.patterns.ir import Op, Value
-from kdacompile.patterns.mla import Claim, MlaPlacement
-from kdacompile.patterns.mla_masks import selection
+from kdacompile.patterns.mla.definition import Claim, MlaPlacement
+from kdacompile.patterns.mla.masks import selection
 from kdacompile.patterns.vocabulary import ORDERED
 
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
