@@ -86,9 +86,11 @@ def _by_list(base: fx.Node, value: Any, index: int) -> Piece | None:
     index %= len(value)
     if name == "unbind":
         return _piece(base.args[0], dim, index, 0)
-    widths = {part.shape[dim] for part in value}
-    width = value[0].shape[dim]
-    return _piece(base.args[0], dim, index * width, width) if len(widths) == 1 and isinstance(width, int) else None
+    widths = [part.shape[dim] for part in value]
+    width = widths[0]
+    if not isinstance(width, int) or any(not isinstance(each, int) or each != width for each in widths):
+        return None  # symbols cannot be compared without a guard
+    return _piece(base.args[0], dim, index * width, width)
 
 
 def _piece(source: Any, dim: Any, start: Any, width: Any, rest: tuple[Any, ...] = ()) -> Piece | None:

@@ -25,9 +25,9 @@ def rwkv7_like(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
     return scan(zeros(k, v), q.shape[1], token)
 
 
-@near_miss("simple_gla", "q k v g beta", scale=1.0, length=6)
+@near_miss("simple_gla", "q k v g beta", expect="either", scale=1.0, length=6)
 def mlstm_with_its_normaliser(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """xLSTM: the matrix memory over a normaliser bounded from below."""
+    """xLSTM: the matrix memory over a normaliser bounded from below, which may be divided by after the loop."""
     n = k.new_zeros(k.shape[0], k.shape[2], k.shape[3])
     s, outs = zeros(k, v), []
     for t in range(q.shape[1]):
