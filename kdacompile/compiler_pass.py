@@ -73,17 +73,16 @@ def rewrite(
     work = _Work(gm, settings, tables or {}, keep_strides=keep_strides)
     if work.has_recurrence or work.has_attention:
         with compat.no_python_dispatcher():
-            work.inside = not (work.has_recurrence and may_help(gm.graph))
+            helps = work.has_recurrence and may_help(gm.graph)
+            work.inside = not helps
             work.run()
-            if work.has_recurrence and (work.rejections or work.missed):
+            if helps and (work.rejections or work.missed):
                 work = _again(gm, settings, work)
     return work.report()
 
 
 def _again(gm: fx.GraphModule, settings: Settings, work: _Work) -> _Work:
-    """Search again with what loops do to every token alike taken out of them, if there is any; else inside of groups,
-    if the first search had that before it.
-    """
+    """Search again with what loops do to every token alike taken out of them; if that does not help, inside groups."""
     hoisted = attempt(gm.graph, work.read)
     if hoisted is not None and hoisted.apply(work.read):
         other = _Work(gm, settings, {}, keep_strides=work.keep_strides)
@@ -94,8 +93,6 @@ def _again(gm: fx.GraphModule, settings: Settings, work: _Work) -> _Work:
             other.take_over(work)
             return other
         hoisted.undo()
-    if work.inside:
-        return work
     other = _Work(gm, settings, work.tables, keep_strides=work.keep_strides)
     other.run()
     other.take_over(work)

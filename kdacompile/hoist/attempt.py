@@ -49,9 +49,7 @@ def may_help(graph: fx.Graph) -> bool:
 
 
 def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> Hoist | None:
-    """A hoist that would change something; None if there is nothing to bring together."""
-    if not may_help(graph):
-        return None
+    """A hoist of a graph that ``may_help`` knows, less what the graph writes to; None if nothing is left of it."""
     found = shadow()
     written = {mutation.storage for mutation in found.mutations}
     hoist = Hoist(graph, {node for node, storage in found.storages.items() if storage in written})
