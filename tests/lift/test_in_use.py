@@ -11,20 +11,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from kdacompile.lift import hook, lifting, store
 from kdacompile.report.collect import collecting
 from tests.compare import relative_error
 from tests.lift.functions import HEADS, KEY, VALUE, recurrent_gla
 from tests.lift.test_lift import arguments, lifted_functions
 from tests.models.zoo import CASES
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
-    monkeypatch.setattr(store.compat, "inductor_cache_dir", lambda: str(tmp_path))
 
 
 def projected(x: Tensor, weight: Tensor, g: Tensor) -> Tensor:

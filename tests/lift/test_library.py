@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 
-from kdacompile.lift import hook, lifting, store
+from kdacompile.lift import hook, lifting
 from kdacompile.report.collect import collecting
 from tests.compare import relative_error
 
@@ -63,17 +63,13 @@ fused_recurrent_kda = types.FunctionType(
 
 
 @pytest.fixture(autouse=True)
-def fla(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+def fla(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     module = types.ModuleType("fla")
     module.__dict__["__version__"] = "0.0.test"
     monkeypatch.setitem(sys.modules, "fla", module)
     for fn in (chunk_kda, fused_recurrent_kda):
         monkeypatch.setattr(fn, "__module__", "fla.ops.kda")
         setattr(module, fn.__name__, torch.compiler.disable(fn))
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
-    monkeypatch.setattr(store.compat, "inductor_cache_dir", lambda: str(tmp_path))
     yield module
 
 

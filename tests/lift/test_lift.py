@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import kdacompile
-from kdacompile.lift import hook, lifting, store
+from kdacompile.lift import hook, lifting
 from kdacompile.report.collect import collecting
 from kdacompile.report.report import Report
 from tests.compare import relative_error
@@ -28,16 +28,6 @@ def arguments(length: int, batch: int = 1, seed: int = 0) -> list[Any]:
     q, k = (torch.randn(batch, length, HEADS, KEY, generator=rng) for _ in range(2))
     v = torch.randn(batch, length, HEADS, VALUE, generator=rng)
     return [q, k, v, -torch.rand(batch, length, HEADS, KEY, generator=rng)]
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No verdict of another test, or of another run."""
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
-    monkeypatch.setattr(store.compat, "inductor_cache_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(store.compat, "disk_caches", lambda: True)
 
 
 def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -12,19 +12,10 @@ from torch._dynamo.utils import counters
 
 import kdacompile
 from kdacompile.backend import kda
-from kdacompile.lift import hook, lifting, store
 from tests.compare import relative_error
 from tests.lift import functions
 from tests.lift.functions import HEADS, KEY, VALUE
 from tests.lift.test_lift import LENGTHS, arguments
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
-    monkeypatch.setattr(store.compat, "inductor_cache_dir", lambda: str(tmp_path))
 
 
 def graphs() -> int:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdacompile.lift import hook, lifting, store
+from kdacompile.lift import hook, lifting
 from kdacompile.lift.branches import Watch
 from kdacompile.lift.identity import identify
 from tests.compare import relative_error
@@ -19,13 +19,6 @@ from tests.lift.test_lift import arguments
 
 EIGHT, NINE = 8, 9
 grow = torch.exp
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
-    monkeypatch.setattr(store.compat, "inductor_cache_dir", lambda: str(tmp_path))
 
 
 def retention(q: Tensor, k: Tensor, v: Tensor, rate: float = 0.5) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import kdacompile
-from kdacompile.lift import hook, lifting, store
 from kdacompile.report import loops
 from kdacompile.report.collect import collecting
 from kdacompile.report.findings import Match
@@ -20,13 +19,6 @@ from kdacompile.report.report import Report
 from tests.lift import functions
 from tests.lift.test_lift import arguments
 from tests.models.zoo import CASES
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
-    monkeypatch.setattr(store.compat, "inductor_cache_dir", lambda: str(tmp_path))
 
 
 class Layer(nn.Module):
