@@ -3,8 +3,9 @@
 A contender of one kind of case is a process of its own with empty compiler caches, with FLA hidden from all but those
 that use it (where it is importable, transformers binds its functions). Processes get ready side by side, first calls
 included, and are timed one after the other, see ``relay``. FLA tunes itself on the device, for minutes, and keeps what
-it found in Triton's cache: its first processes tune by themselves, and those of the second wave find the kernels they
-have in common with them tuned, as on a machine where FLA has run before.
+it found in Triton's cache: it comes after the others, so that a run cut short has all of ours; the first of its
+processes tune, and those of the last wave find the kernels they have in common with them tuned, as on a machine where
+FLA has run before.
 
 The table gives device time (replays of a CUDA graph), the time of eager launches, the first call, peak memory and the
 error against the fp64 recurrence; a JSON file has everything, a Markdown file the tables, an SVG the device times.
@@ -25,6 +26,7 @@ from typing import Any
 from kdacompile.bench.cuda_cases import CASES, TUNED_BY_OTHERS, Case, contenders
 from kdacompile.bench.cuda_table import markdown, plot, table
 from kdacompile.bench.relay import Job, Outcome, Relay
+from kdacompile.disk import write_whole
 from kdacompile.doctor import version_of
 from kdacompile.errors import BenchError, MissingDependencyError
 
@@ -54,9 +56,9 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
         with writing:  # the last to come writes everything
             measured = [{**asdict(case), "results": results[case.name]} for case in cases]
             record = {"suite": "cuda", "device": device, "versions": _versions(), "cases": measured}
-            json_path.write_text(json.dumps(record, indent=2) + "\n")
-            json_path.with_suffix(".md").write_text(markdown(cases, results))
-            json_path.with_suffix(".svg").write_text(plot(cases, results))
+            write_whole(json_path, json.dumps(record, indent=2) + "\n")
+            write_whole(json_path.with_suffix(".md"), markdown(cases, results))
+            write_whole(json_path.with_suffix(".svg"), plot(cases, results))
 
     results = _run(cases, timeout, write)
     print(table(cases, results))
@@ -94,11 +96,13 @@ def _run(cases: Sequence[Case], timeout: float, write: Callable[[Results], None]
 
 
 def _waves(jobs: Sequence[Job]) -> list[list[Job]]:
-    """FLA first where it tunes what its other processes use; of the rest three a core."""
+    """First all but FLA, three a core; then FLA where it tunes what its other processes use, then these."""
+    without = [job for job in jobs if not job.shares]
     tuning = [job for job in jobs if job.shares and job.name.split()[0] not in TUNED_BY_OTHERS]
-    others = [job for job in jobs if job not in tuning]
+    tuned = [job for job in jobs if job.shares and job not in tuning]
     size = 3 * (os.cpu_count() or 1)
-    return [part[start : start + size] for part in (tuning, others) for start in range(0, len(part), size)]
+    parts = (without, tuning, tuned)
+    return [part[start : start + size] for part in parts for start in range(0, len(part), size)]
 
 
 def _reason(outcome: Outcome) -> str:

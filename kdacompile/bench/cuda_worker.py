@@ -14,6 +14,7 @@ from torch import Tensor
 from kdacompile.bench import measure
 from kdacompile.bench.cuda_cases import MODELS, Case
 from kdacompile.bench.relay import wait_for_turn
+from kdacompile.disk import write_whole
 
 _CHECKED = 2048  # tokens of the numerical check: the fp64 recurrence goes token by token
 _CHECKED_TRAINING = 256  # and keeps everything for its backward pass
@@ -36,7 +37,7 @@ def main(described: str, contender: str, out: str) -> None:
         wait_for_turn()
         for case, run in zip(cases, runs, strict=True):
             measured[case.name] = run.measure()
-            Path(out).write_text(json.dumps(measured))
+            write_whole(Path(out), json.dumps(measured))
         return
     calls = _Calls(contender)
     first_call = calls.first(cases[0])
@@ -45,7 +46,7 @@ def main(described: str, contender: str, out: str) -> None:
         measured[case.name] = calls.measured(case)
         if case is cases[0]:
             measured[case.name]["first_call_seconds"] = first_call
-        Path(out).write_text(json.dumps(measured))
+        write_whole(Path(out), json.dumps(measured))
 
 
 class _Calls:

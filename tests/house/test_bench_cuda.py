@@ -92,11 +92,15 @@ def test_caches_are_a_job_s_own_unless_it_shares_one(tmp_path: Path) -> None:
     assert first == second and len({own, first, other}) == 3
 
 
-def test_fla_tunes_first_and_by_itself() -> None:
+def test_fla_comes_after_the_others_and_tunes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
     kinds = {(case.kind, contender) for case in CASES for contender in contenders(case)}
     jobs = [Job(f"{kind} 1x1, {who}", WORKER, (), "fla" if who.endswith("fla") else "") for kind, who in kinds]
-    first, *others = cuda._waves(jobs)
-    assert {job.name.split()[0] for job in first} == {"kda", "gdn", "step"}
-    assert all(job.name.endswith("fla") for job in first)
-    assert any(job.shares for wave in others for job in wave)
-    assert sorted(job.name for wave in (first, *others) for job in wave) == sorted(job.name for job in jobs)
+    waves = cuda._waves(jobs)
+    sharing = [wave for wave in waves if wave[0].shares]
+    assert waves[-2:] == sharing
+    assert not any(job.shares for wave in waves[:-2] for job in wave)
+    tuning, tuned = sharing
+    assert {job.name.split()[0] for job in tuning} == {"kda", "gdn", "step"}
+    assert all(job.shares for job in tuned)
+    assert sorted(job.name for wave in waves for job in wave) == sorted(job.name for job in jobs)
