@@ -5,6 +5,7 @@ from __future__ import annotations
 from .errors import ArgumentError, LoweringError, TileProgramError, VerificationError
 from .linear_attention import linear_attention_program
 from .run import run_linear_attention, run_linear_attention_step
+from .run_backward import run_linear_attention_backward
 
 __all__ = [
     "ArgumentError",
@@ -13,5 +14,6 @@ __all__ = [
     "VerificationError",
     "linear_attention_program",
     "run_linear_attention",
+    "run_linear_attention_backward",
     "run_linear_attention_step",
 ]

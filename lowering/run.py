@@ -172,10 +172,11 @@ def _nothing(
 
 def _needs_functional(*tensors: Tensor | None) -> bool:
     """Whether autograd, ``torch.func`` or a tensor subclass (fake tensors) looks at one of these tensors."""
-    return any(x is not None and _is_watched(x) for x in tensors)
+    return any(x is not None and is_watched(x) for x in tensors)
 
 
-def _is_watched(x: Tensor) -> bool:
+def is_watched(x: Tensor) -> bool:
+    """Whether more than the numbers of ``x`` count: a kernel that is given its address would leave that out."""
     if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
         return True
     return (x.requires_grad and torch.is_grad_enabled()) or is_functorch_wrapped_tensor(x)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kdacompile.ops.checks import check_layout, check_sequence, check_step, check_writable
 from kdacompile.ops.dispatch import differentiation
-from kdacompile.ops.semantics import sequence_forward, step_forward
+from kdacompile.ops.semantics import prepare, sequence_backward, sequence_forward, step_forward
 
 OptionalTensors = Sequence[Tensor | None]
 O_DIMENSIONS = "BTHV"
@@ -95,47 +95,69 @@ def sequence_backward_kernel(
     grad_o: Tensor | None, grad_state: Tensor | None, *tensors: Tensor | None, wanted: list[bool], **options: Any
 ) -> list[Tensor]:
     """``kdacompile::linear_attention_backward``."""
-    return _pull_back(sequence_forward, grad_o, grad_state, tensors, wanted, options)
+    *operands, cu_seqlens = tensors
+    return _pull_back((grad_o, grad_state), operands, wanted, cu_seqlens=cu_seqlens, **options)
 
 
 def step_backward_kernel(
     grad_o: Tensor | None, grad_state: Tensor | None, *tensors: Tensor | None, wanted: list[bool], **options: Any
 ) -> list[Tensor]:
     """``kdacompile::linear_attention_step_backward``."""
-    return _pull_back(step_forward, grad_o, grad_state, tensors, wanted, options)
+    return _pull_back((grad_o, grad_state), tensors, wanted, step=True, **options)
 
 
 def _pull_back(
-    forward: Callable[..., tuple[Tensor, Tensor]],
-    grad_o: Tensor | None,
-    grad_state: Tensor | None,
+    grads: OptionalTensors,
     tensors: OptionalTensors,
     wanted: list[bool],
-    options: dict[str, Any],
+    *,
+    gate_fn: str,
+    gate_scale: float,
+    sigmoid_beta: bool,
+    **options: Any,
 ) -> list[Tensor]:
     """Gradients of the wanted tensors, in their order; a gradient that is None stands for zeros.
 
+    Those of the recurrence are the lowering's business. Casts and gate functions in front of it are differentiated by
     ``torch.func.vjp``, not ``autograd.grad``: inside an op's kernel the autograd keys may be off, and functorch's
     transforms bring their own.
     """
-    positions = [i for i, want in enumerate(wanted) if want]
-    present = [grad for grad in (grad_o, grad_state) if grad is not None]
-
-    def outputs_of_wanted(*values: Tensor) -> tuple[Tensor, ...]:
-        arguments = list(tensors)
-        for i, value in zip(positions, values, strict=True):
-            arguments[i] = value
-        o, state = forward(*arguments, **options)
-        return tuple(out for out, grad in ((o, grad_o), (state, grad_state)) if grad is not None)
-
-    primals = [x for x, want in zip(tensors, wanted, strict=False) if want and x is not None]
-    if not present:
+    places = [i for i, (x, want) in enumerate(zip(tensors, wanted, strict=True)) if want and x is not None]
+    primals = [x for i, x in enumerate(tensors) if i in places and x is not None]
+    if all(grad is None for grad in grads):
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in primals]
+
+    def prepared(*values: Tensor) -> tuple[Tensor, ...]:
+        arguments: list[Any] = list(tensors)
+        for place, value in zip(places, values, strict=True):
+            arguments[place] = value
+        arguments += [options["gate"], gate_fn, gate_scale, sigmoid_beta]
+        return tuple(x for x in prepare(*arguments) if x is not None)
+
     with differentiation():
-        outputs, pull_back, *_ = torch.func.vjp(outputs_of_wanted, *primals)
+        values, pull_back, *_ = torch.func.vjp(prepared, *primals)
         with torch.no_grad():
-            gradients = pull_back(tuple(grad.to(out.dtype) for grad, out in zip(present, outputs, strict=True)))
-    return _fresh(gradients, (grad_o, grad_state, *tensors))
+            gradients = pull_back(_of_prepared(grads, values, tensors, wanted, gate_fn, options))
+    return _fresh(gradients, (*grads, *tensors))
+
+
+def _of_prepared(
+    grads: OptionalTensors,
+    values: Sequence[Tensor],
+    tensors: OptionalTensors,
+    wanted: Sequence[bool],
+    gate_fn: str,
+    options: dict[str, Any],
+) -> tuple[Tensor, ...]:
+    """Gradients of ``values``, what the recurrence reads; zeros for those that nothing wanted depends on."""
+    following = iter(values)
+    operands = [None if x is None else next(following) for x in tensors[:6]]
+    gate_wanted = any(wanted[i] for i in (3, 6, 7))
+    found = sequence_backward(
+        grads, operands, [*wanted[:3], gate_wanted, *wanted[4:6]], factor=gate_fn == "factor", **options
+    )
+    pairs = zip(operands, found, strict=True)
+    return tuple(x.new_zeros(x.shape) if grad is None else grad for x, grad in pairs if x is not None)
 
 
 def _fresh(outputs: Sequence[Tensor], inputs: OptionalTensors) -> list[Tensor]:

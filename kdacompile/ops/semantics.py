@@ -3,8 +3,8 @@
 The op takes tensors as a model has them. This file brings them into the form the lowering runs, in this order:
 one compute dtype (float64 if q, k or v is float64, else float32), gate activation, sigmoid of beta. l2norm of q and k
 and the recurrence itself are :mod:`kdacompile.lowering`'s. Nothing here is in place unless ``overwrite`` asks for it,
-and nothing reads a value on the host, so ``torch.func.vjp`` differentiates it (the backward ops do) and CUDA graphs
-capture it.
+and nothing reads a value on the host, so ``torch.func.vjp`` differentiates it (the backward ops do, but for the
+recurrence where there is a kernel) and CUDA graphs capture it.
 
 Gate functions, ``g`` as given to the log decay it stands for:
 
@@ -18,6 +18,9 @@ Gate functions, ``g`` as given to the log decay it stands for:
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +77,7 @@ def sequence_forward(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """o ``[B, T, HV, V]`` and the final state ``[N, HV, K, V]``, both in the compute dtype."""
-    q, k, v, g, beta, initial_state = _prepare(
+    q, k, v, g, beta, initial_state = prepare(
         q, k, v, g, beta, initial_state, A_log, dt_bias, gate, gate_fn, gate_scale, sigmoid_beta
     )
     if q.shape[1] == 0:
@@ -121,7 +124,7 @@ def step_forward(
 
     With ``overwrite`` the state returned may be ``initial_state`` itself.
     """
-    q, k, v, g, beta, initial_state = _prepare(
+    q, k, v, g, beta, initial_state = prepare(
         q, k, v, g, beta, initial_state, A_log, dt_bias, gate, gate_fn, gate_scale, sigmoid_beta
     )
     return lowering.run_linear_attention_step(
@@ -140,7 +143,29 @@ def step_forward(
     )
 
 
-def _prepare(
+def sequence_backward(
+    grads: Sequence[Tensor | None],
+    tensors: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    *,
+    factor: bool,
+    qk_l2norm_eps: float,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> list[Tensor | None]:
+    """Gradients of the wanted ones of q, k, v, g, beta and state as :func:`prepare` returns them, from those of o and
+    the final state; ``factor``: g is the gate's factor.
+    """
+    device = next(x.device for x in tensors if x is not None)
+    if cu_seqlens is not None and cu_seqlens.device != device:
+        cu_seqlens = cu_seqlens.to(device)
+    form = "factor" if factor else "log"
+    return lowering.run_linear_attention_backward(
+        grads, tensors, wanted, gate_form=form, norm_eps=qk_l2norm_eps, cu_seqlens=cu_seqlens, **options
+    )
+
+
+def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -154,6 +179,7 @@ def _prepare(
     gate_scale: float,
     sigmoid_beta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """What the lowering takes: one dtype, the gate function and beta's sigmoid applied."""
     dtype = compute_dtype(q, k, v)
     q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
     if g is not None:

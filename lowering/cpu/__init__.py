@@ -1,7 +1,10 @@
-"""The CPU's own kernel: the token recurrence in C, compiled once a machine. Where it cannot run, the executor does."""
+"""The CPU's own kernels: the token recurrence and its gradients in C, compiled once a machine. Where they cannot run,
+the executor does.
+"""
 
 from __future__ import annotations
 
+from .backward import run_recurrence_backward, runs_backward
 from .recurrence import run_recurrence, runs_recurrence
 
-__all__ = ["run_recurrence", "runs_recurrence"]
+__all__ = ["run_recurrence", "run_recurrence_backward", "runs_backward", "runs_recurrence"]

@@ -19,7 +19,8 @@ MAX_KEY_WIDTH = 512
 """A strip of the state lives on the thread's stack."""
 
 _ROWS = 4  # as in the source
-_NAMES = {torch.float32: "float", torch.float64: "double"}
+NAMES = {torch.float32: "float", torch.float64: "double"}
+"""Dtypes the kernels are compiled for, in C."""
 _TASK_ELEMENTS = 1 << 16  # state elements times tokens worth waking a thread for, some 10 us
 
 # struct problem of the source: operands (pointer and strides), pointers, sizes, scale and norm_eps
@@ -46,7 +47,7 @@ class _Kernel:
 @cache
 def _kernel(dtype: torch.dtype) -> _Kernel | None:
     try:
-        return _Kernel(_NAMES[dtype])
+        return _Kernel(NAMES[dtype])
     except CannotCompile as error:
         log.info("the CPU runs linear attention through torch operators: %s", error)
         return None
@@ -55,7 +56,7 @@ def _kernel(dtype: torch.dtype) -> _Kernel | None:
 def runs_recurrence(q: Tensor) -> bool:
     """Whether :func:`run_recurrence` takes keys like ``q`` on this machine; the first question compiles the kernel."""
     width = q.shape[-1]
-    fits = q.device.type == "cpu" and width % _ROWS == 0 and 0 < width <= MAX_KEY_WIDTH and q.dtype in _NAMES
+    fits = q.device.type == "cpu" and width % _ROWS == 0 and 0 < width <= MAX_KEY_WIDTH and q.dtype in NAMES
     return fits and _kernel(q.dtype) is not None
 
 
@@ -87,8 +88,8 @@ def run_recurrence(
     sequences = batch if bounds is None else len(bounds) - 1
     decay = torch.exp(g) if g is not None and gate_form == "log" else g
     # Every tensor is held by a name until the kernel is done: it is given addresses.
-    q, k, v = _in_rows(q), _in_rows(k), _in_rows(v)
-    decay = _in_rows(decay) if decay is not None and gate == "channel" else decay
+    q, k, v = in_rows(q), in_rows(k), in_rows(v)
+    decay = in_rows(decay) if decay is not None and gate == "channel" else decay
     initial_state = None if initial_state is None else initial_state.to(q.dtype).contiguous()
     out = torch.empty((batch, length, heads, value_width), dtype=q.dtype)
     if overwrite and initial_state is not None and not _share_memory(initial_state, (q, k, v, decay, beta)):
@@ -96,15 +97,8 @@ def run_recurrence(
     else:
         final = torch.empty((sequences, heads, key_width, value_width), dtype=q.dtype)
     problem = _PROBLEM.pack(
-        *_operand(q),
-        *_operand(k),
-        *_operand(v),
-        *_operand(decay),
-        *_operand(beta),
-        0 if initial_state is None else initial_state.data_ptr(),
-        out.data_ptr(),
-        final.data_ptr(),
-        0 if bounds is None else bounds.data_ptr(),
+        *(number for x in (q, k, v, decay, beta) for number in operand(x)),
+        *(address(x) for x in (initial_state, out, final, bounds)),
         length,
         heads,
         heads // q.shape[2],
@@ -119,7 +113,7 @@ def run_recurrence(
     return out, final
 
 
-def _in_rows(x: Tensor) -> Tensor:
+def in_rows(x: Tensor) -> Tensor:
     """``x`` with its last dimension contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -129,7 +123,11 @@ def _share_memory(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
     return any(other is not None and other.untyped_storage().data_ptr() == own for other in others)
 
 
-def _operand(x: Tensor | None) -> tuple[int, ...]:
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def operand(x: Tensor | None) -> tuple[int, ...]:
     """Address and strides of batch, token and head; one value a head serves all tokens."""
     if x is None:
         return _NOTHING
