@@ -194,6 +194,17 @@ def add_level(a_qk, a_kk, q, k, g, level, C: tl.constexpr, DT: tl.constexpr, PRE
 
 
 @triton.jit
+def diagonal(q, k, C: tl.constexpr):
+    """The pairs of a token with itself, which nothing decays.
+
+    Added behind the loop over levels: as what that loop starts from, Triton 3.6 made of it numbers that change from run
+    to run (fp32 on an H200, two warps or more; right with one, and with products that are not tf32x3).
+    """
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
+
+
+@triton.jit
 def channel_grams(a_qk, a_kk, q, k, g, C: tl.constexpr, BLOCK: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr):
     """Add to A_qk and A_kk what their lower triangles need; what lies above means nothing.
 
@@ -203,9 +214,9 @@ def channel_grams(a_qk, a_kk, q, k, g, C: tl.constexpr, BLOCK: tl.constexpr, DT:
     LEVELS: tl.constexpr = 4 if C == 16 else (5 if C == 32 else 6)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     if BLOCK == 1:
-        a_qk += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
         for level in range(LEVELS):
             a_qk, a_kk = add_level(a_qk, a_kk, q, k, g, level, C, DT, PRECISION)
+        a_qk += diagonal(q, k, C)
     elif BLOCK == 0:
         same = (i // 16) == (j // 16)
         sums = centred_sums(tl.maximum(g, LIMIT), C, 16, DT)
@@ -231,10 +242,9 @@ def channel_grams(a_qk, a_kk, q, k, g, C: tl.constexpr, BLOCK: tl.constexpr, DT:
 def channel_gram(a_qk, q, k, g, C: tl.constexpr, BLOCK: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr):
     """Add to A_qk alone: what A_kk would take is not read, so the compiler leaves it out."""
     if BLOCK == 1:
-        i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-        a_qk += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
         for level in range(4 if C == 16 else (5 if C == 32 else 6)):
             a_qk, _ = add_level(a_qk, tl.zeros([C, C], tl.float32), q, k, g, level, C, DT, PRECISION)
+        a_qk += diagonal(q, k, C)
     else:
         a_qk, _ = channel_grams(a_qk, tl.zeros([C, C], tl.float32), q, k, g, C, BLOCK, DT, PRECISION)
     return a_qk

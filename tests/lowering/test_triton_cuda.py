@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.linear_attention import ROWS
@@ -13,7 +14,8 @@ from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton import TritonKernels
 from kdacompile.lowering.verify import Case, as_implementation, make_inputs, relative_error, verify
 from tests.lowering.planned import triton_scratch
-from tests.ops.cases import make_case, oracle
+from tests.ops.cases import GATE_FNS, make_case, oracle
+from tests.ops.cases import Case as OpCase
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -29,6 +31,30 @@ def call_of(case: Case) -> Call:
         scale=case.scale, delta=case.delta, gate=case.gate, gate_fn=case.gate_form, gate_scale=1.0, sigmoid_beta=False,
         qk_l2norm_eps=0.0, chunk_size=case.chunk_size, out_dtype=case.dtype,
     )  # fmt: skip
+
+
+def check(case: OpCase, dtype: torch.dtype) -> None:
+    """The kernels on the case in ``dtype``: as float64 has it, and the same twice."""
+    parameters = {name: case.tensors[name] for name in ("A_log", "dt_bias", "initial_state")}
+    rounded = case.to(dtype).with_tensors(**parameters).with_options(out_dtype=dtype)
+    tensors = {name: None if x is None else x.cuda() for name, x in rounded.tensors.items()}
+    call = Call(**tensors, cu_seqlens=None, **rounded.options)
+    have, again = KERNELS.run(call, Scratch(poison=True)), KERNELS.run(call)
+    for x, y, expected in zip(have, again, oracle(rounded), strict=True):
+        assert torch.equal(x, y)
+        assert relative_error(x.cpu(), expected) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("eps", [0.0, 1e-6], ids=["keys as they are", "normalised keys"])
+@pytest.mark.parametrize("fn", GATE_FNS)
+def test_every_preparation(fn: str, eps: float, dtype: torch.dtype) -> None:
+    """Gate functions, sigmoid of beta and norms, in small chunks and in the longest, blocks of K less than full."""
+    for gate, delta in (("token", True), ("channel", True), ("channel", False)):
+        for width, chunk, length in ((5, 16, 1), (5, 16, 40), (48, 0, 150), (128, 0, 150)):
+            case = make_case(gate=gate, gate_fn=fn, delta=delta, length=length, key_dim=width, value_dim=width)
+            keys = F.normalize(case.tensors["k"], dim=-1)
+            check(case.with_tensors(k=keys).with_options(qk_l2norm_eps=eps, chunk_size=chunk), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -99,10 +125,4 @@ def test_strong_gates_of_normalised_keys(gate_fn: str, gate_scale: float) -> Non
     strongest = torch.where(channels < 0.5, -12.0, -1000.0) if gate_fn == "log" else torch.full_like(g, 50.0)
     case = case.with_tensors(g=torch.where(tokens < 0.3, strongest, g))
     case = case.with_options(gate_scale=gate_scale, chunk_size=0, out_dtype=dtype)
-    rounded = case.to(dtype).with_tensors(
-        **{name: case.tensors[name] for name in ("A_log", "dt_bias", "initial_state")}
-    )
-    tensors = {name: None if x is None else x.cuda() for name, x in rounded.tensors.items()}
-    have = KERNELS.run(Call(**tensors, cu_seqlens=None, **rounded.options), Scratch(poison=True))
-    for x, y in zip(have, oracle(rounded), strict=True):
-        assert relative_error(x.cpu(), y) < TOLERANCES[dtype]
+    check(case, dtype)
