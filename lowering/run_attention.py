@@ -11,7 +11,7 @@ read and masked by ``-inf`` afterwards: NaN there never meets a product.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,11 @@ SCORES = 1 << 20
 MIN_BLOCK, MAX_BLOCK = 64, 4096
 COPIED_BLOCK = 512
 """Longest block that is first copied (cast, or masked by lengths): its copy should still be at hand when it is read."""
+
+REQUEST = 256
+"""Cached tokens whose walk takes as long as what a request of its own costs."""
+MASKED = 1.5
+"""How much longer a token takes where requests of different lengths are walked together."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Attention:
     causal: bool
     form: str
     out_dtype: torch.dtype
+    length: int | None = None
+    """Tokens of the only request: there may be room for more."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,7 +68,9 @@ class Attention:
 
     @property
     def width(self) -> int:
-        """Tokens a request may have: the length of the mask's last dimension."""
+        """Tokens a request may have: the length of the mask's last dimension, or ``length``."""
+        if self.length is not None:
+            return self.length
         return self.latent.shape[1] if self.block_table is None else self.block_table.shape[1] * self.page
 
     @property
@@ -186,6 +195,30 @@ def expand(rows: Tensor, weight: Tensor) -> Tensor:
     return (rows.squeeze(1) @ weight.reshape(heads * out, rank).mT).unflatten(-1, (heads, out)).transpose(1, 2)
 
 
+def requests(call: Attention) -> list[Attention] | None:
+    """A call for each request, if lengths are known on the host and it is worth it: none is walked further than its own
+    length then, and nothing is masked or copied that others are too short for.
+    """
+    batch = call.q.shape[0]
+    if call.lengths is None or call.lengths.device.type != "cpu" or not batch:
+        return None
+    lengths = [min(max(length, 0), call.width) for length in call.lengths.tolist()]
+    if batch > 1 and sum(lengths) + REQUEST * batch > MASKED * max(lengths) * batch:
+        return None
+    return [_request(call, index, length) for index, length in enumerate(lengths)]
+
+
+def _request(call: Attention, index: int, length: int) -> Attention:
+    def own(x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.shape[0] == 1 else x[index : index + 1]
+
+    caches = {"latent": call.latent, "k_rope": call.k_rope}
+    if call.block_table is None:
+        caches = {name: own(x) for name, x in caches.items()}
+    of_request = {name: own(getattr(call, name)) for name in ("q", "q_rope", "mask", "block_table")}
+    return replace(call, **caches, **of_request, lengths=None, length=length)
+
+
 Carry = tuple[Tensor, Tensor, Tensor]
 """max and sum ``[B, H, t, 1]``, accumulator ``[B, H, t, V]``."""
 
@@ -195,6 +228,11 @@ def run_attention(call: Attention) -> tuple[Tensor, Tensor]:
 
     ``lse`` is over the keys alone; sinks only divide the result.
     """
+    alone = requests(call)
+    if alone is not None:
+        results = [run_attention(one) for one in alone]
+        o, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
+        return o, lse
     absorbed = call.absorbed
     return _finish(call, _scan(call, absorbed), absorbed)
 

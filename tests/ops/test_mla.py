@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kdacompile import ops
+from kdacompile.lowering import run_attention
 from kdacompile.lowering.attention_calls import absorb, heads_through
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
@@ -49,6 +50,31 @@ def test_oracle(label: str, form: str) -> None:
     want_o, want_lse = case.oracle()
     torch.testing.assert_close(o, want_o, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(lse, want_lse, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("mask", ["", "bool", "float"])
+@pytest.mark.parametrize("label", [label for label, variant in VARIANTS.items() if "lengths" in variant])
+def test_requests_alone_and_together(label: str, mask: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU requests of very different lengths are walked one by one, others together: one result."""
+    monkeypatch.setattr(run_attention, "REQUEST", -(1 << 20) if alone else 1 << 20)
+    variant = VARIANTS[label]
+    cached = 80 if variant.get("page") == 16 else variant.get("cached", 70)  # a mask covers whole pages
+    case = make_mla(**{**variant, "cached": cached, "mask": mask})
+    for x, want in zip(case.run(), case.oracle(), strict=True):
+        torch.testing.assert_close(x, want, rtol=1e-10, atol=1e-12)
+
+
+def test_long_requests_among_short_ones_are_walked_alone() -> None:
+    def walked(*lengths: int) -> list[int] | None:
+        case = make_mla(batch=len(lengths), cached=4096, lengths=lengths, tokens=1)
+        call = run_attention.Attention(*case.positional, scale=1.0, causal=False, form="auto", out_dtype=torch.float64)
+        alone = run_attention.requests(call)
+        return None if alone is None else [one.width for one in alone]
+
+    assert walked(0, 1000, 4096, 777) == [0, 1000, 4096, 777]
+    assert walked(300) == [300]
+    assert walked(64, 64, 63, 60) is None
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
