@@ -58,8 +58,10 @@ def test_oracle(label: str, form: str) -> None:
 def test_requests_alone_and_together(label: str, mask: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU requests of very different lengths are walked one by one, others together: one result."""
     monkeypatch.setattr(run_attention, "REQUEST", -(1 << 20) if alone else 1 << 20)
-    variant = {"cached": 80, **VARIANTS[label]} if label == "pages" else VARIANTS[label]  # a mask covers whole pages
-    case = make_mla(**variant, mask=mask)
+    variant: dict[str, Any] = {**VARIANTS[label], "mask": mask}
+    if label == "pages":
+        variant["cached"] = 80  # a mask covers whole pages
+    case = make_mla(**variant)
     for x, want in zip(case.run(), case.oracle(), strict=True):
         torch.testing.assert_close(x, want, rtol=1e-10, atol=1e-12)
 
