@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,6 +20,12 @@ _ALWAYS_OUTER = frozenset("outer ger".split())
 _ATTENTION = frozenset({"scaled_dot_product_attention"})
 _SOFTMAX = frozenset({"softmax", "_softmax", "exp"})
 _MATRIX_PRODUCTS = frozenset("matmul __matmul__ bmm baddbmm einsum mm mul sum".split())
+
+_PROJECTIONS = frozenset({"linear", "matmul", "__matmul__", "einsum"})
+_SUMS = frozenset("add __add__ iadd".split())
+_MIXES = _ATTENTION | _SOFTMAX | frozenset({"embedding"})
+_FAR = 32
+"""Operators between two projections, as a norm, a cut and a cache take them."""
 
 
 def may_have_recurrence(graph: fx.Graph) -> bool:
@@ -45,6 +52,65 @@ def may_have_attention(graph: fx.Graph) -> bool:
         products += name in _MATRIX_PRODUCTS
         if softmax and products > 1:
             return True
+    return False
+
+
+def heads_and_queries(graph: fx.Graph) -> Iterator[int]:
+    """How many heads and queries attention in this graph is computed for, where captured as numbers; none are one."""
+    for node, name in _calls(graph):
+        if name in _ATTENTION or name in _SOFTMAX:
+            value = compat.example_value(node.all_input_nodes[0] if name in _ATTENTION else node)
+            sizes: tuple[Any, ...] = tuple(value.shape)[1:-1]
+            yield from (size for size in sizes if isinstance(size, int) and size > 1)
+
+
+def may_expand_a_latent(graph: fx.Graph) -> bool:
+    """A weight widens what another weight has yielded, with nothing added in between, or what the caller gives."""
+    names = dict(_calls(graph))
+    projections = {node: found for node, name in names.items() if (found := _projection(node, name)) is not None}
+    for latent, weight in projections.values():
+        width = compat.example_value(latent).shape[-1]
+        if compat.example_value(weight).numel() > width * width and _is_projected(latent, names, projections):
+            return True
+    return False
+
+
+def _projection(node: fx.Node, name: str) -> tuple[fx.Node, fx.Node] | None:
+    """Activation and weight of a product with one weight."""
+    given = node.all_input_nodes[:2]
+    if name not in _PROJECTIONS or len(given) != 2:
+        return None
+    if name == "linear" or _is_weight(given[1]):
+        return given[0], given[1]
+    return (given[1], given[0]) if _is_weight(given[0]) else None
+
+
+def _is_weight(node: fx.Node) -> bool:
+    node = _source(node)
+    return node.op == "get_attr" or (node.op == "placeholder" and compat.owner(node) != "")
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a chain of operators on one tensor begins with."""
+    while len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_projected(latent: fx.Node, names: Mapping[fx.Node, str], projections: Collection[fx.Node]) -> bool:
+    if _source(latent).op == "placeholder":
+        return not _is_weight(latent)
+    stack, seen = [latent], set[fx.Node]()
+    while stack and len(seen) < _FAR:
+        node = stack.pop()
+        if node in projections:
+            return True
+        activations = [each for each in node.all_input_nodes if not _is_weight(each)]
+        name = names.get(node, "")
+        if node in seen or name in _MIXES or (name in _SUMS and len(activations) > 1):
+            continue
+        seen.add(node)
+        stack += activations
     return False
 
 

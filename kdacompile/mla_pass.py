@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import fx
 
+from kdacompile import compat
 from kdacompile.patterns.ir import Graph, Value
-from kdacompile.patterns.mla.definition import NAME, Claim, FusedMla, MlaCandidate
+from kdacompile.patterns.mla.definition import NAME, Claim, FusedMla, MlaCandidate, MlaPlacement
 from kdacompile.patterns.mla.lengths import lengths_instead
 from kdacompile.patterns.mla.pages import pages_instead
 from kdacompile.patterns.mla.roles import find_mla
@@ -21,7 +23,7 @@ from kdacompile.report.source import describe, source_of
 from kdacompile.rewrite.attention import MlaSplice
 from kdacompile.rewrite.splice import CannotSplice
 from kdacompile.settings import Settings
-from kdacompile.shadow.instances import Instances
+from kdacompile.shadow.instances import NO_TIES, Instances, Ties
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,8 @@ class MlaWork:
         node = fused.candidate.anchor.node
         with self.timed("sizes"):
             reason = self.disagreement(fused)
+            if reason is not None and self.as_many_queries(fused):
+                reason = None
         if reason is not None:
             return reason, node, "dynamic"
         source = source_of(node)
@@ -107,9 +111,27 @@ class MlaWork:
 
     # ---- other sizes
 
-    def disagreement(self, fused: FusedMla) -> str | None:
+    def disagreement(self, fused: FusedMla, tied: Ties = NO_TIES) -> str | None:
         """Why the match does not hold at all sizes the graph allows, as far as other instances can tell."""
-        return self.instances.anywhere(_nodes(fused), lambda sizes: self.compare(fused, self.instances.at(sizes)[0]))
+        return self.instances.anywhere(
+            _nodes(fused), lambda sizes: self.compare(fused, self.instances.at(sizes)[0]), tied
+        )
+
+    def as_many_queries(self, fused: FusedMla) -> bool:
+        """Whether the match holds at all sizes with as many queries as tokens, as there are now; then that is guarded.
+
+        A prompt's queries and its latent may come as inputs, with lengths that nothing in the graph compares, and
+        PyTorch's own ``is_causal`` is MLA's only where they are equal.
+        """
+        cache = fused.inputs.get("latent") or fused.inputs["cache"]
+        queries, tokens = _size(fused.inputs["q"], "T"), _size(cache, "C")
+        one, other = compat.free_symbols(queries), compat.free_symbols(tokens)
+        if fused.sizes["T"] != fused.sizes["C"] or len(one) != 1 or len(other) != 1 or one == other:
+            return False
+        if self.disagreement(fused, {other.pop(): one.pop()}) is not None:
+            return False
+        compat.tie(queries, tokens)
+        return True
 
     def compare(self, fused: FusedMla, other: Graph) -> str | None:
         for item in find_mla(other):
@@ -142,6 +164,12 @@ def _chosen_by(mask: Value) -> str:
             return f", chosen by topk at {source_of(value.op.node)}, which stays with Inductor"
         stack += value.op.reads
     return ""
+
+
+def _size(placement: MlaPlacement, letter: str) -> Any:
+    """The graph's own size of a dimension; 1 where the tensor lacks it."""
+    shape = compat.example_value(placement.value.node).shape
+    return shape[placement.letters.index(letter)] if letter in placement.letters else 1
 
 
 def _same_node(one: Value, other: Value) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,11 @@ from kdacompile.shadow.build import Held, make_shadow
 
 Sizes = dict[Any, int]
 """A value for each symbol."""
+
+Ties = Mapping[Any, Any]
+"""Symbols that have the size of another one."""
+
+NO_TIES: Ties = {}
 
 Recognise = Callable[[Graph, Candidate], "Fused | None"]
 """Proof and absorption of a candidate, as for the captured instance."""
@@ -61,10 +66,13 @@ class Instances:
         """
         return self.anywhere(_nodes(fused), lambda sizes: self.compare(shadow, fused, sizes, recognise, move or _moved))
 
-    def anywhere(self, nodes: Collection[fx.Node], disagreement: Callable[[Sizes], str | None]) -> str | None:
+    def anywhere(
+        self, nodes: Collection[fx.Node], disagreement: Callable[[Sizes], str | None], tied: Ties = NO_TIES
+    ) -> str | None:
         """The first reason that ``disagreement`` gives at other sizes of these nodes; None if there is none.
 
         Symbolic floats (a scale, under ``dynamic=True``) are fixed by a guard: a match has their numbers in it.
+        ``tied`` symbols have the sizes of those they are mapped to.
         """
         symbols = set[Any]().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
         if not symbols:
@@ -74,11 +82,11 @@ class Instances:
         numbers = {symbol for symbol in symbols if compat.is_number(symbol)}
         for symbol in numbers:
             compat.settle(compat.shape_env(self.nodes), symbol)
-        symbols -= numbers
+        symbols -= {*numbers, *tied}
         if not symbols:
             return None
         try:
-            others = list(other_sizes(compat.shape_env(self.nodes), symbols, numbers_in(nodes)))
+            others = list(other_sizes(compat.shape_env(self.nodes), symbols, numbers_in(nodes), tied))
             for sizes in others:
                 reason = disagreement(sizes)
                 if reason is not None:
@@ -118,11 +126,15 @@ class Instances:
 # -- choosing sizes -----------------------------------------------------------------------------------------------
 
 
-def other_sizes(env: Any, symbols: Iterable[Any], numbers: Iterable[int]) -> Iterator[Sizes]:
+def other_sizes(env: Any, symbols: Iterable[Any], numbers: Iterable[int], tied: Ties = NO_TIES) -> Iterator[Sizes]:
     """Sizes near the captured ones, then as far out as ``numbers`` ask for; all of ``symbols`` get other values."""
     hints = compat.backed_hints(env)
     wanted = sorted(symbols, key=str)
-    near = _first_allowed(env, hints, wanted, lambda hint, turn: [hint + step for step in _rotated(_STEPS, turn)])
+
+    def close(hint: int, turn: int) -> list[int]:
+        return [hint + step for step in _rotated(_STEPS, turn)]
+
+    near = _first_allowed(env, hints, wanted, close, tied)
     if near is None:
         raise CannotInstantiate("no other sizes are found that the graph allows")
     yield near
@@ -134,7 +146,7 @@ def other_sizes(env: Any, symbols: Iterable[Any], numbers: Iterable[int]) -> Ite
         beyond = [number + step for number in thresholds if number > hint for step in _rotated(_STEPS[:11], turn)]
         return [*beyond, *(hint + step for step in _rotated(_STEPS, turn + 2))]
 
-    distant = _first_allowed(env, hints, wanted, far)
+    distant = _first_allowed(env, hints, wanted, far, tied)
     if distant is not None:
         yield distant
 
@@ -145,7 +157,7 @@ def _rotated(steps: tuple[int, ...], turn: int) -> tuple[int, ...]:
 
 
 def _first_allowed(
-    env: Any, hints: Sizes, symbols: list[Any], choices: Callable[[int, int], list[int]]
+    env: Any, hints: Sizes, symbols: list[Any], choices: Callable[[int, int], list[int]], tied: Ties
 ) -> Sizes | None:
     """The first assignment that differs in every symbol and that the guards allow."""
     options = [
@@ -154,6 +166,7 @@ def _first_allowed(
     ]
     for picked in itertools.islice(_diagonally(options), _MAX_TRIES):
         sizes = {**hints, **dict(zip(symbols, picked, strict=True))}
+        sizes |= {symbol: sizes[other] for symbol, other in tied.items()}
         if compat.allowed(env, sizes):
             return sizes
     return None

@@ -1,4 +1,4 @@
-"""A cheap sample of transformers models with MLA, and one graph over many decode steps.
+"""A cheap sample of transformers models with MLA, one graph over many prompts and one over many decode steps.
 
 Every model, attention implementation and cache: ``python -m tests.mla``.
 """
@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from kdacompile import backend
+from kdacompile.report.collect import collecting
 from tests.compare import relative_error
 from tests.mla.sweep import BOUND, Cell, measure
 
@@ -36,14 +38,15 @@ def test_sample(cell: Cell) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_one_graph_for_all_decode_steps(kind: str) -> None:
-    """The first step specialises on its length; a dynamic cache that grew makes one dynamic graph, and no more."""
+    """The first step already leaves a dynamic cache's length open."""
     case = CASES["deepseek_v3"]
     model = case.build("sdpa")
     graphs: list[int] = []
 
     def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        graphs.append(len(graphs))
-        return backend.kda(graph, inputs, options={"kda.inner": "eager", "kda.expect": {"mla": case.attentions}})
+        own = backend.kda(graph, inputs, options={"kda.inner": "eager", "kda.expect": {"mla": case.attentions}})
+        graphs.append(len(graphs))  # not where the backend has the graph captured once more
+        return own
 
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=count)
@@ -53,7 +56,22 @@ def test_one_graph_for_all_decode_steps(kind: str) -> None:
             step = {"input_ids": tokens(1, seed=position), "position_ids": torch.full((2, 1), position)}
             ours, want = compiled(**own | step)[0], model(**theirs | step)[0]
             assert relative_error(ours, want) <= BOUND
-    assert len(graphs) <= (2 if kind == "dynamic" else 1)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "kimi_linear"])
+def test_one_graph_for_all_prompts(name: str) -> None:
+    case = CASES[name]
+    model = case.build("sdpa")
+    torch._dynamo.reset()
+    counters.clear()
+    compiled: Any = torch.compile(model, backend="kda", options={"kda.inner": "eager"})
+    with torch.no_grad(), collecting() as report:
+        for length in (9, 33, 5, 70):
+            own, theirs = (case.prefill(model, length, "dynamic") for _ in range(2))
+            assert relative_error(compiled(**own)[0], model(**theirs)[0]) <= BOUND
+    assert counters["stats"]["unique_graphs"] == 1
+    assert report.counts["mla"] == case.attentions
 
 
 @pytest.mark.parametrize("what", ["prefill", "step"])
