@@ -42,24 +42,28 @@ class AttentionGradients(Protocol):
         ...
 
 
-Attend = Callable[[Attention], tuple[Tensor, Tensor]]
+Attend = Callable[[Attention, Scratch], tuple[Tensor, Tensor]]
 
 
-def absorb(call: Attention, attend: Attend) -> tuple[Tensor, Tensor]:
+def absorb(call: Attention, attend: Attend, scratch: Scratch) -> tuple[Tensor, Tensor]:
     """The call through ``attend``, which knows no weights: the query through w_uk before, the result through w_uv.
 
     Both products accumulate in fp32 and round to the operands' dtype, as the expanded form rounds its keys and values.
     """
     if call.w_uk is None or call.w_uv is None:
-        return attend(call)
-    q = heads_through(call.q, call.w_uk, call.q.dtype)
-    o, lse = attend(replace(call, q=q, w_uk=None, w_uv=None, out_dtype=call.q.dtype))
-    return heads_through(o, call.w_uv.mT, call.out_dtype), lse
+        return attend(call, scratch)
+    q = heads_through(call.q, call.w_uk, call.q.dtype, scratch)
+    o, lse = attend(replace(call, q=q, w_uk=None, w_uv=None, out_dtype=call.q.dtype), scratch)
+    return heads_through(o, call.w_uv.mT, call.out_dtype, scratch), lse
 
 
-def heads_through(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def heads_through(x: Tensor, weight: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
     """``[B, T, H, I]`` times each head's ``[H, I, O]``: ``[B, T, H, O]``, contiguous, without a copy in between."""
     batch, tokens, heads, _ = x.shape
-    out = torch.empty((batch, tokens, heads, weight.shape[-1]), dtype=x.dtype, device=x.device)
-    torch.bmm(x.flatten(0, 1).transpose(0, 1), weight, out=out.flatten(0, 1).transpose(0, 1))
-    return out.to(dtype)
+    out = scratch.result((batch, tokens, heads, weight.shape[-1]), x.dtype, x.device)
+    scratch.apply(_product, out.flatten(0, 1).transpose(0, 1), x.flatten(0, 1).transpose(0, 1), weight)
+    return scratch.cast(out, dtype)
+
+
+def _product(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    torch.bmm(x, weight, out=out)

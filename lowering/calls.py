@@ -68,6 +68,6 @@ class Implementation(Protocol):
         """o ``[B, T, HV, V]`` and the final state ``[N, HV, K, V]`` in fp32, both contiguous and fresh. T is not 0."""
         ...
 
-    def step(self, call: Call, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def step(self, call: Call, state: Tensor | None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         """One token (T = 1); the new state goes into ``state`` if given, which may be the initial state itself."""
         ...

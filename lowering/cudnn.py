@@ -52,7 +52,9 @@ class CudnnAttention:
         return None if taken else "cuDNN does not take these sizes here"
 
     def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-        q, k, v = expanded(call, scratch or Scratch())
+        scratch = scratch or Scratch()
+        scratch.once()  # cuDNN's operators allocate what they return
+        q, k, v = expanded(call, scratch)
         results = [
             cudnn.attention(q, k[:, :, part], v[:, :, part], causal=causal, scale=call.scale)
             for part, causal in _parts(call)

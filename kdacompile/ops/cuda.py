@@ -10,5 +10,5 @@ from kdacompile.lowering.cuda import choose, choose_attention, choose_gradients
 from kdacompile.ops.fused import FusedKernels
 from kdacompile.ops.mla_fused import FusedAttention
 
-FusedKernels(choose).serve("CUDA")
-FusedAttention(choose_attention, choose_gradients).serve("CUDA")
+FusedKernels(choose, remember=True).serve("CUDA")
+FusedAttention(choose_attention, choose_gradients, remember=True).serve("CUDA")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kdacompile.lowering.calls import Call, Implementation
+from kdacompile.lowering.recorded import Memory, Operands, Results
+from kdacompile.lowering.scratch import Scratch
 from kdacompile.ops import definitions, kernels
 from kdacompile.ops.checks import check_sequence, check_step, check_writable
 
@@ -19,12 +21,14 @@ Prepare = Callable[[Call], Call]
 class FusedKernels:
     """The kernels of the forward ops over whatever ``choose`` finds for a call.
 
-    ``prepare`` is what is done to a call before its kernels see it. The backward ops are the device-independent ones:
-    they differentiate the torch executor.
+    ``prepare`` is what is done to a call before its kernels see it; ``remember``: whether its kernels do everything
+    through their scratch memory, so that calls like earlier ones only launch. The backward ops are the
+    device-independent ones: they differentiate the torch executor.
     """
 
-    def __init__(self, choose: Choose, prepare: Prepare | None = None) -> None:
+    def __init__(self, choose: Choose, prepare: Prepare | None = None, *, remember: bool = False) -> None:
         self._choose, self._prepare = choose, prepare
+        self._memory = Memory() if remember else None
 
     def serve(self, device: str) -> None:
         """Register on a device's dispatch key ("CUDA", "PrivateUse1")."""
@@ -32,10 +36,44 @@ class FusedKernels:
         definitions.add_kernel("linear_attention_step", device, self.step)
         definitions.add_kernel("linear_attention_step_", device, self.inplace_step)
 
-    def sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None, **options: Any
-    ) -> tuple[Tensor, Tensor]:
+    def sequence(self, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """``kdacompile::linear_attention``."""
+        # fp32 products round as the user asked torch for.
+        precision = torch.get_float32_matmul_precision() if torch.float32 in {x.dtype for x in operands[:3]} else None
+        kind = ("sequence", precision)
+        return self._run(kind, lambda scratch: self._sequence(scratch, *operands, **options), operands, options)
+
+    def step(self, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """``kdacompile::linear_attention_step``."""
+        return self._run("step", lambda scratch: self._step(scratch, *operands, **options), operands, options)
+
+    def inplace_step(self, *operands: Any, **options: Any) -> Tensor:
+        """``kdacompile::linear_attention_step_``: the state is read and written once, where it lies."""
+        state = operands[5]
+        alone = not _share_memory(state, (*operands[:5], *operands[6:]))
+
+        def call(scratch: Scratch) -> Results:
+            return self._inplace_step(scratch, alone, *operands, **options)
+
+        return self._run(("step_", alone), call, operands, options)[0]
+
+    def _run(
+        self, kind: Hashable, call: Callable[[Scratch], Results], operands: Operands, options: dict[str, Any]
+    ) -> Any:
+        if self._memory is None:
+            return call(Scratch())
+        return self._memory.run((kind, *options.items()), operands, call)
+
+    def _sequence(
+        self,
+        scratch: Scratch,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *others: Tensor | None,
+        out_dtype: torch.dtype | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
         check_sequence(
             q, k, v, *others, gate=options["gate"], gate_fn=options["gate_fn"], gate_scale=options["gate_scale"],
             qk_l2norm_eps=options["qk_l2norm_eps"], chunk_size=options["chunk_size"],
@@ -48,12 +86,18 @@ class FusedKernels:
         chosen = self._choose(call) if q.shape[1] else None
         if chosen is None:
             return kernels.sequence_kernel(q, k, v, *others, out_dtype=out_dtype, **options)
-        return chosen.run(self._prepared(call))
+        return chosen.run(self._prepared(call), scratch)
 
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None, **options: Any
+    def _step(
+        self,
+        scratch: Scratch,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *others: Tensor | None,
+        out_dtype: torch.dtype | None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        """``kdacompile::linear_attention_step``."""
         check_step(
             q, k, v, *others, gate=options["gate"], gate_fn=options["gate_fn"], gate_scale=options["gate_scale"],
             qk_l2norm_eps=options["qk_l2norm_eps"],
@@ -62,24 +106,35 @@ class FusedKernels:
         chosen = self._choose(call)
         if chosen is None:
             return kernels.step_kernel(q, k, v, *others, out_dtype=out_dtype, **options)
-        return chosen.step(self._prepared(call), None)
+        return chosen.step(self._prepared(call), None, scratch)
 
-    def inplace_step(
-        self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None, **options: Any
-    ) -> Tensor:
-        """``kdacompile::linear_attention_step_``: the state is read and written once, where it lies."""
-        g, beta, state, A_log, dt_bias = others
-        assert state is not None
+    def _inplace_step(
+        self,
+        scratch: Scratch,
+        alone: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        beta: Tensor | None,
+        state: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        *,
+        out_dtype: torch.dtype | None,
+        **options: Any,
+    ) -> Results:
+        others = (g, beta, state, A_log, dt_bias)
         check_step(
             q, k, v, *others, state_name="state", gate=options["gate"], gate_fn=options["gate_fn"],
             gate_scale=options["gate_scale"], qk_l2norm_eps=options["qk_l2norm_eps"],
         )  # fmt: skip
         check_writable(state)
         call = _step_call(q, k, v, others, out_dtype, options)
-        chosen = None if _share_memory(state, (q, k, v, g, beta, A_log, dt_bias)) else self._choose(call)
+        chosen = self._choose(call) if alone else None
         if chosen is None:
-            return kernels.inplace_step_kernel(q, k, v, g, beta, state, A_log, dt_bias, out_dtype=out_dtype, **options)
-        return chosen.step(self._prepared(call), state)[0]
+            return (kernels.inplace_step_kernel(q, k, v, *others, out_dtype=out_dtype, **options),)
+        return chosen.step(self._prepared(call), state, scratch)
 
     def _prepared(self, call: Call) -> Call:
         return call if self._prepare is None else self._prepare(call)

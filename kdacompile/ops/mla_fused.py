@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering.attention_calls import AttentionGradients, AttentionImplementation
+from kdacompile.lowering.recorded import Memory
 from kdacompile.lowering.run_attention import Attention
+from kdacompile.lowering.scratch import Scratch
 from kdacompile.ops import definitions, mla_definitions
 from kdacompile.ops.mla_checks import check_mla
 from kdacompile.ops.mla_kernels import execute, gradients_of, mla_backward_kernel
@@ -19,18 +21,35 @@ ChooseGradients = Callable[[Attention], AttentionGradients | None]
 
 
 class FusedAttention:
-    """The kernels of ``kdacompile::mla`` and its gradients, over what ``choose`` and ``gradients`` find for a call."""
+    """The kernels of ``kdacompile::mla`` and its gradients, over what ``choose`` and ``gradients`` find for a call.
 
-    def __init__(self, choose: ChooseAttention, gradients: ChooseGradients | None = None) -> None:
+    ``remember``: as for :class:`~kdacompile.ops.fused.FusedKernels`.
+    """
+
+    def __init__(
+        self, choose: ChooseAttention, gradients: ChooseGradients | None = None, *, remember: bool = False
+    ) -> None:
         self._choose, self._gradients = choose, gradients
+        self._memory = Memory() if remember else None
 
     def serve(self, device: str) -> None:
         """Register on a device's dispatch key ("CUDA", "PrivateUse1")."""
         definitions.add_kernel(mla_definitions.mla._opname, device, self.attention)
         definitions.add_kernel(mla_definitions.mla_backward._opname, device, self.backward)
 
-    def attention(
+    def attention(self, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """``kdacompile::mla``."""
+        if self._memory is None:
+            return self._attention(Scratch(), *operands, **options)
+        # fp32 products round as the user asked torch for.
+        precision = torch.get_float32_matmul_precision() if operands[0].dtype is torch.float32 else None
+        decides = (precision, *options.items())
+        o, lse = self._memory.run(decides, operands, lambda scratch: self._attention(scratch, *operands, **options))
+        return o, lse
+
+    def _attention(
         self,
+        scratch: Scratch,
         q: Tensor,
         q_rope: Tensor | None,
         latent: Tensor,
@@ -40,13 +59,12 @@ class FusedAttention:
         form: str,
         out_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
-        """``kdacompile::mla``."""
         check_mla(q, q_rope, latent, *others, form=form)
         dtype = q.dtype if out_dtype is None else out_dtype
         call = Attention(q, q_rope, latent, *others, scale=scale, causal=causal, form=form, out_dtype=dtype)
         nothing = 0 in (q.numel(), latent.numel(), call.width)
         chosen = None if nothing else self._choose(call)
-        return execute(call) if chosen is None else chosen.run(call)
+        return execute(call) if chosen is None else chosen.run(call, scratch)
 
     def backward(
         self,

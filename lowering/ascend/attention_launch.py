@@ -88,7 +88,7 @@ def head_tile(heads: int) -> int:
 
 def run(call: Attention, cores: int, launch: Launcher, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
     """o and lse of a call that :func:`decline` has nothing against, as ``AttentionImplementation.run`` has them."""
-    return absorb(call, lambda inner: _attend(inner, cores, launch, scratch or Scratch()))
+    return absorb(call, lambda inner, scratch: _attend(inner, cores, launch, scratch), scratch or Scratch())
 
 
 def _attend(call: Attention, cores: int, launch: Launcher, scratch: Scratch) -> tuple[Tensor, Tensor]:

@@ -77,7 +77,7 @@ class EmittedKernels:
         )  # fmt: skip
         return o.to(call.out_dtype), state
 
-    def step(self, call: Call, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def step(self, call: Call, state: Tensor | None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         """In place where the state is fp32 and contiguous; another one is copied to fp32 and back."""
         direct = state is not None and state.dtype is torch.float32 and state.is_contiguous()
         o, new = run_step(

@@ -68,7 +68,7 @@ class GatedDeltaRuleOperators:
         )
         return o.view(call.v.shape).to(call.out_dtype), state.mT.float().contiguous()
 
-    def step(self, call: Call, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def step(self, call: Call, state: Tensor | None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         assert call.initial_state is not None and call.g is not None and call.beta is not None
         target = call.initial_state.mT.contiguous().clone() if state is None else state.mT
         batch = call.q.shape[0]

@@ -32,7 +32,7 @@ class HopperDecode:
         return run.machine(call.q) or decodes(call) or _shape(call) or _cache(call)
 
     def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-        return absorb(call, lambda inner: _attend(inner, scratch or Scratch()))
+        return absorb(call, _attend, scratch or Scratch())
 
 
 def _shape(call: Attention) -> str | None:
@@ -70,29 +70,30 @@ def _attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
     results = Results(call, tiles, device_of(call.q.device).multiprocessors, scratch)
     half, rope = (1, ROWS, RANK // 2), (1, ROWS, ROPE)
     values: dict[str, Any] = {
-        "d_q": described(_flat(call.q), half), "d_q_rope": described(_flat(call.q_rope), rope),
+        "d_q": described(_flat(call.q, scratch), half), "d_q_rope": described(_flat(call.q_rope, scratch), rope),
         "d_c": described(call.latent, half), "d_r": described(call.k_rope, rope), **results.arguments(),
         "scale": call.scale * LOG2E, "PAGE": 0 if call.block_table is None else call.page,
         "CAUSAL": call.causal and call.q.shape[1] > 1, "MASK": call.mask is not None,
-        **_mask(call, results.lse),
+        **_mask(call, results.lse, scratch),
     }  # fmt: skip
     with on(call.q.device):
         results.schedule()
         arguments = {name: values[name] for name in kernels.attend.arg_names}
-        kernels.attend[(tiles, results.split.pieces)](**arguments, **results.launch_options(), num_warps=4)
+        grid = tiles, results.split.pieces
+        scratch.launch(kernels.attend, grid)(**arguments, **results.launch_options(), num_warps=4)
         results.combine()
     return results.o, results.lse
 
 
-def _mask(call: Attention, absent: Tensor) -> dict[str, Any]:
+def _mask(call: Attention, absent: Tensor, scratch: Scratch) -> dict[str, Any]:
     """The mask's bytes, those of a request together, and the step from one request to the next."""
     if call.mask is None:
         return {"mask": absent, "mask_sb": 0}  # never read
-    mask = call.mask[:, 0, 0].contiguous().view(torch.uint8)
+    mask = scratch.contiguous(call.mask[:, 0, 0]).view(torch.uint8)
     return {"mask": mask, "mask_sb": mask.shape[1] if mask.shape[0] > 1 else 0}
 
 
-def _flat(x: Tensor) -> Tensor:
+def _flat(x: Tensor, scratch: Scratch) -> Tensor:
     """``[B, T, H, I]`` as ``[B, T * H, I]``, where it lies if the copy engine can address it there."""
     flat = x.flatten(1, 2)
-    return flat if aligned(flat) else flat.clone(memory_format=torch.contiguous_format)
+    return flat if aligned(flat) else scratch.copied(flat)

@@ -38,7 +38,7 @@ class HopperKernels:
         with torch.cuda.device(call.q.device):
             return _Launches(call, _schedule(call), scratch or Scratch()).run()
 
-    def step(self, call: Call, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def step(self, call: Call, state: Tensor | None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("one token is declined: the emitted kernel takes it")
 
 
@@ -113,23 +113,24 @@ class _Launches:
         size = ROWS[call.gate], FACTORS[call.gate]
         self.rows = scratch.empty((plan.buffers, plan.tiles * size[0], WIDTH), torch.bfloat16, device)
         self.factors = scratch.empty((plan.buffers, plan.tiles * size[1]), torch.float32, device)
-        self.o = torch.empty(call.v.shape, dtype=call.out_dtype, device=device)
+        self.o = scratch.result(tuple(call.v.shape), call.out_dtype, device)
         state = (call.sequences, self.value_heads, self.key_width, self.value_width)
-        self.final = torch.empty(state, dtype=torch.float32, device=device)
+        self.final = scratch.result(state, torch.float32, device)
         if plan.segments > 1:
             self.ends, self.states = (scratch.empty(shape, torch.float32, device) for shape in plan.segment_buffers)
         tile = (1, CHUNK, 1, WIDTH)
-        self.q, self.k = (described(_addressed(x), tile) for x in (call.q, call.k))
+        self.q, self.k = (described(_addressed(x, scratch), tile) for x in (call.q, call.k))
         assert call.g is not None
-        self.g = call.g if call.gate == "token" else described(_addressed(call.g), tile)
+        self.g = call.g if call.gate == "token" else described(_addressed(call.g, scratch), tile)
         columns = (1, CHUNK, 1, plan.columns)
-        self.v, self.o_out = described(_addressed(call.v), columns), described(self.o, columns)
+        self.v, self.o_out = described(_addressed(call.v, scratch), columns), described(self.o, columns)
         # What is absent is never read: any tensor will do for its pointer.
         self.cu_seqlens = self.offsets = self.places = self.announced = self.factors
         if plan.early:
-            self.announced = scratch.empty((plan.tiles,), torch.int32, device).zero_()
+            self.announced = scratch.empty((plan.tiles,), torch.int32, device)
+            scratch.apply(Tensor.zero_, self.announced)
         if call.cu_seqlens is not None:
-            self._locate_chunks(call.cu_seqlens.contiguous())
+            self._locate_chunks(scratch.contiguous(call.cu_seqlens))
 
     def _locate_chunks(self, cu_seqlens: Tensor) -> None:
         from ..triton import macros
@@ -139,10 +140,12 @@ class _Launches:
         places: Any = packing.chunk_places
         count, device = self.call.sequences, cu_seqlens.device
         self.cu_seqlens = cu_seqlens
-        self.offsets = torch.empty(count + 1, dtype=torch.int32, device=device)
-        self.places = torch.empty((1 + self.plan.chunks, 2), dtype=torch.int32, device=device)
-        offsets[(1,)](cu_seqlens, self.offsets, count, C=CHUNK, num_warps=4)
-        places[(self.plan.chunks,)](cu_seqlens, self.offsets, self.places, count, self.length, C=CHUNK, num_warps=1)
+        self.offsets = self.scratch.result((count + 1,), torch.int32, device)
+        self.places = self.scratch.result((1 + self.plan.chunks, 2), torch.int32, device)
+        launch = self.scratch.launch
+        launch(offsets, (1,))(cu_seqlens, self.offsets, count, C=CHUNK, num_warps=4)
+        chunks = (self.plan.chunks,)
+        launch(places, chunks)(cu_seqlens, self.offsets, self.places, count, self.length, C=CHUNK, num_warps=1)
 
     def run(self) -> tuple[Tensor, Tensor]:
         spans = self.plan.spans
@@ -151,6 +154,7 @@ class _Launches:
                 self.launch_prepare(n, 0, self._total(n))
                 self.launch_scan(n)
             return self.o, self.final
+        self.scratch.once()  # streams
         # Each scan on a stream of its own, beside it the first tiles of the next run on the multiprocessors it leaves
         # idle; the others wait for it, so that they have the whole machine.
         main, side = torch.cuda.current_stream(), _side_stream(self.call.q.device)
@@ -179,8 +183,8 @@ class _Launches:
         call, kind, early = self.call, _kind(self.call), self.plan.early
         rows, factors = self.rows[n % len(self.rows)], self.factors[n % len(self.rows)]
         squares = described(rows, (CHUNK, CHUNK))
-        A_log = self.factors if call.A_log is None else call.A_log.contiguous()
-        dt_bias = self.factors if call.dt_bias is None else call.dt_bias.contiguous()
+        A_log = self.factors if call.A_log is None else self.scratch.contiguous(call.A_log)
+        dt_bias = self.factors if call.dt_bias is None else self.scratch.contiguous(call.dt_bias)
         beta = self.factors if call.beta is None else call.beta
         parameters = (A_log, dt_bias, beta, *((0, 0, 0) if call.beta is None else call.beta.stride()), self.places)
         tiles = (self.value_heads, self.value_heads // call.q.shape[2], call.v.shape[0], first, begin, total)
@@ -191,7 +195,7 @@ class _Launches:
         }  # fmt: skip
         grid = (min(blocks or _multiprocessors(call.q.device), total - begin),)
         if kind == "token":
-            self.scalar[grid](
+            self.scratch.launch(self.scalar, grid)(
                 self.q, self.k, self.g, *self.g.stride(), *parameters, squares, factors, self.announced, self.length,
                 *tiles, *shared, *norms, call.gate_scale, FN=call.gate_fn, READY=early > 0, num_warps=4, **given,
             )  # fmt: skip
@@ -201,12 +205,14 @@ class _Launches:
         given |= {"GRAM_REGISTERS": GRAM_REGISTERS, "num_warps": 8}
         if kind == "bounded":
             shift = _shift(call.gate_scale)
-            self.bounded[grid](
+            self.scratch.launch(self.bounded, grid)(
                 *common, self.announced, *sizes, *shared, *norms, call.gate_scale * LOG2E, float(shift), 2.0**-shift,
                 READY=early > 0, **given,
             )  # fmt: skip
         else:
-            self.unbounded[grid](*common, *sizes, *norms, call.gate_scale, FN=call.gate_fn, **given)
+            self.scratch.launch(self.unbounded, grid)(
+                *common, *sizes, *norms, call.gate_scale, FN=call.gate_fn, **given
+            )
 
     def launch_scan(self, n: int) -> None:
         plan = self.plan
@@ -225,7 +231,7 @@ class _Launches:
             n, (given, 0, *strides), length, has_initial=initial is not None, ends=ends, segments=segments - 1
         )  # fmt: skip
         block = 16
-        self.combine[(self.lanes, plan.padded_values // block)](
+        self.scratch.launch(self.combine, (self.lanes, plan.padded_values // block))(
             self.ends, self.states, given, *strides, self.key_width, self.value_width, plan.padded_values,
             self.value_heads, self.lanes, segments, BLOCK=block, HAS_INITIAL=initial is not None, num_warps=8,
             num_stages=2,
@@ -260,14 +266,14 @@ class _Launches:
         }  # fmt: skip
         grid, ready = (blocks, self.lanes, segments), plan.early > 0
         if call.gate == "token" or ready:
-            self.scan_beside[grid](
+            self.scratch.launch(self.scan_beside, grid)(
                 described(rows, (CHUNK, WIDTH)), self.v, self.q, self.k, factors, self.announced, *after,
                 self.value_heads // call.q.shape[2], *span, SCALAR=call.gate == "token", READY=ready,
                 launch_pdl=ready, **given,
             )  # fmt: skip
         else:
             whole = described(rows, (ROWS["channel"], WIDTH))
-            self.scan[grid](whole, self.v, factors, *after, *span, **given)
+            self.scratch.launch(self.scan, grid)(whole, self.v, factors, *after, *span, **given)
 
 
 def _kind(call: Call) -> str:
@@ -290,9 +296,9 @@ def aligned(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s * x.element_size() % 16 == 0 for s in steps)
 
 
-def _addressed(x: Tensor) -> Tensor:
+def _addressed(x: Tensor, scratch: Scratch) -> Tensor:
     """x, or a copy of it that the copy engine can address."""
-    return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    return x if aligned(x) else scratch.copied(x)
 
 
 def described(x: Tensor, block: tuple[int, ...]) -> Any:

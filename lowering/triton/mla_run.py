@@ -79,7 +79,7 @@ class TritonDecode:
         return reason
 
     def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-        return absorb(call, lambda inner: attend(inner, scratch or Scratch()))
+        return absorb(call, attend, scratch or Scratch())
 
 
 def decodes(call: Attention) -> str | None:
@@ -127,7 +127,7 @@ def attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
     assert tile is not None  # else declined
     row_tiles = -(-call.q.shape[1] * call.q.shape[2] // tile.rows)
     results = Results(call, row_tiles, device_of(call.q.device).multiprocessors * tile.programs, scratch)
-    q, q_rope = (None if x is None else _rows_together(x) for x in (call.q, call.q_rope))
+    q, q_rope = (None if x is None else _rows_together(x, scratch) for x in (call.q, call.q_rope))
     assert q is not None
     k_rope = call.latent if call.k_rope is None else call.k_rope
     values: dict[str, Any] = {
@@ -144,7 +144,7 @@ def attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
         results.schedule()
         arguments = {name: values[name] for name in kernels.attend.arg_names}
         launch = results.launch_options()
-        kernels.attend[(row_tiles, results.split.pieces)](**arguments, **launch, num_warps=tile.warps)
+        scratch.launch(kernels.attend, (row_tiles, results.split.pieces))(**arguments, **launch, num_warps=tile.warps)
         results.combine()
     return results.o, results.lse
 
@@ -153,25 +153,26 @@ class Results:
     """What every decode kernel has around it: the cut, partial results and their merge, the outputs."""
 
     def __init__(self, call: Attention, row_tiles: int, slots: int, scratch: Scratch) -> None:
-        self.call = call
+        self.call, self.scratch = call, scratch
         batch, tokens, heads, rank = call.q.shape
         self.rows = tokens * heads
         self.workers = workers(row_tiles, slots)
         self.split: Split = split(batch, row_tiles, call.width, slots, lengths=call.lengths is not None)
         device = call.q.device
         self.chained = device.type == "cuda" and device_of(device).capability >= (9, 0)
-        self.o = torch.empty((batch, tokens, heads, rank), dtype=call.out_dtype, device=device)
-        self.lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=device)
-        self.lengths = None if call.lengths is None else call.lengths.contiguous()
-        self.table = None if call.block_table is None else _columns_together(call.block_table)
+        self.o = scratch.result((batch, tokens, heads, rank), call.out_dtype, device)
+        self.lse = scratch.result((batch, heads, tokens), torch.float32, device)
+        self.lengths = None if call.lengths is None else scratch.contiguous(call.lengths)
+        self.sinks = None if call.sinks is None else scratch.contiguous(call.sinks)
+        self.table = None if call.block_table is None else _columns_together(call.block_table, scratch)
         self.part_o, self.part_lse = self.o, self.lse
         if self.split.partial:
             self.part_o = scratch.empty((self.split.pieces, self.rows, rank), torch.float32, device)
             self.part_lse = scratch.empty((self.split.pieces, self.rows), torch.float32, device)
         self.plan = self.pieces = self.lse
         if self.split.scheduled:
-            self.plan = torch.empty((batch, 2), dtype=torch.int32, device=device)
-            self.pieces = torch.empty((_power(self.split.pieces), 4), dtype=torch.int32, device=device)
+            self.plan = scratch.result((batch, 2), torch.int32, device)
+            self.pieces = scratch.result((_power(self.split.pieces), 4), torch.int32, device)
 
     def arguments(self) -> dict[str, Any]:
         """What the decode kernels call these; for what is absent, any tensor, which is never read.
@@ -183,7 +184,7 @@ class Results:
             "table": self.lse if self.table is None else self.table,
             "table_sb": 0 if self.table is None else self.table.stride(0),
             "lengths": self.lse if self.lengths is None else self.lengths, "HAS_LENGTHS": call.lengths is not None,
-            "sinks": self.lse if call.sinks is None else call.sinks.contiguous(),
+            "sinks": self.lse if self.sinks is None else self.sinks,
             "HAS_SINKS": call.sinks is not None and self.split.splits <= 1,
             "pieces": self.pieces, "SPLITS": max(1, self.split.splits), "SCHEDULED": self.split.scheduled,
             "PARTIAL": self.split.partial, "o": self.o, "lse": self.lse, "part_o": self.part_o,
@@ -202,7 +203,7 @@ class Results:
         batch = self.call.q.shape[0]
         sizes = {"BP": _power(batch), "PP": _power(self.split.pieces), "LOG_B": (batch - 1).bit_length()}
         costs = {"BLOCK": BLOCK, "OVERHEAD": OVERHEAD, "PARTIAL": PARTIAL}
-        _kernels("mla_split").schedule[(1,)](
+        self.scratch.launch(_kernels("mla_split").schedule, (1,))(
             self.lengths, self.plan, self.pieces, batch, self.call.width, self.workers, **sizes, **costs,
             CHAINED=self.chained, num_warps=4 if batch <= 512 else 16,
         )  # fmt: skip
@@ -218,8 +219,8 @@ class Results:
         elif splits > at_once:  # many parts of few rows
             at_once = min(_power(splits), 128)
             width = min(width, max(64, 1024 // at_once))
-        _kernels("mla_split").combine[(programs, -(-rank // width), batch)](
-            self.part_o, self.part_lse, self.o, self.lse, self.lse if call.sinks is None else call.sinks.contiguous(),
+        self.scratch.launch(_kernels("mla_split").combine, (programs, -(-rank // width), batch))(
+            self.part_o, self.part_lse, self.o, self.lse, self.lse if self.sinks is None else self.sinks,
             self.plan, call.q.shape[1], call.q.shape[2], self.rows, splits, R=rank, BC=width, BS=at_once,
             SCHEDULED=self.split.scheduled, HAS_SINKS=call.sinks is not None, CHAINED=self.chained, num_warps=4,
             **({"launch_pdl": True} if self.chained else {}),
@@ -247,12 +248,12 @@ def _mask(call: Attention, q: Tensor) -> dict[str, Any]:
     return {"mask": mask, "MASK": kind, **dict(zip(("mask_sb", "mask_sh", "mask_st"), mask.stride(), strict=False))}
 
 
-def _rows_together(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 else x.contiguous()
+def _rows_together(x: Tensor, scratch: Scratch) -> Tensor:
+    return x if x.stride(3) == 1 else scratch.copied(x)
 
 
-def _columns_together(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
+def _columns_together(x: Tensor, scratch: Scratch) -> Tensor:
+    return x if x.stride(1) == 1 else scratch.copied(x)
 
 
 def _power(number: int) -> int:

@@ -44,16 +44,16 @@ class TritonKernels:
     def run(self, call: Call, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         return run_chunks(call, scratch or Scratch())
 
-    def step(self, call: Call, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return run_step(call, state)
+    def step(self, call: Call, state: Tensor | None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        return run_step(call, state, scratch or Scratch())
 
 
 def run_chunks(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
     """The kernels of a call, in the order of its placement."""
     batch, length, _, key_width = call.q.shape
     value_heads, value_width = call.v.shape[2:]
-    o = torch.empty(call.v.shape, dtype=call.out_dtype, device=call.v.device)
-    final = _new_state(call)
+    o = scratch.result(tuple(call.v.shape), call.out_dtype, call.v.device)
+    final = _new_state(call, scratch)
     if 0 in (length, final.numel()):
         return o, final
     dtype = call.compute_dtype
@@ -64,7 +64,7 @@ def run_chunks(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     variant = Variant.of(call)
     module = load_source(variant.name, chunk_source(variant))
-    values = {**_operands(call), "o_ptr": o, "final_state_ptr": final, "T": length}
+    values = {**_operands(call, scratch), "o_ptr": o, "final_state_ptr": final, "T": length}
     values |= {"C": config.chunk, "VP": padded(value_width), "INVERSE_PRECISION": _inverse_precision(call, dtype)}
     values |= {"DT": _triton_dtype(dtype), "PRECISION": _precision(), "BLOCK": min(block, config.chunk)}
     chunks = batch * -(-length // config.chunk)
@@ -78,29 +78,29 @@ def run_chunks(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
         programs = {"scan": call.sequences * value_heads * columns}
         for name in place(variant.program).kernels:
             blocks, options = config.launch(name)
-            _launch(getattr(module, name), programs.get(name, tiles), {**values, **blocks}, **options)
+            _launch(scratch, getattr(module, name), programs.get(name, tiles), {**values, **blocks}, **options)
     return o, final
 
 
-def run_step(call: Call, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def run_step(call: Call, state: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:
     """One token. ``state`` receives the new state; None for a fresh fp32 tensor."""
     batch, _, _, key_width = call.q.shape
     value_heads, value_width = call.v.shape[2:]
-    o = torch.empty(call.v.shape, dtype=call.out_dtype, device=call.v.device)
-    final = _new_state(call) if state is None else state
+    o = scratch.result(tuple(call.v.shape), call.out_dtype, call.v.device)
+    final = _new_state(call, scratch) if state is None else state
     if not final.numel():
         return o, final
     variant = Variant.of(call, form="token")
     module = load_source(variant.name, step_source(variant))
     keys, values = padded(key_width), padded(value_width)
     columns = step_columns(_device(call.q.device), keys=keys, values=values, lanes=batch * value_heads)
-    arguments = {**_operands(call), **_tensor("final_state", "nhkv", final), "o_ptr": o, "BV": columns}
+    arguments = {**_operands(call, scratch), **_tensor("final_state", "nhkv", final), "o_ptr": o, "BV": columns}
     with _on(call.q.device):
-        _launch(module.step, batch * value_heads * -(-value_width // columns), arguments, num_warps=4)
+        _launch(scratch, module.step, batch * value_heads * -(-value_width // columns), arguments, num_warps=4)
     return o, final
 
 
-def _operands(call: Call) -> dict[str, Any]:
+def _operands(call: Call, scratch: Scratch) -> dict[str, Any]:
     """Every argument that does not depend on the schedule, by the name the kernels give it."""
     key_width, value_heads, value_width = call.q.shape[3], *call.v.shape[2:]
     values: dict[str, Any] = {
@@ -120,9 +120,9 @@ def _operands(call: Call) -> dict[str, Any]:
     if call.initial_state is not None:
         values |= _tensor("initial_state", "nhkv", call.initial_state)
     if call.A_log is not None:
-        values["A_log_ptr"] = call.A_log.contiguous()
+        values["A_log_ptr"] = scratch.contiguous(call.A_log)
     if call.dt_bias is not None:
-        values["dt_bias_ptr"] = call.dt_bias.contiguous()
+        values["dt_bias_ptr"] = scratch.contiguous(call.dt_bias)
     return values
 
 
@@ -155,20 +155,20 @@ def _packing(cu_seqlens: Tensor, config: Config, scratch: Scratch) -> dict[str, 
     from . import macros
 
     sequences = cu_seqlens.shape[0] - 1
-    cu_seqlens = cu_seqlens.contiguous()
-    offsets = torch.empty(sequences + 1, dtype=torch.int32, device=cu_seqlens.device)
+    cu_seqlens = scratch.contiguous(cu_seqlens)
+    offsets = scratch.result((sequences + 1,), torch.int32, cu_seqlens.device)
     packing = {"cu_seqlens": cu_seqlens, "chunk_offsets": offsets, "N": sequences}
-    _launch(macros.chunk_offsets_kernel, 1, {**packing, "C": config.chunk}, num_warps=4)
+    _launch(scratch, macros.chunk_offsets_kernel, 1, {**packing, "C": config.chunk}, num_warps=4)
     return packing
 
 
-def _launch(kernel: Any, programs: int, values: dict[str, Any], **options: int) -> None:
-    kernel[(programs,)](**{name: values[name] for name in kernel.arg_names}, **options)
+def _launch(scratch: Scratch, kernel: Any, programs: int, values: dict[str, Any], **options: int) -> None:
+    scratch.launch(kernel, (programs,))(**{name: values[name] for name in kernel.arg_names}, **options)
 
 
-def _new_state(call: Call) -> Tensor:
+def _new_state(call: Call, scratch: Scratch) -> Tensor:
     shape = (call.sequences, call.v.shape[2], call.q.shape[3], call.v.shape[3])
-    return torch.empty(shape, dtype=torch.float32, device=call.q.device)
+    return scratch.result(shape, torch.float32, call.q.device)
 
 
 def _triton_dtype(dtype: torch.dtype) -> Any:

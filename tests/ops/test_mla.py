@@ -233,9 +233,9 @@ class Recorder:
         return None if call.absorbed and call.mask is None else "not its business"
 
     def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-        return absorb(call, self.attend)
+        return absorb(call, self.attend, scratch or Scratch())
 
-    def attend(self, call: Attention) -> tuple[Tensor, Tensor]:
+    def attend(self, call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
         assert call.w_uk is None and call.w_uv is None
         tensors = [getattr(call, name) for name in OPERANDS]
         o, lse = latent_attention(*tensors, scale=call.scale, causal=call.causal)
@@ -263,6 +263,6 @@ def test_the_weights_around_a_kernel() -> None:
     """Views of any strides, each head through its own weights, the result contiguous."""
     x = torch.randn(2, 3, 8, 4, dtype=torch.float64)[:, :, ::2]
     weight = torch.randn(4, 9, 5, dtype=torch.float64)[:, 2:6]
-    have = heads_through(x, weight, torch.float32)
+    have = heads_through(x, weight, torch.float32, Scratch())
     assert have.is_contiguous() and have.dtype is torch.float32
     torch.testing.assert_close(have.double(), torch.einsum("bthi,hio->btho", x, weight), rtol=1e-5, atol=1e-5)
