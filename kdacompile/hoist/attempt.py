@@ -80,6 +80,7 @@ class Hoist:
             if node.op in ("call_function", "call_method") and node not in fixed:
                 self.read(node)
         self.sinks = Finder(self.families, self.lane, self.equal, fixed).sinks(graph)
+        self.writes = [sink.writes for sink in self.sinks if sink.writes is not None]
         self.wanted = self.needed()
         self.gathered: list[tuple[fx.Node, fx.Node, fx.Node]] = []
         """(reader, the sunk rows it reads now, the call that gathered them before)"""
@@ -119,6 +120,7 @@ class Hoist:
             self.bring_together(index, whole)
         builder = Builder(self, whole)
         for sink in self.sinks:
+            self.new.extend(sink.gather())
             rows = builder.build(sink)
             for reader in list(sink.node.users):
                 reader.replace_input_with(sink.node, rows)
@@ -261,6 +263,8 @@ class Hoist:
     def undo(self) -> None:
         for reader, piece, node in (*self.replaced, *self.gathered):
             reader.replace_input_with(piece, node)
+        for writes in self.writes:
+            writes.undo()
         for node in reversed(self.new):
             self.graph.erase_node(node)
         for node, meta in self.meta.items():

@@ -41,8 +41,13 @@ def piece_of(node: fx.Node) -> Piece | None:
     index: Any = node.args[1]
     value = compat.example_value(base)
     if isinstance(value, torch.Tensor):
-        return _by_index(base, value, index if isinstance(index, tuple) else (index,))
+        return piece_at(base, index)
     return _by_list(base, value, index) if isinstance(value, (list, tuple)) and isinstance(index, int) else None
+
+
+def piece_at(base: fx.Node, index: Any) -> Piece | None:
+    """The piece of a tensor that ``base[index]`` is."""
+    return _by_index(base, compat.example_value(base), index if isinstance(index, tuple) else (index,))
 
 
 def _by_index(base: fx.Node, value: torch.Tensor, index: tuple[Any, ...]) -> Piece | None:

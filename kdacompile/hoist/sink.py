@@ -4,8 +4,8 @@
     o = stack(rows)                                                 o = norm(stack(reads)) + d * v
 
 The counterpart of a hoist, and part of one: inside the loop no tensor holds all that was read from the states. From the
-``stack`` or ``cat`` that gathers the rows, calls that differ only in the row they work on are followed upwards, by
-``rules``, until a row is made by another kind of call (the product with the state).
+``stack`` or ``cat`` that gathers the rows, or the buffer they are assigned to, calls that differ only in the row they
+work on are followed upwards, by ``rules``, until a row is made by another kind of call (the product with the state).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from kdacompile import compat
+from kdacompile.hoist.assigned import Writes, written
 from kdacompile.hoist.rules import ACTIVATIONS, MOVES, Family, name_of
 from kdacompile.hoist.rules import arguments as for_all
 
@@ -57,6 +58,15 @@ class Sink:
     dim: int
     joined: bool
     rows: Rows
+    writes: Writes | None = None
+    """Rows are assigned to a buffer: ``node`` is the last assignment until they are gathered."""
+
+    def gather(self) -> list[fx.Node]:
+        """Make the call that gathers the rows, if there is none yet; returns what is new."""
+        if self.writes is None:
+            return []
+        self.node = self.writes.gather()
+        return [self.node]
 
     def worth_it(self) -> bool:
         """True if a call is sunk that no region holds row by row: it needs more than reads and numbers."""
@@ -86,7 +96,14 @@ class Finder:
 
     def sinks(self, graph: fx.Graph) -> list[Sink]:
         found = [self.sink(node) for node in graph.nodes if node.op == "call_function" and node not in self.fixed]
+        found += [self.assigned(writes) for writes in written(graph)]
         return [sink for sink in found if sink is not None and sink.worth_it()]
+
+    def assigned(self, writes: Writes) -> Sink | None:
+        """Rows that are read later than they are written must not change in between."""
+        if not self.fixed.isdisjoint(writes.rows):
+            return None
+        return Sink(writes.nodes[-1], writes.dim, writes.joined, self.rows(writes.rows), writes)
 
     def sink(self, node: fx.Node) -> Sink | None:
         """A call that gathers at least two rows of one size."""
