@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from kdacompile import compat, compiler_pass, glance, growing, held, lift, remembered
+from kdacompile import compat, compiler_pass, glance, growing, held, lift, remembered, whole
 from kdacompile.errors import UnknownOptionError
 from kdacompile.fingerprint import source_fingerprint
 from kdacompile.report.findings import GraphReport
@@ -76,7 +76,13 @@ def kda(
 ) -> Callable[..., Any]:
     """The backend function; ``mode`` and ``options`` as torch.compile hands them over (see ``settings.parse``)."""
     settings = parse(mode, options)
+    whole.keep(gm, settings)
     growing.open_lengths(gm, settings)
+    with whole.given_up_where_refused():
+        return _compiled(gm, example_inputs, settings)
+
+
+def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
     tables = _tables(gm, example_inputs, settings)
     if settings.inner == "inductor" and not tables:
         return _inductor(gm, example_inputs, settings)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C._functorch import peek_interpreter_stack
 
-from kdacompile.compat import sizes
+from kdacompile.compat import region, sizes
 
 
 class CallSite:
@@ -56,6 +56,10 @@ class CallSite:
     def open_sizes(self, size: int) -> None:
         """Capture the region anew with this size open wherever an input has it, unless that has been tried."""
         sizes.open_up(sizes.of_size(self.tx.output.tracers[0].graph, {size}))
+
+    def widen_region(self, cause: Callable[..., Any]) -> None:
+        """Capture the region past operators whose result's size depends on data (see ``region.widen``)."""
+        region.widen(self.tx.output, cause)
 
     def guard_global(self, namespace: dict[str, Any], name: str, attributes: Sequence[str]) -> bool:
         """Recapture once a global (or what attributes lead to) is another object; False if Dynamo cannot look at it."""

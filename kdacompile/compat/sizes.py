@@ -38,54 +38,56 @@ def open_up(dims: Dims) -> None:
     already (Dynamo has found a reason to fix them), for those of parameters, or where shapes are to be static
     (``dynamic=False``).
     """
-    frame = _frame()
-    if frame is None or not _automatic(frame):
+    captured = frame()
+    if captured is None or not _automatic(captured):
         return
-    noted = [_note(frame, node, chosen) for node, chosen in dims.items()]  # all of them, before capture starts again
+    noted = [_note(captured, node, chosen) for node, chosen in dims.items()]  # all of them, before capture starts again
     if any(noted):
-        raise _capture_again()
+        raise capture_again("kdacompile: a size that will change is captured open")
 
 
-def _frame() -> Any:
-    """The frame this thread captures, None if it captures none."""
+def frame() -> Any:
+    """The outermost frame of the region that this thread captures, None if it captures none."""
     from torch._dynamo.symbolic_convert import tls
 
     return getattr(tls, "current_tx", None)
 
 
-def _automatic(frame: Any) -> bool:
+def _automatic(captured: Any) -> bool:
     """True if Dynamo may choose which sizes are open, and this process decides that alone."""
     from torch._dynamo import config
 
     settings: Any = config  # its fields are installed at run time
-    return bool(settings.automatic_dynamic_shapes) and frame.distributed_state is None
+    return bool(settings.automatic_dynamic_shapes) and captured.distributed_state is None
 
 
-def _note(frame: Any, node: fx.Node, dims: set[int]) -> bool:
+def _note(captured: Any, node: fx.Node, dims: set[int]) -> bool:
     """Note that these dimensions change from call to call; True if that is news."""
     from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic, auto_unset, update_automatic_dynamic
 
     source = compat.source_name(node)
     if not source or compat.owner(node) not in ("", "G"):
         return False
-    seen = update_automatic_dynamic(frame, source, FrameStateSizeEntry())
+    seen = update_automatic_dynamic(captured, source, FrameStateSizeEntry())
     if not isinstance(seen.size, tuple):
         return False
     news = {dim for dim in dims if isinstance(seen.size[dim], int)}
     if news:
         sizes: Any = tuple(auto_dynamic if dim in news else auto_unset for dim in range(len(seen.size)))
-        update_automatic_dynamic(frame, source, FrameStateSizeEntry(size=sizes))
+        update_automatic_dynamic(captured, source, FrameStateSizeEntry(size=sizes))
     return bool(news)
 
 
+def capture_again(reason: str) -> Exception:
+    """What to raise, while Dynamo captures or hands a graph to its backend, for the region to be captured anew."""
+    return _capture_again()(restart_reason=reason)
+
+
 @functools.cache
-def _capture_again() -> type[Exception]:
+def _capture_again() -> Any:
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 
     class CaptureAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
         """Of both kinds: the first passes through a backend, the second makes Dynamo forget what it speculated."""
-
-        def __init__(self) -> None:
-            super().__init__(restart_reason="kdacompile: a size that will change is captured open")
 
     return CaptureAgain

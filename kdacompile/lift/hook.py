@@ -106,6 +106,8 @@ def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, ten
     call = _call(fn, site, tensors)
     if len(tensors) < MIN_TENSORS:
         raise Unliftable("it takes fewer than three tensors")
+    if _lengths_vary():
+        site.widen_region(fn)
     identity = _identity(fn)
     found = _proven(lifts.find(fn, identity, call, settings, lengths_vary=_lengths_vary()))
     _check_length(found, tensors, site)
@@ -116,6 +118,8 @@ def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, ten
 
 def _find_library(fn: Any, site: dynamo.CallSite, settings: Settings, tensors: list[Any]) -> Lifted:
     found = _proven(lifts.find_library(fn, _call(fn, site, tensors, documented=True), settings))
+    if _lengths_vary():
+        site.widen_region(fn)
     _open_length(found, tensors, site)
     return found
 

@@ -1,0 +1,99 @@
+"""Two limits of capture that torch sets for a whole process, lifted for the one region that is being captured.
+
+They are kept by the environment of the region's symbols, which lives as long as the capture: no other region, no other
+backend and no other thread sees the change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import sympy
+from torch.utils._sympy.functions import FloorDiv
+
+from kdacompile.compat import sizes
+
+_left_as_ever: WeakKeyDictionary[types.CodeType, WeakSet[Callable[..., Any]]] = WeakKeyDictionary()
+"""Regions in which the limits turned out to be better kept: the code of their outermost frame, which models may share,
+and the function for whose sake they had been lifted.
+"""
+
+
+def widen(output: Any, cause: Callable[..., Any]) -> None:
+    """From here on the region is captured through operators whose result's size depends on data, as
+    ``torch._dynamo.config.capture_dynamic_output_shape_ops`` does for a process: Dynamo would cut the graph there. And
+    counts of chunks or pools (divisions of sizes, rounded) are not told apart by whether they are one, wherever torch
+    only asks in order to choose strides or a faster way, as it does not for sizes that depend on data.
+
+    ``output``: what Dynamo builds the region's graph with. ``cause``: the function it is done for.
+    """
+    env: Any = output.shape_env
+    if isinstance(env, _wide()) or cause in _left_as_ever.get(output.root_tx.f_code, ()):
+        return
+    capturing = env.settings.allow_dynamic_output_shape_ops
+    env.settings = dataclasses.replace(env.settings, allow_dynamic_output_shape_ops=True)
+    env.__class__ = _wide()
+    env.cause, env.widened, env.counts_left_open = cause, not capturing, False
+
+
+def is_used() -> bool:
+    """True if the region this thread captures is what it is because of ``widen``."""
+    frame = sizes.frame()
+    env: Any = None if frame is None else frame.output.shape_env
+    if not isinstance(env, _wide()):
+        return False
+    return env.counts_left_open or (env.widened and env.unbacked_symint_counter > 0)
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What compilers raise for a graph they cannot take."""
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return BackendCompilerFailed, GuardOnDataDependentSymNode
+
+
+def capture_as_ever() -> Exception:
+    """What to raise for the region this thread captures to be captured again with the limits."""
+    frame = sizes.frame()
+    assert frame is not None
+    _left_as_ever.setdefault(frame.output.root_tx.f_code, WeakSet()).add(frame.output.shape_env.cause)
+    return sizes.capture_again("kdacompile: nothing is gained by capturing more than torch.compile does")
+
+
+@functools.cache
+def _wide() -> Any:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # slow to import
+
+    class Wide(ShapeEnv):
+        """Symbols of a region; questions that have a fallback are those whose answer changes no result."""
+
+        cause: Callable[..., Any]
+        counts_left_open: bool
+        widened: bool
+
+        def evaluate_expr(
+            self,
+            orig_expr: Any,
+            hint: Any = None,
+            fx_node: Any = None,
+            size_oblivious: bool = False,
+            fallback_value: bool | None = None,
+            **more: Any,
+        ) -> Any:
+            if fallback_value is not None and self._is_open_count(orig_expr):
+                self.counts_left_open = True
+                return fallback_value
+            return super().evaluate_expr(orig_expr, hint, fx_node, size_oblivious, fallback_value, **more)
+
+        def _is_open_count(self, expr: Any) -> bool:
+            """True for a question about a rounded quotient that what is known does not answer."""
+            known = not isinstance(expr, sympy.Basic) or not expr.has(FloorDiv)
+            return not known and self._maybe_evaluate_static(expr) is None
+
+    return Wide
