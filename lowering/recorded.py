@@ -13,13 +13,16 @@ that does more says :meth:`~kdacompile.lowering.scratch.Scratch.once`.
 from __future__ import annotations
 
 import functools
+import math
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from kdacompile.compat.streams import current_stream
 
 from .scratch import Scratch
 
@@ -44,73 +47,62 @@ class Address:
         return self.value
 
 
-@dataclass(frozen=True)
-class Place:
-    """``offset`` bytes into ``source``: operands are counted first, then buffers. ``at``: of the argument it is for."""
-
-    at: int
-    source: int
-    offset: int
+Place = tuple[int, int, int]
+"""Of an argument that is an address: its position, the source it lies in (operands, then buffers), the bytes before."""
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and offset, in elements."""
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A compiled kernel on its grid; ``pointers`` are arguments that are addresses, ``descriptors`` have one."""
+class Launch(NamedTuple):
+    """A compiled kernel on its grid. ``descriptors``: the places of addresses that stand in a descriptor."""
 
-    run: Callable[..., object]
+    kernel: Any
+    grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     pointers: tuple[Place, ...]
     descriptors: tuple[Place, ...]
 
-    def __call__(self, addresses: Sequence[int], tensors: Operands) -> None:
+    def run(self, addresses: Sequence[int], sources: Operands, stream: int | None) -> None:
         arguments = list(self.arguments)
-        for place in self.pointers:
-            arguments[place.at] = addresses[place.source] + place.offset
-        for place in self.descriptors:
-            address = Address(addresses[place.source] + place.offset)
-            arguments[place.at] = _based(arguments[place.at], address)
-        self.run(*arguments)
+        for at, source, before in self.pointers:
+            arguments[at] = addresses[source] + before
+        for at, source, before in self.descriptors:
+            arguments[at] = _based(arguments[at], Address(addresses[source] + before))
+        kernel = self.kernel
+        if stream is None:
+            kernel[self.grid](*arguments)
+        else:  # what that does, without asking for the stream once more and without hooks
+            kernel.run(*self.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
 
 
-@dataclass(frozen=True)
-class View:
-    """Of the source's elements, those from ``offset`` on; ``at``: the argument it is for."""
+class Apply(NamedTuple):
+    """A function of torch that writes into its tensors; ``views``: position, source and, for a part, its layout."""
 
-    at: int
-    source: int
-    offset: int
+    function: Callable[..., object]
+    arguments: tuple[Any, ...]
+    views: tuple[tuple[int, int, Layout | None], ...]
+
+    def run(self, addresses: Sequence[int], sources: Operands, stream: int | None) -> None:
+        arguments = list(self.arguments)
+        for at, number, layout in self.views:
+            source = sources[number]
+            if layout is not None and source is not None:
+                shape, strides, before = layout
+                source = source.as_strided(shape, strides, source.storage_offset() + before)
+            arguments[at] = source
+        self.function(*arguments)
+
+
+class Buffer(NamedTuple):
+    """An allocation of its own, or the bytes from ``begin`` of the one that buffers share."""
+
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Apply:
-    """A function of torch that writes into one of its tensors."""
-
-    run: Callable[..., object]
-    arguments: tuple[Any, ...]
-    views: tuple[View, ...]
-
-    def __call__(self, addresses: Sequence[int], tensors: Operands) -> None:
-        arguments = list(self.arguments)
-        for view in self.views:
-            source = tensors[view.source]
-            assert source is not None
-            arguments[view.at] = source.as_strided(view.shape, view.strides, source.storage_offset() + view.offset)
-        self.run(*arguments)
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """``begin``: where it lies in the allocation that buffers share; None for one of its own."""
-
-    shape: tuple[int, ...]
     dtype: torch.dtype
     begin: int | None
 
 
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(NamedTuple):
     """What a call does. ``shared``: bytes of the allocation that buffers share; ``results``: numbers of sources."""
 
     device: torch.device
@@ -119,7 +111,7 @@ class Recorded:
     steps: tuple[Launch | Apply, ...]
     results: tuple[int, ...]
 
-    def __call__(self, operands: Operands, addresses: Sequence[int]) -> Results:
+    def run(self, operands: Operands, addresses: Sequence[int]) -> Results:
         if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
             return self._run(operands, addresses)
         with torch.cuda.device(self.device):
@@ -128,13 +120,14 @@ class Recorded:
     def _run(self, operands: Operands, addresses: Sequence[int]) -> Results:
         device, sources, places = self.device, list(operands), list(addresses)
         shared = torch.empty(self.shared, dtype=torch.uint8, device=device) if self.shared else None
-        begin = 0 if shared is None else shared.data_ptr()
-        for buffer in self.buffers:
-            own = None if buffer.begin is not None else torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+        first = 0 if shared is None else shared.data_ptr()
+        for shape, strides, dtype, begin in self.buffers:
+            own = torch.empty_strided(shape, strides, dtype=dtype, device=device) if begin is None else None
             sources.append(own)
-            places.append(begin + (buffer.begin or 0) if own is None else own.data_ptr())
+            places.append(first + (begin or 0) if own is None else own.data_ptr())
+        stream = current_stream(device.index) if device.type == "cuda" and not _hooks() else None
         for step in self.steps:
-            step(places, sources)
+            step.run(places, sources, stream)
         return tuple(sources[number] for number in self.results)  # pyright: ignore[reportReturnType]
 
 
@@ -144,6 +137,7 @@ class Recorder(Scratch):
     def __init__(self, operands: Operands) -> None:
         super().__init__()
         self._operands = operands
+        self._begins = {x.data_ptr(): number for number, x in enumerate(operands) if x is not None}
         self._buffers: list[Tensor] = []  # held until the end, so that no two have had the same address
         self._steps: list[Launch | Apply] = []
         self._known = True
@@ -162,15 +156,14 @@ class Recorder(Scratch):
             return
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
         values = [given[name] for name in kernel.arg_names]
-        pointers = [self._place(at, x) for at, x in enumerate(values) if isinstance(x, Tensor)]
-        descriptors = [self._place(at, x.base) for at, x in enumerate(values) if _is_descriptor(x)]
+        pointers = [(at, *self._place(x)) for at, x in enumerate(values) if isinstance(x, Tensor)]
+        descriptors = [(at, *self._place(x.base)) for at, x in enumerate(values) if _is_descriptor(x)]
         kept = (None if isinstance(x, Tensor) else _based(x, None) if _is_descriptor(x) else x for x in values)
-        whole = (*grid, 1, 1)[:3]
-        self._steps.append(Launch(compiled[whole], tuple(kept), tuple(pointers), tuple(descriptors)))
+        self._steps.append(Launch(compiled, (*grid, 1, 1)[:3], tuple(kept), tuple(pointers), tuple(descriptors)))
 
     def apply(self, function: Callable[..., object], *args: Any) -> None:
         function(*args)
-        views = [self._view(at, x) for at, x in enumerate(args) if isinstance(x, Tensor)]
+        views = [(at, *self._view(x)) for at, x in enumerate(args) if isinstance(x, Tensor)]
         kept = (None if isinstance(x, Tensor) else x for x in args)
         self._steps.append(Apply(function, tuple(kept), tuple(views)))
 
@@ -179,42 +172,69 @@ class Recorder(Scratch):
 
     def recorded(self, results: Results) -> Recorded | None:
         """The call for other operands; None if it did what was not seen here."""
-        sources = [*self._operands, *self._buffers]
-        numbers = [next((n for n, x in enumerate(sources) if x is result), None) for result in results]
-        if not self._known or None in numbers:
+        numbers = [next((n for n, x in enumerate(self._sources()) if x is result), None) for result in results]
+        returned = tuple(number for number in numbers if number is not None)
+        if not self._known or len(returned) < len(numbers):
             return None
-        taken = {view.source for step in self._steps if isinstance(step, Apply) for view in step.views}
-        taken.update(number for number in numbers if number is not None)
+        device = next(x.device for x in self._operands if x is not None)
+        seen = self._layouts_seen()
+        layouts = [self._layout(number, seen.get(number), number in returned) for number in range(len(self._sources()))]
         buffers: list[Buffer] = []
         end = 0
         for number, x in enumerate(self._buffers, len(self._operands)):
-            buffers.append(Buffer(tuple(x.shape), x.dtype, None if number in taken else end))
-            end += 0 if number in taken else -(-x.nbytes // APART) * APART
-        return Recorded(
-            self._device(), tuple(buffers), end, tuple(self._steps), tuple(n for n in numbers if n is not None)
-        )
+            own = number in seen or number in returned
+            buffers.append(Buffer(*layouts[number][:2], x.dtype, None if own else end))
+            end += 0 if own else -(-x.nbytes // APART) * APART
+        steps = tuple(step if isinstance(step, Launch) else _compact(step, layouts) for step in self._steps)
+        return Recorded(device, tuple(buffers), end, steps, returned)
 
-    def _device(self) -> torch.device:
-        return next(x.device for x in self._operands if x is not None)
+    def _sources(self) -> list[Tensor | None]:
+        return [*self._operands, *self._buffers]
 
-    def _place(self, at: int, x: Tensor) -> Place:
-        """Of an address: the operand's that begins there, or the buffer's that has it inside."""
+    def _place(self, x: Tensor) -> tuple[int, int]:
+        """Of an address: the operand that begins there, or the buffer that has it inside and the bytes before."""
         address = x.data_ptr()
-        for number, operand in enumerate(self._operands):
-            if operand is not None and operand.data_ptr() == address:
-                return Place(at, number, 0)
+        if address in self._begins:
+            return self._begins[address], 0
         for number, buffer in enumerate(self._buffers, len(self._operands)):
             if 0 <= address - buffer.data_ptr() < max(1, buffer.nbytes):
-                return Place(at, number, address - buffer.data_ptr())
+                return number, address - buffer.data_ptr()
         self.once()
-        return Place(at, 0, 0)
+        return 0, 0
 
-    def _view(self, at: int, x: Tensor) -> View:
-        place = self._place(at, x)
-        source = [*self._operands, *self._buffers][place.source]
+    def _view(self, x: Tensor) -> tuple[int, Layout]:
+        number, before = self._place(x)
+        source = self._sources()[number]
         if source is None or source.dtype is not x.dtype:
             self.once()
-        return View(at, place.source, place.offset // x.element_size(), tuple(x.shape), x.stride())
+        return number, (tuple(x.shape), x.stride(), before // x.element_size())
+
+    def _layouts_seen(self) -> dict[int, set[Layout | None]]:
+        """By source: how functions of torch see it."""
+        seen: dict[int, set[Layout | None]] = {}
+        for step in self._steps:
+            for _, number, layout in step.views if isinstance(step, Apply) else ():
+                seen.setdefault(number, set()).add(layout)
+        return seen
+
+    def _layout(self, number: int, seen: set[Layout | None] | None, returned: bool) -> Layout:
+        """A source's own; a buffer that all see in one other layout is made with that."""
+        source = self._sources()[number]
+        if source is None:
+            return (), (), 0
+        only = next(iter(seen)) if seen and len(seen) == 1 else None
+        if only is not None and number >= len(self._operands) and not returned:
+            shape, strides, before = only
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+            if before == 0 and reach == source.numel() == math.prod(shape):
+                return only
+        return tuple(source.shape), source.stride(), 0
+
+
+def _compact(step: Apply, layouts: Sequence[Layout]) -> Apply:
+    """Tensors that are a whole source are taken as they are."""
+    views = ((at, number, None if layout == layouts[number] else layout) for at, number, layout in step.views)
+    return step._replace(views=tuple(views))
 
 
 class Memory:
@@ -224,12 +244,17 @@ class Memory:
         self._recorded: dict[Hashable, Recorded | None] = {}
         self._lock = threading.Lock()
 
-    def run(self, options: Hashable, operands: Operands, call: Callable[[Scratch], Results]) -> Results:
-        """``call``, or what it did the last time for operands like these. ``options``: all else that it depends on."""
-        key, addresses = _signature(options, operands)
+    def run(
+        self, options: Hashable, operands: Operands, call: Callable[[Scratch], Results], written: int | None = None
+    ) -> Results:
+        """``call``, or what it did the last time for operands like these. ``options``: all else that it depends on.
+
+        ``written``: the operand it writes into, if any; whether another one shares memory with that counts as well.
+        """
+        key, addresses = _signature(options, operands, written)
         recorded = self._recorded.get(key)
         if recorded is not None:
-            return recorded(operands, addresses)
+            return recorded.run(operands, addresses)
         given = [address for x, address in zip(operands, addresses, strict=True) if x is not None]
         if key in self._recorded or len(set(given)) < len(given):  # it cannot be told whose an address is
             return call(Scratch())
@@ -242,7 +267,7 @@ class Memory:
         return results
 
 
-def _signature(options: Hashable, operands: Operands) -> tuple[Hashable, list[int]]:
+def _signature(options: Hashable, operands: Operands, written: int | None) -> tuple[Hashable, list[int]]:
     """What decides a call's launches, and the operands' addresses."""
     key: list[Hashable] = [options]
     addresses: list[int] = []
@@ -254,7 +279,30 @@ def _signature(options: Hashable, operands: Operands) -> tuple[Hashable, list[in
         address = x.data_ptr()
         key += (x.shape, x.stride(), x.dtype, x.device, address % ALIGNED == 0)
         addresses.append(address)
+    if written is not None:
+        key.append(shares_memory(operands[written], addresses))
     return tuple(key), addresses
+
+
+def shares_memory(x: Tensor | None, addresses: Iterable[int]) -> bool:
+    """Whether more than one of the addresses, x's own among them, lies in x's memory."""
+    if x is None:
+        return False
+    storage = x.untyped_storage()
+    first = storage.data_ptr()
+    last = first + storage.nbytes()
+    return sum(first <= address < last for address in addresses) > 1
+
+
+def _hooks() -> bool:
+    """Whether someone, a profiler as a rule, is to be told of Triton's launches."""
+    runtime = _triton_runtime()
+    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+
+
+@functools.cache
+def _triton_runtime() -> Any:
+    return import_module("triton").knobs.runtime  # not at the top: the package is optional
 
 
 def _is_descriptor(x: object) -> bool:

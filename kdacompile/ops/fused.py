@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kdacompile.lowering.calls import Call, Implementation
-from kdacompile.lowering.recorded import Memory, Operands, Results
+from kdacompile.lowering.recorded import Memory, Operands, Results, shares_memory
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.ops import definitions, kernels
 from kdacompile.ops.checks import check_sequence, check_step, check_writable
@@ -40,29 +40,28 @@ class FusedKernels:
         """``kdacompile::linear_attention``."""
         # fp32 products round as the user asked torch for.
         precision = torch.get_float32_matmul_precision() if torch.float32 in {x.dtype for x in operands[:3]} else None
-        kind = ("sequence", precision)
-        return self._run(kind, lambda scratch: self._sequence(scratch, *operands, **options), operands, options)
+        return self._run(self._sequence, operands, options, precision)
 
     def step(self, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """``kdacompile::linear_attention_step``."""
-        return self._run("step", lambda scratch: self._step(scratch, *operands, **options), operands, options)
+        return self._run(self._step, operands, options)
 
     def inplace_step(self, *operands: Any, **options: Any) -> Tensor:
         """``kdacompile::linear_attention_step_``: the state is read and written once, where it lies."""
-        state = operands[5]
-        alone = not _share_memory(state, (*operands[:5], *operands[6:]))
-
-        def call(scratch: Scratch) -> Results:
-            return self._inplace_step(scratch, alone, *operands, **options)
-
-        return self._run(("step_", alone), call, operands, options)[0]
+        return self._run(self._inplace_step, operands, options, written=5)[0]
 
     def _run(
-        self, kind: Hashable, call: Callable[[Scratch], Results], operands: Operands, options: dict[str, Any]
+        self,
+        call: Callable[..., Results],
+        operands: Operands,
+        options: dict[str, Any],
+        precision: str | None = None,
+        written: int | None = None,
     ) -> Any:
         if self._memory is None:
-            return call(Scratch())
-        return self._memory.run((kind, *options.items()), operands, call)
+            return call(Scratch(), *operands, **options)
+        decides = (call.__name__, precision, *options.items())
+        return self._memory.run(decides, operands, lambda scratch: call(scratch, *operands, **options), written)
 
     def _sequence(
         self,
@@ -111,7 +110,6 @@ class FusedKernels:
     def _inplace_step(
         self,
         scratch: Scratch,
-        alone: bool,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -131,7 +129,9 @@ class FusedKernels:
         )  # fmt: skip
         check_writable(state)
         call = _step_call(q, k, v, others, out_dtype, options)
-        chosen = self._choose(call) if alone else None
+        # A kernel's blocks overwrite the state while others still read.
+        addresses = (x.data_ptr() for x in (q, k, v, *others) if x is not None)
+        chosen = None if shares_memory(state, addresses) else self._choose(call)
         if chosen is None:
             return (kernels.inplace_step_kernel(q, k, v, *others, out_dtype=out_dtype, **options),)
         return chosen.step(self._prepared(call), state, scratch)
@@ -151,9 +151,3 @@ def _step_call(
     g, beta, state, A_log, dt_bias = others
     dtype = v.dtype if out_dtype is None else out_dtype
     return Call(q, k, v, g, beta, state, A_log, dt_bias, None, out_dtype=dtype, chunk_size=0, **options)
-
-
-def _share_memory(state: Tensor, inputs: tuple[Tensor | None, ...]) -> bool:
-    """Whether an input may lie in the state's memory; a kernel's blocks overwrite the state while others still read."""
-    storage = state.untyped_storage().data_ptr()
-    return any(x is not None and x.untyped_storage().data_ptr() == storage for x in inputs)

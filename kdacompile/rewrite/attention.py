@@ -142,7 +142,10 @@ class MlaSplice(Splice):
         return self.with_meta(self.graph.call_function(torch.where, (below, counted, node)), node)
 
     def lengths(self, node: fx.Node, q: fx.Node, latent: fx.Node, table: fx.Node | None) -> fx.Node:
-        """``[B]``, in the bounds that the op asks for: what lies beyond the cache compares as the whole of it does."""
+        """``[B]``, in the bounds that the op asks for: what lies beyond the cache compares as the whole of it does.
+
+        Written out where one number counts for all: the compiler does that beside the clamp, the op at every call.
+        """
         if self.claim.lengths_plus:
             node = self.method(node, "add", self.claim.lengths_plus)
         held = self.size(latent, 1)
@@ -151,7 +154,7 @@ class MlaSplice(Splice):
             both = isinstance(held, int) and isinstance(pages, int)
             held = pages * held if both else self.product(pages, held)
         node = self.method(node, "clamp", 0, held)
-        return self.method(node, "expand", self.size(q, 0))
+        return self.method(self.method(node, "expand", self.size(q, 0)), "contiguous")
 
     def product(self, one: Any, other: Any) -> fx.Node:
         """Of two sizes, one of which only the graph knows."""

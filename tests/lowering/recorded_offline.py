@@ -13,22 +13,14 @@ class Compiled:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Runner:
-        return Runner(self.kernel, grid)
-
-
-class Runner:
-    def __init__(self, kernel: Kernel, grid: tuple[int, int, int]) -> None:
-        self.kernel, self.grid = kernel, grid
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Runner) and (self.kernel.name, self.grid) == (other.kernel.name, other.grid)
+        return isinstance(other, Compiled) and self.kernel.name == other.kernel.name
 
     def __hash__(self) -> int:
-        return hash((self.kernel.name, self.grid))
+        return hash(self.kernel.name)
 
-    def __call__(self, *values: Any) -> None:
-        self.kernel.launched(self.grid, values)
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *values: self.kernel.launched(grid, values)
 
 
 class Kernel:

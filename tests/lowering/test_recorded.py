@@ -21,7 +21,7 @@ from kdacompile.lowering.triton import mla_run
 from kdacompile.lowering.triton import run as portable
 from kdacompile.ops.errors import SizeError
 from kdacompile.ops.fused import FusedKernels
-from tests.lowering.recorded_offline import Kernel, Runner, floats
+from tests.lowering.recorded_offline import Kernel, floats
 from tests.lowering.test_hopper import kda_call
 from tests.ops.mla_cases import make_mla
 
@@ -176,7 +176,7 @@ def repeatable(run: Callable[[Any, Scratch], tuple[Tensor, ...]], call: Any, nam
         recorder = Recorder(tuple(given.values()))
         found.append(recorder.recorded(run(replace(call, **given), recorder)))
     assert found[0] is not None and found[0] == found[1]
-    return [step.run.kernel.name if isinstance(step.run, Runner) else "torch" for step in found[0].steps]
+    return [step.kernel.kernel.name if isinstance(step, recorded.Launch) else "torch" for step in found[0].steps]
 
 
 def _elsewhere(x: Tensor) -> Tensor:
