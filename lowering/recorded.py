@@ -125,7 +125,7 @@ class Recorded(NamedTuple):
             own = torch.empty_strided(shape, strides, dtype=dtype, device=device) if begin is None else None
             sources.append(own)
             places.append(first + (begin or 0) if own is None else own.data_ptr())
-        stream = current_stream(device.index) if device.type == "cuda" and not _hooks() else None
+        stream = _stream(device)
         for step in self.steps:
             step.run(places, sources, stream)
         return tuple(sources[number] for number in self.results)  # pyright: ignore[reportReturnType]
@@ -294,10 +294,13 @@ def shares_memory(x: Tensor | None, addresses: Iterable[int]) -> bool:
     return sum(first <= address < last for address in addresses) > 1
 
 
-def _hooks() -> bool:
-    """Whether someone, a profiler as a rule, is to be told of Triton's launches."""
+def _stream(device: torch.device) -> int | None:
+    """What to launch on; None to leave it to Triton, where someone, a profiler as a rule, is to be told of launches."""
+    if device.type != "cuda":
+        return None
     runtime = _triton_runtime()
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
+    return None if any(getattr(hook, "calls", hook) for hook in hooks) else current_stream(device.index)
 
 
 @functools.cache

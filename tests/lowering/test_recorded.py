@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +30,7 @@ from tests.lowering.recorded_offline import Kernel, floats
 from tests.lowering.test_hopper import kda_call
 from tests.ops.mla_cases import make_mla
 
+ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -172,22 +178,31 @@ def repeatable(run: Callable[[Any, Scratch], tuple[Tensor, ...]], call: Any, nam
     """The kernels that are launched again: the same, with arguments from the same places, wherever the operands lie."""
     found: list[recorded.Recorded | None] = []
     for _ in range(2):
-        given = {name: x if x is None else _elsewhere(x) for name in names for x in (getattr(call, name),)}
+        given = {name: x if x is None else moved(x) for name in names for x in (getattr(call, name),)}
         recorder = Recorder(tuple(given.values()))
         found.append(recorder.recorded(run(replace(call, **given), recorder)))
     assert found[0] is not None and found[0] == found[1]
     return [step.kernel.kernel.name if isinstance(step, recorded.Launch) else "torch" for step in found[0].steps]
 
 
-def _elsewhere(x: Tensor) -> Tensor:
+def moved(x: Tensor) -> Tensor:
     """Memory of the same shape and strides."""
-    moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
-    moved.as_strided((moved.untyped_storage().nbytes() // x.element_size(),), (1,)).fill_(1)
-    return moved
+    other = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    other.as_strided((other.untyped_storage().nbytes() // x.element_size(),), (1,)).fill_(1)
+    return other
 
 
 LINEAR = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias", "cu_seqlens")
 LATENT = ("q", "q_rope", "latent", "k_rope", "w_uk", "w_uv", "mask", "sinks", "lengths", "block_table")
+
+
+def latent_call(page: int) -> Attention:
+    """A decode step of four requests in bf16, with weights, lengths and sinks."""
+    sizes: dict[str, Any] = {"heads": 64, "rank": 512, "rope": 64, "tokens": 1, "cached": 256, "sinks": True}
+    case = make_mla(batch=4, lengths=(9, 70, 256, 1), page=page, **sizes)
+    operands = (x.bfloat16() if x is not None and x.is_floating_point() else x for x in case.positional)
+    given: dict[str, Any] = dict(zip(LATENT, operands, strict=True)) | case.options | {"out_dtype": torch.bfloat16}
+    return Attention(**given)
 
 
 @needs_triton
@@ -227,12 +242,7 @@ def test_latent_attention(monkeypatch: pytest.MonkeyPatch, tuned: bool, page: in
 
     for module in (mla, mla_split, hopper_kernels):
         stand_in(monkeypatch, module)
-    case = make_mla(
-        batch=4, heads=64, rank=512, rope=64, tokens=1, cached=256, lengths=(9, 70, 256, 1), page=page, sinks=True
-    )
-    operands = (x.bfloat16() if x is not None and x.is_floating_point() else x for x in case.positional)
-    given: dict[str, Any] = dict(zip(LATENT, operands, strict=True)) | case.options | {"out_dtype": torch.bfloat16}
-    call = Attention(**given)
+    call = latent_call(page)
     run = hopper_mla.HopperDecode().run if tuned else mla_run.TritonDecode().run
     steps = ["torch", "schedule", "attend", "combine", "torch"]
     assert repeatable(run, call, LATENT) == steps
@@ -256,7 +266,7 @@ def test_the_op_validates_and_chooses_once(monkeypatch: pytest.MonkeyPatch) -> N
         name: getattr(call, name)
         for name in ("scale", "delta", "gate", "gate_fn", "gate_scale", "sigmoid_beta", "qk_l2norm_eps", "out_dtype")
     }
-    operands = [None if x is None else _elsewhere(x) for x in call.tensors]
+    operands = [None if x is None else moved(x) for x in call.tensors]
     operands[5] = torch.zeros(1, 2, 128, 128)
     for _ in range(3):
         kernels.inplace_step(*operands, **options)
@@ -268,3 +278,20 @@ def test_the_op_validates_and_chooses_once(monkeypatch: pytest.MonkeyPatch) -> N
     inside = state.view(torch.bfloat16).flatten()[:256].view(1, 1, 2, 128)
     kernels.inplace_step(*operands[:2], inside, *operands[3:], **options)  # by torch: v is read before it is written
     assert len(asked) == 1
+
+
+@needs_triton
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc for a stand-in of the CUDA driver")
+def test_the_driver_is_asked_for_the_same(tmp_path: Path) -> None:
+    """Triton's whole launching path, the driver replaced: parameters, grids and attributes are those of the call."""
+    import triton
+
+    headers = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "include"
+    library, source = tmp_path / "libcuda.so.1", Path(__file__).parent / "driver_stub.c"
+    options = ["-shared", "-fPIC", "-w", f"-I{headers}", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run(["gcc", *options, "-o", str(library), str(source)], check=True)
+    (tmp_path / "libcuda.so").symlink_to(library)
+    command = [sys.executable, "-m", "tests.lowering.launched", str(tmp_path)]
+    environment = {**os.environ, "TRITON_LIBCUDA_PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
