@@ -20,6 +20,18 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) { *module = (CUmo
 CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute attribute, int value) { return CUDA_SUCCESS; }
 CUresult cuFuncSetCacheConfig(CUfunction f, CUfunc_cache config) { return CUDA_SUCCESS; }
 
+CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
+
+CUresult cuDriverGetVersion(int *version) {
+  *version = CUDA_VERSION;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetDevice(CUdevice *device) {
+  *device = 0;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
   *value = attribute == CU_DEVICE_ATTRIBUTE_WARP_SIZE ? 32 : 232448;
   return CUDA_SUCCESS;
