@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -217,7 +217,7 @@ class _Work:
         obstacles: list[Obstacle] = []
         refused: list[tuple[Candidate, Verdict]] = []
         unspliced: list[Rejection] = []
-        for found in candidates(shadow, group, effort):
+        for found in self.candidates(shadow, group, effort):
             if isinstance(found, Obstacle):
                 obstacles.append(found)
                 continue
@@ -225,7 +225,7 @@ class _Work:
             trace.candidate(found, verdict.reason or "proven")
             if verdict.hypothesis is None:
                 refused.append((found, verdict))
-            elif within is None or is_layer(within, verdict.hypothesis.sizes):
+            elif within is None or is_layer(within, found, verdict.hypothesis.sizes):
                 failure = self.apply(shadow, found, verdict)
                 if failure is None:
                     return True
@@ -238,6 +238,15 @@ class _Work:
             self.reject(group, obstacles, refused)
         self.missed |= len(group.anchors) > 2
         return False
+
+    def candidates(self, shadow: Graph, group: Group, effort: Effort | None) -> Iterator[Candidate | Obstacle]:
+        found = candidates(shadow, group, effort)
+        while True:
+            with self.timed("match"):
+                item = next(found, None)
+            if item is None:
+                return
+            yield item
 
     def apply(self, shadow: Graph, candidate: Candidate, verdict: Verdict) -> Rejection | None:
         """Rewrite a proven candidate: with what stands upstream absorbed or, where the graph forbids that, without."""
@@ -307,11 +316,15 @@ class _Work:
         return Rejection(fused.pattern.name, reason, source_of(_innermost(fused)), "dynamic")
 
     def reject_blocked(self, shadow: Graph) -> None:
-        """Near misses without a region: say which operator stands in the way."""
-        if not (self.matches or self.rejections or self.attention.matches or self.attention.rejections):
-            for found in find_blockers(shadow):
-                source = source_of(found.op.node if found.op else None)
-                self.rejections.append(Rejection("linear_attention", found.reason, source, found.code))
+        """Near misses without a region: say which operator stands in the way, where that is known."""
+        told = any(rejection.code != "roles" for rejection in self.rejections)
+        if told or self.matches or self.attention.matches or self.attention.rejections:
+            return
+        blockers: list[Rejection] = []
+        for found in find_blockers(shadow):
+            source = source_of(found.op.node if found.op else None)
+            blockers.append(Rejection("linear_attention", found.reason, source, found.code))
+        self.rejections = blockers or self.rejections
 
     def reject(self, group: Group, obstacles: list[Obstacle], refused: list[tuple[Candidate, Verdict]]) -> None:
         if refused:

@@ -23,13 +23,25 @@ def find_blockers(graph: Graph) -> Iterator[Obstacle]:
     """The first blocker of each kind that stands between two anchors."""
     after = _reached(graph.ops)
     before = _reached_backwards(graph.ops)
-    seen: set[str] = set()
-    for op in graph.ops:
-        if _blocks(op) and op in after and op in before and op.name not in seen:
-            seen.add(op.name)
-            yield Obstacle(
-                "operator", f"{op.name} stands between products of activations, and probes cannot judge it", op
-            )
+    between = [op for op in graph.ops if _blocks(op) and op in after and op in before]
+    for name in dict.fromkeys(op.name for op in between):
+        turns = [op for op in between if op.name == name]
+        place = "on the state" if _repeats(turns) else "between products of activations"
+        yield Obstacle("operator", f"a non-linearity {place} ({name}), which probes cannot judge", turns[0])
+
+
+def _repeats(ops: list[Op]) -> bool:
+    """True if one of the operators depends on another: a loop carries on what the first one made."""
+    first, known = ops[0], {ops[0]}
+    stack = [user for value in first.outs for user in value.users]
+    while stack:
+        op = stack.pop()
+        if op in ops:
+            return True
+        if op not in known and _passable(op):
+            known.add(op)
+            stack.extend(user for value in op.outs for user in value.users)
+    return False
 
 
 def _blocks(op: Op) -> bool:

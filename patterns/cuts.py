@@ -8,7 +8,8 @@ the region must not look behind and the region itself; of several minimum cuts t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from itertools import pairwise
 
 import torch
 
@@ -22,57 +23,6 @@ class NoCut(Exception):
     """No small set of eligible values separates the region from its surroundings."""
 
 
-def minimum_cut(
-    targets: list[Value],
-    core: set[Op],
-    eligible: Callable[[Value], bool],
-    barriers: Collection[Op] = (),
-) -> tuple[list[Value], list[Value]]:
-    """The earliest and the latest minimum cut above ``targets``.
-
-    ``targets`` are the region's outputs, ``core`` the operators that surely belong to it; only ``eligible`` values
-    outside the core may be cut, and the region does not reach above ``barriers``. Raises ``NoCut``.
-    """
-    parents, sources = _walk(targets, core, barriers)
-    reads: dict[Value, list[Value]] = {}
-    for value, above in parents.items():
-        for parent in above:
-            reads.setdefault(parent, []).append(value)
-    flow: dict[tuple[Value, Value], int] = {}
-    through: set[Value] = set()
-    sink = set(targets)
-    cuttable = {value for value in parents if (value.op is None or value.op not in core) and eligible(value)}
-    for _ in range(MAX_INPUTS + 1):
-        path = _augment(sources, sink, reads, parents, flow, through, cuttable)
-        if isinstance(path, set):
-            late = _latest(sink, reads, parents, flow, through, cuttable)
-            return _in_order(path), _in_order(late)
-    raise NoCut(f"more than {MAX_INPUTS} tensors enter the region")
-
-
-def _walk(
-    targets: list[Value], core: set[Op], barriers: Collection[Op]
-) -> tuple[dict[Value, list[Value]], list[Value]]:
-    """Values above ``targets`` with what they are computed from, and those nothing soft computes."""
-    parents: dict[Value, list[Value]] = {}
-    sources: list[Value] = []
-    stack = list(targets)
-    while stack:
-        value = stack.pop()
-        if value in parents:
-            continue
-        op = value.op
-        if op is None or op in barriers or not (op in core or (is_soft(op) and not _rounds(op))):
-            parents[value] = []
-            sources.append(value)
-            continue
-        parents[value] = [read for read in dict.fromkeys(op.reads) if not read.const]
-        if not parents[value]:
-            sources.append(value)
-        stack.extend(parents[value])
-    return parents, sources
-
-
 def _rounds(op: Op) -> bool:
     """True for casts to less precision: the proof runs in float64 and cannot see them, so a region ends there."""
     if op.name != "_to_copy" or not op.reads:
@@ -81,112 +31,145 @@ def _rounds(op: Op) -> bool:
     return torch.promote_types(source, target) != target
 
 
-Side = tuple[Value, bool]
-"""A value's upper (False) or lower (True) half: cutting a value means not getting from one to the other."""
+class Surroundings:
+    """What a region that yields ``targets`` could begin with: every value above them that soft operators lead from.
+
+    ``core`` are the operators that surely belong to the region, which does not reach above ``barriers``. Values are
+    numbered here: a group is searched for many cuts, and hashing each value on each path is most of their cost.
+    """
+
+    def __init__(self, targets: list[Value], core: Collection[Op], barriers: Collection[Op] = ()) -> None:
+        self.values: list[Value] = []
+        self.parents: list[list[int]] = []
+        self.readers: list[list[int]] = []
+        self.sources: list[int] = []
+        """Values that nothing soft computes."""
+        self.free: list[int] = []
+        """Values outside the core: those that may be cut."""
+        above = self._walk(targets, core, barriers)
+        number = {value: i for i, value in enumerate(above)}
+        self.values = list(above)
+        self.parents = [[number[parent] for parent in parents] for parents in above.values()]
+        self.readers = [[] for _ in self.values]
+        for i, parents in enumerate(self.parents):
+            for parent in parents:
+                self.readers[parent].append(i)
+        self.sources = [i for i, parents in enumerate(self.parents) if not parents]
+        self.free = [i for i, value in enumerate(self.values) if value.op is None or value.op not in core]
+        self.targets = {number[target] for target in targets}
+
+    def _walk(self, targets: list[Value], core: Collection[Op], barriers: Collection[Op]) -> dict[Value, list[Value]]:
+        """Values above ``targets`` with what they are computed from."""
+        above: dict[Value, list[Value]] = {}
+        stack = list(targets)
+        while stack:
+            value = stack.pop()
+            if value in above:
+                continue
+            op = value.op
+            if op is None or op in barriers or not (op in core or (is_soft(op) and not _rounds(op))):
+                above[value] = []
+                continue
+            above[value] = [read for read in dict.fromkeys(op.reads) if not read.const]
+            stack.extend(above[value])
+        return above
+
+    def minimum_cut(self, eligible: Callable[[Value], bool]) -> tuple[list[Value], list[Value]]:
+        """The earliest and the latest minimum cut of ``eligible`` values. Raises ``NoCut``."""
+        flow = _Flow(self, [False] * len(self.values))
+        for i in self.free:
+            flow.cuttable[i] = eligible(self.values[i])
+        for _ in range(MAX_INPUTS + 1):
+            reached = flow.augment()
+            if reached is not None:
+                return self._in_order(flow.cut(reached)), self._in_order(flow.latest())
+        raise NoCut(f"more than {MAX_INPUTS} tensors enter the region")
+
+    def _in_order(self, cut: list[int]) -> list[Value]:
+        return sorted((self.values[i] for i in cut), key=lambda value: value.index)
 
 
-def _augment(
-    sources: list[Value],
-    sink: set[Value],
-    reads: dict[Value, list[Value]],
-    parents: dict[Value, list[Value]],
-    flow: dict[tuple[Value, Value], int],
-    through: set[Value],
-    cuttable: set[Value],
-) -> set[Value] | None:
-    """Push one more unit of flow; when none fits, return the cut nearest to the sources."""
-    queue: deque[Side] = deque((value, False) for value in sources)
-    came: dict[Side, Side | None] = {(value, False): None for value in sources}
-    while queue:
-        side = queue.popleft()
-        if side[1] and side[0] in sink:
-            _push(side, came, flow, through, cuttable)
-            return None
-        for onward in _onward(side, reads, parents, flow, through, cuttable):
-            if onward not in came:
-                came[onward] = side
-                queue.append(onward)
-    return {value for value in cuttable if (value, False) in came and (value, True) not in came}
+UNSEEN, START = -2, -1
 
 
-def _onward(
-    side: Side,
-    reads: dict[Value, list[Value]],
-    parents: dict[Value, list[Value]],
-    flow: dict[tuple[Value, Value], int],
-    through: set[Value],
-    cuttable: set[Value],
-) -> Iterator[Side]:
-    """Where another unit of flow could go from here, flow taken back included."""
-    value, below = side
-    if not below:
-        if value not in cuttable or value not in through:
-            yield value, True
-        for parent in parents[value]:  # undo flow that enters this value
-            if flow.get((parent, value), 0) > 0:
-                yield parent, True
-    else:
-        for child in reads.get(value, []):
-            yield child, False
-        if value not in cuttable or value in through:
-            yield value, False
+class _Flow:
+    """Units of flow from the sources to the targets, at most one through a cuttable value.
 
+    A *side* is a value's upper (``2 i``) or lower (``2 i + 1``) half: cutting a value means not getting from one to
+    the other.
+    """
 
-def _latest(
-    sink: set[Value],
-    reads: dict[Value, list[Value]],
-    parents: dict[Value, list[Value]],
-    flow: dict[tuple[Value, Value], int],
-    through: set[Value],
-    cuttable: set[Value],
-) -> set[Value]:
-    """Once no more flow fits: the cut nearest to the sink, between what could still reach it and what could not."""
-    before: dict[Side, list[Side]] = {}
-    for value in parents:
-        for side in ((value, False), (value, True)):
-            for onward in _onward(side, reads, parents, flow, through, cuttable):
-                before.setdefault(onward, []).append(side)
-    stack: list[Side] = [(value, True) for value in sink]
-    reaching = set(stack)
-    while stack:
-        for side in before.get(stack.pop(), ()):
-            if side not in reaching:
-                reaching.add(side)
-                stack.append(side)
-    return {value for value in cuttable if (value, True) in reaching and (value, False) not in reaching}
+    def __init__(self, above: Surroundings, cuttable: list[bool]) -> None:
+        self.above = above
+        self.cuttable = cuttable
+        self.through = [False] * len(cuttable)
+        self.units: dict[tuple[int, int], int] = {}
+        """How many run from a value to one that reads it."""
 
-
-def _in_order(values: set[Value]) -> list[Value]:
-    return sorted(values, key=lambda value: value.index)
-
-
-def _push(
-    end: Side,
-    came: dict[Side, Side | None],
-    flow: dict[tuple[Value, Value], int],
-    through: set[Value],
-    cuttable: set[Value],
-) -> None:
-    if all(value not in cuttable for value in _path_values(end, came)):
-        raise NoCut("a tensor enters the region in a shape no role has")
-    side: Side | None = end
-    while side is not None:
-        origin = came[side]
-        if origin is not None:
-            if origin[0] is side[0]:
-                if side[0] in cuttable:
-                    (through.add if side[1] else through.discard)(side[0])
-            elif origin[1]:
-                flow[(origin[0], side[0])] = flow.get((origin[0], side[0]), 0) + 1
+    def augment(self) -> list[bool] | None:
+        """Push one more unit; when none fits, return which sides can be reached from the sources."""
+        parents, readers, targets = self.above.parents, self.above.readers, self.above.targets
+        came = [UNSEEN] * (2 * len(self.cuttable))
+        queue: deque[int] = deque(2 * source for source in self.above.sources)
+        for side in queue:
+            came[side] = START
+        while queue:
+            side = queue.popleft()
+            value, below = divmod(side, 2)
+            if below and value in targets:
+                self._push(side, came)
+                return None
+            if below:
+                onward = [2 * reader for reader in readers[value]]
+                if not self.cuttable[value] or self.through[value]:
+                    onward.append(side - 1)
             else:
-                flow[(side[0], origin[0])] -= 1
-        side = origin
+                onward = [] if self.cuttable[value] and self.through[value] else [side + 1]
+                # undo flow that enters this value
+                onward += [2 * parent + 1 for parent in parents[value] if self.units.get((parent, value), 0) > 0]
+            for other in onward:
+                if came[other] == UNSEEN:
+                    came[other] = side
+                    queue.append(other)
+        return [step != UNSEEN for step in came]
 
+    def cut(self, reached: list[bool]) -> list[int]:
+        return [i for i, can in enumerate(self.cuttable) if can and reached[2 * i] and not reached[2 * i + 1]]
 
-def _path_values(end: Side, came: dict[Side, Side | None]) -> list[Value]:
-    values: list[Value] = []
-    side: Side | None = end
-    while side is not None:
-        values.append(side[0])
-        side = came[side]
-    return values
+    def latest(self) -> list[int]:
+        """Once no more flow fits: the cut nearest to the targets, between what could still reach them and what not."""
+        parents, readers = self.above.parents, self.above.readers
+        stack = [2 * target + 1 for target in self.above.targets]
+        reaching = [False] * (2 * len(self.cuttable))
+        for side in stack:
+            reaching[side] = True
+        while stack:
+            side = stack.pop()
+            value, below = divmod(side, 2)
+            if below:
+                back = [] if self.cuttable[value] and self.through[value] else [side - 1]
+                back += [2 * reader for reader in readers[value] if self.units.get((value, reader), 0) > 0]
+            else:
+                back = [2 * parent + 1 for parent in parents[value]]
+                if not self.cuttable[value] or self.through[value]:
+                    back.append(side + 1)
+            for other in back:
+                if not reaching[other]:
+                    reaching[other] = True
+                    stack.append(other)
+        return [i for i, can in enumerate(self.cuttable) if can and reaching[2 * i + 1] and not reaching[2 * i]]
+
+    def _push(self, end: int, came: list[int]) -> None:
+        path = [end]
+        while came[path[-1]] != START:
+            path.append(came[path[-1]])
+        if not any(self.cuttable[side // 2] for side in path):
+            raise NoCut("a tensor enters the region in a shape no role has")
+        for side, origin in pairwise(path):
+            value, other = side // 2, origin // 2
+            if other == value:
+                self.through[value] = self.cuttable[value] and side % 2 == 1
+            elif origin % 2:
+                self.units[other, value] = self.units.get((other, value), 0) + 1
+            else:
+                self.units[value, other] -= 1

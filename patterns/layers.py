@@ -3,7 +3,8 @@
 Between the layers of a usual model stand projections and norms, which end a group. Where only sums and products stand
 (two mixers in a row, two branches added up), anchors of several layers reach each other. Their results still have to
 pass one value each: a value that every path from the anchors above it to the group's end runs through closes those
-anchors off, and they are a group of their own.
+anchors off, and they are a group of their own. So are the sequences of a packed batch, one loop each, whose results are
+put beside each other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from kdacompile.patterns.ir import Graph, Op
+from kdacompile.patterns.candidates import MOVES, Candidate
+from kdacompile.patterns.ir import Graph, Op, Value
 from kdacompile.patterns.regions import Group, exits_of
 
 MAX_GROUPS = 12
@@ -43,10 +45,30 @@ def inner_groups(graph: Graph, group: Group) -> Iterator[Group]:
         yield inner
 
 
-def is_layer(group: Group, sizes: dict[str, int]) -> bool:
-    """True if a match of these sizes is a layer of ``group``: one chunk's share of the tokens is none."""
+def is_layer(group: Group, candidate: Candidate, sizes: dict[str, int]) -> bool:
+    """True if a match of these sizes is a layer of ``group``, or one of several sequences that are only put beside each
+    other in the end. One chunk's share of the tokens is neither: it begins with the state that other chunks leave, they
+    read its keys, or they add to its result.
+    """
     wanted = Counter(sizes[letter] for letter in "BTH" if sizes[letter] > 1)
-    return any(not wanted - Counter(value.shape) for value in group.exits[0].chain)
+    if any(not wanted - Counter(value.shape) for value in group.exits[0].chain):
+        return True
+    others = group.ops - candidate.ops
+    if sizes["T"] == 1 or any(value.op in others or _read_by(value, group, others) for value in candidate.cut):
+        return False
+    return not any(_computed_from(value, others) for value in candidate.outputs)
+
+
+def _read_by(value: Value, group: Group, ops: set[Op]) -> bool:
+    """True if one of ``ops`` reads an input of the group, or a rearrangement of it."""
+    moved = [out for user in value.users if user not in group.ops and user.name in MOVES for out in user.outs]
+    return not ops.isdisjoint(value.users) or any(_read_by(out, group, ops) for out in moved)
+
+
+def _computed_from(value: Value, ops: set[Op]) -> bool:
+    """True if one of ``ops`` computes something from a result, rather than putting it somewhere."""
+    users = [user for user in value.users if user in ops]
+    return any(user.name not in MOVES or any(_computed_from(out, ops) for out in user.outs) for user in users)
 
 
 def _union(group: Group, op: Op) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import islice, permutations
 
@@ -139,12 +140,21 @@ class Hypothesis:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
-def _labelings(value: Value, role: str, sizes: dict[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
-    """Letters for each dimension of ``value`` in ``role`` that agree with the sizes known so far."""
-    dims = [(i, size) for i, size in enumerate(value.shape) if size != 1 and i not in value.uniform]
+def _labelings(value: Value, role: str, sizes: dict[str, int]) -> Sequence[tuple[str, dict[str, int]]]:
+    """Letters for each dimension of ``value`` in ``role`` that agree with the sizes known so far, and all sizes."""
+    return _labelings_of(value.shape, value.uniform, role, tuple(sizes.items()))
+
+
+@lru_cache(maxsize=1 << 14)
+def _labelings_of(
+    shape: tuple[int, ...], uniform: frozenset[int], role: str, sizes: tuple[tuple[str, int], ...]
+) -> Sequence[tuple[str, dict[str, int]]]:
+    """Asked again and again of tensors of few shapes."""
+    dims = [(i, size) for i, size in enumerate(shape) if size != 1 and i not in uniform]
     order = LETTERS[role]
-    if len(dims) > len(order) or 0 in value.shape:
-        return
+    if len(dims) > len(order) or 0 in shape:
+        return ()
+    found: list[tuple[str, dict[str, int]]] = []
     for letters in permutations(order, len(dims)):
         known = dict(sizes)
         if any(known.setdefault(letter, size) != size for letter, (_, size) in zip(letters, dims, strict=True)):
@@ -155,10 +165,11 @@ def _labelings(value: Value, role: str, sizes: dict[str, int]) -> Iterator[tuple
             continue
         if "H" in known and "G" in known and known["H"] % known["G"]:
             continue
-        text = ["=" if i in value.uniform else "." for i in range(len(value.shape))]
+        text = ["=" if i in uniform else "." for i in range(len(shape))]
         for letter, (i, _) in zip(letters, dims, strict=True):
             text[i] = letter
-        yield "".join(text), known
+        found.append(("".join(text), known))
+    return tuple(found)
 
 
 INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "rate")
@@ -184,7 +195,7 @@ def role_test(readings: Sequence[dict[str, int]]) -> Callable[[Value], bool]:
     def has_role(value: Value) -> bool:
         key = value.shape, value.uniform
         if key not in known:
-            known[key] = any(next(_labelings(value, role, sizes), None) for role in INPUTS for sizes in readings)
+            known[key] = any(_labelings(value, role, sizes) for role in INPUTS for sizes in readings)
         return known[key]
 
     return has_role

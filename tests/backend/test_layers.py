@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -71,6 +72,69 @@ def test_every_layer_is_found(fn: Callable[..., Any], patterns: list[str]) -> No
     assert sorted(match.pattern for match in report.matches) == patterns, str(report)
     assert not report.rejections, str(report)
     assert worst_error(report.result, fn(*arguments)) < 1e-5
+
+
+BOUNDS = (0, 3, 3, 9)
+"""Of a packed batch, with an empty sequence."""
+
+
+def each_sequence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, into: str) -> Tensor | tuple[Tensor, Tensor]:
+    """One loop per sequence; the results are put beside each other."""
+    outs: list[Tensor] = []
+    states: list[Tensor] = []
+    for start, end in pairwise(BOUNDS):
+        s = k.new_zeros(BATCH, HEADS, SIZE, VALUES)
+        own = [x[:, start:end] for x in (q, k, v, g)]
+        rows: list[Tensor] = []
+        for t in range(end - start):
+            qt, kt, vt, gt = (x[:, t] for x in own)
+            s = s * gt.exp()[..., None, None] + kt[..., None] * vt[..., None, :]
+            rows.append(torch.einsum("bhk,bhkv->bhv", qt, s))
+        outs += [torch.stack(rows, 1)] if rows else []
+        states.append(s)
+    if into == "cat":
+        return torch.cat(outs, 1)
+    if into == "states":
+        return torch.cat(outs, 1), torch.stack(states)
+    out = torch.empty_like(v)
+    for start, end in pairwise(BOUNDS):
+        if end > start:
+            out[:, start:end] = outs.pop(0)
+    return out
+
+
+@pytest.mark.parametrize("into", ["cat", "states", "buffer"])
+def test_packed_sequences(into: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = (BATCH, BOUNDS[-1], HEADS)
+    q, k, v = (0.5 * torch.randn(*tokens, size, generator=generator) for size in (SIZE, SIZE, VALUES))
+    arguments = (q, k, v, -torch.rand(tokens, generator=generator), into)
+    torch._dynamo.reset()
+    report = kdacompile.explain(each_sequence, options={"kda.lift": False})(*arguments)
+    long = sum(end - start > 1 for start, end in pairwise(BOUNDS))
+    assert [match.pattern for match in report.matches] == ["simple_gla"] * long, str(report)
+    assert worst_error(report.result, each_sequence(*arguments)) < 1e-5
+
+
+def test_a_chunk_s_share_is_no_layer() -> None:
+    """What one chunk adds to its own tokens is a linear attention too, but the chunk's keys are read elsewhere."""
+
+    def odd_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        s = k.new_zeros(BATCH, HEADS, SIZE, VALUES)
+        outs: list[Tensor] = []
+        for i in range(0, 9, 3):
+            qc, kc, vc = (x[:, :, i : i + 3] for x in (q, k, v))
+            outs.append((qc @ kc.mT).tril() @ vc + qc @ s)
+            s = s * s + kc.mT @ vc
+        return torch.cat(outs, 2)
+
+    torch.manual_seed(0)
+    arguments = [torch.randn(BATCH, 9, HEADS, size) for size in (SIZE, SIZE, VALUES)]
+    torch._dynamo.reset()
+    report = kdacompile.explain(odd_chunks, options={"kda.lift": False})(*arguments)
+    assert not report.matches, str(report)
+    assert worst_error(report.result, odd_chunks(*arguments)) < 1e-6
 
 
 def channel_gated(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
