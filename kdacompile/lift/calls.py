@@ -134,9 +134,12 @@ def open_dimensions(call: Call) -> Iterator[Call]:
         tokens, count = sizes.most_common(1)[0]
         if count < MIN_TENSORS:
             continue
-        if tokens == 1:  # most likely one token: capture is short anyway, and one is a size of its own to Dynamo
-            return
-        guesses.append((tokens, position))
+        if tokens != 1:
+            guesses.append((tokens, position))
+    if [position for _, position in guesses] == [2] and isinstance(guesses[0][0], int):
+        # One head's tokens, or the heads of one token: only a length that is open can be told from a count of heads.
+        # Capturing one token is short anyway.
+        return
     for tokens, position in sorted(guesses, key=lambda guess: isinstance(guess[0], int)):
         opened = _opened(call, batch, tokens, position)
         if all(isinstance(dim, int) or dim in ("B", "T") for _, tensor in opened.tensors() for dim in tensor.dims):

@@ -103,6 +103,26 @@ def test_one_token_is_inlined() -> None:
     assert not hook.lifts.known
 
 
+def heads_first(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """GLA; [B, H, T, D]."""
+    state = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3])
+    out: list[Tensor] = []
+    for t in range(q.shape[2]):
+        state = state * g[:, :, t].exp().unsqueeze(-1) + k[:, :, t].unsqueeze(-1) * v[:, :, t].unsqueeze(-2)
+        out.append((state * q[:, :, t].unsqueeze(-1)).sum(-2))
+    return torch.stack(out, 2)
+
+
+@pytest.mark.parametrize(("fn", "dim"), [(functions.recurrent_gla, 2), (heads_first, 1)], ids=["B T 1 D", "B 1 T D"])
+def test_one_head(fn: Any, dim: int) -> None:
+    run = compiled(fn)
+    for length in LENGTHS:
+        args = [x[:, :, :1].movedim(2, dim) for x in arguments(length)]
+        assert relative_error(run(*args), fn(*args)) < 1e-5, length
+    assert lifted_functions() == {fn.__name__}
+    assert graphs() == 2
+
+
 def test_gradients() -> None:
     own, theirs = ([x.requires_grad_() for x in arguments(81)] for _ in range(2))
     run = compiled(functions.chunked_gla)
