@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -23,7 +24,7 @@ from kdacompile.report.source import describe, source_of
 from kdacompile.rewrite.attention import MlaSplice
 from kdacompile.rewrite.splice import CannotSplice
 from kdacompile.settings import Settings
-from kdacompile.shadow.instances import NO_TIES, Instances, Ties
+from kdacompile.shadow.instances import NO_TIES, Instances, Sizes, Ties
 
 log = logging.getLogger(__name__)
 
@@ -63,17 +64,23 @@ class MlaWork:
         if NAME in self.settings.disable:
             self.reject("switched off by kda.disable", node, "disabled")
             return
+        failure = self.try_forms(shadow, candidate)
+        if failure is not None and failure[2] == "dynamic" and self.narrow(candidate):
+            failure = self.try_forms(shadow, candidate)
+        if failure is not None:
+            self.reject(*failure)
+
+    def try_forms(self, shadow: Graph, candidate: MlaCandidate) -> Failure | None:
+        """Rewrite the region in the best form that holds, or say why none does."""
         forms = self.judge(candidate)
         if isinstance(forms, str):
-            self.reject(forms, node, "proof")
-            return
+            return forms, candidate.anchor.node, "proof"
         failure: Failure | None = None
         for fused in forms:
             failure = self.attempt(shadow, fused)
             if failure is None:
-                return
-        if failure is not None:
-            self.reject(*failure)
+                break
+        return failure
 
     def attempt(self, shadow: Graph, fused: FusedMla) -> Failure | None:
         """Put the op into the graph, or say why not."""
@@ -111,11 +118,24 @@ class MlaWork:
 
     # ---- other sizes
 
+    def narrow(self, candidate: MlaCandidate) -> bool:
+        """Leave the candidate the claims that are made at other sizes too; True if that is some of them.
+
+        Where there happen to be as many queries as heads, little tells one from the other.
+        """
+        claims = candidate.claims
+
+        def look(sizes: Sizes) -> None:
+            keys = [claim.key() for other in self.counterparts(candidate, sizes) for claim in other.claims]
+            candidate.claims = [claim for claim in candidate.claims if claim.key() in keys]
+
+        self.instances.anywhere(_nodes(candidate, candidate.cut), look)
+        return 0 < len(candidate.claims) < len(claims)
+
     def disagreement(self, fused: FusedMla, tied: Ties = NO_TIES) -> str | None:
         """Why the match does not hold at all sizes the graph allows, as far as other instances can tell."""
-        return self.instances.anywhere(
-            _nodes(fused), lambda sizes: self.compare(fused, self.instances.at(sizes)[0]), tied
-        )
+        inputs = [placement.value for placement in fused.inputs.values()]
+        return self.instances.anywhere(_nodes(fused.candidate, inputs), lambda sizes: self.compare(fused, sizes), tied)
 
     def as_many_queries(self, fused: FusedMla) -> bool:
         """Whether the match holds at all sizes with as many queries as tokens, as there are now; then that is guarded.
@@ -133,15 +153,20 @@ class MlaWork:
         compat.tie(queries, tokens)
         return True
 
-    def compare(self, fused: FusedMla, other: Graph) -> str | None:
-        for item in find_mla(other):
-            if isinstance(item, Obstacle) or not _same_node(item.output, fused.candidate.output):
-                continue
-            again = self.judge(item)
-            if isinstance(again, str) or not any(other.claim.key() == fused.claim.key() for other in again):
+    def compare(self, fused: FusedMla, sizes: Sizes) -> str | None:
+        for other in self.counterparts(fused.candidate, sizes):
+            alike = [claim for claim in other.claims if claim.laid_out_as(fused.claim)]
+            again = self.judge(replace(other, claims=alike))
+            if isinstance(again, str) or not any(form.claim.key() == fused.claim.key() for form in again):
                 return "the region computes something else at other sizes"
             return None
         return "there is no such region at other sizes"
+
+    def counterparts(self, candidate: MlaCandidate, sizes: Sizes) -> Iterator[MlaCandidate]:
+        """What yields the same result at other sizes."""
+        for item in find_mla(self.instances.at(sizes)[0]):
+            if isinstance(item, MlaCandidate) and _same_node(item.output, candidate.output):
+                yield item
 
 
 def _distinct(claims: Iterable[Claim]) -> list[Claim]:
@@ -176,8 +201,7 @@ def _same_node(one: Value, other: Value) -> bool:
     return one.node is not None and one.node is other.node
 
 
-def _nodes(fused: FusedMla) -> set[fx.Node]:
+def _nodes(candidate: MlaCandidate, inputs: Iterable[Value]) -> set[fx.Node]:
     """The region's Dynamo nodes and what they read: tensors, sizes and other numbers."""
-    own = {op.node for op in fused.candidate.ops if op.node is not None}
-    own |= {placement.value.node for placement in fused.inputs.values()}
+    own = {op.node for op in candidate.ops if op.node is not None} | {value.node for value in inputs}
     return own | {arg for node in own for arg in node.all_input_nodes if node.op != "placeholder"}

@@ -50,7 +50,7 @@ class MlaVerdicts:
         self.known: dict[tuple[object, ...], tuple[int, float, float, str]] = {}
 
     def __call__(self, candidate: MlaCandidate, *, wide: bool = False) -> MlaVerdict:
-        shapes = tuple(str((sorted(claim.sizes.items()), claim.scores, claim.causal)) for claim in candidate.claims)
+        shapes = tuple(str(claim.form()) for claim in candidate.claims)
         twins = tuple((candidate.cut.index(one), candidate.cut.index(other)) for one, other in candidate.twins.items())
         key = structural_hash(candidate), shapes, twins, wide
         if key not in self.known:

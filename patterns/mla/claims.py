@@ -38,7 +38,7 @@ def labels(value: Value, role: str, sizes: dict[str, int]) -> Iterator[str]:
 def _oddity(letters: str) -> int:
     bare = letters.replace(".", "")
     usual = any("".join(letter for letter in order if letter in bare) == bare for order in USUAL)
-    return 0 if usual or letters[0] == "B" else 1
+    return 0 if usual else 1 if letters[0] == "B" else 2
 
 
 def claims(

@@ -120,6 +120,18 @@ class Claim:
         )
         return roles, (self.output.value.node, self.output.letters), fixed, options
 
+    def form(self) -> tuple[object, ...]:
+        """The claim without the graph it is made about."""
+        letters = sorted((name, placement.letters) for name, placement in self.inputs.items())
+        flags = self.rope_first, self.values_first, self.stacked, self.causal
+        return sorted(self.sizes.items()), letters, self.output.letters, self.scores, flags
+
+    def laid_out_as(self, other: Claim) -> bool:
+        """Whether the tensors that both claims are about have the same letters."""
+        pairs = [(placement, other.inputs[name]) for name, placement in self.inputs.items() if name in other.inputs]
+        pairs.append((self.output, other.output))
+        return all(one.letters == two.letters for one, two in pairs if one.value.node is two.value.node)
+
     @property
     def prefix(self) -> bool:
         """Whether only as many tokens of the cache as there are queries take part."""

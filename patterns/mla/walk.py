@@ -176,9 +176,9 @@ def _leads_to_product(op: Op) -> bool:
 
 
 def _drops_sink(op: Op) -> bool:
-    """``probabilities[..., :-1]``."""
+    """``probabilities[..., :-1]``, or ``[..., 1:]`` where the sink comes first."""
     source = op.reads[0].shape
-    return op.name == "slice" and op.out.shape == (*source[:-1], source[-1] - 1) and op.args[2] in (0, None)
+    return op.name == "slice" and op.out.shape == (*source[:-1], source[-1] - 1) and op.args[2] in (0, 1, None)
 
 
 # -- the scores --------------------------------------------------------------------------------------------------------
@@ -243,6 +243,8 @@ def _selection(op: Op, found: Attention, depth: int) -> bool:
 
 def _with_sink(op: Op, found: Attention, depth: int) -> bool:
     scores, sinks = op.reads
+    if sinks.shape[-1] > scores.shape[-1]:
+        scores, sinks = sinks, scores
     if not _scores(scores, found, depth + 1):
         return False
     found.scores, found.sinks = scores, sinks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from kdacompile.report.collect import collecting
 from tests.compare import relative_error
+from tests.mla import absorbed, spellings
 from tests.mla.spellings import HEADS, RANK, ROPE, WIDTH
 from tests.mla.test_recognised import EAGER, build, inputs
 
@@ -41,6 +43,15 @@ def run(module: nn.Module, calls: list[tuple[Tensor, ...]], **how: Any) -> tuple
 def test_one_graph_in_inference(name: str, first: int) -> None:
     with torch.no_grad():
         assert run(build(name), [inputs(length, length) for length in (first, *LENGTHS)]) == (1, ["mla"])
+
+
+@pytest.mark.parametrize("name", ["RopeFirst", "ValuesFirst", "Mqa", "TwoCuts"])
+def test_as_many_tokens_as_heads_and_channels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only other lengths show which dimension is which."""
+    for module, constant in itertools.product((spellings, absorbed), ("HEADS", "NOPE", "VALUE")):
+        monkeypatch.setattr(module, constant, RANK)
+    with torch.no_grad():
+        assert run(build(name), [inputs(RANK, RANK), inputs(30, 30)]) == (1, ["mla"])
 
 
 def test_as_many_queries_as_tokens_is_guarded() -> None:
