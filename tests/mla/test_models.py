@@ -27,6 +27,7 @@ SAMPLE = (
     Cell("deepseek_v3", "eager", "static", "prefill"),
     Cell("deepseek_v2", "sdpa", "dynamic", "step"),
     Cell("hy_v4", "eager", "static", "step"),
+    Cell("glm5_next", "sdpa", "dynamic", "prefill"),
 )
 
 

@@ -55,9 +55,7 @@ INDEXER: dict[str, Any] = {"index_topk": 512, "index_head_dim": 16, "index_n_hea
 
 @dataclass(frozen=True)
 class MlaModel:
-    """A tiny model: ``attentions`` of its attentions are MLA that one graph holds; ``linear`` names the pattern of its
-    other layer. glm5_next has none: its indexer cuts the graph between the expanded latent and the attention.
-    """
+    """A tiny model: ``attentions`` of its attentions are MLA; ``linear`` names the pattern of its other layer."""
 
     name: str
     config_class: str
@@ -129,8 +127,8 @@ _ALL = (
     MlaModel("glm4_moe_lite", "Glm4MoeLiteConfig", DENSE),
     MlaModel("glm5_next", "Glm5NextTextConfig", DENSE | INDEXER | {"qk_rope_head_dim": 0, "index_kpool": 4,
              "linear_num_heads": 2, "linear_head_dim": 32, "hc_mult": 2, "hc_sinkhorn_iters": 2,
-             "layer_types": [LINEAR, "indexed_attention"]}, attentions=0, linear="kda",
-             model_class="Glm5NextTextModel", static_cache=False, breaks_by_itself=True),
+             "layer_types": [LINEAR, "indexed_attention"]}, attentions=1, linear="kda",
+             model_class="Glm5NextTextModel", static_cache=False),
     MlaModel("glm_moe_dsa", "GlmMoeDsaConfig", DENSE | INDEXER),
     MlaModel("hy_v4", "HYV4Config", DENSE | INDEXER | {"hc_mult": 2, "head_dim": 20}, eager_only=True),
     MlaModel("kimi_linear", "KimiLinearConfig", DENSE | {"linear_num_heads": 2, "linear_head_dim": 32,
