@@ -18,6 +18,7 @@ from tests.spellings import (
     recurrent_delta,
     recurrent_plain,
     steps,
+    strangers,
     upstream,
 )
 from tests.spellings.near_misses import REGISTRY as NEAR_REGISTRY
@@ -39,6 +40,7 @@ TEXTS = (
     other_hands_closed,
     other_hands_units,
     outsiders,
+    strangers,
     near_misses_more,
     near_misses_chunked,
     near_misses_published,
