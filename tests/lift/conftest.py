@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from kdacompile.compat import region
 from kdacompile.lift import hook, lifting, store
 
 
@@ -16,5 +18,6 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     counters.clear()
     monkeypatch.setattr(hook, "lifts", lifting.Lifts())
+    monkeypatch.setattr(region, "_left_as_ever", WeakKeyDictionary())
     monkeypatch.setattr(store.compat, "inductor_cache_dir", lambda: str(tmp_path))
     monkeypatch.setattr(store.compat, "disk_caches", lambda: True)
