@@ -93,6 +93,8 @@ def test_schedules_fit_the_device(device: Device, width: int, item: int) -> None
         assert (marked.scan_columns, marked.chunk, marked.gram_warps) == (columns, 64, 4)
     bounded = choose(H200, key_width=128, value_width=128, lanes=32, length=8192, item=2, bounded=True)
     assert (bounded.gram_keys, bounded.gram_warps) == (16, 2)
+    for width, chunk in ((16, 32), (31, 32), (32, 64)):  # few keys: see FEW_KEYS
+        assert choose(H200, key_width=width, value_width=64, lanes=32, length=8192, item=2).chunk == chunk
     for unverified in (replace(H200, triton=(3, 7)), replace(H200, capability=(10, 0))):
         assert choose(unverified, key_width=128, value_width=128, lanes=32, length=8192, item=2).gram_warps == 2
     assert step_columns(device, keys=128, values=128, lanes=1) == 16

@@ -73,7 +73,7 @@ def test_every_row(row: tuple[str, bool], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("widths", [(16, 16), (16, 256), (256, 16), (80, 48), (96, 192), (192, 96), (256, 256)])
 def test_every_width(widths: tuple[int, int], dtype: torch.dtype) -> None:
-    for gate, delta in (("channel", True), ("token", True), ("channel", False)):
+    for gate, delta in (("none", True), ("channel", True), ("token", True), ("channel", False)):
         case = Case(gate, delta, 200, key_width=widths[0], value_width=widths[1], dtype=dtype, device="cuda")
         verify(as_implementation(KERNELS), case, tolerance=TOLERANCES[dtype])
 
