@@ -190,18 +190,17 @@ def _leading(at, lane, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def before_scan():
-    """From here on a scan that was launched to run beside may take the multiprocessors that blocks leave.
+def next_may_start():
+    """From here on the next kernel may take what blocks of this one leave, if it was launched to run beside.
 
-    It starts once every block has come here: each is at work then and none waits for the scan, so what the scan waits
-    for will come.
+    It starts once every block has come here: each is at work then, and what the next one waits for will come.
     """
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
-def after_prepare():
-    """Wait until the kernel before this one is over."""
+def previous_is_over():
+    """Wait until the kernel before this one is over and what it wrote can be read."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
 
 

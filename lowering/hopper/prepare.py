@@ -47,13 +47,13 @@ from .common import (
     add,
     announce,
     barrier,
-    before_scan,
     exp2,
     fetch,
     fetch_bias,
     given_beta,
     given_rate,
     locate,
+    next_may_start,
     nth_tile,
     pinned,
     put,
@@ -278,8 +278,7 @@ def prepare(
     mbarrier.init(free, count=1)
     fence_async_shared()
     barrier()
-    if READY:
-        before_scan()
+    next_may_start()
     # The tuples are written in place: as variables they would turn their constants into run-time values.
     gl.warp_specialize(
         [

@@ -35,13 +35,13 @@ from .common import (
     add,
     announce,
     barrier,
-    before_scan,
     exp2,
     fetch,
     given_beta,
     given_rate,
     locate,
     log2_gate,
+    next_may_start,
     nth_tile,
     pinned,
     stores_done,
@@ -202,8 +202,7 @@ def prepare_scalar(
         mbarrier.init(full.index(s), count=1)
     fence_async_shared()
     barrier()
-    if READY:
-        before_scan()
+    next_may_start()
     gl.warp_specialize(
         [
             (_group, (

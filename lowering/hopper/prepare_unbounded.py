@@ -43,6 +43,7 @@ from .common import (
     given_rate,
     locate,
     log2_gate,
+    next_may_start,
     pinned,
     put,
     reciprocal,
@@ -285,6 +286,7 @@ def prepare_unbounded(
     mbarrier.init(free, count=1)
     fence_async_shared()
     barrier()
+    next_may_start()
     # The tuples are written in place: as variables they would turn their constants into run-time values.
     gl.warp_specialize(
         [

@@ -20,6 +20,7 @@ from .schedules import CHUNK, FACTORS, ROWS, WIDTH, Schedule, schedule
 TRITON = ("3.6", "3.7")  # from, below: whose numbers were checked on a GPU (3.7.1 compiles these kernels as well)
 MAX_SHIFT = 122  # 2^122 times a unit key is finite in bf16, and 2^-122 is normal
 MIN_CHUNKS = 2  # one chunk is one step of a scan: left to the emitted kernels
+COMBINED = 16  # columns of V whose state a block carries from segment to segment
 MIN_KEYS = 64  # narrower heads would compute mostly padding
 GRAM_REGISTERS = 200  # a thread of the gram warps; the row warps share what is left
 TILE_MICROSECONDS = {"bounded": 6.0, "unbounded": 10.0, "token": 4.15}  # of a prepare kernel's block, on an H200
@@ -97,10 +98,9 @@ class _Launches:
 
     def __init__(self, call: Call, plan: Schedule, scratch: Scratch) -> None:
         # Here, not above: a machine without triton imports this module too.
-        from . import combine, prepare, prepare_scalar, prepare_unbounded, scan, scan_beside
+        from . import combine, prepare, prepare_scalar, prepare_unbounded, scan
 
         self.scan: Any = scan.scan
-        self.scan_beside: Any = scan_beside.scan_beside
         self.combine: Any = combine.combine
         self.bounded: Any = prepare.prepare
         self.unbounded: Any = prepare_unbounded.prepare_unbounded
@@ -230,11 +230,10 @@ class _Launches:
         self._scan(
             n, (given, 0, *strides), length, has_initial=initial is not None, ends=ends, segments=segments - 1
         )  # fmt: skip
-        block = 16
-        self.scratch.launch(self.combine, (self.lanes, plan.padded_values // block))(
+        self.scratch.launch(self.combine, (self.lanes, plan.padded_values // COMBINED))(
             self.ends, self.states, given, *strides, self.key_width, self.value_width, plan.padded_values,
-            self.value_heads, self.lanes, segments, BLOCK=block, HAS_INITIAL=initial is not None, num_warps=8,
-            num_stages=2,
+            self.value_heads, segments, BLOCK=COMBINED, HAS_INITIAL=initial is not None, num_warps=8,
+            launch_pdl=not plan.spare,
         )  # fmt: skip
         states = self.states.view(-1, *self.final.shape[:2], WIDTH, plan.padded_values)
         self._scan(n, (states, *states.stride()), length, segments=segments)
@@ -264,16 +263,11 @@ class _Launches:
             "BV": columns, "STAGES": 3 if columns == 64 else 2, "HAS_INITIAL": has_initial, "OUTPUT": ends is None,
             "PACKED": call.cu_seqlens is not None, "num_warps": columns // 16,
         }  # fmt: skip
-        grid, ready = (blocks, self.lanes, segments), plan.early > 0
-        if call.gate == "token" or ready:
-            self.scratch.launch(self.scan_beside, grid)(
-                described(rows, (CHUNK, WIDTH)), self.v, self.q, self.k, factors, self.announced, *after,
-                self.value_heads // call.q.shape[2], *span, SCALAR=call.gate == "token", READY=ready,
-                launch_pdl=ready, **given,
-            )  # fmt: skip
-        else:
-            whole = described(rows, (ROWS["channel"], WIDTH))
-            self.scratch.launch(self.scan, grid)(whole, self.v, factors, *after, *span, **given)
+        self.scratch.launch(self.scan, (blocks, self.lanes, segments))(
+            described(rows, (CHUNK, WIDTH)), self.v, self.q, self.k, _line(factors, FACTORS[call.gate]), self.announced,
+            *after, self.value_heads // call.q.shape[2], *span, SCALAR=call.gate == "token", READY=plan.early > 0,
+            launch_pdl=not plan.spare, **given,
+        )  # fmt: skip
 
 
 def _kind(call: Call) -> str:
@@ -307,6 +301,14 @@ def described(x: Tensor, block: tuple[int, ...]) -> Any:
 
     strides = [s if n > 1 else WIDTH for n, s in zip(x.shape[:-1], x.stride(), strict=False)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(8 * x.element_size(), x.dim()))
+
+
+def _line(x: Tensor, length: int) -> Any:
+    """A descriptor of ``length`` numbers in a row, not swizzled."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), [1], [length], NVMMASharedLayout(0, 8 * x.element_size(), 1))
 
 
 @cache

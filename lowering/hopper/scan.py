@@ -6,8 +6,18 @@ the rows that :mod:`.prepare` left behind, every chunk is::
     R      = V - K_gated S             V_new = M R
     O      = Q_gated S + A_qk V_new    S     = diag(decay) S + K_decayed^T V_new
 
+Where a gate is one number a token (SCALAR), :mod:`.prepare_scalar` leaves M, A_qk and numbers behind, the columns
+``f_k``, ``f_q``, ``f_left`` and ``decay``. All value heads of a group then read the same q and k, as they are::
+
+    R      = V - f_k (K S)                 V_new = M R
+    O      = f_q (Q S) + A_qk V_new        S     = decay S + K^T (f_left V_new)
+
 All five products have S^T, R^T or V_new^T as the operand in registers: what one leaves in an accumulator is already in
-place as the next one's operand. One warp loads STAGES chunks ahead; o leaves through shared memory, a chunk late.
+place as the next one's operand. One warp loads STAGES chunks ahead; o leaves through shared memory, a chunk late, and
+beside the products that nothing can be done without.
+
+The scan of 32 heads takes 64 multiprocessors, one chunk after the other. READY, it starts when as many blocks of
+:mod:`.prepare` leave, while the others still prepare later chunks, and waits for each chunk to be announced.
 
 Where there are too few heads for the machine, a sequence is cut into segments that run at once. A chunk is affine in
 the state, and so is a segment: S -> A S + B. A first pass (without OUTPUT) finds both, B from a state of zeros and A
@@ -31,11 +41,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .common import TILE, TILE4, barrier
+from .common import TILE, TILE4, await_tiles, barrier, next_may_start, previous_is_over
+
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def locate_chunks(cu_seqlens, chunk_offsets, T, HV, first, chunks, length, segment, PACKED: gl.constexpr):
+def _locate_chunks(cu_seqlens, chunk_offsets, T, HV, first, chunks, length, segment, PACKED: gl.constexpr):
     """Of a block's chunks: sequence, value head, batch entry, the first one's tile, the tiles from one to the next, how
     many there are, the first one's first token, and the end of the sequence."""
     lane = gl.program_id(1)
@@ -63,21 +75,49 @@ def locate_chunks(cu_seqlens, chunk_offsets, T, HV, first, chunks, length, segme
 
 @gluon.jit
 def _load_warp(
-    d_buffer, d_v, i_b, i_h, i_v, step, tile, token, count, chunk_rows, values, full, empty,
-    BV: gl.constexpr, STAGES: gl.constexpr,
+    d_buffer, d_v, d_q, d_k, d_factors, announced, i_b, i_h, i_v, step, GROUP, tile, token, count,
+    parts, values, lines, full, empty,
+    BV: gl.constexpr, STAGES: gl.constexpr, SCALAR: gl.constexpr, READY: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
+    PARTS: gl.constexpr = 3 if SCALAR else 4
+    LOADED: gl.constexpr = PARTS if OUTPUT else PARTS - 1  # all but the queries
+    FACTORS: gl.constexpr = 4 * 64 if SCALAR else 128
+    known = 0
     for n in range(count):
         stage = n % STAGES
+        c = tile + n * step
+        if READY:
+            known = _await(announced + tile, n, known, count, step, 1 if SCALAR else 2)
         mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
         bar = full.index(stage)
-        mbarrier.expect(bar, (256 * 128 + 64 * BV) * 2)
-        tma.async_copy_global_to_shared(d_buffer, [(tile + n * step) * 256, 0], bar, chunk_rows.index(stage))
+        mbarrier.expect(bar, (LOADED * 64 * 128 + 64 * BV) * 2 + FACTORS * 4)
+        if SCALAR:
+            at = [i_b, token + n * 64, i_h // GROUP, 0]
+            k_to = parts.index(PARTS * stage)._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
+            tma.async_copy_global_to_shared(d_k, at, bar, k_to)
+            if OUTPUT:
+                q_to = parts.index(PARTS * stage + 1)._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
+                tma.async_copy_global_to_shared(d_q, at, bar, q_to)
+            tma.async_copy_global_to_shared(d_buffer, [c * 64, 0], bar, parts.index(PARTS * stage + 2))
+        else:
+            for j in gl.static_range(PARTS):
+                if OUTPUT or j != 1:
+                    to = parts.index(PARTS * stage + j)
+                    tma.async_copy_global_to_shared(d_buffer, [c * 256 + j * 64, 0], bar, to)
         to = values.index(stage)._reinterpret(gl.bfloat16, [1, 64, 1, BV], TILE4)
         tma.async_copy_global_to_shared(d_v, [i_b, token + n * 64, i_h, i_v * BV], bar, to)
+        tma.async_copy_global_to_shared(d_factors, [c * FACTORS], bar, lines.index(stage))
 
 
 @gluon.jit
-def first_state(
+def _await(flags, n, known, count, step, WRITERS: gl.constexpr):
+    if n >= known:
+        known = await_tiles(flags, n, count, step, WRITERS)
+    return known
+
+
+@gluon.jit
+def _first_state(
     initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, keys, columns,
     HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
@@ -95,7 +135,7 @@ def first_state(
 
 
 @gluon.jit
-def leave_last(
+def _leave_last(
     d_o, o_rows, out, out4, o16, i_b, i_h, i_v, token, end, V, HV, some, BV: gl.constexpr, PACKED: gl.constexpr
 ):
     """Store the outputs of the last chunk, whose first token is ``token``; ``some``: whether there is one."""
@@ -120,113 +160,153 @@ def leave_last(
 
 
 @gluon.jit
+def _clear_beyond(k_rows, left, WARPS: gl.constexpr):
+    """Zeros in the rows of the next sequence: what meets them in a product is zero, but they may be infinite or NaN."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))[:, None]
+    if left < 64:
+        k_rows.store(gl.where(row < left, k_rows.load(ROWS), 0.0))
+        fence_async_shared()
+        barrier()
+
+
+@gluon.jit
 def _state_warps(
-    d_o, o_rows, decay, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
-    K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, step, tile, token, count, end,
-    chunk_rows, values, out, decays, full, empty,
-    BV: gl.constexpr, STAGES: gl.constexpr, HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr, PACKED: gl.constexpr,
+    d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
+    K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
+    parts, values, lines, out, full, empty,
+    BV: gl.constexpr, STAGES: gl.constexpr, SCALAR: gl.constexpr, READY: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    OUTPUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = BV // 16
+    PARTS: gl.constexpr = 3 if SCALAR else 4
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 128, 16])
     TOKENS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
     LEFT_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     LEFT_KEYS: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
-    column = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    PLACES: gl.constexpr = gl.SliceLayout(0, TOKENS)
+    LATE: gl.constexpr = SCALAR  # Q S after V_new: beside K S the compiler would wait for both before it scales K S
     keys = gl.arange(0, 128, layout=gl.SliceLayout(0, KEYS))[None, :]
     columns = (i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, KEYS)))[:, None]
-    places = gl.arange(0, 64, layout=gl.SliceLayout(0, TOKENS))[None, :]
-    decay += tile.to(gl.int64) * 128
-    S = first_state(
+    places = gl.arange(0, 64, layout=PLACES)[None, :]
+    S = _first_state(
         initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, keys, columns, HAS_INITIAL, OUTPUT
     )  # fmt: skip
     zero = gl.zeros([BV, 64], gl.float32, layout=TOKENS)
     S16 = gl.convert_layout(S.to(gl.bfloat16), LEFT_TOKENS)
-    o16 = zero.to(gl.bfloat16)
-    decays.index(0).store(gl.load(decay + column, mask=column < count * 128, other=0.0))
+    o = zero
     out4 = out._reinterpret(gl.bfloat16, [1, 64, 1, BV], TILE4)
     for n in range(count):
         stage = n % STAGES
-        rows = chunk_rows.index(stage)
+        k_rows = parts.index(PARTS * stage)
+        q_rows = parts.index(PARTS * stage + 1)
+        k_left = parts.index(PARTS * stage + (0 if SCALAR else 2))
+        square = parts.index(PARTS * stage + PARTS - 1)
+        line = lines.index(stage)._reinterpret(gl.float32, [4 * 64 if SCALAR else 128], LINE)
+        left = end - token - n * 64
         mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-        KS = warpgroup_mma(S16, rows.slice(0, 64, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        next_decay = gl.load(decay + gl.minimum(n + 1, count - 1).to(gl.int64) * (step * 128) + column)
+        if SCALAR and PACKED:
+            _clear_beyond(k_rows, left, WARPS)
+        v = values.index(stage).permute((1, 0)).load(TOKENS).to(gl.float32)
+        KS = warpgroup_mma(S16, k_rows.permute((1, 0)), zero, use_acc=False, is_async=True)
         if OUTPUT:
-            o = warpgroup_mma(S16, rows.slice(64, 64, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+            o16 = o.to(gl.bfloat16)
+            if not LATE:
+                o = warpgroup_mma(S16, q_rows.permute((1, 0)), zero, use_acc=False, is_async=True)
             tma.store_wait(0)
         barrier()
         if n > 0:
             mbarrier.arrive(empty.index((n - 1) % STAGES), count=1)
         if OUTPUT:
             out.permute((1, 0)).store(o16)
-        S = S * decays.index(n & 1).load(gl.SliceLayout(0, KEYS))[None, :]
-        v = values.index(stage).permute((1, 0)).load(TOKENS).to(gl.float32)
+        if SCALAR:
+            k_factor = line.slice(0, 64).load(PLACES)[None, :]
+            left_factor = line.slice(2 * 64, 64).load(PLACES)[None, :]
+        else:
+            k_factor = 1.0
+            left_factor = 1.0
+        KS = warpgroup_mma_wait(1 if OUTPUT and not LATE else 0, [KS])
+        R = v - KS * k_factor
         if PACKED:
-            v = gl.where(places < end - token - n * 64, v, 0.0)
+            R = gl.where(places < left, R, 0.0)
+        R = gl.convert_layout(R.to(gl.bfloat16), LEFT_TOKENS)
+        V_new = warpgroup_mma(R, square.slice(0, 64, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if SCALAR:
+            down = line.slice(3 * 64, 1).load(gl.SliceLayout(0, KEYS))[None, :]
+        else:
+            down = line.load(gl.SliceLayout(0, KEYS))[None, :]
+        if OUTPUT and LATE:
+            o = warpgroup_mma(S16, q_rows.permute((1, 0)), zero, use_acc=False, is_async=True)
+        S = S * down
+        V_new = warpgroup_mma_wait(1 if OUTPUT and LATE else 0, [V_new])
+        V16 = V_new.to(gl.bfloat16)
+        V_left = gl.convert_layout((V_new * left_factor).to(gl.bfloat16), LEFT_KEYS)
+        S = warpgroup_mma(V_left, k_left, S, is_async=True)
         if OUTPUT:
+            A_qk = square.slice(64, 64, 1).permute((1, 0))
+            V_right = gl.convert_layout(V16, LEFT_TOKENS)
+            if SCALAR:
+                own = warpgroup_mma(V_right, A_qk, zero, use_acc=False, is_async=True)
+            else:
+                o = warpgroup_mma(V_right, A_qk, o, is_async=True)
+            # Beside the longest products the outputs of the chunk before leave.
             fence_async_shared()
             barrier()
             if n > 0:
                 tma.async_copy_shared_to_global(d_o, [i_b, token + (n - 1) * 64, i_h, i_v * BV], out4)
-            KS = warpgroup_mma_wait(1, [KS])
-        else:
-            KS = warpgroup_mma_wait(0, [KS])
-        R = gl.convert_layout((v - KS).to(gl.bfloat16), LEFT_TOKENS)
-        square = rows.slice(192, 64, 0)
-        V_new = warpgroup_mma(R, square.slice(0, 64, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if OUTPUT:
-            V_new, o = warpgroup_mma_wait(0, [V_new, o])
-        else:
-            V_new = warpgroup_mma_wait(0, [V_new])
-        V16 = V_new.to(gl.bfloat16)
-        S = warpgroup_mma(gl.convert_layout(V16, LEFT_KEYS), rows.slice(128, 64, 0), S, is_async=True)
-        decays.index((n + 1) & 1).store(next_decay)
-        if OUTPUT:
-            A_qk = square.slice(64, 64, 1).permute((1, 0))
-            o = warpgroup_mma(gl.convert_layout(V16, LEFT_TOKENS), A_qk, o, is_async=True)
-            S = warpgroup_mma_wait(1, [S])
-            S16 = gl.convert_layout(S.to(gl.bfloat16), LEFT_TOKENS)
-            o = warpgroup_mma_wait(0, [o])
-            o16 = o.to(gl.bfloat16)
+            if SCALAR:
+                S, o, own = warpgroup_mma_wait(0, [S, o, own])
+                o = o * line.slice(64, 64).load(PLACES)[None, :] + own
+            else:
+                S, o = warpgroup_mma_wait(0, [S, o])
         else:
             S = warpgroup_mma_wait(0, [S])
-            S16 = gl.convert_layout(S.to(gl.bfloat16), LEFT_TOKENS)
+        S16 = gl.convert_layout(S.to(gl.bfloat16), LEFT_TOKENS)
     if OUTPUT:
         last = token + (count - 1) * 64
-        leave_last(d_o, o_rows, out, out4, o16, i_b, i_h, i_v, last, end, V, HV, count > 0, BV, PACKED)
+        o16 = o.to(gl.bfloat16)
+        _leave_last(d_o, o_rows, out, out4, o16, i_b, i_h, i_v, last, end, V, HV, count > 0, BV, PACKED)
     if leaves:
         lane = i_n * HV + i_h
         final += lane.to(gl.int64) * f_sl + segment.to(gl.int64) * f_ss
         gl.store(final + keys * f_sk + columns, S, mask=(keys < f_rows) & (columns < f_columns))
+    if READY:
+        previous_is_over()
 
 
 @gluon.jit(do_not_specialize=["T", "first", "chunks", "length"])  # they change from run to run
 def scan(
-    d_buffer, d_v, decay, d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows,
-    f_columns, cu_seqlens, chunk_offsets, T, K, V, VP, HV, first, chunks, length,
-    BV: gl.constexpr, STAGES: gl.constexpr, HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr, PACKED: gl.constexpr,
+    d_buffer, d_v, d_q, d_k, d_factors, announced, d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss,
+    f_sl, f_sk, f_rows, f_columns, cu_seqlens, chunk_offsets, T, K, V, VP, HV, GROUP, first, chunks, length,
+    BV: gl.constexpr, STAGES: gl.constexpr, SCALAR: gl.constexpr, READY: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    OUTPUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Chunks ``first .. first + chunks`` in segments of ``length``; grid (blocks of V, sequences * HV, segments).
 
-    d_v, d_o: ``[B, T, HV, V]``, blocks of BV columns; o_rows: what d_o describes. initial: ``[segments, N, HV, K, V]``
-    with its strides. final: fp32, rows of f_sk elements, ``f_rows`` by ``f_columns`` of them; it may be ``initial``.
+    d_buffer, d_factors: what the prepare kernel wrote. d_q, d_k: ``[B, T, heads, K]``, GROUP value heads to each of
+    these, read if SCALAR. d_v, d_o: ``[B, T, HV, V]``, blocks of BV columns; o_rows: what d_o describes. initial:
+    ``[segments, N, HV, K, V]`` with its strides. final: fp32, rows of f_sk elements, ``f_rows`` by ``f_columns`` of
+    them; it may be ``initial``.
 
     OUTPUT: the last segment leaves the state. Without, the first VP columns of ``final`` are the segments' B, the
     others A, of ``S -> A S + B``; of the first segment they are the state after it, its A is not made. PACKED:
-    chunk_offsets ``[N + 1]`` says where the chunks of each sequence begin among all; one segment.
+    chunk_offsets ``[N + 1]`` says where the chunks of each sequence begin among all; one segment. READY: ``announced``
+    counts the parts of every tile that are in memory, and the kernel before this one may still be at work.
     """
     i_v = gl.program_id(0)
     segment = gl.program_id(2)
-    i_n, i_h, i_b, tile, step, count, token, end = locate_chunks(
+    i_n, i_h, i_b, tile, step, count, token, end = _locate_chunks(
         cu_seqlens, chunk_offsets, T, HV, first, chunks, length, segment, PACKED
     )  # fmt: skip
     leaves = segment == gl.num_programs(2) - 1
     if not OUTPUT:
         leaves = segment >= 0
         count = gl.where((segment == 0) & (i_v * BV >= VP), 0, count)
-    chunk_rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 256, 128], TILE)
+    PARTS: gl.constexpr = 3 if SCALAR else 4
+    parts = gl.allocate_shared_memory(gl.bfloat16, [STAGES * PARTS, 64, 128], TILE)
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, BV], TILE)
+    lines = gl.allocate_shared_memory(gl.float32, [STAGES, 256 if SCALAR else 128], d_factors.layout)
     out = gl.allocate_shared_memory(gl.bfloat16, [64, BV], TILE)
-    decays = gl.allocate_shared_memory(gl.float32, [2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -234,17 +314,21 @@ def scan(
         mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
     barrier()
+    if not READY:
+        previous_is_over()
+        next_may_start()
     # The tuples are written in place: as variables they would turn their constants into run-time values.
     gl.warp_specialize(
         [
             (_state_warps, (
-                d_o, o_rows, decay, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
-                K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, step, tile, token, count, end,
-                chunk_rows, values, out, decays, full, empty, BV, STAGES, HAS_INITIAL, OUTPUT, PACKED,
+                d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
+                K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
+                parts, values, lines, out, full, empty, BV, STAGES, SCALAR, READY, HAS_INITIAL, OUTPUT, PACKED,
             )),
             (_load_warp, (
-                d_buffer, d_v, i_b, i_h, i_v, step, tile, token, count, chunk_rows, values, full, empty, BV, STAGES,
+                d_buffer, d_v, d_q, d_k, d_factors, announced, i_b, i_h, i_v, step, GROUP, tile, token, count,
+                parts, values, lines, full, empty, BV, STAGES, SCALAR, READY, OUTPUT,
             )),
         ],
-        [1], [24],
+        [1], [40],
     )  # fmt: skip

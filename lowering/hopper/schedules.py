@@ -14,10 +14,14 @@ FACTORS = {"channel": 128, "token": 256}  # fp32 numbers beside them
 SCRATCH_LIMIT = 2**30  # bytes between the kernels, unless one chunk of all heads takes more
 MAX_SEGMENTS = 64
 
-# Microseconds on an H200: a step of the scan by columns, carrying the state over one segment, the launches that
-# segments take more, and what another run costs (kernels that start and end, and share the memory's bandwidth).
+# Microseconds on an H200.
+_STEP = {64: 0.96, 128: 2.3}  # of the scan, by columns
+_FIRST, _CROWDED = 0.65, 1.2  # of a scan in segments: a step of its first pass, and of its second, in steps
+_START, _COMBINE = 5.0, 1.9  # a kernel of the scan starts and ends; the state is carried over a segment
+_TOGETHER = 10.0  # what a scan loses beside the tiles it waits for
 _BESIDE = 1.08  # how much longer a tile takes beside a scan
-_STEP, _COMBINE, _SEGMENTS, _RUN = {64: 1.1, 128: 2.3}, 2.2, 11.0, 45.0
+_RUN = 45.0  # another run: kernels that start and end, and share the memory's bandwidth
+_BYTES = 3.3e6  # what a scan reads in one
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,8 @@ def schedule(
     """The schedule of ``batch`` entries, or of ``packed`` sequences in one, on a GPU with so many multiprocessors.
 
     The scan's steps depend on each other, and a block fills a multiprocessor: half the columns a block while that
-    still lets every block run at once, and segments while they still fill idle multiprocessors. What is idle still
-    prepares the next run, ``tile_microseconds`` a tile.
+    still lets every block run at once. What the scan leaves idle takes the fastest of segments, tiles that the scan
+    wants last (with ``beside``), and the next run's tiles, ``tile_microseconds`` each.
     """
     chunks = -(-length // CHUNK) if packed is None else length // CHUNK + packed
     lanes = heads * (batch if packed is None else packed)
@@ -106,49 +110,57 @@ def schedule(
     plain = Schedule(chunks, run, columns, 1, blocks * columns, tiles, lanes, gate)
     if packed is not None:
         return plain
-    segments = _segments(run, lanes, blocks, WIDTH // columns, multiprocessors)
-    if segments > 1:
-        return replace(plain, segments=segments)
-    if beside and run == chunks and columns == 64 and lanes * blocks < multiprocessors:
-        return _side_by_side(plain, lanes * blocks, multiprocessors, tile_microseconds)
-    return _overlapped(plain, fits // 2, lanes * blocks, multiprocessors, tile_microseconds)
+    programs, tile = lanes * blocks, tile_microseconds
+    options = [
+        _alone(plain, programs, multiprocessors, tile),
+        _overlapped(plain, fits // 2, programs, multiprocessors, tile),
+    ]
+    if beside and run == chunks and columns == 64 and programs < multiprocessors:
+        options.append(_side_by_side(plain, programs, multiprocessors, tile))
+    return min(filter(None, options), key=lambda option: option[1])[0]
 
 
-def _side_by_side(plain: Schedule, programs: int, multiprocessors: int, tile: float) -> Schedule:
-    """``plain`` with the scan's ``programs`` blocks beside the tiles it wants last.
+Option = tuple[Schedule, float]  # and its microseconds, by the rules above
+
+
+def _prepared(tiles: int, plain: Schedule, multiprocessors: int, tile: float) -> float:
+    """Microseconds of so many tiles on the whole machine."""
+    workers = WORKERS[plain.gate]
+    return -(-tiles // (multiprocessors * workers)) * tile * workers
+
+
+def _alone(plain: Schedule, programs: int, multiprocessors: int, tile: float) -> Option:
+    """Of every run all tiles, then the scan: in segments where these run at once and take less."""
+    step = _STEP[plain.columns]
+    extra = programs + plain.lanes * WIDTH // plain.columns  # blocks of a segment in the first pass
+    read = plain.tiles * tile_bytes(plain.gate) / _BYTES
+    best = 1, _START + plain.run * step
+    for count in range(2, min(MAX_SEGMENTS, plain.run, multiprocessors // programs) + 1):
+        chunks = -(-plain.run // count)
+        if -(-plain.run // chunks) == count and programs + (count - 2) * extra <= multiprocessors:
+            passes = max(chunks * step * _FIRST, read) + max(chunks * step * _CROWDED, read)
+            best = min(best, (count, 2 * _START + passes + _COMBINE * count), key=lambda option: option[1])
+    microseconds = _prepared(plain.tiles, plain, multiprocessors, tile) + best[1]
+    return replace(plain, segments=best[0]), microseconds * len(plain.spans)
+
+
+def _side_by_side(plain: Schedule, programs: int, multiprocessors: int, tile: float) -> Option | None:
+    """The scan's blocks beside the tiles it wants last, if there are tiles enough.
 
     As many blocks leave after so many rounds that the others end before the scan needs what they prepare.
     """
     workers = multiprocessors * WORKERS[plain.gate]
     if plain.tiles < workers:
-        return plain
-    beside = (multiprocessors - programs) * plain.chunks * _STEP[plain.columns] / (_BESIDE * tile)
-    rounds = math.ceil((plain.tiles - beside) / workers)
-    return replace(plain, rounds=max(1, min(rounds, plain.tiles // workers)), early=programs)
+        return None
+    scan = plain.chunks * _STEP[plain.columns] + _TOGETHER
+    beside = (multiprocessors - programs) * scan / (_BESIDE * tile)
+    rounds = max(1, min(math.ceil((plain.tiles - beside) / workers), plain.tiles // workers))
+    microseconds = rounds * tile * WORKERS[plain.gate] + _START + scan
+    return replace(plain, rounds=rounds, early=programs), microseconds
 
 
-def _segments(chunks: int, lanes: int, blocks: int, extra: int, multiprocessors: int) -> int:
-    """The cheapest number of segments; ``extra``: blocks of the first pass beyond those of V."""
-
-    def waves(programs: int) -> int:
-        return -(-programs // multiprocessors)
-
-    def cost(count: int) -> float:
-        if count == 1:
-            return chunks * waves(lanes * blocks) * _STEP[64]
-        first = lanes * (blocks + (count - 2) * (blocks + extra))
-        steps = -(-chunks // count) * (waves(first) + waves(lanes * blocks * count))
-        return steps * _STEP[64] + _COMBINE * count + _SEGMENTS
-
-    most = min(MAX_SEGMENTS, chunks)
-    return min((count for count in range(1, most + 1) if -(-chunks // -(-chunks // count)) == count), key=cost)
-
-
-def _overlapped(plain: Schedule, fits: int, programs: int, multiprocessors: int, tile: float) -> Schedule:
-    """``plain`` cut into runs so that a run's scan (of ``programs`` blocks) and the next one's tiles share the machine.
-
-    ``fits``: chunks of a run at most.
-    """
+def _overlapped(plain: Schedule, fits: int, programs: int, multiprocessors: int, tile: float) -> Option | None:
+    """Runs so that the scan of one and the tiles of the next share the machine; ``fits``: chunks of a run at most."""
     spare = multiprocessors - programs
 
     def beside(run: int) -> int:
@@ -157,19 +169,12 @@ def _overlapped(plain: Schedule, fits: int, programs: int, multiprocessors: int,
 
     def cost(run: int) -> float:
         scan, tiles = run * _STEP[plain.columns], run * plain.tiles_per_chunk
-        after = -(-max(0, tiles - spare * beside(run)) // multiprocessors) * tile
-        steady = scan + after + _RUN
-        return _alone(replace(plain, run=run), multiprocessors, tile) + (-(-plain.chunks // run) - 1) * steady
+        after = _prepared(max(0, tiles - spare * beside(run)), plain, multiprocessors, tile)
+        first = _prepared(tiles, plain, multiprocessors, tile) + _START + scan
+        return first + (-(-plain.chunks // run) - 1) * (scan + after + _RUN)
 
     least = -(-plain.chunks // fits)
     runs = {-(-plain.chunks // count) for count in range(max(2, least), 2 * least + 8)}
     wanted = [run for run in runs if run <= fits and 0 < spare * beside(run) < run * plain.tiles_per_chunk]
     best = min(wanted, key=cost, default=None)
-    if best is None or (plain.run == plain.chunks and cost(best) >= _alone(plain, multiprocessors, tile)):
-        return plain
-    return replace(plain, run=best, spare=spare, beside=beside(best))
-
-
-def _alone(plain: Schedule, multiprocessors: int, tile: float) -> float:
-    """Microseconds of a schedule of one run: its tiles, then its scan."""
-    return -(-plain.tiles // multiprocessors) * tile + plain.run * _STEP[plain.columns]
+    return None if best is None else (replace(plain, run=best, spare=spare, beside=beside(best)), cost(best))

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kdacompile.lowering.hopper import mla, prepare, prepare_scalar, prepare_unbounded, scan, scan_beside
+from kdacompile.lowering.hopper import combine, mla, prepare, prepare_scalar, prepare_unbounded, scan
 from kdacompile.lowering.hopper.run import GRAM_REGISTERS
 
 TENSORS = {
@@ -42,31 +42,22 @@ def compile_prepare_scalar(packed: bool = False, ready: bool = False) -> Any:
     return _compile_prepare(prepare_scalar.prepare_scalar, signature, constants, 4)
 
 
-def compile_scan(columns: int, packed: bool = False, output: bool = True) -> Any:
-    signature = dict.fromkeys(scan.scan.arg_names, "i32") | _scan_tensors(columns, 256) | {"decay": "*fp32"}
-    return _compile(
-        scan.scan, signature, {**_scan_constants(columns), "OUTPUT": output, "PACKED": packed}, columns // 16
-    )
-
-
-def compile_scan_beside(
-    columns: int, packed: bool = False, output: bool = True, scalar: bool = True, ready: bool = True
+def compile_scan(
+    columns: int, packed: bool = False, output: bool = True, scalar: bool = False, ready: bool = False
 ) -> Any:
-    kernel, rows = scan_beside.scan_beside, _descriptor(1, 64, 1, 128)
-    signature = dict.fromkeys(kernel.arg_names, "i32") | _scan_tensors(columns, 64)
-    signature |= {"d_q": rows, "d_k": rows, "factors": "*fp32", "announced": "*i32"}
-    constants = {**_scan_constants(columns), "SCALAR": scalar, "READY": ready, "OUTPUT": output, "PACKED": packed}
-    return _compile(kernel, signature, constants, columns // 16)
+    tile, rows = _descriptor(1, 64, 1, columns), _descriptor(1, 64, 1, 128)
+    signature = dict.fromkeys(scan.scan.arg_names, "i32") | {"d_q": rows, "d_k": rows, "d_v": tile, "d_o": tile}
+    signature |= {"d_buffer": _descriptor(64, 128), "d_factors": _line(256 if scalar else 128), "announced": "*i32"}
+    signature |= {"o_rows": "*bf16", "initial": "*fp32", "final": "*fp32", "cu_seqlens": "*i64"}
+    constants = {"BV": columns, "STAGES": 3 if columns == 64 else 2, "HAS_INITIAL": True, "OUTPUT": output}
+    constants |= {"SCALAR": scalar, "READY": ready, "PACKED": packed}
+    return _compile(scan.scan, signature | {"chunk_offsets": "*i32"}, constants, columns // 16)
 
 
-def _scan_tensors(columns: int, rows: int) -> dict[str, str]:
-    tile = _descriptor(1, 64, 1, columns)
-    signature = {"d_buffer": _descriptor(rows, 128), "d_v": tile, "d_o": tile, "o_rows": "*bf16"}
-    return signature | {"initial": "*fp32", "final": "*fp32", "cu_seqlens": "*i64", "chunk_offsets": "*i32"}
-
-
-def _scan_constants(columns: int) -> dict[str, Any]:
-    return {"BV": columns, "STAGES": 3 if columns == 64 else 2, "HAS_INITIAL": True}
+def compile_combine() -> Any:
+    signature: dict[str, str] = dict.fromkeys(combine.combine.arg_names, "i32")
+    signature |= dict.fromkeys(("ends", "states", "initial"), "*fp32")
+    return _compile(combine.combine, signature, {"BLOCK": 16, "HAS_INITIAL": True}, 8)
 
 
 def compile_mla(page: int, scheduled: bool, partial: bool, dtype: str, masked: bool) -> Any:
@@ -104,6 +95,10 @@ def _compile_prepare(kernel: Any, signature: dict[str, str], constants: dict[str
 def _descriptor(*block: int, dtype: str = "bf16") -> str:
     bits = 32 if dtype == "fp32" else 16
     return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{gl.NVMMASharedLayout(128, bits, len(block))}>"
+
+
+def _line(length: int) -> str:
+    return f"tensordesc<fp32[{length}],{gl.NVMMASharedLayout(0, 32, 1)}>"
 
 
 def _compile(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int) -> Any:

@@ -133,11 +133,18 @@ def test_a_scan_runs_beside_the_tiles_it_wants_last() -> None:
 
 
 def test_few_heads_are_scanned_in_segments() -> None:
-    for heads in (1, 5, 12):
+    for heads in (1, 5, 8):
         plan = schedule(1, 8192, heads, 128, 132)
         assert plan.segments > 1
         assert heads * 2 * plan.segments <= 132
     assert schedule(1, 300, 2, 128, 132).segments == 1
+
+
+def test_a_dozen_heads_are_scanned_beside_their_tiles() -> None:
+    for heads, width in ((12, 128), (16, 128), (24, 128), (32, 64)):
+        assert schedule(1, 8192, heads, width, 132).early == heads * width // 64
+        assert schedule(1, 8192, heads, width, 132, beside=False).early == 0
+    assert schedule(1, 8192, 12, 128, 132, beside=False, tile_microseconds=10.0).segments > 1
 
 
 def test_packed_sequences_share_the_buffers() -> None:
@@ -185,12 +192,12 @@ def _is_of_its_kind(name: str, value: object) -> bool:
 @pytest.mark.parametrize(
     ("gate_fn", "heads", "length", "expected"),
     [
-        ("sigmoid", 32, 2048, ["prepare", "scan_beside"]),
+        ("sigmoid", 32, 2048, ["prepare", "scan"]),
         ("sigmoid", 96, 256, ["prepare", "scan"]),
         ("softplus", 32, 2048, ["prepare_unbounded", "scan"]),
         ("softplus", 1, 4096, ["prepare_unbounded", "scan", "combine", "scan"]),
-        ("token", 32, 2048, ["prepare_scalar", "scan_beside"]),
-        ("token", 1, 4096, ["prepare_scalar", "scan_beside", "combine", "scan_beside"]),
+        ("token", 32, 2048, ["prepare_scalar", "scan"]),
+        ("token", 1, 4096, ["prepare_scalar", "scan", "combine", "scan"]),
     ],
 )
 def test_launches(
@@ -206,7 +213,7 @@ def test_launches(
     monkeypatch.setattr(run, "_multiprocessors", lambda device: 132)  # pyright: ignore[reportUnknownLambdaType]
     launches = run._Launches(call, run._schedule(call), Scratch(poison=True))  # pyright: ignore[reportPrivateUsage]
     order: list[str] = []
-    for name in ("scan", "scan_beside", "combine", "bounded", "unbounded", "scalar"):
+    for name in ("scan", "combine", "bounded", "unbounded", "scalar"):
         setattr(launches, name, Launched(getattr(launches, name), order))
     launches.run()
     assert order == expected
@@ -240,9 +247,9 @@ def test_compiles_for_hopper(kernel: str, packed: bool) -> None:
         "scan64": lambda: offline.compile_scan(64, packed),
         "scan128": lambda: offline.compile_scan(128, packed),
         "ends": lambda: offline.compile_scan(64, output=False),
-        "token_scan64": lambda: offline.compile_scan_beside(64, packed, ready=False),
-        "token_scan128": lambda: offline.compile_scan_beside(128, packed, ready=False),
-        "token_ends": lambda: offline.compile_scan_beside(64, output=False, ready=False),
+        "token_scan64": lambda: offline.compile_scan(64, packed, scalar=True),
+        "token_scan128": lambda: offline.compile_scan(128, packed, scalar=True),
+        "token_ends": lambda: offline.compile_scan(64, output=False, scalar=True),
     }
     _fits(kernels[kernel]())
 
@@ -255,13 +262,22 @@ def test_compiles_side_by_side(kernel: str) -> None:
     kernels: dict[str, Callable[[], Any]] = {
         "bounded": lambda: offline.compile_prepare(ready=True),
         "token": lambda: offline.compile_prepare_scalar(ready=True),
-        "scan": lambda: offline.compile_scan_beside(64, scalar=False),
-        "token_scan": lambda: offline.compile_scan_beside(64),
+        "scan": lambda: offline.compile_scan(64, ready=True),
+        "token_scan": lambda: offline.compile_scan(64, scalar=True, ready=True),
     }
     compiled = kernels[kernel]()
     _fits(compiled)
     ours, theirs = ("ld.acquire.gpu", "griddepcontrol.wait"), ("atom.global.gpu.release", "launch_dependents")
     assert all(word in compiled.asm["ptx"] for word in (ours if "scan" in kernel else theirs))
+
+
+@pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
+def test_combine_compiles_into_registers() -> None:
+    from tests.lowering import hopper_offline as offline
+
+    compiled = offline.compile_combine()
+    assert "mma.sync" in compiled.asm["ptx"]
+    assert offline.spilled_bytes(compiled) == 0
 
 
 def _fits(compiled: Any) -> None:

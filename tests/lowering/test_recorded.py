@@ -219,10 +219,10 @@ def test_the_emitted_step_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_triton
 @pytest.mark.parametrize(("heads", "gate_fn"), [(32, "sigmoid"), (96, "sigmoid"), (32, "softplus"), (1, "softplus")])
 def test_the_kernels_of_hopper_gpus(monkeypatch: pytest.MonkeyPatch, heads: int, gate_fn: str) -> None:
-    from kdacompile.lowering.hopper import combine, prepare, prepare_unbounded, scan, scan_beside
+    from kdacompile.lowering.hopper import combine, prepare, prepare_unbounded, scan
 
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)  # pyright: ignore[reportUnknownLambdaType]
-    for module in (combine, prepare, prepare_unbounded, scan, scan_beside):
+    for module in (combine, prepare, prepare_unbounded, scan):
         stand_in(monkeypatch, module)
 
     def run(call: Any, scratch: Scratch) -> tuple[Tensor, ...]:
