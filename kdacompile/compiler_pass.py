@@ -217,7 +217,7 @@ class _Work:
         obstacles: list[Obstacle] = []
         refused: list[tuple[Candidate, Verdict]] = []
         unspliced: list[Rejection] = []
-        for found in self.candidates(shadow, group, effort):
+        for found in self.candidates(group, effort):
             if isinstance(found, Obstacle):
                 obstacles.append(found)
                 continue
@@ -239,8 +239,8 @@ class _Work:
         self.missed |= len(group.anchors) > 2
         return False
 
-    def candidates(self, shadow: Graph, group: Group, effort: Effort | None) -> Iterator[Candidate | Obstacle]:
-        found = candidates(shadow, group, effort)
+    def candidates(self, group: Group, effort: Effort | None) -> Iterator[Candidate | Obstacle]:
+        found = candidates(group, effort)
         while True:
             with self.timed("match"):
                 item = next(found, None)

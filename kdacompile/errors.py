@@ -104,12 +104,6 @@ class MissingDependencyError(KdaError, ImportError):
     template = "{what} needs {package}: pip install {install}"
 
 
-class UnsupportedTorchError(KdaError, RuntimeError):
-    """A torch outside the range kdacompile is tested with."""
-
-    template = "torch {found} is outside the supported range {supported}"
-
-
 class BenchError(KdaError, RuntimeError):
     """A benchmark that could not be run as asked."""
 

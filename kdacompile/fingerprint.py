@@ -11,7 +11,7 @@ import torch
 
 @functools.cache
 def source_fingerprint() -> str:
-    """A hash of every file that decides what is rewritten and how it runs, and of the libraries' versions."""
+    """A hash of every file that decides what is rewritten and how it runs, and of torch's version."""
     import kdacompile
     from kdacompile import lowering, patterns
 

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kdacompile.compat import is_functorch_wrapped_tensor
+from kdacompile.compat.dispatcher import is_functorch_wrapped_tensor
 
 from .cpu import run_recurrence, runs_recurrence
 from .errors import ArgumentError

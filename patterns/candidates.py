@@ -13,7 +13,7 @@ import torch
 
 from kdacompile.patterns.cuts import NoCut, Surroundings
 from kdacompile.patterns.evaluate import EvaluationError, constant
-from kdacompile.patterns.ir import Graph, Op, Value, ancestors
+from kdacompile.patterns.ir import Op, Value, ancestors
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Exit, Group, is_soft
 from kdacompile.patterns.roles import Hypothesis, frames, hypotheses, role_test
@@ -70,7 +70,7 @@ class Effort:
         return self.ways >= 0 or self.operators >= 0
 
 
-def candidates(graph: Graph, group: Group, effort: Effort | None = None) -> Iterator[Candidate | Obstacle]:
+def candidates(group: Group, effort: Effort | None = None) -> Iterator[Candidate | Obstacle]:
     """Candidates of one group, most plausible first, with the obstacles met on the way."""
     if not group.exits:
         return

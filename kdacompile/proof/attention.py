@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kdacompile.patterns.evaluate import EvaluationError, Factors, LaneError, Region
+from kdacompile.patterns.evaluate import EvaluationError, Region
 from kdacompile.patterns.ir import Value
+from kdacompile.patterns.lanes import Factors, LaneError
 from kdacompile.patterns.mla.definition import WEIGHTS, Claim, MlaCandidate, MlaPlacement
 from kdacompile.patterns.mla.oracle import latent_attention
 from kdacompile.proof.region import TOLERANCE, one_thread, token_error

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from kdacompile.patterns import tables
 from kdacompile.patterns.candidates import Candidate
-from kdacompile.patterns.evaluate import EvaluationError, LaneError, Region
+from kdacompile.patterns.evaluate import EvaluationError, Region
 from kdacompile.patterns.ir import Value
+from kdacompile.patterns.lanes import LaneError
 from kdacompile.patterns.recurrence import token_recurrence
 from kdacompile.patterns.roles import LETTERS, Hypothesis, Placement
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kdacompile.patterns.absorb.letters import MOVES, POINTWISE, above, broadcast
 from kdacompile.patterns.absorb.scope import Scope
-from kdacompile.patterns.evaluate import EvaluationError, LaneError, Region
+from kdacompile.patterns.evaluate import EvaluationError, Region
 from kdacompile.patterns.ir import Op, Value, ancestors
+from kdacompile.patterns.lanes import LaneError
 from kdacompile.patterns.roles import LETTERS, Placement
 
 MAX_VALUES = 48

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kdacompile.patterns.evaluate import EvaluationError, LaneError, Region
+from kdacompile.patterns.evaluate import EvaluationError, Region
 from kdacompile.patterns.ir import Value, ancestors
+from kdacompile.patterns.lanes import LaneError
 
 
 def number(item: object) -> float | None:

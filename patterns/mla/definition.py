@@ -19,7 +19,6 @@ from kdacompile.patterns.ir import Op, Value
 from kdacompile.patterns.roles import Placement
 
 NAME = "mla"
-TITLE = "Multi-head latent attention (MLA)"
 
 LETTERS = {
     "q": "BTHK",

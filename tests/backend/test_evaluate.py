@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from kdacompile.patterns.evaluate import LaneError, Region
+from kdacompile.patterns.evaluate import Region
+from kdacompile.patterns.lanes import LaneError
 from kdacompile.shadow.build import make_shadow
 
 

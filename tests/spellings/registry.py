@@ -26,7 +26,6 @@ from kdacompile.patterns.recurrence import token_recurrence
 PATTERNS = ("kda", "gated_delta_rule", "delta_rule", "gla", "simple_gla", "retention", "linear_attention")
 DELTA = frozenset({"kda", "gated_delta_rule", "delta_rule"})
 CHANNEL = frozenset({"kda", "gla"})
-GATE_NAMES = frozenset({"g", "alpha", "gate_logit"})
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,10 @@ _SIZES = ("UB_SIZE", "L1_SIZE", "L0A_SIZE", "L0B_SIZE", "L0C_SIZE")
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """One function: its synchronisations with other cores, and between its own pipes."""
+    """One function: its synchronisations with other cores."""
 
     block_sets: int
     block_waits: int
-    pipe_sets: int
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def _memories(text: str, kernel: str) -> dict[str, Memory]:
 
 def _unit(function: Op) -> UnitFacts:
     names = [op.name.rpartition(".")[2] for op in function.walk()]
-    return UnitFacts(*(names.count(name) for name in ("sync_block_set", "sync_block_wait", "set_flag")))
+    return UnitFacts(*(names.count(name) for name in ("sync_block_set", "sync_block_wait")))
 
 
 def _handovers(cube: Op) -> tuple[int, int]:

@@ -1,0 +1,227 @@
+"""What a node of Dynamo's graph is: where it comes from, what it yields, what it writes, what it means."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import tracing
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+_OWN_ATTRIBUTE = re.compile(r"(\._buffers\[[^\]]*\]|\.\w+)$")
+
+
+def source_of_input(node: fx.Node) -> Any:
+    """Where Dynamo found a graph input; None for inputs of other graphs."""
+    argument = node.meta.get("grapharg")  # there while the graph is being captured
+    return getattr(node, "_dynamo_source", getattr(argument, "source", None))
+
+
+def source_name(node: fx.Node) -> str:
+    """The expression that Dynamo knows a graph input by; "" for inputs of other graphs."""
+    source = source_of_input(node)
+    if source is None:
+        return ""
+    name: Any = source.name() if callable(source.name) else source.name
+    return str(name)
+
+
+def owner(node: fx.Node) -> str:
+    """Which module (or globals) a graph input is kept by, as Dynamo's source names it; "" for arguments of the call."""
+    source = source_of_input(node)
+    if source is None:
+        return ""
+    where: Any = source.guard_source() if callable(source.guard_source) else source.guard_source
+    if "MODULE" not in where.name and "GLOBAL" not in where.name:
+        return ""
+    return "G" if where.name == "GLOBAL" else _OWN_ATTRIBUTE.sub("", source_name(node))
+
+
+def is_random(target: Any) -> bool:
+    """True for operators that draw random numbers, whatever they read."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def example_value(node: fx.Node) -> Any:
+    """What Dynamo (``example_value``) or export (``val``) says the node yields."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def is_value(example: Any) -> bool:
+    """True for tensors and collections, which may hold tensors."""
+    return isinstance(example, (torch.Tensor, list, tuple)) and not isinstance(example, torch.Size)
+
+
+OWN_OPS = frozenset({"kdacompile::linear_attention", "kdacompile::linear_attention_step"})
+"""This package's functional operators, which the shadow keeps as they are."""
+
+
+def is_own_op(node: fx.Node) -> bool:
+    """True for calls of this package's operators."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "kdacompile"
+
+
+ABSORBED = "kdacompile_absorbed"
+"""Key of a node's meta: what an operator of ours took over from its surroundings."""
+
+
+def is_opaque_call(node: fx.Node) -> bool:
+    """Calls the shadow never looks into: higher-order operators, custom operators, in-graph modules."""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("aten", "prims"):
+        return False
+    return target._schema.name not in OWN_OPS
+
+
+def is_detach(node: fx.Node | None) -> bool:
+    """True if the user's own code cuts the gradient at this node."""
+    if node is None:
+        return False
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name.split(".")[0] in ("detach", "detach_", "_get_data_attr") or (
+        name == "getattr" and node.args[1] == "data"
+    )
+
+
+_AUTOCAST = {"_enter_autocast", "_exit_autocast"}
+
+
+def is_mode_switch(node: fx.Node) -> bool:
+    """Nodes that change a mode (grad, autocast, saved-tensor hooks) and compute nothing."""
+    name = getattr(node.target, "__name__", "")
+    return name in _AUTOCAST or name in ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+
+
+def grad_mode_after(node: fx.Node, before: bool) -> bool:
+    """Grad mode once ``node`` has run."""
+    if getattr(node.target, "__name__", "") == "_set_grad_enabled":
+        return bool(node.args[0])
+    return before
+
+
+def inference_mode_change(node: fx.Node) -> int:
+    """+1 where the graph enters inference mode, -1 where it leaves it."""
+    return {"_enter_inference_mode": 1, "_exit_inference_mode": -1}.get(getattr(node.target, "__name__", ""), 0)
+
+
+_WRITING_FUNCTIONS: tuple[Callable[..., Any], ...] = (operator.setitem,)
+
+
+def writes_first_argument(node: fx.Node) -> bool:
+    """True if the call may write its first argument in place (asked of calls that could not be replayed)."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = getattr(node.target, "__name__", "")
+    in_place = name.startswith("i") and hasattr(operator, f"__{name}__")
+    return node.target in _WRITING_FUNCTIONS or in_place or (name.endswith("_") and not name.startswith("_"))
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """Arguments that a call nobody looks into may write."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return list(node.all_input_nodes) if _may_write(node) else []
+    if isinstance(node.target, torch._ops.OpOverload):
+        named = dict(zip((spec.name for spec in node.target._schema.arguments), node.args, strict=False))
+        given = {**named, **node.kwargs}
+        written = [spec.name for spec in node.target._schema.arguments if spec.alias_info and spec.alias_info.is_write]
+        return [arg for name in written for arg in _nodes(given.get(name))]
+    first = _nodes(node.args[0]) if node.args and writes_first_argument(node) else []
+    return [*first, *_nodes(node.kwargs.get("out"))]
+
+
+def _nodes(tree: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    map_arg(tree, found.append)
+    return found
+
+
+def _may_write(node: fx.Node) -> bool:
+    """True if a higher-order operator writes its arguments: by its name, or in a body of its own."""
+    if "mutation" in str(node.target):
+        return True
+    owner = node.graph.owning_module
+    bodies = [attribute(owner, arg) for arg in node.all_input_nodes if owner is not None and arg.op == "get_attr"]
+    return any(
+        writes_first_argument(inner)
+        for body in bodies
+        if isinstance(body, fx.GraphModule)
+        for inner in body.graph.nodes
+        if inner.op in ("call_function", "call_method")
+    )
+
+
+_TRANSFORMS = frozenset(
+    "_vmap_increment_nesting _jvp_increment_nesting _grad_increment_nesting _func_increment_nesting "
+    "push_dynamic_layer_stack _enter_dual_level".split()
+)
+
+
+def transforms(graph: fx.Graph) -> bool:
+    """True if the graph runs under a transform of torch.func, whose tensors are not what their shapes say."""
+    return any(getattr(node.target, "__name__", "") in _TRANSFORMS for node in graph.nodes)
+
+
+def wrapped_tensors(graph: fx.Graph) -> bool:
+    """True if an input of the graph is a tensor subclass around other tensors, such as a DTensor."""
+    inputs = (example_value(node) for node in graph.nodes if node.op == "placeholder")
+    return any(is_traceable_wrapper_subclass(value) for value in inputs)
+
+
+def attribute(gm: fx.GraphModule | None, node: fx.Node) -> Any:
+    value: Any = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def memory_of(tensor: torch.Tensor) -> Any:
+    """What tensors that share memory have in common, fake ones included; their own identity where there is none."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses without a storage
+        return id(tensor)
+
+
+def is_literal(node: fx.Node) -> bool:
+    """``torch.tensor`` of plain numbers: a constant whose data stand in the graph's text."""
+    return node.target in (torch.tensor, torch.as_tensor) and not node.all_input_nodes
+
+
+def is_graph_constant(node: fx.Node) -> bool:
+    """Tensors Dynamo lifted from literals (``torch.tensor([...])`` and the like): the same on every call."""
+    return node.op == "get_attr" and str(node.target).startswith("_tensor_constant")
+
+
+@contextlib.contextmanager
+def fake_mode_of(node: fx.Node) -> Generator[Any]:
+    """Enter the fake mode the node's example value lives in."""
+    value = example_value(node)
+    mode = getattr(value, "fake_mode", None)
+    if mode is None:
+        yield None
+        return
+    with tracing(None), mode:
+        yield mode
+
+
+def propagate_fake(node: fx.Node, like: fx.Node) -> None:
+    """Give a node we inserted the example value its operator computes on its inputs' example values."""
+    key = "example_value" if "example_value" in like.meta else "val"
+    args = map_arg(node.args, example_value)
+    kwargs = map_arg(node.kwargs, example_value)
+    with _disable_current_modes(), fake_mode_of(like):
+        if node.op == "call_method":
+            node.meta[key] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            node.meta[key] = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -1,0 +1,99 @@
+"""Symbolic sizes: their hints, symbols, ranges and guards, and what they are at an instance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from kdacompile.compat.nodes import example_value
+
+
+class NoHint(RuntimeError):
+    """A number that is known only once the graph runs."""
+
+
+def size_hint(size: Any) -> Any:
+    """The concrete size behind a symbolic one; raises ``NoHint`` for unbacked symbols."""
+    if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        hint = size.node.hint
+        if hint is None:
+            raise NoHint(f"{size} has no hint")
+        return hint
+    return size
+
+
+def is_one(size: Any) -> bool:
+    """True for the number 1; a symbolic size is not asked, which would put a guard on it."""
+    return isinstance(size, int) and size == 1
+
+
+def free_symbols(value: Any) -> set[Any]:
+    """The symbols in a size, in a tensor's sizes, or in those of a collection."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return set(value.node.expr.free_symbols)
+    if isinstance(value, torch.Tensor):
+        return free_symbols(tuple(value.shape))
+    if isinstance(value, (list, tuple)):
+        return {symbol for item in value for symbol in free_symbols(item)}
+    return set()
+
+
+def is_unbacked(symbol: Any) -> bool:
+    return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
+
+
+def is_number(symbol: Any) -> bool:
+    """True for the symbol of a float, which dynamic shapes make of a number that a module or a caller holds."""
+    return symbol_is_type(symbol, SymT.FLOAT)
+
+
+def settle(env: Any, symbol: Any) -> None:
+    """Guard that a symbol stays what it is: with another value the graph is captured again."""
+    env.evaluate_expr(sympy.Eq(symbol, env.backed_var_to_val[symbol]))
+
+
+def tie(size: Any, other: Any) -> None:
+    """Guard that two sizes are equal: from here on they have the same symbols."""
+    if isinstance(size, torch.SymInt) or isinstance(other, torch.SymInt):
+        bool(size == other)
+
+
+def shape_env(nodes: list[fx.Node]) -> Any:
+    """The environment that knows the graph's symbols, guards and ranges."""
+    for node in nodes:
+        value = example_value(node)
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            if isinstance(size, (torch.SymInt, torch.SymFloat)):
+                return size.node.shape_env
+    raise ValueError("the graph has no symbolic sizes")
+
+
+def backed_hints(env: Any) -> dict[Any, int]:
+    return {symbol: int(hint) for symbol, hint in env.backed_var_to_val.items() if getattr(hint, "is_integer", False)}
+
+
+def in_range(env: Any, symbol: Any, size: int) -> bool:
+    known = env.var_to_range.get(symbol)
+    return size >= 2 and (known is None or (bool(known.lower <= size) and bool(size <= known.upper)))
+
+
+def allowed(env: Any, sizes: dict[Any, int]) -> bool:
+    """True if ``sizes`` satisfy every guard of the graph that can be evaluated with them."""
+    numbers = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
+    numbers |= {symbol: expr.xreplace(numbers) for symbol, expr in env.replacements.items()}
+    return all(guard.expr.xreplace(numbers) == sympy.true for guard in env.guards)
+
+
+def size_at(size: Any, sizes: dict[Any, int]) -> Any:
+    """A symbolic number at an instance; raises ``NoHint`` where the instance does not settle it."""
+    if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return size
+    number = sympy.sympify(size.node.expr).xreplace({symbol: sympy.Integer(value) for symbol, value in sizes.items()})
+    if number.free_symbols:
+        raise NoHint(f"{size} is not settled")
+    kind = int if isinstance(size, torch.SymInt) else float if isinstance(size, torch.SymFloat) else bool
+    return kind(number)
