@@ -87,7 +87,7 @@ class StrictError(CompileError, RuntimeError):
     template = "{problem}\n{listing}"
 
     def __init__(self, *, problem: str, reasons: Sequence[str] = (), **_: Any) -> None:
-        listing = "\n".join(f"  - {reason}" for reason in reasons) or "  (no region came near a known pattern)"
+        listing = "\n".join(f"  - {reason}" for reason in reasons) or "  (nothing else came near a known pattern)"
         super().__init__(problem=problem, reasons=tuple(reasons), listing=listing)
 
     @property
