@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -131,9 +132,10 @@ def _cuts(group: Group, output: Value, state: Value | None, effort: Effort) -> I
     offsets = _offsets(targets, group)
     ways = [(True, True, ()), (True, False, ()), (False, False, ()), *([(True, True, offsets)] if offsets else [])]
     above: dict[Collection[Op], Surroundings] = {}
-    for key_size in _key_sizes(group, sizes, state):
-        has_role = role_test(frames(output, state, key_size))
-        for raw_state, grouped, barriers in ways:
+    for usual, key_size in product((True, False), _key_sizes(group, sizes, state)):
+        readings = frames(output, state, key_size, usual=usual)
+        has_role = role_test(readings)
+        for raw_state, grouped, barriers in ways[: len(ways) if usual else 1] if readings else ():
             if not effort.take(group):
                 return
             if barriers not in above:

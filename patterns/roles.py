@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kdacompile.patterns.gates import Units
 from kdacompile.patterns.ir import Op, Value
+from kdacompile.patterns.regions import is_anchor
 
 LETTERS = {
     "q": "BTGK",
@@ -46,6 +47,8 @@ class Placement:
     role: str
     value: Value
     letters: str
+    backwards: bool = field(default=False, kw_only=True)
+    """The last token comes first."""
 
     @property
     def order(self) -> str:
@@ -68,7 +71,11 @@ class Placement:
         if order != sorted(order):
             steps.append(("permute", tuple(order)))
         missing = [i for i, letter in enumerate(self.order) if letter not in letters]
-        return [*steps, *(("unsqueeze", (index,)) for index in missing)]
+        return [*steps, *(("unsqueeze", (index,)) for index in missing), *self._turn()]
+
+    def _turn(self) -> list[tuple[str, tuple[object, ...]]]:
+        """In the role's own order of dimensions."""
+        return [("flip", (self.order.index("T"),))] if self.backwards and "T" in self.letters else []
 
     def _filled(self, letters: str) -> str:
         """``letters`` with the role's missing letters in place of dimensions of size one, as far as there are any."""
@@ -80,9 +87,8 @@ class Placement:
     def back_steps(self) -> list[tuple[str, tuple[object, ...]]]:
         """Tensor methods that lay a canonical tensor out as the graph has it."""
         order, letters = self.order, self._filled(self.letters)
-        steps: list[tuple[str, tuple[object, ...]]] = [
-            ("squeeze", (index,)) for index in reversed(range(len(order))) if order[index] not in letters
-        ]
+        steps = self._turn()
+        steps += [("squeeze", (index,)) for index in reversed(range(len(order))) if order[index] not in letters]
         present = [letter for letter in order if letter in letters]
         permutation = [present.index(letter) for letter in letters if letter not in ".="]
         if permutation != sorted(permutation):
@@ -139,6 +145,11 @@ class Hypothesis:
     def with_(self, **changes: object) -> Hypothesis:
         return replace(self, **changes)  # type: ignore[arg-type]
 
+    def backwards(self) -> Hypothesis:
+        """The same claim with the last token first."""
+        inputs = tuple(replace(placement, backwards=True) for placement in self.inputs)
+        return self.with_(inputs=inputs, output=replace(self.output, backwards=True))
+
 
 def _labelings(value: Value, role: str, sizes: dict[str, int]) -> Sequence[tuple[str, dict[str, int]]]:
     """Letters for each dimension of ``value`` in ``role`` that agree with the sizes known so far, and all sizes."""
@@ -175,8 +186,10 @@ def _labelings_of(
 INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "rate")
 
 
-def frames(output: Value, state: Value | None, key_size: int) -> list[dict[str, int]]:
-    """Sizes of the letters, K included, under the usual readings of the results (the unusual if there is no other)."""
+def frames(output: Value, state: Value | None, key_size: int, *, usual: bool) -> list[dict[str, int]]:
+    """Sizes of the letters, K included, under the readings of the results that come nearest to what people write, or
+    under all others.
+    """
     found = [(_oddity(letters), sizes) for letters, sizes in _labelings(output, "o", {})]
     if state is not None:
         found = [
@@ -185,7 +198,7 @@ def frames(output: Value, state: Value | None, key_size: int) -> list[dict[str, 
             for letters, known in _labelings(state, "final_state", sizes)
         ]
     least = min((odd for odd, _ in found), default=0)
-    return [{**sizes, "K": sizes.get("K", key_size)} for odd, sizes in found if odd == least]
+    return [{**sizes, "K": sizes.get("K", key_size)} for odd, sizes in found if (odd == least) == usual]
 
 
 def role_test(readings: Sequence[dict[str, int]]) -> Callable[[Value], bool]:
@@ -298,6 +311,13 @@ def _with_one_more(partial: _Partial, cut: Sequence[Value], gates: dict[Value, b
                 yield cost, _Partial(both, partial.ends, known, partial.seen + 1)
 
 
+def _erases(region: set[Op]) -> bool:
+    """True if there is more than one write and one read. The first token after an empty state looks the same with a
+    delta term and without: its text tells which was meant.
+    """
+    return sum(map(is_anchor, region)) > 2
+
+
 def _complete(
     inputs: tuple[Placement, ...],
     ends: tuple[Placement, ...],
@@ -317,8 +337,9 @@ def _complete(
     rates = units(gate.value, factor and factor.value) if gate else [1.0]
     form = "log" if rates or factor else "factor"
     output, final = ends[0], ends[1] if len(ends) > 1 else None
+    first = sizes.get("T", 1) > 1 or "initial_state" in by_role or _erases(units.region)
     for turn, rate in enumerate(rates or [1.0]):
-        for delta in (True, False):
+        for delta in (first, not first):
             yield Hypothesis(
                 inputs,
                 output,

@@ -40,7 +40,9 @@ SELECTIONS = frozenset("where masked_fill tril triu".split())
 
 CONTRACTIONS = frozenset("bmm baddbmm mm addmm mv dot".split())
 SCANS = frozenset("cumsum cumprod".split())
-SOLVES = frozenset("linalg_solve_triangular _linalg_solve_ex linalg_inv_ex".split())
+SOLVES = frozenset(
+    "linalg_solve_triangular _linalg_solve_ex linalg_inv_ex linalg_lu_factor_ex linalg_lu_solve linalg_lu".split()
+)
 POINTWISE = frozenset("add sub rsub mul div neg exp exp2 reciprocal pow square addcmul addcdiv lerp".split())
 
 REGION = (

@@ -147,12 +147,15 @@ def _judge(
 ) -> Verdict:
     """One hypothesis: most are refuted by a first run that many share; without a reason, if they are."""
     inputs, results = _first_run(candidate, hypothesis, runner, drawn)
-    fitted, error = _fit(hypothesis, inputs, results)
-    if fitted is None and hypothesis.gate == "none" and _starts_alike(hypothesis, inputs, results):
-        fitted, runner = _with_constant_decay(hypothesis, runner)
-    if fitted is None:
-        return Verdict(None, error)
-    return _probe_fully(fitted, runner, wide=wide)
+    least = float("inf")
+    for claim in (hypothesis, hypothesis.backwards()) if hypothesis.sizes["T"] > 1 else (hypothesis,):
+        fitted, error = _fit(claim, inputs, results)
+        least = min(least, error)
+        if fitted is None and claim.gate == "none" and _starts_alike(claim, inputs, results):
+            fitted, runner = _with_constant_decay(claim, runner)
+        if fitted is not None:
+            return _probe_fully(fitted, runner, wide=wide)
+    return Verdict(None, least)
 
 
 def _describe(hypothesis: Hypothesis) -> str:

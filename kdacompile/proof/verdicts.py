@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class Verdicts:
         hypothesis = verdict.hypothesis
 
         def move(placement: Placement) -> Placement:
-            return Placement(placement.role, swap[placement.value], placement.letters)
+            return replace(placement, value=swap[placement.value])
 
         moved = hypothesis.with_(
             inputs=tuple(move(p) for p in hypothesis.inputs),

@@ -252,8 +252,8 @@ def _moved(candidate: Candidate, here: Graph, there: Graph, groups: list[Group])
     return replace(found, hypotheses=same) if same else "the roles do not fit at other sizes"
 
 
-def _role(placement: Placement | None) -> tuple[str, Any, str] | None:
-    return placement and (placement.role, placement.value.node, placement.letters)
+def _role(placement: Placement | None) -> tuple[str, Any, str, bool] | None:
+    return placement and (placement.role, placement.value.node, placement.letters, placement.backwards)
 
 
 def _claims(hypothesis: Hypothesis) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from tests.spellings import (
     chunked_delta_inverse,
     chunked_plain,
     fla_naive,
+    mathematicians,
     near_misses_chunked,
     near_misses_more,
     near_misses_published,
@@ -19,6 +20,7 @@ from tests.spellings import (
     recurrent_plain,
     steps,
     strangers,
+    time_turned,
     upstream,
 )
 from tests.spellings.near_misses import REGISTRY as NEAR_REGISTRY
@@ -41,6 +43,8 @@ TEXTS = (
     other_hands_units,
     outsiders,
     strangers,
+    mathematicians,
+    time_turned,
     near_misses_more,
     near_misses_chunked,
     near_misses_published,

@@ -257,8 +257,8 @@ def both_directions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @near_miss("linear_attention", "q k v", scale=1.0, layout="bhtd", length=6)
-def looks_ahead_only(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT).triu() @ v
+def looks_ahead_of_itself(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).triu(1) @ v
 
 
 @near_miss("retention", "q k v gamma", scale=1.0, layout="bhtd", length=6)

@@ -37,7 +37,8 @@ class Spelling:
     pattern: str
     takes: tuple[str, ...]
     mode: str = "sequence"
-    layout: str = "bthd"  # or "bhtd", "bhd" (a step without a time axis), "td" (one head, no batch)
+    layout: str = "bthd"  # or "bhtd", "bhdt", "bhd" (a step without a time axis), "td" (one head, no batch)
+    backwards: bool = False  # the last token comes first
     state_layout: str = "kv"  # or "vk"
     scale: float | None = None  # None: K ** -0.5
     l2norm_eps: float = 0.0
@@ -91,8 +92,11 @@ class Spelling:
         decay, beta = self._decay(given), given.get("beta", given.get("dt"))
         if "beta_logit" in given:
             beta = given["beta_logit"].sigmoid()
+        if self.backwards:
+            q, k, v = q.flip(1), k.flip(1), v.flip(1)
+            decay, beta = (x if x is None or x.dim() < 2 else x.flip(1) for x in (decay, beta))
         o, state = token_recurrence(q, k, v, decay, beta, given.get("state"), delta=self.delta, scale=scale)
-        return self._lay_out("v", o), state
+        return self._lay_out("v", o.flip(1) if self.backwards else o), state
 
     def read(self, outputs: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
         """Split what ``fn`` returned into the output and the final state in ``[B, HV, K, V]``, if it gives one."""
@@ -150,6 +154,8 @@ class Spelling:
             return x
         if self.layout == "td":
             return x[0, :, 0]
+        if self.layout == "bhdt":
+            return x.movedim(1, -1).contiguous()
         if self.layout == "bhtd":
             return x.transpose(1, 2).contiguous()
         return x.squeeze(1) if self.layout == "bhd" else x
@@ -161,6 +167,8 @@ class Spelling:
             return x
         if self.layout == "td":
             return x[None, :, None]
+        if self.layout == "bhdt":
+            return x.movedim(-1, 1)
         if self.layout == "bhtd":
             return x.transpose(1, 2)
         return x.unsqueeze(1) if self.layout == "bhd" else x
