@@ -26,7 +26,7 @@ class MlaSplice(Splice):
 
     def check_grad(self) -> None:
         super().check_grad()
-        if "block_table" in self.claim.inputs and self.wants_gradient() and not self.detached:
+        if "block_table" in self.claim.inputs and self.records_gradient():
             raise CannotSplice("grad", "a paged cache has no gradients")
 
     def region_nodes(self) -> set[fx.Node]:

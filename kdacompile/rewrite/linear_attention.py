@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kdacompile import compat
+from kdacompile import compat, gradient
 from kdacompile.ops.definitions import linear_attention, linear_attention_step, linear_attention_step_
 from kdacompile.patterns.match import Fused
 from kdacompile.patterns.roles import LETTERS, Placement
@@ -91,11 +91,11 @@ class LinearAttentionSplice(Splice):
     def overwrites_cache(self, before: fx.Node) -> bool:
         """True if the step's only use of the new state is to overwrite the old one: then it can be done in place."""
         state = self.fused.inputs.get("initial_state")
-        if state is None or self.final is None or self.fused.mode != "step" or self.wants_gradient():
-            return False
-        if state.role in self.fused.upcast:
+        if state is None or self.final is None or self.fused.mode != "step" or self.records_gradient():
             return False
         cache = state.value.node
+        if state.role in self.fused.upcast or gradient.wants_gradient(cache):
+            return False
         if state.steps(self.fused.sizes) or self.final.letters != state.letters or cache.op != "placeholder":
             return False
         if self.state_in_place:

@@ -248,7 +248,7 @@ class Splice:
         node = placement.value.node
         if self.detached and gradient.wants_gradient(node):
             node = self.method(node, "detach")
-        elif self.wants_gradient() and self.is_overwritten(node):
+        elif self.records_gradient() and self.is_overwritten(node):
             node = self.method(node, "clone")  # autograd keeps what the op reads
         for name, args in placement.steps(self.fused.sizes):
             node = self.method(node, name, *args)
@@ -263,8 +263,10 @@ class Splice:
         storage = self.shadow.storages.get(node)
         return any(mutation.storage == storage for mutation in self.shadow.mutations)
 
-    def wants_gradient(self) -> bool:
-        return any(gradient.wants_gradient(placement.value.node) for placement in self.fused.inputs.values())
+    def records_gradient(self) -> bool:
+        """True if autograd sees the op. Parameters want a gradient in inference too, where nothing is recorded."""
+        inputs = self.fused.inputs.values()
+        return not self.detached and any(gradient.wants_gradient(placement.value.node) for placement in inputs)
 
     def getitem(self, call: fx.Node, index: int, like: fx.Node) -> fx.Node:
         return self.with_meta(self.graph.call_function(operator.getitem, (call, index)), like)

@@ -318,6 +318,33 @@ def test_a_buffer_is_overwritten(in_place: bool, inner: str) -> None:
     assert patterns(report) == ["gla"]
 
 
+class CachedGate(Cached):
+    """The gate's rate is trained, and becomes part of the op."""
+
+    def __init__(self) -> None:
+        super().__init__(in_place=False)
+        self.A_log = nn.Parameter(torch.zeros(self.state.shape[1]))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        return super().forward(q, k, v, -self.A_log.exp()[:, None] * nn.functional.softplus(g))
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_parameters_do_not_keep_a_step_from_overwriting_its_buffer(mode: Callable[[], Any], inner: str) -> None:
+    """They want a gradient, but in inference nothing is recorded."""
+    ours, plain = CachedGate(), CachedGate()
+    arguments = step_arguments()[:4]
+    with mode(), collecting() as report:
+        run = compiled(ours, inner)
+        for _ in range(3):
+            assert relative_error(run(*arguments), plain(*arguments)) < 1e-5
+            assert relative_error(ours.state, plain.state) < 1e-5
+    (match,) = report.matches
+    assert match.op == "kdacompile::linear_attention_step_"
+    assert "softplus" in " ".join(match.absorbed), match.absorbed
+
+
 def _reads_before(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     before = state.sum()
     state.mul_(g.exp().unsqueeze(-1)).add_(k.unsqueeze(-1) * v.unsqueeze(-2))
