@@ -15,7 +15,7 @@ from kdacompile.held import Tables
 from kdacompile.hoist.attempt import attempt, may_help
 from kdacompile.patterns.absorb import absorb
 from kdacompile.patterns.absorb.casts import kept_upcasts
-from kdacompile.patterns.blockers import find_blockers
+from kdacompile.patterns.blockers import find_blockers, find_unknown
 from kdacompile.patterns.candidates import Candidate, Effort, candidates
 from kdacompile.patterns.ir import Graph, Op, ancestors
 from kdacompile.patterns.layers import inner_groups, is_layer
@@ -320,10 +320,13 @@ class _Work:
         told = any(rejection.code != "roles" for rejection in self.rejections)
         if told or self.matches or self.attention.matches or self.attention.rejections:
             return
-        blockers: list[Rejection] = []
-        for found in find_blockers(shadow):
-            source = source_of(found.op.node if found.op else None)
-            blockers.append(Rejection("linear_attention", found.reason, source, found.code))
+        obstacles = list(find_blockers(shadow))
+        if self.rejections and not obstacles:
+            obstacles = list(find_unknown(shadow))
+        blockers = [
+            Rejection("linear_attention", found.reason, source_of(found.op.node if found.op else None), found.code)
+            for found in obstacles
+        ]
         self.rejections = blockers or self.rejections
 
     def reject(self, group: Group, obstacles: list[Obstacle], refused: list[tuple[Candidate, Verdict]]) -> None:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from .scratch import Scratch
 
+GATE_FNS = ("log", "factor", "softplus", "sigmoid", "logsigmoid")
+"""Gate functions of ``kdacompile.ops.semantics`` that CUDA kernels compute as they load g; they decline all others."""
+
 
 @dataclass(frozen=True)
 class Call:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import Call
+from ..calls import GATE_FNS, Call
 from ..scratch import Scratch
 from .configs import Config, Device, choose, padded, step_columns
 from .kernels import chunk_source
@@ -37,6 +37,8 @@ class TritonKernels:
             return "GPUs before Ampere have neither bf16 nor TF32 tensor cores"
         if call.compute_dtype not in _DTYPES:
             return f"no {call.compute_dtype} kernels"
+        if call.gate_fn not in GATE_FNS:
+            return f"no kernels with the gate function {call.gate_fn!r}"
         if max(call.q.shape[3], call.v.shape[3]) > MAX_WIDTH:
             return f"K or V above {MAX_WIDTH}"
         return None

@@ -33,6 +33,10 @@ def saturating_state(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tenso
     return loop(q, k, v, on_state=torch.tanh)
 
 
+def unknown_on_the_state(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    return loop(q, k, v, on_state=torch.asinh)
+
+
 def bounded_error(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
     return loop(q, k, v, on_write=lambda u: u.clamp(-1.0, 1.0))
 
@@ -47,11 +51,12 @@ def bounded_scores(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor)
     [
         (bounded_state, "on the state (clamp)"),
         (saturating_state, "on the state (tanh)"),
+        (unknown_on_the_state, "an unknown operator on the state (asinh)"),
         (bounded_error, "on the state (clamp)"),
         (bounded_scores, "between products of activations (clamp)"),
     ],
 )
-def test_a_non_linearity_is_named(fn: Callable[..., Tensor], reason: str) -> None:
+def test_the_operator_in_the_way_is_named(fn: Callable[..., Tensor], reason: str) -> None:
     ours, expected, report = explained(fn)
     assert worst_error(ours, expected) == 0.0
     assert not report.matches

@@ -53,6 +53,7 @@ def test_takes_bounded_kda(hopper: HopperKernels) -> None:
     [
         ({"delta": False}, "delta rule"),
         ({"gate": "head"}, "per channel or per token"),
+        ({"gate_fn": "new"}, "gate function 'new'"),
         ({"g": torch.zeros(1, 256, 2, 128, dtype=torch.float16)}, "float32"),
         ({"qk_l2norm_eps": 0.0}, "unit vectors"),
         ({"out_dtype": torch.float32}, "bfloat16"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from kdacompile.lowering.calls import Call
+from kdacompile.lowering.calls import GATE_FNS, Call
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
 from kdacompile.lowering.triton import TritonKernels
 from kdacompile.lowering.triton.configs import Device, choose, step_columns
@@ -25,6 +25,7 @@ from kdacompile.lowering.triton.load import load_source
 from kdacompile.lowering.triton.placement import place
 from kdacompile.lowering.triton.step import step_source
 from kdacompile.lowering.triton.variant import Variant
+from kdacompile.ops import checks
 from tests.lowering.test_program import check_golden
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +119,11 @@ def test_what_is_declined() -> None:
     assert kernels.declines(_call(v=wide)) == "K or V above 256"
     double = torch.zeros(1, 8, 1, 16, dtype=torch.float64)
     assert kernels.declines(_call(q=double)) == "no torch.float64 kernels"
+    assert kernels.declines(_call(gate_fn="new")) == "no kernels with the gate function 'new'"
+
+
+def test_every_gate_function_of_the_op_has_kernels() -> None:
+    assert set(GATE_FNS) == set(checks.GATE_FNS)
 
 
 def test_a_generated_source_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
