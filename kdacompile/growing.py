@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from kdacompile import compat, compiler_pass, glance, held
+from kdacompile import compat, compiler_pass, glance, held, opened
 from kdacompile.compat import sizes
 from kdacompile.fresh_caches import CONCATENATIONS
 from kdacompile.ops.mla_definitions import mla
@@ -33,7 +33,7 @@ def open_lengths(gm: fx.GraphModule, settings: Settings) -> None:
         trial = held.copy_of(gm)
         lengths = lengths if compiler_pass.rewrite(trial, settings).matches else set[int]()
         lengths |= prompts & set(_of_queries(trial.graph))
-    sizes.open_up(sizes.of_size(gm.graph, lengths))
+    opened.open_up(sizes.of_size(gm.graph, lengths), settings)
 
 
 def _of_caches(graph: fx.Graph) -> Iterator[int]:
@@ -60,7 +60,7 @@ def _of_prompts(graph: fx.Graph) -> set[int]:
     if torch.is_grad_enabled():
         return set()
     lengths = set(glance.heads_and_queries(graph))
-    given = (dims for dims in sizes.of_size(graph, lengths).items())
+    given = sizes.of_size(graph, lengths)
     known = {compat.example_value(node).shape[dim] for node, dims in given for dim in dims}
     return known if known and glance.may_expand_a_latent(graph) else set()
 

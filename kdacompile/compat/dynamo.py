@@ -8,13 +8,18 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Generator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch._C._functorch import peek_interpreter_stack
 
 from kdacompile.compat import region, sizes
+
+_latest: weakref.ref[Any] | None = None
+"""The region a call was looked at in last."""
 
 
 class CallSite:
@@ -53,9 +58,16 @@ class CallSite:
         variable = variable.realize()
         return (variable.as_python_constant(), True) if variable.is_python_constant() else (None, False)
 
-    def open_sizes(self, size: int) -> None:
-        """Capture the region anew with this size open wherever an input has it, unless that has been tried."""
-        sizes.open_up(sizes.of_size(self.tx.output.tracers[0].graph, {size}))
+    def begins_region(self) -> bool:
+        """True for the first call that is looked at in an attempt to capture a region."""
+        global _latest
+        news = _latest is None or _latest() is not self.tx.output
+        _latest = weakref.ref(self.tx.output)
+        return news
+
+    def inputs_of_size(self, size: int) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
+        """What the region is called with, and the dimensions of it that have this size, captured as a number."""
+        return sizes.of_size(self.tx.output.tracers[0].graph, {size})
 
     def widen_region(self, cause: Callable[..., Any]) -> None:
         """Capture the region past operators whose result's size depends on data (see ``region.widen``)."""

@@ -8,42 +8,76 @@ the first graph then serves every size already.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from kdacompile import compat
 
-Dims = Mapping[fx.Node, "set[int]"]
-"""Inputs of a graph, and the dimensions of each."""
+
+class Open(NamedTuple):
+    """Dimensions of an input, which Dynamo knows by the name ``source``."""
+
+    source: str
+    rank: int
+    dims: tuple[int, ...]
 
 
-def of_size(graph: fx.Graph, wanted: Collection[int]) -> Dims:
-    """Dimensions of the inputs of a graph that have one of these sizes, and not as a symbol."""
-    found: dict[fx.Node, set[int]] = {}
+def of_size(graph: fx.Graph, wanted: Collection[int]) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
+    """What a graph is called with (not its parameters), and which dimensions of it have one of these sizes, and not as
+    a symbol.
+    """
     for node in graph.find_nodes(op="placeholder"):
         value = compat.example_value(node)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and compat.owner(node) in ("", "G"):
             sizes = enumerate(value.shape)
-            found[node] = {dim for dim, size in sizes if not isinstance(size, torch.SymInt) and size in wanted}
-    return {node: dims for node, dims in found.items() if dims}
+            dims = tuple(dim for dim, size in sizes if not isinstance(size, torch.SymInt) and size in wanted)
+            if dims:
+                yield node, dims
 
 
-def open_up(dims: Dims) -> None:
-    """Have these dimensions captured with open sizes; does not return if that takes another capture.
+def as_open(found: Iterable[tuple[fx.Node, tuple[int, ...]]]) -> list[Open]:
+    """The same by the names Dynamo has for the inputs, where it has."""
+    return [
+        Open(source, compat.example_value(node).dim(), dims)
+        for node, dims in found
+        if (source := compat.source_name(node))
+    ]
 
-    To be called while Dynamo captures the graph or hands it to its backend. Does nothing for sizes that were to be open
-    already (Dynamo has found a reason to fix them), for those of parameters, or where shapes are to be static
-    (``dynamic=False``).
+
+def note(dims: Iterable[Open]) -> list[Open]:
+    """Have these dimensions captured open from the next attempt on, and say which of them were not to be already.
+
+    To be called while Dynamo captures a graph or hands it to its backend. Nothing is noted twice (Dynamo may have found
+    a reason to fix a size), nor where shapes are to be static (``dynamic=False``).
     """
     captured = frame()
     if captured is None or not _automatic(captured):
-        return
-    noted = [_note(captured, node, chosen) for node, chosen in dims.items()]  # all of them, before capture starts again
-    if any(noted):
-        raise capture_again("kdacompile: a size that will change is captured open")
+        return []
+    read = inputs()
+    return [Open(each.source, each.rank, news) for each in dims if (news := _note(captured, each, each.source in read))]
+
+
+def inputs() -> set[str]:
+    """Inputs of the graph that this thread captures, as far as they have been read."""
+    captured = frame()
+    nodes = () if captured is None else captured.output.tracers[0].graph.find_nodes(op="placeholder")
+    return set(map(compat.source_name, nodes))
+
+
+def region() -> str:
+    """What the region that this thread captures can be told by before it is captured: its code and the kinds of modules
+    it is called with; "" if it is called with none.
+    """
+    captured = frame()
+    given = [] if captured is None else captured.f_locals.values()
+    modules = [part for value in given if isinstance(value, nn.Module) for part in value.modules()]
+    if captured is None or not modules:
+        return ""
+    kinds = " ".join(f"{type(part).__module__}.{type(part).__qualname__}" for part in modules)
+    return f"{captured.f_code.co_filename}:{captured.f_code.co_firstlineno} {kinds}"
 
 
 def frame() -> Any:
@@ -61,21 +95,21 @@ def _automatic(captured: Any) -> bool:
     return bool(settings.automatic_dynamic_shapes) and captured.distributed_state is None
 
 
-def _note(captured: Any, node: fx.Node, dims: set[int]) -> bool:
-    """Note that these dimensions change from call to call; True if that is news."""
+def _note(captured: Any, wanted: Open, read: bool) -> tuple[int, ...]:
+    """Note that these dimensions change from call to call; returns those that were not known to. What was read and is
+    not known at all is none of Dynamo's choices.
+    """
     from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic, auto_unset, update_automatic_dynamic
 
-    source = compat.source_name(node)
-    if not source or compat.owner(node) not in ("", "G"):
-        return False
-    seen = update_automatic_dynamic(captured, source, FrameStateSizeEntry())
-    if not isinstance(seen.size, tuple):
-        return False
-    news = {dim for dim in dims if isinstance(seen.size[dim], int)}
+    seen = update_automatic_dynamic(captured, wanted.source, FrameStateSizeEntry()).size
+    known = (auto_unset,) * wanted.rank if seen is auto_unset and not read else seen
+    if not isinstance(known, tuple) or len(known) != wanted.rank:
+        return ()
+    news = tuple(dim for dim in wanted.dims if known[dim] is not auto_dynamic)
     if news:
-        sizes: Any = tuple(auto_dynamic if dim in news else auto_unset for dim in range(len(seen.size)))
-        update_automatic_dynamic(captured, source, FrameStateSizeEntry(size=sizes))
-    return bool(news)
+        sizes: Any = tuple(auto_dynamic if dim in news else auto_unset for dim in range(wanted.rank))
+        update_automatic_dynamic(captured, wanted.source, FrameStateSizeEntry(size=sizes))
+    return news
 
 
 def capture_again(reason: str) -> Exception:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kdacompile import compat
+from kdacompile import compat, opened
 from kdacompile.compat import dynamo
 from kdacompile.errors import KdaError
 from kdacompile.lift import library, refusals
@@ -50,6 +50,8 @@ _backends: list[Callable[..., Any]] = []
 
 def consult(fn: Any, site: dynamo.CallSite) -> Any:
     """The replaced call's result, or None to let Dynamo inline the function."""
+    if site.begins_region() and (settings := _settings(site)) is not None:
+        opened.recall(settings)
     if library.row_of(fn) is not None:
         return consult_library(fn, site)
     if not isinstance(fn, types.FunctionType) or not _plausible(fn.__code__) or is_trusted(str(fn.__module__)):
@@ -111,7 +113,7 @@ def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, ten
     identity = _identity(fn)
     found = _proven(lifts.find(fn, identity, call, settings, lengths_vary=_lengths_vary()))
     _check_length(found, tensors, site)
-    _open_length(found, tensors, site)
+    _open_length(found, tensors, site, settings)
     _guard(identity, site)
     return found
 
@@ -120,7 +122,7 @@ def _find_library(fn: Any, site: dynamo.CallSite, settings: Settings, tensors: l
     found = _proven(lifts.find_library(fn, _call(fn, site, tensors, documented=True), settings))
     if _lengths_vary():
         site.widen_region(fn)
-    _open_length(found, tensors, site)
+    _open_length(found, tensors, site, settings)
     return found
 
 
@@ -188,13 +190,13 @@ def _lengths_vary() -> bool:
     return not torch.is_grad_enabled()
 
 
-def _open_length(found: Lifted, tensors: list[Any], site: dynamo.CallSite) -> None:
+def _open_length(found: Lifted, tensors: list[Any], site: dynamo.CallSite, settings: Settings) -> None:
     """Leave the length open in the first graph already, so that it is not one that only this length can use."""
     index, dim = found.verdict.tokens
     example = site.example(tensors[index])
     length = 1 if example is None else example.shape[dim]
     if _lengths_vary() and not isinstance(length, torch.SymInt) and length > 1:
-        site.open_sizes(length)
+        opened.open_up(site.inputs_of_size(length), settings)
 
 
 def _guard(identity: Identity, site: dynamo.CallSite) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -46,6 +47,11 @@ _FORBIDDEN_NAMES = frozenset(
 those that make a result depend on the state of the process."""
 
 _FORBIDDEN_OPCODES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "YIELD_VALUE", "SEND")
+_REPEATS = frozenset(
+    opcode
+    for name, opcode in dis.opmap.items()
+    if name in ("FOR_ITER", "JUMP_ABSOLUTE") or ("JUMP_BACKWARD" in name and "NO_INTERRUPT" not in name)
+)
 _MAX_FUNCTIONS = 40
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, type(Ellipsis))
 
@@ -111,7 +117,7 @@ def _unchanged(read: Read) -> bool:
 
 def has_loop(code: types.CodeType) -> bool:
     """True if the function itself (not one it calls) repeats something."""
-    return any(inst.opname in ("FOR_ITER", "JUMP_BACKWARD", "JUMP_ABSOLUTE") for inst in dis.get_instructions(code))
+    return not _REPEATS.isdisjoint(code.co_code[::2])
 
 
 def _function(fn: types.FunctionType, walk: _Walk) -> None:
@@ -250,7 +256,11 @@ def is_trusted(module: str) -> bool:
 
 
 def _version(module: str) -> str:
-    root = module.split(".")[0]
+    return _version_of_package(module.split(".")[0])
+
+
+@functools.cache
+def _version_of_package(root: str) -> str:
     try:
         return importlib.metadata.version(root)
     except importlib.metadata.PackageNotFoundError:

@@ -6,17 +6,13 @@ call, the settings and our own source. Written atomically: processes may share t
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kdacompile import compat
-from kdacompile.disk import write_whole
-
-log = logging.getLogger(__name__)
+from kdacompile.disk import read_checked, write_checked
 
 
 @dataclass(frozen=True)
@@ -47,18 +43,11 @@ def has(key: str) -> bool:
 
 
 def load(key: str) -> Verdict | None:
-    """The verdict on disk. None if there is none, or if the file is not what was written: it is proven again."""
-    if not compat.disk_caches():
-        return None
-    try:
-        text = _path(key).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        if not isinstance(error, FileNotFoundError):
-            log.warning("a verdict could not be read, its function is proven again: %s", error)
-        return None
-    digest, _, body = text.partition("\n")
-    if digest != _digest(body):
-        log.warning("%s is not as it was written, its function is proven again", _path(key))
+    """The verdict on disk. None if there is none, or if the file is not what was written, since the code in it would be
+    run: it is proven again.
+    """
+    body = read_checked(_path(key)) if compat.disk_caches() else None
+    if body is None:
         return None
     data = json.loads(body)
     for name in ("matches", "lengths", "tokens"):
@@ -67,15 +56,5 @@ def load(key: str) -> Verdict | None:
 
 
 def save(key: str, verdict: Verdict) -> None:
-    if not compat.disk_caches():
-        return
-    body = json.dumps(asdict(verdict))
-    try:
-        write_whole(_path(key), f"{_digest(body)}\n{body}")
-    except OSError:
-        return  # a full or read-only disk: it only costs time
-
-
-def _digest(body: str) -> str:
-    """In front of the verdict: what a changed letter makes of the code in it would be run."""
-    return hashlib.sha256(body.encode()).hexdigest()
+    if compat.disk_caches():
+        write_checked(_path(key), json.dumps(asdict(verdict)))

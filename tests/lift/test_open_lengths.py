@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import kdacompile
 from kdacompile.backend import kda
+from kdacompile.compat import sizes
+from kdacompile.compat.sizes import capture_again
+from kdacompile.lift import hook, lifting
 from tests.compare import relative_error
 from tests.lift import functions
 from tests.lift.functions import HEADS, KEY, VALUE
@@ -117,3 +120,61 @@ def test_outside_of_capture_nothing_is_opened() -> None:
     gm, inputs = kept[0]
     have = kda(gm, inputs, options={"kda.inner": "eager"})(*inputs)
     assert relative_error(have[0], want[0]) < 1e-5
+
+
+# -- a later process --------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Regions are remembered by the modules they are called with."""
+
+    def __init__(self, scaled: float | None) -> None:
+        super().__init__()
+        self.scaled = scaled
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
+        if self.scaled is not None:  # q is read before a call is seen
+            q = q * self.scaled
+        return functions.chunked_gla(q, k, v, g)
+
+
+def another_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Nothing but what lies on disk; returns the reasons for which capture starts anew from here on."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
+    reasons: list[str] = []
+
+    def again(reason: str) -> Exception:
+        reasons.append(reason)
+        return capture_again(reason)
+
+    monkeypatch.setattr(sizes, "capture_again", again)
+    return reasons
+
+
+def serve(model: nn.Module, *lengths: int) -> None:
+    run = torch.compile(model, backend="kda", fullgraph=True, options={"kda.inner": "eager"})
+    for length in lengths:
+        args = arguments(length)
+        assert relative_error(run(*args)[0], model(*args)[0]) < 1e-5, length
+
+
+@pytest.mark.parametrize(("scaled", "attempts"), [(None, 0), (0.5, 1)], ids=["at once", "after an input was read"])
+def test_another_process_opens_the_length_before_it_is_read(
+    scaled: float | None, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.no_grad():
+        first = another_process(monkeypatch)
+        serve(Model(scaled), 80)
+        second = another_process(monkeypatch)
+        serve(Model(scaled), 80, 33)
+    assert (len(first), len(second), graphs()) == (1, attempts, 1)
+
+
+def test_what_inference_opens_is_left_closed_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.no_grad():
+        serve(Model(None), 80)
+    another_process(monkeypatch)
+    serve(Model(None), 80, 90)
+    assert graphs() == 2
