@@ -203,7 +203,10 @@ class _Prover:
         products = torch.einsum("bthn,bhsn->bhts", q, keys.expand(-1, q.shape[2], -1, -1))
         if q_rope is not None and k_rope is not None:
             products = products + torch.einsum("bthd,bsd->bhts", q_rope, k_rope)
-        have = MlaPlacement("mask", self.candidate.scores, self.claim.scores).to_canonical(scores)
+        layout = self.claim.scores
+        if layout[0] == "*":
+            scores, layout = scores.unflatten(0, (-1, self.sizes["H"])), "BH" + layout[1:]
+        have = MlaPlacement("mask", self.candidate.scores, layout).to_canonical(scores)
         if have.shape != products.shape:
             return math.nan
         if "mask" in roles and roles["mask"].is_floating_point():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,16 @@ class MlaSplice(Splice):
         super().check_grad()
         if "block_table" in self.claim.inputs and self.records_gradient():
             raise CannotSplice("grad", "a paged cache has no gradients")
+        if self.stops_gradients and self.claim.causal:
+            raise CannotSplice("grad", "a query may be hidden by two masks, one of which stops its gradient")
+
+    @property
+    def stops_gradients(self) -> bool:
+        """Whether the mask replaces scores by a finite number: a row hidden as a whole averages, and its scores, which
+        are gone, get no gradient. A number added lets it through.
+        """
+        claim, wanted = self.claim, self.wants_gradient() and not self.detached
+        return wanted and "mask" in claim.inputs and math.isfinite(claim.mask_fill) and claim.mask_fill != 0
 
     def region_nodes(self) -> set[fx.Node]:
         """Also what fills a buffer of the region's own without being an operator of it: a value put in place as it is,
@@ -55,6 +66,9 @@ class MlaSplice(Splice):
                 given |= {n: self.part(given[n], 1, None, tokens) for n in ("latent", "k_rope", "cache") if n in given}
             latent, k_rope = self.cache(given)
             w_uk, w_uv = self.weights(given)
+            if self.stops_gradients:
+                q = self.seeing(q, given["mask"])
+                q_rope = None if q_rope is None else self.seeing(q_rope, given["mask"])
             mask = self.mask(given["mask"]) if "mask" in given else None
             table = self.block_table(given["block_table"], q, latent) if "block_table" in given else None
             lengths = self.lengths(given["lengths"], q, latent, table) if "lengths" in given else None
@@ -82,6 +96,12 @@ class MlaSplice(Splice):
         if self.claim.rope_first:
             return self.part(q, -1, rope, None), self.part(q, -1, None, rope)
         return self.part(q, -1, None, -rope), self.part(q, -1, -rope, None)
+
+    def seeing(self, q: fx.Node, mask: fx.Node) -> fx.Node:
+        """The queries, zero where the mask hides everything: neither they nor the keys have a gradient there."""
+        hidden = self.method(mask, "logical_not") if self.claim.mask_keeps else mask
+        rows = self.method(self.method(self.method(hidden, "all", -1), "transpose", 1, 2), "unsqueeze", -1)
+        return self.method(q, "masked_fill", rows, 0.0)
 
     def cache(self, given: dict[str, fx.Node]) -> tuple[fx.Node, fx.Node | None]:
         """The latent and the rotated key, which may be columns of one tensor."""

@@ -55,7 +55,9 @@ def claims(
             sizes["Y"] = sizes["W"] // sizes["H"]
         options.append([MlaPlacement(role, value, text) for text in labels(value, role, sizes)])
     outputs = [MlaPlacement("o", output, text) for text in labels(output, "o", sizes)]
-    layouts = [text for text in labels(scores, "mask", sizes) if len(text) == len(scores.shape)]
+    layouts = list(labels(scores, "mask", sizes))
+    if scores.shape == (sizes["B"] * sizes["H"], sizes["T"], sizes["S"]) and not layouts:
+        layouts = ["*TS"]  # heads merged with the batch
     merged = "w" in tensors and len(tensors["w"].shape) == 2
     choices = sorted(islice(product(*options, outputs, layouts), 4096), key=_oddity_of_all)
     both, either = (False, True), ((False, True) if "w" in tensors else (False,))

@@ -33,6 +33,8 @@ class MaskRole:
     keeps: bool = True
     fill: float = 0.0
     rank: int = 4
+    selects_last: bool = False
+    """Whether the carried mask replaces scores that a constant one has been applied to."""
     constants: list[Tensor] = field(default_factory=list[Tensor])
     """Causal masks of the graph's own making, as numbers to add to the scores."""
     causal: dict[str, bool] = field(default_factory=dict[str, bool])
@@ -45,7 +47,7 @@ class MaskRole:
         if len(shape) > len(layout):
             return None
         aligned = layout[len(layout) - len(shape) :]
-        if any(size != 1 and letter == "." for size, letter in zip(shape, aligned, strict=True)):
+        if any(size != 1 and letter in ".*" for size, letter in zip(shape, aligned, strict=True)):
             return None
         return "".join("." if size == 1 else letter for size, letter in zip(shape, aligned, strict=True))
 
@@ -73,7 +75,7 @@ def read_masks(found: Attention, sizes: dict[str, int]) -> MaskRole | Obstacle:
     """The masks of one attention, or what about them is not understood."""
     role = MaskRole()
     for hidden in found.masks:
-        reason = _read_one(hidden, role, sizes)
+        reason = _read_one(hidden, role, sizes) or _averages(role)
         if reason is not None:
             return Obstacle("mask", reason, hidden.op)
     return role
@@ -102,14 +104,28 @@ def _read_one(hidden: Hidden, role: MaskRole, sizes: dict[str, int]) -> str | No
     if value.shape[-1] != sizes["S"] or len(value.shape) > 4:
         return "the mask is not one number per query and token"
     role.value, role.keeps, role.fill = value, keeps, fill
+    role.selects_last = hidden.fill is not None and bool(role.constants)
     return None
+
+
+def _averages(role: MaskRole) -> str | None:
+    """Why a causal mask cannot be dropped beside a carried one: what a row averages over that both hide as a whole.
+
+    Where causality leaves exactly -inf, and nothing replaces that, the op's own causality does the same.
+    """
+    if role.value is None or not role.constants:
+        return None
+    gone = all(bool(((mask == 0) | (mask == -math.inf)).all()) for mask in role.constants)
+    kept = role.selects_last and role.fill != -math.inf
+    return None if gone and not kept else "two masks are applied, and one of them leaves what the other hides finite"
 
 
 def _as_numbers(data: Tensor, hidden: Hidden) -> Tensor:
     """A mask as what it adds to the scores."""
     if hidden.fill is None:
         return data
-    return torch.zeros(data.shape, dtype=torch.float64).masked_fill(data != hidden.keeps, -math.inf)
+    fill = _number(hidden.fill) or -math.inf
+    return torch.zeros(data.shape, dtype=torch.float64).masked_fill(data != hidden.keeps, fill)
 
 
 def _hides(number: float | None) -> bool:

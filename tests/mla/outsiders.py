@@ -374,6 +374,22 @@ class TokensFirst(Layer):
 
 
 @prefill
+class MergedHeads(Layer):
+    """Heads merged with the batch all along, as fairseq does it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        compressed, k_pe = self.wkv_a(x).split([RANK, ROPE], dim=-1)
+        kv = self.wkv_b(self.kv_norm(compressed)).view(batch, length, HEADS, -1)
+        k = torch.cat([kv[..., :NOPE], k_pe[:, :, None].expand(-1, -1, HEADS, -1)], dim=-1)
+        operands = (self.queries(x), k, kv[..., NOPE:])
+        q, k, v = (item.transpose(1, 2).reshape(batch * HEADS, length, -1) for item in operands)
+        hidden = torch.full((length, length), -torch.inf).triu(1)
+        weights = (torch.bmm(q * self.scale, k.transpose(1, 2)) + hidden).softmax(-1)
+        return self.wo(torch.bmm(weights, v).view(batch, HEADS, length, -1).transpose(1, 2).reshape(batch, length, -1))
+
+
+@prefill
 class DropoutOfNothing(Layer):
     """A dropout module of probability zero, while training."""
 

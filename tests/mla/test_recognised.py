@@ -155,6 +155,79 @@ def test_a_mask_of_the_inputs_is_carried() -> None:
     assert relative_error(report.result, expected) < 1e-6
 
 
+class TwoMasks(Padded):
+    """Causal by the graph, padded by an input; ``causal_fill`` is added first, or after the padding."""
+
+    def __init__(self, causal_fill: float, padded_fill: float, *, select: bool, causal_first: bool = True) -> None:
+        super().__init__()
+        self.fills, self.select, self.causal_first = (causal_fill, padded_fill), select, causal_first
+
+    def forward(self, x: Tensor, latent: Tensor, rope: Tensor, padding: Tensor) -> Tensor:
+        k, v = self.expand(latent, rope)
+        scores = self.queries(x) @ k.mT * self.scale
+        future = torch.full(scores.shape[-2:], self.fills[0]).triu(1)
+        scores = scores + future if self.causal_first else scores
+        if self.select:
+            scores = scores.masked_fill(~padding[:, None, None], self.fills[1])
+        else:
+            scores = scores + torch.where(padding[:, None, None], 0.0, self.fills[1])
+        scores = scores if self.causal_first else scores + future
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+LOW, GONE = -1e9, float("-inf")
+
+
+@pytest.mark.parametrize(
+    ("module", "matched"),
+    [
+        (TwoMasks(GONE, LOW, select=False), True),
+        (TwoMasks(GONE, LOW, select=True, causal_first=False), True),
+        (TwoMasks(GONE, LOW, select=True), False),
+        (TwoMasks(LOW, LOW, select=False), False),
+        (TwoMasks(LOW, LOW, select=True, causal_first=False), False),
+    ],
+    ids=["added", "selected first", "selected last", "both finite", "causality finite"],
+)
+def test_a_row_that_two_masks_hide(module: TwoMasks, matched: bool) -> None:
+    """The first queries see nothing but padding: what they average over depends on what each mask leaves."""
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    padding[0, :4] = False
+    arguments = (*inputs(9, 9), padding)
+    with torch.no_grad():
+        report = explained(module, arguments)
+        expected = module(*arguments)
+    assert len(report.matches) == matched, str(report)
+    assert matched or any("two masks" in rejection.reason for rejection in report.rejections), str(report)
+    assert relative_error(report.result, expected) < 1e-6
+
+
+class Replaced(Padded):
+    """Scores of padding are replaced by a number: rows hidden as a whole average, and their scores learn nothing."""
+
+    def forward(self, x: Tensor, latent: Tensor, rope: Tensor, padding: Tensor) -> Tensor:
+        k, v = self.expand(latent, rope)
+        scores = (self.queries(x) @ k.mT * self.scale).masked_fill(~padding[:, None, None], LOW)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("module", "matched"), [(Replaced(), True), (TwoMasks(GONE, LOW, select=True, causal_first=False), False)]
+)
+def test_a_row_that_is_replaced_has_no_gradient(module: Padded, matched: bool) -> None:
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    padding[0], padding[1, :4] = False, False
+    own = [x.requires_grad_() for x in inputs(9, 9)]
+    leaves = [*own, *module.parameters()]
+    report = explained(module, (*own, padding))
+    expected = module(*own, padding)
+    assert len(report.matches) == matched, str(report)
+    assert relative_error(report.result, expected) < 1e-6
+    cotangent = torch.randn_like(expected)
+    have, want = (torch.autograd.grad(result, leaves, cotangent) for result in (report.result, expected))
+    assert all(relative_error(x, y) < 1e-5 for x, y in zip(have, want, strict=True))
+
+
 @pytest.mark.parametrize(("tokens", "cached"), [(96, 96), (1, 300)])
 def test_bf16_is_no_worse_than_eager(tokens: int, cached: int) -> None:
     """Measured against the same module in float64, which sees the same rounded weights and inputs."""
