@@ -94,7 +94,6 @@ def run_chunks(
     reason.
     """
     _check(q, k, v)
-    scratch = scratch or Scratch()
     batch, length, heads, width = q.shape
     value_heads, columns = v.shape[2:]
     bounds = _bounds(cu_seqlens, batch, length)
@@ -121,25 +120,33 @@ def run_chunks(
         **tables,
         **_gates(g, beta, gate, batch, length),
     }
-    for buffer in module.scratch:
-        rows, cols = (_elements(dim, tuple(constants.items())) for dim in buffer.shape)
-        if buffer.per_core:
-            count, cols = cores, tile if buffer.shape[1] == "V" else cols
-        else:
-            count = chunks * value_heads
-        dtype = v.dtype if buffer.kind is Kind.IO else torch.float32
-        values[f"{buffer.name}_ptr"] = scratch.empty((count * rows * cols,), dtype, v.device)
-    lanes, tiles = (len(bounds) - 1) * value_heads, chunks * value_heads
+    tiles = chunks * value_heads
+    values |= _buffers(module, constants, tiles, cores, v, scratch or Scratch())
     for kernel in module.kernels:
         block = tile if kernel.cube else column_tile(width, columns, alone=True)
         count = {
             Domain.SUB_CHUNKS: tiles * (CHUNK // SUB_CHUNK),
             Domain.CHUNKS: tiles,
             Domain.CHUNK_COLUMNS: tiles * (columns // block),
-            Domain.LANE_COLUMNS: lanes * (columns // block),
+            Domain.LANE_COLUMNS: state.shape[0] * value_heads * (columns // block),
         }[kernel.domain]
         _launch(module, kernel, count, values, {**constants, "BV": block}, cores, launch)
     return o, state
+
+
+def _buffers(
+    module: Module, constants: Mapping[str, int], tiles: int, cores: int, like: Tensor, scratch: Scratch
+) -> dict[str, Tensor]:
+    """What lies between the kernels, by pointer name: a place for every tile (chunk and head), or for every core."""
+    found: dict[str, Tensor] = {}
+    for buffer in module.scratch:
+        rows, cols = (_elements(dim, tuple(constants.items())) for dim in buffer.shape)
+        if buffer.per_core and buffer.shape[1] == "V":
+            cols = constants["BV"]
+        dtype = like.dtype if buffer.kind is Kind.IO else torch.float32
+        count = (cores if buffer.per_core else tiles) * rows * cols
+        found[f"{buffer.name}_ptr"] = scratch.empty((count,), dtype, like.device)
+    return found
 
 
 def run_step(
