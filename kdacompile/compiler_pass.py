@@ -100,6 +100,8 @@ def _again(gm: fx.GraphModule, settings: Settings, work: _Work) -> _Work:
 
 
 class _Work:
+    """One search of one graph: its groups, what was rewritten, and why the rest was not."""
+
     def __init__(self, gm: fx.GraphModule, settings: Settings, tables: Tables, *, keep_strides: bool) -> None:
         self.gm = gm
         self.settings = settings

@@ -34,6 +34,8 @@ def run_attention_backward(
 
 
 class _Backward:
+    """Gradients of one call, one block of keys after the other."""
+
     def __init__(
         self,
         call: Attention,

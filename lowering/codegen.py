@@ -82,6 +82,8 @@ def expression(op: Op, refs: list[str], out: str = "") -> str:
 
 
 class _Generator:
+    """Text of one program: its sections in order, the scan as a loop; ``buffered`` as above."""
+
     def __init__(self, program: Program, buffered: bool, rounding: Mapping[str, torch.dtype]) -> None:
         self.program = program
         self.buffered = buffered

@@ -24,6 +24,8 @@ Output = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Inputs:
+    """q, k ``[B, T, H, K]``, v ``[B, T, H, V]``, log gates ``[B, T, H]`` with K or without, beta ``[B, T, H]``; fp32."""
+
     q: Tensor
     k: Tensor
     v: Tensor

@@ -57,6 +57,8 @@ def write(captured: Sequence[Captured], call: Call, modulus: int | None = None) 
 
 
 class _Writer:
+    """Text of a function from rows of nodes: one node of each length, which must say the same but for its sizes."""
+
     def __init__(self, sizes: Sequence[Sizes], call: Call) -> None:
         self.sizes = sizes
         self.call = call

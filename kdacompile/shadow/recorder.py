@@ -46,6 +46,12 @@ class Alias:
 
 
 class Recorder(TorchDispatchMode):
+    """Runs operators on meta tensors and writes each down as a functional one.
+
+    A write to memory becomes a new value of its storage; tensors that share the storage are taken again, as views of
+    that value, when they are read next.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         self.graph = Graph()

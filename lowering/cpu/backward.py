@@ -24,6 +24,8 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor |
 
 
 class _Kernel:
+    """The compiled library for one dtype, and how its tasks are spread over threads."""
+
     def __init__(self, real: str) -> None:
         compiled = library("recurrence_backward.c", real)
         compiled.block_rows.restype = ctypes.c_int64

@@ -29,6 +29,8 @@ _NOTHING = (0, 0, 0, 0)
 
 
 class _Kernel:
+    """The compiled library for one dtype, and how its strips are spread over threads."""
+
     def __init__(self, real: str) -> None:
         compiled = library("recurrence.c", real)
         compiled.strip_width.restype = ctypes.c_int64

@@ -25,6 +25,8 @@ def naive_program(gate: str, delta: bool, *, beta: bool = True) -> Program:
 
 
 class _Naive:
+    """The textbook's program of one row; tensors of a chunk are cast up as they are read."""
+
     def __init__(self, gate: str, delta: bool, beta: bool) -> None:
         b = self.b = Builder(f"{ROWS[gate, delta]}_naive")
         self.delta = delta

@@ -47,6 +47,8 @@ def timeline(plan: PlanData, steps: int = 4, *, sync: float | None = None) -> Ti
 
 
 class _Player:
+    """When every unit is free and every task of every step has ended, as far as the scan has been played."""
+
     def __init__(self, plan: PlanData, steps: int, wait: float) -> None:
         self.plan, self.steps, self.wait = plan, steps, wait
         self.stages = plan.section(Section.SCAN)

@@ -102,6 +102,8 @@ def _gram_parts(program: Program, op: Op, shared: dict[tuple[Value, Value], Valu
 
 
 class _Legaliser:
+    """The program written again op by op, as the rules above ask for."""
+
     def __init__(self, program: Program, target: Target, accumulate: bool) -> None:
         self.program, self.split = program, target.split
         self.chains = target.accumulates

@@ -12,6 +12,8 @@ from .parallel import Parallel
 
 
 class Gram(Parallel):
+    """Text of the kernel for products of rows and columns of one chunk: Gram matrices and what is formed from them."""
+
     def text(self) -> str:
         ops = self.placement.gram
         blocked = self._with_inputs([op for op in ops if self._is_sum(op) or self._crosses_in_blocks(op)])

@@ -24,6 +24,8 @@ def step_source(variant: Variant) -> str:
 
 
 class _Step:
+    """Text of the one-token kernel: one program a head and block of columns, the state read and written once."""
+
     def __init__(self, variant: Variant) -> None:
         self.variant, self.program = variant, variant.program
         self.lines = Lines()

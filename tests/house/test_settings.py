@@ -43,6 +43,7 @@ def test_own_options_are_parsed_and_the_rest_goes_to_inductor() -> None:
             "kda.precision": "fp32",
             "kda.inner": "aot_eager",
             "kda.disable": ["retention", "gla", "gla"],
+            "kda.lift": False,
             "max-autotune": True,
             "triton.cudagraphs": False,
         },
@@ -54,6 +55,7 @@ def test_own_options_are_parsed_and_the_rest_goes_to_inductor() -> None:
         precision="fp32",
         inner="aot_eager",
         disable=("gla", "retention"),
+        lift=False,
         inductor_options=(("max_autotune", True), ("triton.cudagraphs", False)),
     )
     assert settings.inductor_patches() == {"max_autotune": True, "triton.cudagraphs": False}
@@ -75,6 +77,7 @@ def test_options_win_over_the_mode() -> None:
         ({"no such thing": 1}, UnknownOptionError, "neither a kda"),
         ({3: 1}, OptionTypeError, "3"),
         ({"kda.strict": 1}, OptionTypeError, "True or False, got 1"),
+        ({"kda.lift": "no"}, OptionTypeError, "True or False, got 'no'"),
         ({"kda.verify": "off"}, OptionValueError, "'standard', 'wide', got 'off'"),
         ({"kda.precision": "bf16"}, OptionValueError, "'match', 'fp32'"),
         ({"kda.inner": None}, OptionValueError, "'inductor', 'aot_eager', 'eager'"),
@@ -118,6 +121,7 @@ def test_the_fingerprint_follows_every_setting_of_ours_and_nothing_else() -> Non
         {"kda.precision": "fp32"},
         {"kda.inner": "eager"},
         {"kda.disable": ["kda"]},
+        {"kda.lift": False},
     ]
     prints = [parse(None, options).fingerprint() for options in own]
     assert len({plain, *prints}) == len(own) + 1
