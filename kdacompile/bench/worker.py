@@ -24,7 +24,7 @@ Output = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Inputs:
-    """q, k ``[B, T, H, K]``, v ``[B, T, H, V]``, log gates ``[B, T, H]`` with K or without, beta ``[B, T, H]``; fp32."""
+    """q, k ``[B, T, H, K]``, v ``[B, T, H, V]``, the log gate with K or without, beta ``[B, T, H]``; all fp32."""
 
     q: Tensor
     k: Tensor
