@@ -37,7 +37,7 @@ class MlaSplice(Splice):
         """Whether the mask replaces scores by a finite number: a row hidden as a whole averages, and its scores, which
         are gone, get no gradient. A number added lets it through.
         """
-        claim, wanted = self.claim, self.wants_gradient() and not self.detached
+        claim, wanted = self.claim, self.records_gradient()
         return wanted and "mask" in claim.inputs and math.isfinite(claim.mask_fill) and claim.mask_fill != 0
 
     def region_nodes(self) -> set[fx.Node]:
