@@ -69,7 +69,6 @@ def test_deepseek_s_workspace(tools: Tools) -> None:
     assert compiled.facts["workspace_bytes"] == 90_112
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 8])
 @pytest.mark.parametrize(("heads", "block", "io"), TILES)
 def test_next_generation(tools: Tools, heads: int, block: int, io: torch.dtype, parts: int) -> None:

@@ -82,7 +82,6 @@ def test_steps_compile(tools: Tools, row: tuple[str, bool]) -> None:
     assert facts["cube"] is None and facts["workspace_bytes"] == 0 and within_capacity(facts)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("row", FAMILY)
 def test_next_generation_meets_on_chip(tools: Tools, row: tuple[str, bool]) -> None:
     """Its kernels come from plans of their own, in which Vec adds and rounds, and change unit as often as planned: a

@@ -100,7 +100,6 @@ def planned(case: Case, inputs: Inputs) -> Verdict:
     return judge(case, inputs, (out["o"], out["final_state"]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strength", ["mild", "strong"])
 @pytest.mark.parametrize("gate", ["channel", "token"])
 def test_long_sequences_keep_the_plan_s_accuracy(tools: Tools, gate: str, strength: str) -> None:

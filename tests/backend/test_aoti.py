@@ -36,7 +36,6 @@ def test_the_pass_rewrites_an_exported_graph(dynamic: bool) -> None:
     assert "kdacompile.linear_attention.default" in module.code
 
 
-@pytest.mark.slow
 def test_a_package_runs_the_op(tmp_path: Path) -> None:
     """The op is defined in Python: whoever loads the package needs a Python with ``kdacompile.ops`` imported."""
     model = Layer()

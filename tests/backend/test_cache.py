@@ -49,7 +49,6 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
-@pytest.mark.slow
 def test_unchanged_code_hits_the_cache_and_keeps_its_report(warm: Path) -> None:
     again = run("plain", warm)
     assert (again["hits"], again["misses"]) == (1, 0)
@@ -58,7 +57,6 @@ def test_unchanged_code_hits_the_cache_and_keeps_its_report(warm: Path) -> None:
     assert again["from_cache"] == [LATE_PASSES]
 
 
-@pytest.mark.slow
 def test_changed_code_misses_the_cache(warm: Path) -> None:
     changed = run("changed", warm)
     assert (changed["hits"], changed["misses"]) == (0, 1)
@@ -70,7 +68,6 @@ def test_settings_that_change_the_result_are_in_the_identity() -> None:
     assert len({backend.KdaPass(each).identity() for each in settings}) == len(settings)
 
 
-@pytest.mark.slow
 def test_the_fingerprint_is_what_prevents_a_stale_result(warm: Path) -> None:
     """The control: the same change with the old fingerprint is served the old code (or, where the pass runs before the
     cache is asked, a miss)."""

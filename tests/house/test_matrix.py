@@ -16,7 +16,6 @@ from tests.matrix.__main__ import Pool, Worker, parse, units, wanted
 from tests.matrix.cells import Cell, Row, judge
 from tests.matrix.record import Record, line, markdown
 
-pytestmark = pytest.mark.models
 CELL = Cell("mamba2", 100, "fp32", "prefill", "eager")
 GOOD = Row(CELL, matched=2, breaks_added=0, error=1e-7, ratio=None, seconds=1.0)
 BF16 = replace(GOOD, cell=replace(CELL, numbers="bf16"), error=1e-2, ratio=1.1)

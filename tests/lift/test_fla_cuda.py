@@ -16,12 +16,7 @@ from tests.compare import relative_error
 
 pytest.importorskip("fla.ops")
 transformers = pytest.importorskip("transformers")
-pytestmark = [
-    pytest.mark.fla,
-    pytest.mark.models,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 LINEAR, FULL = "linear_attention", "full_attention"
 BATCH, TOKENS = 2, 200
