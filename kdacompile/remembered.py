@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from kdacompile import compat, glance
-from kdacompile.disk import write_whole
+from kdacompile.disk import read_checked, write_checked
 from kdacompile.errors import ReportFormatError
 from kdacompile.report.collect import emit
 from kdacompile.report.findings import GraphReport
@@ -39,10 +39,7 @@ class Memory:
         """Write down what the pass just reported."""
         if self.path is None or not compat.disk_caches():
             return
-        try:
-            write_whole(self.path, Report(graphs=list(reports)).to_json())
-        except OSError as error:
-            log.warning("the report could not be kept for later processes: %s", error)
+        write_checked(self.path, Report(graphs=list(reports)).to_json())
 
     def emit(self) -> None:
         """Report what the cached code was reported to be when it was compiled."""
@@ -51,12 +48,13 @@ class Memory:
             emit(replace(report, matches=matches, seconds={}, from_cache=True))
 
     def recall(self) -> list[GraphReport]:
-        if self.path is None or not self.path.exists():
+        text = None if self.path is None else read_checked(self.path)
+        if text is None:
             return []
         try:
-            return Report.from_json(self.path.read_text()).graphs
-        except (OSError, ReportFormatError) as error:
-            log.warning("%s is not readable: %s", self.path, error)
+            return Report.from_json(text).graphs
+        except ReportFormatError as error:  # of another version
+            log.info("%s is not used: %s", self.path, error)
             return []
 
 

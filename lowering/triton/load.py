@@ -45,7 +45,7 @@ def _write(file_name: str, text: str) -> Path:
     for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"kdacompile-{_user()}"):
         path = folder / file_name
         try:
-            if path.exists() and path.read_text() == text:
+            if path.exists() and path.read_bytes() == text.encode():
                 return path
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:

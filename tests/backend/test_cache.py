@@ -183,13 +183,14 @@ def test_a_report_is_only_for_its_own_graph(tmp_path: Path, monkeypatch: pytest.
     assert len(set(paths)) == 3
 
 
-def test_a_lost_or_broken_report_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("broken", [b"{", b"\xff\xfe", b""])
+def test_a_lost_or_broken_report_is_no_error(broken: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     memory = remembered.Memory(graph_of(gated_delta_loop, *delta_arguments()), "v1")
     assert memory.recall() == []
     assert memory.path is not None
     memory.path.parent.mkdir(parents=True)
-    memory.path.write_text("{")
+    memory.path.write_bytes(broken)
     with collecting() as report:
         memory.emit()
     assert [(graph.from_cache, graph.matches) for graph in report.graphs] == [(True, ())]

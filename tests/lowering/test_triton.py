@@ -135,6 +135,15 @@ def test_a_generated_source_is_written_once(tmp_path: Path, monkeypatch: pytest.
     assert load_source("probe", "answer = 42\n") is module
 
 
+def test_a_broken_source_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDACOMPILE_CACHE_DIR", str(tmp_path))
+    path = Path(str(load_source("other", "answer = 43\n").__file__))
+    path.write_bytes(b"\xff")
+    load_source.cache_clear()
+    assert load_source("other", "answer = 43\n").answer == 43
+    assert path.read_text() == "answer = 43\n"
+
+
 @needs_triton
 @no_interpreter
 @pytest.mark.parametrize("part", ["rows", "preparations", "bounds", "limits", "steps", "shapes"])
