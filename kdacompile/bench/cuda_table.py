@@ -11,7 +11,9 @@ Figures = dict[str, Any]
 Results = Mapping[str, Mapping[str, Figures]]
 
 _HEADER = ("case", "contender", "device", "of floor", "/ ours", "eager", "first call", "peak", "error o", "error S")
-_MODEL_HEADER = ("model", "contender", "prefill", "decode", "first calls", "graphs", "matches", "logits error")
+_MODEL_HEADER = (
+    "model", "contender", "prefill", "decode", "device", "first calls", "graphs", "matches", "logits error",
+)  # fmt: skip
 
 
 Rows = list[tuple[str, ...]]
@@ -82,11 +84,12 @@ def _saved(figures: Figures) -> str:
 
 def _model_cells(figures: Figures) -> tuple[str, ...]:
     if "failure" in figures:
-        return (f"- {figures['failure'][:60]}", "", "", "", "", "")
+        return (f"- {figures['failure'][:60]}", "", "", "", "", "", "")
     prefill = figures.get("prefill_tokens_a_second")
     return (
         "" if prefill is None else f"{prefill:,.0f} tokens/s",
         f"{figures['decode_ms']:.2f} ms/token",
+        f"{figures['decode_device_us']:.0f} us",
         _seconds(figures["first_call_seconds"]),
         str(figures.get("graphs", "")),
         str(figures.get("matches", "")),
