@@ -95,6 +95,17 @@ def captures_are_no_exports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.integrations.hub_kernels.is_torchdynamo_exporting", lambda: False)
 
 
+@pytest.fixture(autouse=True)
+def little_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLA compiles every configuration of its kernels to choose one, most of this test's time; any gives its numbers.
+
+    Two are left, as the first may ask for more than a GPU has.
+    """
+    autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
+    prune: Callable[..., list[Any]] = autotuner.prune_configs
+    monkeypatch.setattr(autotuner, "prune_configs", lambda self, kwargs: prune(self, kwargs)[:2])
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_one_graph_with_every_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = torch.randint(3, 512, (BATCH, TOKENS), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
