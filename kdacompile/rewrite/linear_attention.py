@@ -105,8 +105,10 @@ class LinearAttentionSplice(Splice):
         if not copies or not stores:
             return False
         last = max(self.place[copy] for copy in copies)
-        between = (user for user in cache.users if user in self.place and user not in copies | self.dying)
-        if any(self.place[before] <= self.place[user] <= last for user in between):
+        storage = self.shadow.storages.get(cache)
+        views = {cache, *(node for node, own in self.shadow.storages.items() if own == storage)}
+        users = {user for view in views for user in view.users if user in self.place} - copies - self.dying
+        if any(self.place[before] <= self.place[user] <= last for user in users):
             return False
         self.dying |= copies
         return True

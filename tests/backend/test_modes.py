@@ -387,6 +387,16 @@ def _copies_then_reads(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor
     return out * state.sum(), state.clone()
 
 
+def _reads_then_copies(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The old state, through a view, after the output and before the new one."""
+    turned = state.transpose(-1, -2)
+    out, new = gla_step(q, k, v, g, state)
+    out = out.tanh()
+    before = (turned * out.unsqueeze(-1)).sum()
+    state.copy_(new)
+    return out, before
+
+
 def _copies_a_slice(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """The cache is larger than the state."""
     cache = torch.zeros(4, *state.shape)
@@ -417,6 +427,7 @@ WRITES = (
     _reads_a_view_after,
     _writes_after,
     _copies_then_reads,
+    _reads_then_copies,
     _copies_a_slice,
     _inputs_overwritten_after,
     _output_overwritten_after,
