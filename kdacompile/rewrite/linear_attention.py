@@ -96,7 +96,8 @@ class LinearAttentionSplice(Splice):
         cache = state.value.node
         if state.role in self.fused.upcast or gradient.wants_gradient(cache):
             return False
-        if state.steps(self.fused.sizes) or self.final.letters != state.letters or cache.op != "placeholder":
+        is_view = all(name == "permute" for name, _ in state.steps(self.fused.sizes))  # Mamba-2's has V before K
+        if not is_view or self.final.letters != state.letters or cache.op != "placeholder":
             return False
         if self.state_in_place:
             return self.final.value.node is cache
