@@ -40,9 +40,11 @@ def eager_capture(graph: torch.fx.GraphModule, inputs: list[Any], **_: Any) -> A
     return graph.forward
 
 
-def check(case: ModelCase, model: PreTrainedModel, own: dict[str, Any], theirs: dict[str, Any], mode: str) -> Report:
+def check(
+    case: ModelCase, model: PreTrainedModel, own: dict[str, Any], theirs: dict[str, Any], mode: str, **how: Any
+) -> Report:
     expected = call(model, theirs)
-    report = explained(model, own)
+    report = explained(model, own, **how)
     layers = [(m.pattern, m.mode) for m in report.matches if m.pattern != "mla"]  # tests/mla is about those
     assert layers == [(case.pattern, mode)] * case.layers, str(report)
     assert relative_error(report.result[0], expected) <= BOUND
@@ -53,11 +55,12 @@ def check(case: ModelCase, model: PreTrainedModel, own: dict[str, Any], theirs: 
 def test_prefill_fills_the_cache(case: ModelCase) -> None:
     model = case.build()
     own, theirs, third = (case.prefill_inputs(model, LENGTH, cache=True) for _ in range(3))
-    report = check(case, model, own, theirs, "sequence")
+    # A length found open has loops captured twice, the second time with symbols: once (kimi_linear, below) is enough.
+    report = check(case, model, own, theirs, "sequence", dynamic=None if case.breaks_by_itself else False)
     caches = (cache_tensors(kwargs[case.cache_argument]) for kwargs in (own, theirs))
     assert worst_error(*caches) <= BOUND
-    expected_graphs = explained(model, third, backend=eager_capture).graph_count if case.breaks_by_itself else 1
-    assert report.graph_count == expected_graphs
+    alone = explained(model, third, backend=eager_capture).graph_count if case.breaks_by_itself else 1
+    assert report.graph_count == alone
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
