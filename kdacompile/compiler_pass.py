@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 from torch import fx
 
 from kdacompile import compat, fresh_caches, glance, mla_pass
 from kdacompile.held import Tables
+from kdacompile.hoist import packed, row_sums
 from kdacompile.hoist.attempt import attempt, may_help
 from kdacompile.patterns.absorb import absorb
 from kdacompile.patterns.absorb.casts import kept_upcasts
@@ -78,23 +80,44 @@ def rewrite(
             work.run()
             if helps and (work.rejections or work.missed):
                 work = _again(gm, settings, work)
+            for other_text in (row_sums.attempt, packed.attempt):
+                if work.rejections or work.missed:
+                    work = _with(other_text(gm.graph, work.read), gm, settings, work) or work
     return work.report()
 
 
 def _again(gm: fx.GraphModule, settings: Settings, work: _Work) -> _Work:
     """Search again with what loops do to every token alike taken out of them; if that does not help, inside groups."""
-    hoisted = attempt(gm.graph, work.read)
-    if hoisted is not None and hoisted.apply(work.read):
-        other = _Work(gm, settings, {}, keep_strides=work.keep_strides)
-        other.run()
-        if other.matches or other.attention.matches or other.changed:
-            hoisted.finish()
-            gm.recompile()
-            other.take_over(work)
-            return other
-        hoisted.undo()
+    found = _with(attempt(gm.graph, work.read), gm, settings, work)
+    if found is not None:
+        return found
     other = _Work(gm, settings, work.tables, keep_strides=work.keep_strides)
     other.run()
+    other.take_over(work)
+    return other
+
+
+class _Change(Protocol):
+    """Another text of the same graph, kept if more is recognised in it."""
+
+    def apply(self, shadow: Callable[[], Graph]) -> bool: ...
+
+    def finish(self) -> None: ...
+
+    def undo(self) -> None: ...
+
+
+def _with(change: _Change | None, gm: fx.GraphModule, settings: Settings, work: _Work) -> _Work | None:
+    """The search of the changed graph; None, with nothing changed, if it finds nothing new."""
+    if change is None or not change.apply(work.read):
+        return None
+    other = _Work(gm, settings, {}, keep_strides=work.keep_strides)
+    other.run()
+    if not (other.matches or other.attention.matches or other.changed):
+        change.undo()
+        return None
+    change.finish()
+    gm.recompile()
     other.take_over(work)
     return other
 

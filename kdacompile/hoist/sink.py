@@ -78,6 +78,26 @@ class Sink:
         return False
 
 
+def gathered(node: fx.Node) -> tuple[tuple[fx.Node, ...], int, bool] | None:
+    """At least two rows of one size that a call gathers, along which dimension, and whether they have it already."""
+    name = name_of(node)
+    items = node.args[0] if name in ("stack", "cat", "concat") and node.args else None
+    if not isinstance(items, (list, tuple)) or len(items) < LEAST or set(node.kwargs) - {"dim"}:
+        return None
+    rows = tuple(item for item in items if isinstance(item, fx.Node))
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    if len(rows) < len(items) or not isinstance(dim, int):
+        return None
+    values = [compat.example_value(row) for row in rows]
+    shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+    if len(shapes) < len(rows) or not all(type(size) is int for shape in shapes for size in shape):
+        return None  # the proof runs on plain sizes only
+    if any(shape != shapes[0] for shape in shapes):
+        return None
+    joined = name != "stack"
+    return rows, dim % max(1, len(shapes[0]) + (not joined)), joined
+
+
 class Finder:
     """Sinks of a graph, given what a hoist knows of it."""
 
@@ -106,23 +126,10 @@ class Finder:
         return Sink(writes.nodes[-1], writes.dim, writes.joined, self.rows(writes.rows), writes)
 
     def sink(self, node: fx.Node) -> Sink | None:
-        """A call that gathers at least two rows of one size."""
-        name = name_of(node)
-        items = node.args[0] if name in ("stack", "cat", "concat") and node.args else None
-        if not isinstance(items, (list, tuple)) or len(items) < LEAST or set(node.kwargs) - {"dim"}:
+        found = gathered(node)
+        if found is None:
             return None
-        rows = tuple(item for item in items if isinstance(item, fx.Node))
-        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-        if len(rows) < len(items) or not isinstance(dim, int):
-            return None
-        values = [compat.example_value(row) for row in rows]
-        shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
-        if len(shapes) < len(rows) or not all(type(size) is int for shape in shapes for size in shape):
-            return None  # the proof runs on plain sizes only
-        if any(shape != shapes[0] for shape in shapes):
-            return None
-        joined = name != "stack"
-        dim %= max(1, len(shapes[0]) + (not joined))
+        rows, dim, joined = found
         return Sink(node, dim, joined, self.rows(rows))
 
     def rows(self, nodes: tuple[fx.Node, ...]) -> Rows:

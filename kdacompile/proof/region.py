@@ -333,8 +333,8 @@ def _log_decay(response: Tensor) -> Tensor:
 def _with_decay(hypothesis: Hypothesis, decay: Tensor, runner: _Runner) -> Hypothesis | None:
     """The hypothesis with this decay per head, if the first tokens agree with it."""
     in_range = bool(torch.isfinite(decay).all()) and bool((decay >= 0).all()) and bool((decay <= 1 + 1e-9).all())
-    if not in_range or (decay - 1).abs().max() < 1e-12:
-        return None
+    if not in_range or (decay - 1).abs().max() < 1e-12 or not decay.any():
+        return None  # nothing decays, or each token stands alone
     claim = hypothesis.with_(gate="head", decay=tuple(decay.tolist()))
     probe = next(_probes(claim, runner.sizes(hypothesis, heads=True), wide=False))
     fitted, _ = _fit(claim, probe, runner(probe))

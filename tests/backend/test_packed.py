@@ -1,0 +1,69 @@
+"""Sequences of a packed batch whose rows one list, or one buffer, gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.backend.test_hoist import BATCH, HEADS, SIZE, VALUES, explained, read
+from tests.compare import worst_error
+
+STARTS = (0, 2)
+
+
+def empty() -> Tensor:
+    return torch.zeros(BATCH, HEADS, SIZE, VALUES)
+
+
+def one_list(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    rows: list[Tensor] = []
+    for start in STARTS:
+        s = empty()
+        for t in range(start, start + 2):
+            s = s * gate[:, t].exp()[..., None, None] + k[:, t, ..., None] * v[:, t, :, None]
+            rows.append(read(s, q[:, t]))
+    return torch.stack(rows, 1)
+
+
+def emptied_where_a_sequence_begins(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    out, s = torch.zeros_like(v), empty()
+    for t, (q_t, k_t, v_t, b_t) in enumerate(zip(*(x.unbind(1) for x in (q, k, v, logit)), strict=True)):
+        s = empty() if t in STARTS else s
+        fresh = b_t[..., None] * (v_t - read(s, k_t))
+        s = s + k_t[..., None] * fresh[..., None, :]
+        out[:, t] = read(s, q_t)
+    return out
+
+
+@pytest.mark.parametrize(("fn", "pattern"), [(one_list, "simple_gla"), (emptied_where_a_sequence_begins, "delta_rule")])
+@pytest.mark.parametrize("grad", [False, True])
+def test_each_sequence_is_recognised(fn: Callable[..., Tensor], pattern: str, grad: bool) -> None:
+    ours, expected, report = explained(fn, grad)
+    assert worst_error(ours, expected) <= 1e-5
+    assert [match.pattern for match in report.matches] == [pattern] * 2, str(report)
+
+
+def not_quite_emptied(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    """One entry of the state is kept."""
+    rows: list[Tensor] = []
+    s = empty()
+    for t in range(q.shape[1]):
+        if t in STARTS:
+            s = torch.cat([s[..., :1, :], torch.zeros_like(s[..., 1:, :])], -2)
+        s = s * gate[:, t].exp()[..., None, None] + k[:, t, ..., None] * v[:, t, :, None]
+        rows.append(read(s, q[:, t]))
+    return torch.stack(rows, 1)
+
+
+def tokens_on_their_own(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    return torch.stack([read(k[:, t, ..., None] * v[:, t, :, None], q[:, t].tanh()) for t in range(q.shape[1])], 1)
+
+
+@pytest.mark.parametrize("fn", [not_quite_emptied, tokens_on_their_own])
+def test_what_is_no_packed_batch_stays(fn: Callable[..., Tensor]) -> None:
+    ours, expected, report = explained(fn)
+    assert worst_error(ours, expected) <= 1e-5
+    assert not [match for match in report.matches if match.mode == "sequence"], str(report)
