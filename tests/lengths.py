@@ -125,7 +125,9 @@ def machine(inner: str, attention: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="prompts of many lengths in one process")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.lengths", description="prompts of many lengths in one process"
+    )
     parser.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
     parser.add_argument("--count", type=int, default=40, help="how many lengths")
     parser.add_argument("--longest", type=int, default=5000)
