@@ -186,7 +186,7 @@ def _eligible(
         key = value.shape, value.uniform
         if key not in known:
             known[key] = fits(value)
-        if not known[key] or not (raw_state and step and value.op is not None and value.op.name == "mul"):
+        if not known[key] or not (raw_state and step and value.op is not None and value.op.name in ("mul", "lerp")):
             return known[key]
         return _sizes(value) != allowed
 

@@ -21,6 +21,7 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.hoist.assigned import Writes, written
 from kdacompile.hoist.pieces import Piece, piece_of
+from kdacompile.hoist.proof import RUN_ERRORS
 from kdacompile.hoist.sink import gathered
 from kdacompile.patterns.ir import Graph
 from kdacompile.patterns.regions import find_groups
@@ -106,9 +107,13 @@ class Packed:
     def apply(self, shadow: Callable[[], Graph]) -> bool:
         """False, with nothing changed, if what comes out would be laid out otherwise."""
         bounds = {item.bounds[-1]: item.bounds for item in self.rows}
-        self.take_apart(bounds)
-        for item in self.rows:
-            self.gather_apart(item)
+        try:
+            self.take_apart(bounds)
+            for item in self.rows:
+                self.gather_apart(item)
+        except RUN_ERRORS:
+            self.undo()
+            return False
         old, new = ([compat.example_value(pair[i]).stride() for pair in self.replaced] for i in (2, 1))
         if old != new:
             self.undo()

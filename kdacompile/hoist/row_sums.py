@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from kdacompile import compat
-from kdacompile.hoist.proof import TOLERANCE
+from kdacompile.hoist.proof import RUN_ERRORS, TOLERANCE
 from kdacompile.hoist.rules import MOVES, POINTWISE, name_of
 from kdacompile.patterns.ir import Graph
 
@@ -80,6 +80,8 @@ def _site(node: fx.Node) -> Site | None:
     if found is None:
         return None
     scores, values, letters = found
+    if not all(isinstance(compat.example_value(each), Tensor) for each in (scores, values, node)):
+        return None
     factors: list[fx.Node] = []
     while _is_factor(scores):
         factors.append(scores)
@@ -90,7 +92,10 @@ def _site(node: fx.Node) -> Site | None:
     if not sums or len(dtypes) > 1 or not isinstance(width, int):
         return None
     site = Site(node, letters, scores, values, tuple(factors), sums)
-    return site if _holds(site) else None
+    try:
+        return site if _holds(site) else None
+    except RUN_ERRORS:
+        return None
 
 
 def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, Letters] | None:
@@ -100,7 +105,8 @@ def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, Letters] | None:
         left, right = node.args
         if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or left is right:
             return None
-        ranks = {compat.example_value(each).dim() for each in (left, right)}
+        operands = [compat.example_value(each) for each in (left, right)]
+        ranks = {each.dim() if isinstance(each, Tensor) else 0 for each in operands}
         if len(ranks) > 1 or min(ranks) < 2:
             return None
         batch = "abcdef"[: min(ranks) - 2]
@@ -110,8 +116,8 @@ def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, Letters] | None:
     equation = node.args[0].replace(" ", "")
     if "->" not in equation or "." in equation:
         return None
-    operands, result = equation.split("->")
-    pairs = list(zip(operands.split(","), node.all_input_nodes, strict=False))
+    read, result = equation.split("->")
+    pairs = list(zip(read.split(","), node.all_input_nodes, strict=False))
     if len(pairs) != 2 or any(len(set(letters)) < len(letters) for letters, _ in pairs):
         return None
     for (scores, left), (values, right) in (pairs, pairs[::-1]):
@@ -126,7 +132,8 @@ def _is_factor(node: fx.Node) -> bool:
     if name_of(node) not in FACTORS or len(node.args) != 2 or node.kwargs or len(node.all_input_nodes) != 2:
         return False
     whole, factor = (compat.example_value(arg) for arg in node.all_input_nodes)
-    rows = isinstance(factor, Tensor) and factor.dim() == whole.dim() and compat.is_one(factor.shape[-1])
+    tensors = isinstance(factor, Tensor) and isinstance(whole, Tensor) and whole.dim() > 1
+    rows = tensors and factor.dim() == whole.dim() and compat.is_one(factor.shape[-1])
     return rows and len(node.users) == 1 and str(compat.example_value(node).shape) == str(whole.shape)
 
 
@@ -211,7 +218,10 @@ class RowSums:
 
     def apply(self, shadow: Callable[[], Graph]) -> bool:
         """False, with nothing changed, if no product takes the sums along or if the results lie otherwise."""
-        pairs = [pair for site in self.sites for pair in self.rewrite(site)]
+        try:
+            pairs = [pair for site in self.sites for pair in self.rewrite(site)]
+        except RUN_ERRORS:
+            pairs = []
         if pairs and all(_lie_alike(new, old) for new, old in pairs):
             return True
         self.undo()

@@ -22,6 +22,7 @@ from tests.spellings import (
     strangers,
     time_turned,
     upstream,
+    visitors,
 )
 from tests.spellings.near_misses import REGISTRY as NEAR_REGISTRY
 from tests.spellings.near_misses import NearMiss
@@ -45,6 +46,7 @@ TEXTS = (
     strangers,
     mathematicians,
     time_turned,
+    visitors,
     near_misses_more,
     near_misses_chunked,
     near_misses_published,
