@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch import fx
 
 from kdacompile import compat, fresh_caches, glance, mla_pass
@@ -156,9 +158,11 @@ class _Work:
 
     def run(self) -> None:
         if compat.transforms(self.gm.graph):
-            reason = "the graph runs under a transform of torch.func (vmap, grad, jvp)"
+            reason = "the graph runs under a transform of torch.func (vmap, grad, jvp; associative_scan uses vmap)"
             if self.has_recurrence:
-                self.rejections.append(Rejection("linear_attention", reason, "unknown", "transform"))
+                self.rejections.append(
+                    Rejection("linear_attention", reason, _first_own_line(self.gm.graph), "transform")
+                )
             return
         if compat.wrapped_tensors(self.gm.graph):
             reason = "inputs are tensor subclasses (DTensor); local tensors are rewritten (DTensor.to_local, local_map)"
@@ -418,6 +422,13 @@ def _loop(fused: Fused) -> str:
         return ""
     found = loops.unrolled({op.node for op in fused.candidate.ops if isinstance(op.node, fx.Node)})
     return "" if found is None else found.place
+
+
+def _first_own_line(graph: fx.Graph) -> str:
+    """ "file:line" of the first call that was not written in torch itself."""
+    library = os.path.dirname(torch.__file__)
+    sources = [source_of(node) for node in graph.nodes]
+    return next((source for source in sources if source != "unknown" and not source.startswith(library)), "unknown")
 
 
 def _innermost(fused: Fused) -> fx.Node | None:
