@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="what this machine can run, and why not the rest")
     commands.add_parser("support", help="what is recognised, as a Markdown table")
     _add_plan(commands.add_parser("plan", help="how a pattern is cut into stages for a target, and its buffers"))
-    commands.add_parser("overhead", help="what the backend costs programs that have nothing for it")
+    overhead = commands.add_parser("overhead", help="what the backend costs programs that have nothing for it")
+    overhead.add_argument("program", nargs="?", default="", help="only programs whose names begin so")
     bench = commands.add_parser("bench", help="time ours beside Inductor alone and eager, each in its own process")
     bench.add_argument("--suite", default="cpu", help="cpu, cuda or mla (default: cpu)")
     bench.add_argument("--case", action="append", help="only cases whose name contains this; may be repeated")
@@ -58,7 +59,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.command == "overhead":
             from kdacompile.bench import overhead
 
-            return overhead.main()
+            return overhead.main(arguments.program)
         if arguments.command == "plan":
             from kdacompile import plans
 

@@ -28,6 +28,7 @@ from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Group, find_groups, keeps_tokens_apart
 from kdacompile.proof.region import Verdict
 from kdacompile.proof.verdicts import Verdicts
+from kdacompile.readings import Readings
 from kdacompile.report import loops, trace
 from kdacompile.report.collect import emit
 from kdacompile.report.findings import GraphReport, Match, Rejection
@@ -38,7 +39,6 @@ from kdacompile.rewrite.linear_attention import LinearAttentionSplice
 from kdacompile.rewrite.splice import CannotSplice
 from kdacompile.settings import Settings
 from kdacompile.shadow import aliases
-from kdacompile.shadow.build import make_shadow
 from kdacompile.shadow.instances import Instances
 
 log = logging.getLogger(__name__)
@@ -74,26 +74,26 @@ def rewrite(
     gm: fx.GraphModule, settings: Settings, tables: Tables | None = None, *, keep_strides: bool = True
 ) -> GraphReport:
     """Rewrite ``gm`` in place and say what was done. Without ``keep_strides`` results come as the ops lay them out."""
-    work = _Work(gm, settings, tables or {}, keep_strides=keep_strides)
+    work = _Work(Readings(gm), settings, tables or {}, keep_strides=keep_strides)
     if work.has_recurrence or work.has_attention:
         with compat.no_python_dispatcher():
             helps = work.has_recurrence and may_help(gm.graph)
             work.inside = not helps
             work.run()
             if helps and (work.rejections or work.missed):
-                work = _again(gm, settings, work)
+                work = _again(settings, work)
             for other_text in (row_sums.attempt, packed.attempt):
                 if work.rejections or work.missed:
-                    work = _with(other_text(gm.graph, work.read), gm, settings, work) or work
+                    work = _with(other_text(gm.graph, work.read), settings, work) or work
     return work.report()
 
 
-def _again(gm: fx.GraphModule, settings: Settings, work: _Work) -> _Work:
+def _again(settings: Settings, work: _Work) -> _Work:
     """Search again with what loops do to every token alike taken out of them; if that does not help, inside groups."""
-    found = _with(attempt(gm.graph, work.read), gm, settings, work)
+    found = _with(attempt(work.gm.graph, work.read), settings, work)
     if found is not None:
         return found
-    other = _Work(gm, settings, work.tables, keep_strides=work.keep_strides)
+    other = _Work(work.readings, settings, work.tables, keep_strides=work.keep_strides)
     other.run()
     other.take_over(work)
     return other
@@ -109,17 +109,17 @@ class _Change(Protocol):
     def undo(self) -> None: ...
 
 
-def _with(change: _Change | None, gm: fx.GraphModule, settings: Settings, work: _Work) -> _Work | None:
+def _with(change: _Change | None, settings: Settings, work: _Work) -> _Work | None:
     """The search of the changed graph; None, with nothing changed, if it finds nothing new."""
     if change is None or not change.apply(work.read):
         return None
-    other = _Work(gm, settings, {}, keep_strides=work.keep_strides)
+    other = _Work(work.readings, settings, {}, keep_strides=work.keep_strides)
     other.run()
     if not (other.matches or other.attention.matches or other.changed):
         change.undo()
         return None
     change.finish()
-    gm.recompile()
+    work.gm.recompile()
     other.take_over(work)
     return other
 
@@ -127,7 +127,9 @@ def _with(change: _Change | None, gm: fx.GraphModule, settings: Settings, work: 
 class _Work:
     """One search of one graph: its groups, what was rewritten, and why the rest was not."""
 
-    def __init__(self, gm: fx.GraphModule, settings: Settings, tables: Tables, *, keep_strides: bool) -> None:
+    def __init__(self, readings: Readings, settings: Settings, tables: Tables, *, keep_strides: bool) -> None:
+        gm = readings.gm
+        self.readings = readings
         self.gm = gm
         self.settings = settings
         self.tables = tables
@@ -183,7 +185,7 @@ class _Work:
         if self.shares_memory(shadow):
             return
         if self.has_attention and not self.held:
-            self.attention.run(shadow)
+            self.find_attention(shadow)
         if not self.has_recurrence:
             return
         if self.attention.matches:
@@ -194,6 +196,15 @@ class _Work:
         for call in reabsorb.calls(shadow):
             self.extend(shadow, call)
         self.reject_blocked(shadow)
+
+    def find_attention(self, shadow: Graph) -> None:
+        known = self.readings.without_attention
+        if known is not None and known[0] is shadow:
+            self.attention.rejections = known[1]
+            return
+        self.attention.run(shadow)
+        if not self.attention.matches:
+            self.readings.without_attention = shadow, self.attention.rejections
 
     def shares_memory(self, shadow: Graph) -> bool:
         """True, with a rejection, if the graph overwrites what another of its inputs reads."""
@@ -207,8 +218,9 @@ class _Work:
 
     def read(self) -> Graph:
         with self.timed("shadow"):
-            shadow = make_shadow(self.gm, held=self.held)
-        trace.shadow(shadow)
+            shadow, news = self.readings.shadow(self.held)
+        if news:
+            trace.shadow(shadow)
         return shadow
 
     def visit_all(self, shadow: Graph) -> bool:
@@ -218,8 +230,21 @@ class _Work:
             groups = find_groups(shadow)
         again = False
         for group in groups:
-            again |= not self.visit(shadow, group) and self.inside and self.visit_inside(shadow, group)
+            again |= not self.visit_whole(shadow, group) and self.inside and self.visit_inside(shadow, group)
         return again
+
+    def visit_whole(self, shadow: Graph, group: Group) -> bool:
+        """Visit a group, unless an earlier search came to nothing there."""
+        reasons = self.readings.reasons(group)
+        if reasons is not None:
+            self.rejections += reasons
+            self.missed |= len(group.anchors) > 2
+            return False
+        told = len(self.rejections)
+        found = self.visit(shadow, group)
+        if not found:
+            self.readings.reject(group, self.rejections[told:])
+        return found
 
     def visit_inside(self, shadow: Graph, group: Group) -> bool:
         """Rewrite one layer of a group that holds several; what is wrong with the others is not told here."""

@@ -60,14 +60,14 @@ class Effort:
     spellings in the tests none takes more than 19 ways, or looks through more than 12,500 operators.
     """
 
-    ways: int = 60
+    ways: int = 30
     """Tried whatever they cost."""
-    operators: int = 60_000
+    operators: int = 30_000
     """Operators looked through for more."""
 
     def take(self, group: Group) -> bool:
         self.ways -= 1
-        self.operators -= len(group.ops) + 200  # a small group may stand below many others
+        self.operators -= len(group.ops) + 1000  # what may enter a small group is looked through as well
         return self.ways >= 0 or self.operators >= 0
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import islice, permutations
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -62,7 +63,7 @@ class Placement:
         if "*" in letters:
             steps.append(("unflatten", (letters.index("*"), (sizes["H"], sizes["K"]))))
             letters = letters.replace("*", "HK")
-        letters = self._filled(letters)
+        letters = _filled(letters, self.order)
         for index in reversed(range(len(letters))):
             if letters[index] in ".=":
                 steps.append(("select", (index, 0)))
@@ -77,16 +78,9 @@ class Placement:
         """In the role's own order of dimensions."""
         return [("flip", (self.order.index("T"),))] if self.backwards and "T" in self.letters else []
 
-    def _filled(self, letters: str) -> str:
-        """``letters`` with the role's missing letters in place of dimensions of size one, as far as there are any."""
-        for letter in self.order:
-            if letter not in letters:
-                letters = letters.replace(".", letter, 1)
-        return letters
-
     def back_steps(self) -> list[tuple[str, tuple[object, ...]]]:
         """Tensor methods that lay a canonical tensor out as the graph has it."""
-        order, letters = self.order, self._filled(self.letters)
+        order, letters = self.order, _filled(self.letters, self.order)
         steps = self._turn()
         steps += [("squeeze", (index,)) for index in reversed(range(len(order))) if order[index] not in letters]
         present = [letter for letter in order if letter in letters]
@@ -140,7 +134,7 @@ class Hypothesis:
     def moved(self) -> int:
         """How many tensors must be permuted: where heads or batch are one, each can be taken for the other."""
         ends = (self.output,) if self.final_state is None else (self.output, self.final_state)
-        return sum(name == "permute" for p in (*self.inputs, *ends) for name, _ in p.steps(self.sizes))
+        return sum(_is_permuted(placement.letters, placement.role) for placement in (*self.inputs, *ends))
 
     def with_(self, **changes: object) -> Hypothesis:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -149,6 +143,21 @@ class Hypothesis:
         """The same claim with the last token first."""
         inputs = tuple(replace(placement, backwards=True) for placement in self.inputs)
         return self.with_(inputs=inputs, output=replace(self.output, backwards=True))
+
+
+@cache
+def _is_permuted(letters: str, role: str) -> bool:
+    """True if a tensor with these letters must be permuted to be in the role's own order."""
+    bare = _filled(letters, LETTERS[role]).replace(".", "").replace("=", "")
+    return bare != "".join(letter for letter in LETTERS[role] if letter in bare)
+
+
+def _filled(letters: str, order: str) -> str:
+    """``letters`` with what is missing of a role's letters in place of dimensions of size one, where there are any."""
+    for letter in order:
+        if letter not in letters:
+            letters = letters.replace(".", letter, 1)
+    return letters
 
 
 def _labelings(value: Value, role: str, sizes: dict[str, int]) -> Sequence[tuple[str, dict[str, int]]]:
@@ -217,6 +226,7 @@ def role_test(readings: Sequence[dict[str, int]]) -> Callable[[Value], bool]:
 _USUAL = ("BTHK", "BHTK", "BTHV", "BHTV", "BHKV", "BHVK", "BTH", "BHT")
 
 
+@cache
 def _oddity(letters: str) -> int:
     """0 for the layouts people write, more for the rest."""
     bare = letters.replace(".", "").replace("=", "").replace("G", "H")
@@ -247,8 +257,7 @@ def hypotheses(cut: Sequence[Value], output: Value, state: Value | None, region:
     return sorted(found, key=lambda hypothesis: (hypothesis.penalty, hypothesis.moved))
 
 
-@dataclass(frozen=True)
-class _Partial:
+class _Partial(NamedTuple):
     """Roles for the first tensors of a cut, and for the results."""
 
     inputs: tuple[Placement, ...]

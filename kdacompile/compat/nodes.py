@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import re
+import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -215,12 +217,31 @@ def fake_mode_of(node: fx.Node) -> Generator[Any]:
         yield mode
 
 
+@contextlib.contextmanager
+def _unlogged() -> Generator[None]:
+    """torch writes an error for each operator that does not take its inputs: here the exception says so to a caller who
+    tries whether it does.
+    """
+    here, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    logger.addFilter(of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(of_others)
+
+
 def propagate_fake(node: fx.Node, like: fx.Node) -> None:
-    """Give a node we inserted the example value its operator computes on its inputs' example values."""
+    """Give a node we inserted the example value its operator computes on its inputs' example values; raises what the
+    operator raises.
+    """
     key = "example_value" if "example_value" in like.meta else "val"
     args = map_arg(node.args, example_value)
     kwargs = map_arg(node.kwargs, example_value)
-    with _disable_current_modes(), fake_mode_of(like):
+    with _disable_current_modes(), fake_mode_of(like), _unlogged():
         if node.op == "call_method":
             node.meta[key] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:

@@ -182,11 +182,12 @@ def captures(
     than one; and where the function takes whole chunks only, at those.
     """
     chunk = _chunk(numbers)
-    plans = [(5, chunk + 3, 3 * chunk), (chunk + 3, 2 * chunk + 5, 5 * chunk), (chunk, 2 * chunk, 5 * chunk)]
+    plans = [(5, chunk + 3, 3 * chunk), (2 * chunk + 5, chunk + 3, 5 * chunk), (chunk, 2 * chunk, 5 * chunk)]
+    known: dict[int, Captured] = {}
     failure: Exception | None = None
     for plan in plans if chunk else [(3, 6, 11)]:
         try:
-            captured = [capture(fn, call, sizes, settings) for sizes in _sizes(plan)]
+            captured = _alike(fn, call, plan, chunk, settings, known)
         except RUN_ERRORS as error:
             failure = WrongLayout(f"it does not run on stand-ins: {error}")
             continue
@@ -196,6 +197,32 @@ def captures(
             failure = error
     assert failure is not None
     raise failure
+
+
+def _alike(
+    fn: types.FunctionType,
+    call: Call,
+    plan: tuple[int, ...],
+    chunk: int,
+    settings: Settings,
+    known: dict[int, Captured],
+) -> list[Captured]:
+    """The rewritten function at the sizes of a plan, up to the first that is unlike the others.
+
+    ``known``: what was captured already, by length. Raises ``Unliftable`` if more chunks have more ops: each is
+    recognised by itself then, whatever the plan.
+    """
+    captured: list[Captured] = []
+    for sizes in _sizes(plan):
+        length = sizes["T"]
+        if length not in known or known[length].sizes != sizes:
+            known[length] = capture(fn, call, sizes, settings)
+        captured.append(known[length])
+        if chunk and len({len(each.matches) for each in known.values() if each.sizes["T"] > chunk}) > 1:
+            raise Unliftable("its loop is not one recurrence")
+        if len({len(each.graph.nodes) for each in captured}) > 1:
+            break
+    return captured
 
 
 def _sizes(plan: tuple[int, ...]) -> Iterator[Sizes]:

@@ -1,0 +1,57 @@
+"""Loops that look like linear attention and are something else: they are not searched again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kdacompile
+from kdacompile import readings
+from kdacompile.bench.overhead import PROGRAMS
+from kdacompile.lift import hook, lifting
+from tests.compare import worst_error
+
+LOOPS = ("tanh on the state", "norm of the state", "tanh between chunks", "softmax block by block")
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
+    """The calls of a module's function from here on."""
+    calls: list[Any] = []
+    usual: Callable[..., Any] = getattr(module, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return usual(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_graph_is_read_once_for_each_state_it_is_searched_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, arguments = PROGRAMS[name]()
+    reads = counting(monkeypatch, readings, "make_shadow")
+    run = torch.compile(program, backend="kda", options={"kda.inner": "eager", "kda.lift": False})
+    have = run(*arguments)
+    assert worst_error(have, program(*arguments)) < 1e-5
+    assert len(reads) <= 2  # as it is, and with what the loop does to every token alike taken out of it
+
+
+def test_a_function_whose_chunks_are_recognised_one_by_one_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, arguments = PROGRAMS["tanh between chunks"]()
+    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
+    tried = counting(monkeypatch, lifting, "capture")
+    with torch.no_grad():
+        run = torch.compile(program, backend="kda", options={"kda.inner": "eager"})
+        assert worst_error(run(*arguments), program(*arguments)) < 1e-5
+    assert 0 < len(tried) <= 3
+
+
+def test_what_is_tried_is_no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    program, arguments = PROGRAMS["softmax block by block"]()
+    report = kdacompile.explain(program)(*arguments)
+    assert report.matches == []
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
