@@ -12,7 +12,7 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.patterns.ir import Graph, Value
-from kdacompile.patterns.mla.definition import NAME, Claim, FusedMla, MlaCandidate, MlaPlacement
+from kdacompile.patterns.mla.definition import MASKS, NAME, Claim, FusedMla, MlaCandidate, MlaPlacement
 from kdacompile.patterns.mla.lengths import lengths_instead
 from kdacompile.patterns.mla.pages import pages_instead
 from kdacompile.patterns.mla.roles import find_mla
@@ -93,8 +93,8 @@ class MlaWork:
             return reason, node, "dynamic"
         source = source_of(node)
         roles = {role: describe(placement) for role, placement in fused.inputs.items()}
-        if "mask" in roles:
-            roles["mask"] += _chosen_by(fused.inputs["mask"].value)
+        for role in (role for role in MASKS if role in roles):
+            roles[role] += _chosen_by(fused.inputs[role].value)
         with self.timed("rewrite"):
             try:
                 splice = MlaSplice(self.gm, shadow, fused)

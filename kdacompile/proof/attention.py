@@ -18,7 +18,8 @@ from torch import Tensor
 from kdacompile.patterns.evaluate import EvaluationError, Region
 from kdacompile.patterns.ir import Value
 from kdacompile.patterns.lanes import Factors, LaneError
-from kdacompile.patterns.mla.definition import WEIGHTS, Claim, MlaCandidate, MlaPlacement
+from kdacompile.patterns.mla.claims import MERGED
+from kdacompile.patterns.mla.definition import MASKS, WEIGHTS, Claim, MlaCandidate, MlaPlacement
 from kdacompile.patterns.mla.oracle import latent_attention
 from kdacompile.proof.region import TOLERANCE, one_thread, token_error
 from kdacompile.proof.verdicts import structural_hash
@@ -167,7 +168,7 @@ class _Prover:
     def draws(self, kind: str, generator: torch.Generator) -> Iterator[tuple[Value, Tensor]]:
         for placement in self.inputs:
             shape = [math.prod(part for _, part in dim) for dim in self.factors(placement)]
-            if placement.role == "mask":
+            if placement.role in MASKS:
                 yield placement.value, self.mask(placement, shape, kind, generator)
                 continue
             noise = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -186,7 +187,8 @@ class _Prover:
             seen[..., 0] = True
             seen = seen.movedim(-1, placement.letters.index("S"))
         if placement.value.dtype is torch.bool:
-            return seen if self.claim.mask_keeps else ~seen
+            keeps = next(mask.keeps for mask in self.claim.masks if mask.role == placement.role)
+            return seen if keeps else ~seen
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         return torch.where(seen, noise, -torch.inf)
 
@@ -204,13 +206,15 @@ class _Prover:
         if q_rope is not None and k_rope is not None:
             products = products + torch.einsum("bthd,bsd->bhts", q_rope, k_rope)
         layout = self.claim.scores
-        if layout[0] == "*":
-            scores, layout = scores.unflatten(0, (-1, self.sizes["H"])), "BH" + layout[1:]
+        if layout in MERGED:
+            dim, apart = MERGED[layout]
+            scores, layout = scores.unflatten(dim, [self.sizes[letter] for letter in apart[dim : dim + 2]]), apart
         have = MlaPlacement("mask", self.candidate.scores, layout).to_canonical(scores)
         if have.shape != products.shape:
             return math.nan
-        if "mask" in roles and roles["mask"].is_floating_point():
-            have = have - roles["mask"]
+        for role in MASKS:
+            if role in roles and roles[role].is_floating_point():
+                have = have - roles[role]
         plain = have.isfinite() & (have.abs() < 1e4)
         if not bool(plain.any()):
             return math.nan
@@ -224,12 +228,19 @@ class _Prover:
         return q, q_rope, latent, None if q_rope is None else k_rope, *claim.split_weights(roles)
 
     def reference(self, roles: dict[str, Tensor], scale: float) -> Tensor:
-        mask = roles.get("mask")
-        if mask is not None and mask.dtype is torch.bool and not self.claim.mask_keeps:
-            mask = ~mask
+        mask = self.added(roles) if self.claim.masks else None
         causal = self.claim.causal
         o, _ = latent_attention(*self.operands(roles), mask, roles.get("sinks"), scale=scale, causal=causal)
         return o
+
+    def added(self, roles: dict[str, Tensor]) -> Tensor:
+        """What all masks together add to the scores; every query sees a token, so that no finite number matters."""
+        total = torch.zeros((), dtype=torch.float64)
+        for mask in self.claim.masks:
+            given = roles[mask.role]
+            hides = given.dtype is torch.bool
+            total = torch.where(given != mask.keeps, -math.inf, total) if hides else total + given
+        return total
 
 
 def _tidy(scale: float) -> float:

@@ -20,7 +20,8 @@ def structural_hash(candidate: Candidate | MlaCandidate) -> str:
     numbers: dict[Value, str] = {value: f"in{i}" for i, value in enumerate(candidate.cut)}
     digest = hashlib.sha256()
     for value in candidate.cut:
-        digest.update(f"{value.shape}{sorted(value.uniform)}".encode())  # a role may count on uniform dimensions
+        # A role may count on uniform dimensions, and a mask of booleans is drawn as one.
+        digest.update(f"{value.shape}{sorted(value.uniform)}{value.dtype is torch.bool}".encode())
     for op in sorted(candidate.ops, key=lambda item: item.outs[0].index):
         for index, value in enumerate(op.outs):
             numbers[value] = f"v{len(numbers)}.{index}"

@@ -13,7 +13,7 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.ops.mla_definitions import mla
 from kdacompile.patterns.ir import Graph
-from kdacompile.patterns.mla.definition import Claim, FusedMla, MlaPlacement
+from kdacompile.patterns.mla.definition import VANISHING, Claim, FusedMla, Hiding, MlaPlacement
 from kdacompile.rewrite.splice import CannotSplice, Splice
 
 
@@ -29,16 +29,20 @@ class MlaSplice(Splice):
         super().check_grad()
         if "block_table" in self.claim.inputs and self.records_gradient():
             raise CannotSplice("grad", "a paged cache has no gradients")
-        if self.stops_gradients and self.claim.causal:
-            raise CannotSplice("grad", "a query may be hidden by two masks, one of which stops its gradient")
+        added = [mask for mask in self.claim.masks if not self.is_selection(mask) and mask.fill == 0.0]
+        if self.stops_gradients and added:
+            raise CannotSplice("grad", "rows may be hidden by several masks, some of which stop a gradient")
+
+    def is_selection(self, mask: Hiding) -> bool:
+        return self.claim.inputs[mask.role].value.dtype is torch.bool
 
     @property
     def stops_gradients(self) -> bool:
-        """Whether the mask replaces scores by a finite number: a row hidden as a whole averages, and its scores, which
+        """Whether a mask replaces scores by a finite number: a row hidden as a whole averages, and its scores, which
         are gone, get no gradient. A number added lets it through.
         """
-        claim, wanted = self.claim, self.records_gradient()
-        return wanted and "mask" in claim.inputs and math.isfinite(claim.mask_fill) and claim.mask_fill != 0
+        finite = any(self.is_selection(mask) and math.isfinite(mask.fill) for mask in self.claim.masks)
+        return finite and self.records_gradient()
 
     def region_nodes(self) -> set[fx.Node]:
         """Also what fills a buffer of the region's own without being an operator of it: a value put in place as it is,
@@ -66,10 +70,10 @@ class MlaSplice(Splice):
                 given |= {n: self.part(given[n], 1, None, tokens) for n in ("latent", "k_rope", "cache") if n in given}
             latent, k_rope = self.cache(given)
             w_uk, w_uv = self.weights(given)
-            if self.stops_gradients:
-                q = self.seeing(q, given["mask"])
-                q_rope = None if q_rope is None else self.seeing(q_rope, given["mask"])
-            mask = self.mask(given["mask"]) if "mask" in given else None
+            mask = self.mask(given, compat.example_value(q).dtype)
+            if self.stops_gradients and mask is not None:
+                q = self.seeing(q, mask)
+                q_rope = None if q_rope is None else self.seeing(q_rope, mask)
             table = self.block_table(given["block_table"], q, latent) if "block_table" in given else None
             lengths = self.lengths(given["lengths"], q, latent, table) if "lengths" in given else None
             tensors = (q, q_rope, latent, None if q_rope is None else k_rope, w_uk, w_uv, mask, given.get("sinks"))
@@ -99,9 +103,8 @@ class MlaSplice(Splice):
 
     def seeing(self, q: fx.Node, mask: fx.Node) -> fx.Node:
         """The queries, zero where the mask hides everything: neither they nor the keys have a gradient there."""
-        hidden = self.method(mask, "logical_not") if self.claim.mask_keeps else mask
-        rows = self.method(self.method(self.method(hidden, "all", -1), "transpose", 1, 2), "unsqueeze", -1)
-        return self.method(q, "masked_fill", rows, 0.0)
+        rows = self.method(self.method(self.method(mask, "le", VANISHING), "all", -1), "transpose", 1, 2)
+        return self.method(q, "masked_fill", self.method(rows, "unsqueeze", -1), 0.0)
 
     def cache(self, given: dict[str, fx.Node]) -> tuple[fx.Node, fx.Node | None]:
         """The latent and the rotated key, which may be columns of one tensor."""
@@ -181,17 +184,32 @@ class MlaSplice(Splice):
         like = one if isinstance(one, fx.Node) else other
         return self.with_meta(self.graph.call_function(operator.mul, (one, other)), like)
 
-    def mask(self, node: fx.Node) -> fx.Node:
-        """The mask as the op takes it: True for what may be seen, or numbers to add.
+    def mask(self, given: dict[str, fx.Node], dtype: torch.dtype) -> fx.Node | None:
+        """The masks as the op takes them: True for what may be seen, or numbers to add.
 
-        Where the model gives hidden scores a finite number, a row hidden as a whole averages; so it does with the
-        lowest number added.
+        Where the model gives hidden scores a finite number, a row hidden as a whole averages over those of the highest
+        number; so it does with that number added, if it is so low that the scores are lost beside it.
         """
-        value = compat.example_value(node)
-        if value.dtype is not torch.bool:
-            return node
-        if self.claim.mask_fill != float("-inf"):
-            hidden = self.method(node, "logical_not") if self.claim.mask_keeps else node
-            zeros = self.with_meta(self.graph.call_function(torch.zeros_like, (node,), {"dtype": torch.float32}), node)
-            return self.method(zeros, "masked_fill", hidden, torch.finfo(torch.float32).min)
-        return node if self.claim.mask_keeps else self.method(node, "logical_not")
+        masks = self.claim.masks
+        if not masks:
+            return None
+        first, wide = given[masks[0].role], torch.float64 if dtype is torch.float64 else torch.float32
+        if len(masks) == 1 and not self.is_selection(masks[0]):  # one counted in integers has a dtype the op lacks
+            return first if compat.example_value(first).is_floating_point() else self.method(first, "to", wide)
+        if len(masks) == 1 and masks[0].fill == -math.inf:
+            return first if masks[0].keeps else self.method(first, "logical_not")
+        total = self.with_meta(self.graph.call_function(torch.zeros_like, (first,), {"dtype": wide}), first)
+        for mask in masks:
+            node = given[mask.role]
+            if self.is_selection(mask):
+                hidden = self.method(node, "logical_not") if mask.keeps else node
+                total = self.method(total, "masked_fill", hidden, _fill(mask, wide, alone=len(masks) == 1))
+            else:
+                total = self.method(total, "add", self.method(node, "to", wide))
+        return total
+
+
+def _fill(mask: Hiding, dtype: torch.dtype, *, alone: bool) -> float:
+    """The number for what a mask hides, in the dtype the masks are added in."""
+    lowest = torch.finfo(dtype).min
+    return mask.fill if mask.fill == -math.inf else lowest if alone else max(mask.fill, lowest)

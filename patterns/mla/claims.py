@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from itertools import groupby, islice, permutations, product
 
 from kdacompile.patterns.ir import Value
-from kdacompile.patterns.mla.definition import WEIGHTS, Claim, MlaPlacement, order_of
-from kdacompile.patterns.mla.masks import MaskRole
+from kdacompile.patterns.mla.definition import MASKS, WEIGHTS, Claim, Hiding, MlaPlacement, order_of
+from kdacompile.patterns.mla.masks import Masks, aligned
+
+MERGED = {"*TS": (0, "BHTS"), "B*S": (1, "BTHS"), "B+S": (1, "BHTS")}
+"""Layouts of scores with heads merged with the batch or the queries: which dimension it is, and the layout it was."""
 
 USUAL = ("BTHK", "BHTK", "BTHV", "BHTV", "BHTS", "BTHS", "BTHD", "BHTD")
 
@@ -35,6 +38,11 @@ def labels(value: Value, role: str, sizes: dict[str, int]) -> Iterator[str]:
             yield "".join(text)
 
 
+def _merged(text: str, apart: str, sizes: dict[str, int]) -> tuple[int, ...]:
+    both = math.prod(sizes[letter] for letter in apart if letter not in text)
+    return tuple(sizes.get(letter, both) for letter in text)
+
+
 def _oddity(letters: str) -> int:
     bare = letters.replace(".", "")
     usual = any("".join(letter for letter in order if letter in bare) == bare for order in USUAL)
@@ -42,13 +50,13 @@ def _oddity(letters: str) -> int:
 
 
 def claims(
-    tensors: dict[str, Value], output: Value, scores: Value, captured: dict[str, int], masks: MaskRole
+    tensors: dict[str, Value], output: Value, scores: Value, captured: dict[str, int], masks: Masks
 ) -> Iterator[Claim]:
     """Every assignment of letters the sizes allow; ``scores``: the softmax's input without sinks."""
     sizes = {**captured, "W": 0, "Y": 0}
     options: list[list[MlaPlacement]] = []
     for role, value in tensors.items():
-        if role == "mask":
+        if role in MASKS:
             continue
         if role in WEIGHTS:
             sizes["W"] = math.prod(value.shape) // sizes["R"]
@@ -56,8 +64,8 @@ def claims(
         options.append([MlaPlacement(role, value, text) for text in labels(value, role, sizes)])
     outputs = [MlaPlacement("o", output, text) for text in labels(output, "o", sizes)]
     layouts = list(labels(scores, "mask", sizes))
-    if scores.shape == (sizes["B"] * sizes["H"], sizes["T"], sizes["S"]) and not layouts:
-        layouts = ["*TS"]  # heads merged with the batch
+    if not layouts:
+        layouts = [text for text, (_, apart) in MERGED.items() if scores.shape == _merged(text, apart, sizes)]
     merged = "w" in tensors and len(tensors["w"].shape) == 2
     choices = sorted(islice(product(*options, outputs, layouts), 4096), key=_oddity_of_all)
     both, either = (False, True), ((False, True) if "w" in tensors else (False,))
@@ -86,16 +94,16 @@ def _claim(
     out: MlaPlacement | str,
     layout: MlaPlacement | str,
     sizes: dict[str, int],
-    masks: MaskRole,
+    masks: Masks,
 ) -> Claim | None:
     assert isinstance(out, MlaPlacement) and isinstance(layout, str)
     causal = masks.causal_in(layout, sizes)
     if causal is None:
         return None
-    if masks.value is not None:
-        letters = masks.letters(layout)
+    for role, mask in masks.operands.items():
+        letters = aligned(mask.value, layout)
         if letters is None:
             return None
-        placed = {**placed, "mask": MlaPlacement("mask", masks.value, letters)}
-    claim = Claim(placed, out, sizes, layout)
-    return claim.with_(causal=causal, mask_keeps=masks.keeps, mask_fill=masks.fill)
+        placed = {**placed, role: MlaPlacement(role, mask.value, letters)}
+    hidings = tuple(Hiding(role, mask.keeps, mask.fill) for role, mask in masks.operands.items())
+    return Claim(placed, out, sizes, layout, causal=causal, masks=hidings)

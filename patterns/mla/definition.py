@@ -26,7 +26,7 @@ LETTERS = {
     "latent": "BCR",
     "k_rope": "BCD",
     "cache": "BCE",
-    "mask": "BHTS",
+    **dict.fromkeys(("mask", "mask_2", "mask_3"), "BHTS"),
     "sinks": "H",
     "lengths": "B",
     "block_table": "BM",
@@ -41,6 +41,8 @@ in two; W counts the rows of a weight, heads times what each has. Without weight
 latent and the rotated key side by side. Of a paged cache there are P pages of G tokens, M of them a request's."""
 
 WEIGHTS = ("w", "w_k", "w_v")
+MASKS = ("mask", "mask_2", "mask_3")
+"""Roles of masks that are operands, in the order in which the graph applies them."""
 
 VANISHING = -1e4
 """A mask's number from which on nothing can be seen of a token: the least negative one that models use."""
@@ -72,6 +74,18 @@ class MlaPlacement(Placement):
 
 
 @dataclass(frozen=True)
+class Hiding:
+    """How one of the masks is applied."""
+
+    role: str
+    keeps: bool
+    """Of a boolean mask: True marks what may be seen."""
+    fill: float
+    """What hidden scores become: -inf, or a number so low that only a row hidden as a whole can tell. Of a mask that is
+    added: -inf if it adds nothing else, 0 if nobody knows."""
+
+
+@dataclass(frozen=True)
 class Claim:
     """The claim "this region is MLA with these roles", not yet proven."""
 
@@ -87,11 +101,7 @@ class Claim:
     stacked: bool = False
     """Whether a weight for both has all heads' rows of the keys together, and then those of the values."""
     causal: bool = False
-    mask_keeps: bool = True
-    """Of a boolean mask: True marks what may be seen."""
-    mask_fill: float = 0.0
-    """Of a boolean mask: what the scores it hides become (-inf, or a number so low that only a row hidden as a whole
-    can tell)."""
+    masks: tuple[Hiding, ...] = ()
     lengths_plus: int = 0
     """What is added to ``lengths``: the graph may hold the last position instead."""
     wraps: bool = False
@@ -111,8 +121,7 @@ class Claim:
             self.values_first,
             self.stacked,
             self.causal,
-            self.mask_keeps,
-            self.mask_fill,
+            self.masks,
             self.lengths_plus,
             self.wraps,
             f"{self.scale:.9g}",  # fitted, at each instance anew

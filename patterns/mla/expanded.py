@@ -15,21 +15,22 @@ from kdacompile.patterns.mla.sources import CACHED, Projection, Sources, heads_o
 from kdacompile.patterns.mla.walk import Attention, Term
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import root
+from kdacompile.patterns.twins import Twins
 
 Made = tuple[list[Projection], list[Value]]
 """What an operand is made of: projections, and tensors that are shared by all heads."""
 
 
-def read_expanded(found: Attention) -> Parts | Obstacle | None:
+def read_expanded(found: Attention, twins: Twins) -> Parts | Obstacle | None:
     """The tensors of one attention over an expanded latent, or what is in the way; None: attention of another kind."""
     values, values_shared = Sources().of(found.values)
     latent = tokens_of(values[0].activation) if len(values) == 1 else None
     if latent is None or values_shared:
         return _expanded_cache(found)
-    parts = [Sources(latent).of(term.keys) for term in found.terms]
+    parts = [Sources(latent, twins=twins).of(term.keys) for term in found.terms]
     keys = list(dict.fromkeys(projection for projections, _ in parts for projection in projections))
     shared = list(dict.fromkeys(value for _, values in parts for value in values))
-    if len(keys) != 1 or not _is_latent(keys[0], values[0], latent, shared, found):
+    if len(keys) != 1 or not _is_latent(keys[0], values[0], latent, shared, found, twins):
         return None
     return _bias(keys[0], values[0]) or _parts(found, keys[0], values[0], shared, parts)
 
@@ -53,9 +54,11 @@ def _narrow(keys: Projection, values: Projection) -> bool:
     return 2 * keys.rank < sum(rows.values())
 
 
-def _is_latent(keys: Projection, values: Projection, latent: Value, shared: list[Value], found: Attention) -> bool:
+def _is_latent(
+    keys: Projection, values: Projection, latent: Value, shared: list[Value], found: Attention, twins: Twins
+) -> bool:
     """True if keys and values are expanded from a latent, apart from what the queries are made of."""
-    made = Sources(latent)
+    made = Sources(latent, twins=twins)
     if any(projection.op is keys.op for term in found.terms for projection in made.of(term.queries)[0]):
         return False
     return any(value.shape[-1] for value in shared) or _narrow(keys, values)

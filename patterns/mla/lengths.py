@@ -36,18 +36,21 @@ INTEGERS = (torch.int32, torch.int64)
 
 def lengths_instead(claim: Claim) -> Claim:
     """The claim with ``lengths`` in place of its mask, where the mask says nothing else."""
-    mask, sizes = claim.inputs.get("mask"), claim.sizes
-    if mask is None or claim.causal or claim.prefix or "H" in mask.letters:
+    if len(claim.masks) != 1 or claim.causal or claim.prefix:
+        return claim
+    (hiding,), sizes = claim.masks, claim.sizes
+    mask = claim.inputs[hiding.role]
+    if "H" in mask.letters:
         return claim
     causal = "T" in mask.letters
     if causal and sizes["B"] == sizes["T"]:  # then nothing tells requests from queries
         return claim
-    value, keeps, fill = mask.value, claim.mask_keeps, claim.mask_fill
+    value, keeps, fill = mask.value, hiding.keeps, hiding.fill
     if value.dtype is not torch.bool:
         read = selection(value)
         if read is None:
             return claim
-        value, keeps, fill = read
+        value, keeps, fill = read.value, read.keeps, read.fill
     found = _limit(value, keeps=keeps, tokens=sizes["S"])
     if found is None:
         return claim
@@ -60,8 +63,8 @@ def lengths_instead(claim: Claim) -> Claim:
         return claim
     if causal and not any(bounds.past_the_end(plus) <= 0 for bounds in written):
         return claim
-    inputs = {role: placement for role, placement in claim.inputs.items() if role != "mask"}
-    return claim.with_(inputs=inputs | {"lengths": placed}, lengths_plus=plus, causal=causal)
+    inputs = {role: placement for role, placement in claim.inputs.items() if role != hiding.role}
+    return claim.with_(inputs=inputs | {"lengths": placed}, masks=(), lengths_plus=plus, causal=causal)
 
 
 def _limit(mask: Value, *, keeps: bool, tokens: int) -> tuple[Value, int] | None:

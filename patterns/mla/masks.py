@@ -8,14 +8,14 @@ position in a static cache, a sparse indexer's choice) become an operand. Boolea
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kdacompile.patterns.evaluate import EvaluationError, constant
 from kdacompile.patterns.ir import Op, Value
-from kdacompile.patterns.mla.definition import VANISHING
+from kdacompile.patterns.mla.definition import MASKS, VANISHING
 from kdacompile.patterns.mla.sources import named
 from kdacompile.patterns.mla.walk import Attention, Hidden
 from kdacompile.patterns.obstacle import Obstacle
@@ -24,32 +24,40 @@ from kdacompile.patterns.vocabulary import LAYOUT, ORDERED
 LARGEST_CONSTANT = 1 << 26
 """Entries of a constant mask that is still computed."""
 
+LAYOUTS = ("BHTS", "BTHS", "BHST", "BTSH", "BSTH", "BSHT")
+"""Layouts of scores that a constant mask is compared in."""
+
+ROUNDED = -1e8
+"""A number beside which scores are lost in rounding: added or put in their place, it is the same."""
+
+
+Applied = tuple[Hidden, "Tensor | None"]
+"""A mask with the numbers that it adds to the scores, if it is constant."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A mask that is an operand; ``keeps`` and ``fill`` as in ``Hiding``."""
+
+    value: Value
+    keeps: bool
+    fill: float
+
+    @property
+    def replaces(self) -> bool:
+        """Whether scores become a finite number."""
+        return self.value.dtype is torch.bool and math.isfinite(self.fill)
+
 
 @dataclass
-class MaskRole:
-    """The masks of one attention: at most one carried, any number that are constant."""
+class Masks:
+    """The masks of one attention: those that are operands, by role, and constant ones that are causal."""
 
-    value: Value | None = None
-    keeps: bool = True
-    fill: float = 0.0
-    rank: int = 4
-    selects_last: bool = False
-    """Whether the carried mask replaces scores that a constant one has been applied to."""
+    operands: dict[str, Carried] = field(default_factory=dict[str, Carried])
     constants: list[Tensor] = field(default_factory=list[Tensor])
     """Causal masks of the graph's own making, as numbers to add to the scores."""
     causal: dict[str, bool] = field(default_factory=dict[str, bool])
     """Whether the constants are causal, by layout: large ones are not read for every claim."""
-
-    def letters(self, layout: str) -> str | None:
-        """Letters of the carried mask, aligned from the right with the scores'."""
-        assert self.value is not None
-        shape = self.value.shape
-        if len(shape) > len(layout):
-            return None
-        aligned = layout[len(layout) - len(shape) :]
-        if any(size != 1 and letter in ".*" for size, letter in zip(shape, aligned, strict=True)):
-            return None
-        return "".join("." if size == 1 else letter for size, letter in zip(shape, aligned, strict=True))
 
     def causal_in(self, layout: str, sizes: dict[str, int]) -> bool | None:
         """Whether a constant mask hides just what comes after each query; None if not in this layout."""
@@ -60,85 +68,113 @@ class MaskRole:
         return bool(self.constants)
 
 
+def aligned(mask: Value, layout: str) -> str | None:
+    """Letters of a mask, aligned from the right with the scores'."""
+    shape = mask.shape
+    if len(shape) > len(layout):
+        return None
+    letters = layout[len(layout) - len(shape) :]
+    if any(size != 1 and letter in ".*+" for size, letter in zip(shape, letters, strict=True)):
+        return None
+    return "".join("." if size == 1 else letter for size, letter in zip(shape, letters, strict=True))
+
+
 def _is_causal(mask: Tensor, layout: str, sizes: dict[str, int]) -> bool:
     tokens, cached = sizes["T"], sizes["S"]
     if tokens > cached or mask.dim() > len(layout) or "T" not in layout or "S" not in layout:
         return False
     keep = torch.arange(cached) <= torch.arange(tokens)[:, None] + cached - tokens
-    for _ in layout[layout.index("T") + 1 : layout.index("S")]:
-        keep = keep.unsqueeze(1)
+    keep = keep if layout.index("T") < layout.index("S") else keep.mT
+    keep = keep.view([sizes[letter] if letter in "TS" else 1 for letter in layout.lstrip("BH.*+")])
+    pairs = zip(reversed(mask.shape), reversed(keep.shape), strict=False)
+    if any(one != other and 1 not in (one, other) for one, other in pairs):
+        return False
     hidden = mask <= VANISHING
     return bool(((mask == 0) | hidden).all()) and bool((hidden == ~keep).all())
 
 
-def read_masks(found: Attention, sizes: dict[str, int]) -> MaskRole | Obstacle:
+def read_masks(found: Attention, sizes: dict[str, int]) -> Masks | Obstacle:
     """The masks of one attention, or what about them is not understood."""
-    role = MaskRole()
+    applied: list[Applied] = []
     for hidden in found.masks:
-        reason = _read_one(hidden, role, sizes) or _averages(role)
-        if reason is not None:
-            return Obstacle("mask", reason, hidden.op)
-    return role
+        numbers = _numbers(hidden)
+        if isinstance(numbers, str):
+            return Obstacle("mask", numbers, hidden.op)
+        if numbers is None or bool(numbers.any()):
+            applied.append((hidden, numbers))
+    causal = [numbers for _, numbers in applied if numbers is not None and _is_causal_somehow(numbers, sizes)]
+    carried = _operands([item for item in applied if not any(item[1] is numbers for numbers in causal)], sizes)
+    if causal and not isinstance(carried, Obstacle) and not _leaves_causality(causal, carried):
+        causal, carried = [], _operands(applied, sizes)
+    return carried if isinstance(carried, Obstacle) else Masks(dict(zip(MASKS, carried, strict=False)), causal)
 
 
-def _read_one(hidden: Hidden, role: MaskRole, sizes: dict[str, int]) -> str | None:
+def _numbers(hidden: Hidden) -> Tensor | str | None:
+    """What a constant mask adds to the scores; None for one of the inputs; else why that cannot be told."""
     mask = hidden.mask
-    if mask.const and (hidden.fill is None or _hides(_number(hidden.fill))):
-        if math.prod(mask.shape) > LARGEST_CONSTANT:
-            return "the mask is too large to be computed here"
-        try:
-            data = _as_numbers(constant(mask), hidden)
-        except EvaluationError as error:
-            return f"the mask cannot be computed here ({error})"
-        if not bool(data.any()):
-            return None
-        if data.is_floating_point() and any(_is_causal(data, layout, sizes) for layout in ("BHTS", "BTHS")):
-            role.constants.append(data)
-            return None
-    found = _carried(hidden)
-    if isinstance(found, str):
-        return found
-    value, keeps, fill = found
-    if role.value is not None:
-        return "two masks that depend on inputs are applied"
-    if value.shape[-1] != sizes["S"] or len(value.shape) > 4:
-        return "the mask is not one number per query and token"
-    role.value, role.keeps, role.fill = value, keeps, fill
-    role.selects_last = hidden.fill is not None and bool(role.constants)
-    return None
-
-
-def _averages(role: MaskRole) -> str | None:
-    """Why a causal mask cannot be dropped beside a carried one: what a row averages over that both hide as a whole.
-
-    Where causality leaves exactly -inf, and nothing replaces that, the op's own causality does the same.
-    """
-    if role.value is None or not role.constants:
+    if not mask.const or not (hidden.fill is None or _hides(_number(hidden.fill))):
         return None
-    gone = all(bool(((mask == 0) | (mask == -math.inf)).all()) for mask in role.constants)
-    kept = role.selects_last and role.fill != -math.inf
-    return None if gone and not kept else "two masks are applied, and one of them leaves what the other hides finite"
-
-
-def _as_numbers(data: Tensor, hidden: Hidden) -> Tensor:
-    """A mask as what it adds to the scores."""
+    if math.prod(mask.shape) > LARGEST_CONSTANT:
+        return "the mask is too large to be computed here"
+    try:
+        data = constant(mask)
+    except EvaluationError as error:
+        return f"the mask cannot be computed here ({error})"
     if hidden.fill is None:
         return data
     fill = _number(hidden.fill) or -math.inf
     return torch.zeros(data.shape, dtype=torch.float64).masked_fill(data != hidden.keeps, fill)
 
 
+def _is_causal_somehow(numbers: Tensor, sizes: dict[str, int]) -> bool:
+    return numbers.is_floating_point() and any(_is_causal(numbers, layout, sizes) for layout in LAYOUTS)
+
+
+def _leaves_causality(causal: list[Tensor], carried: list[Carried]) -> bool:
+    """Whether causal masks can be dropped beside those that are carried: it shows in rows that both hide as a whole.
+
+    Where causality leaves exactly -inf, and nothing replaces that, the op's own causality does the same.
+    """
+    gone = all(bool(((mask == 0) | (mask == -math.inf)).all()) for mask in causal)
+    return not carried or (gone and not any(mask.replaces for mask in carried))
+
+
+def _operands(applied: list[Applied], sizes: dict[str, int]) -> list[Carried] | Obstacle:
+    """These masks as operands, or what forbids it."""
+    found: list[Carried] = []
+    for hidden, numbers in applied:
+        mask = _operand(hidden, numbers, sizes)
+        if isinstance(mask, str):
+            return Obstacle("mask", mask, hidden.op)
+        if mask.replaces and len(applied) > 1 and mask.fill > ROUNDED:
+            reason = "two masks are applied, and one of them leaves what the other hides a number near the scores"
+            return Obstacle("mask", reason, hidden.op)
+        found.append(mask)
+    if len(found) > len(MASKS):
+        return Obstacle("mask", f"more than {len(MASKS)} masks are applied", applied[0][0].op)
+    return found
+
+
+def _operand(hidden: Hidden, numbers: Tensor | None, sizes: dict[str, int]) -> Carried | str:
+    mask = _carried(hidden)
+    if isinstance(mask, str):
+        return mask
+    if sizes["S"] not in mask.value.shape or len(mask.value.shape) > 4:
+        return "the mask is not one number per query and token"
+    gone = hidden.fill is None and numbers is not None and bool(((numbers == 0) | (numbers == -math.inf)).all())
+    return replace(mask, fill=-math.inf) if gone else mask
+
+
 def _hides(number: float | None) -> bool:
     return number is not None and number <= VANISHING
 
 
-def _carried(hidden: Hidden) -> tuple[Value, bool, float] | str:
-    """(mask, whether True keeps, what hidden scores become) of a mask that is an operand."""
+def _carried(hidden: Hidden) -> Carried | str:
     mask = hidden.mask
     if hidden.fill is None:
         value = named(mask)
         if value is not None:
-            return value, True, 0.0
+            return Carried(value, keeps=True, fill=0.0)
         where = _unnamed_where(mask)
         return _selected(where) if where is not None else "the mask is not a tensor of the model"
     fill, value = _number(hidden.fill), named(mask)
@@ -146,11 +182,11 @@ def _carried(hidden: Hidden) -> tuple[Value, bool, float] | str:
         return "the scores are selected by something other than a boolean mask"
     if not _hides(fill):
         return f"hidden scores become {fill:g}, which still lets something through"
-    return value, hidden.keeps, fill
+    return Carried(value, hidden.keeps, fill)
 
 
-def selection(mask: Value) -> tuple[Value, bool, float] | None:
-    """(condition, whether True keeps, what hidden scores become) of a mask of numbers that two of them make."""
+def selection(mask: Value) -> Carried | None:
+    """The condition of a mask of numbers that two of them make."""
     while mask.op is not None and mask.op.name in ORDERED | {"expand"}:
         mask = mask.op.reads[0]
     found = _selected(mask.op) if mask.op is not None and mask.op.name == "where" else ""
@@ -164,7 +200,7 @@ def _unnamed_where(value: Value) -> Op | None:
     return value.op if value.op is not None and value.op.name == "where" else None
 
 
-def _selected(where: Op) -> tuple[Value, bool, float] | str:
+def _selected(where: Op) -> Carried | str:
     condition, yes, no = where.args  # the numbers are plain ones where Inductor's dispatcher is on
     value = named(condition) if isinstance(condition, Value) else None
     numbers = _number(yes), _number(no)
@@ -172,7 +208,7 @@ def _selected(where: Op) -> tuple[Value, bool, float] | str:
         return "the mask is not a tensor of the model"
     for keeps, (kept, hidden) in ((True, numbers), (False, numbers[::-1])):
         if kept == 0 and hidden is not None and _hides(hidden):
-            return value, keeps, hidden
+            return Carried(value, keeps, hidden)
     return "what the mask adds to hidden scores still lets something through"
 
 

@@ -13,14 +13,15 @@ from kdacompile.patterns.mla.absorbed import read_absorbed
 from kdacompile.patterns.mla.claims import claims, labels
 from kdacompile.patterns.mla.definition import MlaCandidate, Parts
 from kdacompile.patterns.mla.expanded import read_expanded
-from kdacompile.patterns.mla.masks import MaskRole, read_masks
-from kdacompile.patterns.mla.softmax import WHOLE
+from kdacompile.patterns.mla.masks import Masks, read_masks
+from kdacompile.patterns.mla.misses import half_absorbed
+from kdacompile.patterns.mla.softmax import LOG, WHOLE
 from kdacompile.patterns.mla.walk import Attention, find_attention
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.twins import Twins
 from kdacompile.patterns.vocabulary import LAYOUT, REGION
 
-ALLOWED = REGION | WHOLE | frozenset({"max", "amax", "logsumexp"})
+ALLOWED = REGION | WHOLE | frozenset({LOG, "max", "amax", "logsumexp"})
 MAX_CLAIMS = 48
 
 
@@ -42,22 +43,22 @@ def find_mla(graph: Graph) -> Iterator[MlaCandidate | Obstacle]:
 def _read(found: Attention, twins: Twins) -> tuple[Attention, Parts | Obstacle | None]:
     """What the attention is made of, with queries before keys or the other way round."""
     for order in (found, found.swapped()):
-        parts = read_absorbed(order, twins) or read_expanded(order)
+        parts = read_absorbed(order, twins) or read_expanded(order, twins)
         if parts is not None:
-            return order, parts
-    return found, None
+            return order, (half_absorbed(found, twins) or parts) if isinstance(parts, Obstacle) else parts
+    return found, half_absorbed(found, twins)
 
 
 # -- the region --------------------------------------------------------------------------------------------------------
 
 
-def _candidate(graph: Graph, found: Attention, parts: Parts, masks: MaskRole, twins: Twins) -> MlaCandidate | Obstacle:
+def _candidate(graph: Graph, found: Attention, parts: Parts, masks: Masks, twins: Twins) -> MlaCandidate | Obstacle:
     output = _output(graph, found.result, parts.sizes)
     if output is None or found.scores is None:
         return Obstacle("roles", "the result is never seen with its batch and heads", found.product)
     sinks = None if found.sinks is None else _sink_vector(found.sinks)
-    optional = {"mask": masks.value, "sinks": sinks}
-    tensors = parts.tensors | {role: value for role, value in optional.items() if value is not None}
+    tensors = parts.tensors | {role: mask.value for role, mask in masks.operands.items()}
+    tensors |= {} if sinks is None else {"sinks": sinks}
     cut = list(dict.fromkeys(tensors.values()))
     numbers = {twins.of(value): value for value in cut}
     ops = ancestors([output], lambda value: twins.of(value) in numbers)

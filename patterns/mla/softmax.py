@@ -1,18 +1,20 @@
-"""Softmaxes over the last dimension, as one operator or by hand.
+"""Softmaxes over one dimension, as one operator or by hand; that it is the keys' the proof says.
 
 w = exp(s - max s)
-softmax(s) v  =  (w / sum w) v  =  (w v) / sum w  =  exp(s - logsumexp s) v
+softmax(s) v  =  (w / sum w) v  =  (w v) / sum w  =  exp(s - logsumexp s) v  =  exp(log_softmax s) v
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kdacompile.patterns.ir import Graph, Op, Value
 from kdacompile.patterns.vocabulary import LAYOUT
 
 WHOLE = frozenset({"_softmax", "_safe_softmax"})
+LOG = "_log_softmax"
 MAX_STEPS = 8
 
 
@@ -23,6 +25,8 @@ class Softmax:
     op: Op
     scores: Value
     weights: Value
+    summed: int
+    """Entries that add up to one."""
     """What the values are multiplied with."""
     sums: list[Op] = field(default_factory=list[Op])
     """Other readers of the weights that belong to the softmax: their sum, where it divides the result instead."""
@@ -32,8 +36,8 @@ def find_softmaxes(graph: Graph) -> Iterator[Softmax]:
     for op in graph.ops:
         if op.out.const:
             continue
-        if op.name in WHOLE and _is_last(op.args[1], op.out):
-            yield Softmax(op, op.reads[0], op.out)
+        if op.name in WHOLE:
+            yield Softmax(op, op.reads[0], op.out, _size(op.out, op.args[1]))
         elif op.name == "exp" and len(op.out.shape) > 1:
             found = _by_hand(op)
             if found is not None:
@@ -41,16 +45,20 @@ def find_softmaxes(graph: Graph) -> Iterator[Softmax]:
 
 
 def _by_hand(exp: Op) -> Softmax | None:
-    scores = _below_its_logsumexp(exp.reads[0])
-    if scores is not None:
-        return Softmax(exp, scores, exp.out)
-    sums = [user for user in exp.out.users if user.name == "sum" and _sums_last(user)]
+    before = _source(exp.reads[0])
+    if before is not None and before.name == LOG:
+        return Softmax(exp, before.reads[0], exp.out, _size(before.out, before.args[1]))
+    below = _below_its_logsumexp(exp.reads[0])
+    if below is not None:
+        return Softmax(exp, below[0], exp.out, below[1])
+    sums = [user for user in exp.out.users if user.name == "sum" and len(user.args) > 1]
     if len(sums) != 1:
         return None
+    summed = _size(exp.out, sums[0].args[1])
     divided = next((user for user in exp.out.users if divides(user, sums)), None)
     if divided is not None:
-        return Softmax(exp, exp.reads[0], divided.out)
-    return Softmax(exp, exp.reads[0], exp.out, sums)
+        return Softmax(exp, exp.reads[0], divided.out, summed)
+    return Softmax(exp, exp.reads[0], exp.out, summed, sums)
 
 
 def divides(op: Op, sums: list[Op]) -> bool:
@@ -73,21 +81,15 @@ def _source(value: Value) -> Op | None:
     return op
 
 
-def _below_its_logsumexp(value: Value) -> Value | None:
+def _below_its_logsumexp(value: Value) -> tuple[Value, int] | None:
     op = value.op
     if op is None or op.name != "sub" or len(op.reads) != 2:
         return None
     scores, total = op.reads[0], _source(op.reads[1])
     if total is None or total.name != "logsumexp" or total.reads[0] is not scores:
         return None
-    return scores if _is_last(total.args[1], scores) else None
+    return scores, _size(scores, total.args[1])
 
 
-def _sums_last(op: Op) -> bool:
-    return len(op.args) > 1 and _is_last(op.args[1], op.reads[0])
-
-
-def _is_last(dim: object, value: Value) -> bool:
-    last = len(value.shape) - 1
-    dims = list(dim) if isinstance(dim, (list, tuple)) else [dim]  # type: ignore[arg-type]
-    return len(dims) == 1 and dims[0] in (-1, last)
+def _size(value: Value, dims: int | Sequence[int]) -> int:
+    return math.prod(value.shape[dim] for dim in ([dims] if isinstance(dims, int) else dims))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from kdacompile.patterns.ir import Op, Value
 from kdacompile.patterns.regions import is_weight, root
+from kdacompile.patterns.twins import Twins
 from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT
 
 MOVES = LAYOUT | frozenset(
@@ -44,8 +45,8 @@ class Projection:
 class Sources:
     """What a key or value operand is made of: projections, of ``latent`` alone if it is given, and shared tensors."""
 
-    def __init__(self, latent: Value | None = None, moves: frozenset[str] = MOVES) -> None:
-        self.latent, self.moves = latent, moves
+    def __init__(self, latent: Value | None = None, moves: frozenset[str] = MOVES, twins: Twins | None = None) -> None:
+        self.latent, self.moves, self.twins = latent, moves, twins or Twins()
         self.reached: dict[Value, bool] = {}
 
     def of(self, value: Value) -> tuple[list[Projection], list[Value]]:
@@ -66,8 +67,10 @@ class Sources:
 
     def _project(self, value: Value) -> Projection | None:
         found = project(value.op)
-        other = self.latent is not None and found is not None and tokens_of(found.activation) is not self.latent
-        return None if other else found
+        if found is None or self.latent is None:
+            return found
+        own = tokens_of(found.activation)
+        return found if own is not None and self.twins.of(own) == self.twins.of(self.latent) else None
 
     def _reaches(self, value: Value) -> bool:
         """True if rearrangements alone lie between ``value`` and a projection."""

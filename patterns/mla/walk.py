@@ -96,7 +96,7 @@ def find_attention(graph: Graph) -> Iterator[Attention]:
     """Every softmax over the last dimension that stands between two products."""
     for softmax in find_softmaxes(graph):
         found = _forward(graph, softmax)
-        if found is not None:
+        if found is not None and softmax.summed in (found.cached, found.cached + 1):  # one more with a sink
             found.scores, found.padding = softmax.scores, 0 if found.values_first else _padding(found.values)
             _scores(softmax.scores, found, 0)
             if found.terms:
@@ -215,6 +215,10 @@ def _term(op: Op, found: Attention) -> bool:
     if any(is_weight(root(read)) for read in op.reads):
         return False
     found.terms.append(Term(op))
+    if op.name in ("baddbmm", "addmm") and op.kwargs.get("beta", 1) != 0:
+        found.masks.append(Hidden(op, op.reads[0]))
+        if op.kwargs.get("beta", 1) != 1:
+            found.obstacles.append(Obstacle("mask", "a mask is added with a factor of its own", op))
     return True
 
 
@@ -254,8 +258,8 @@ def _with_sink(op: Op, found: Attention, depth: int) -> bool:
 
 
 def _subtracts_maximum(op: Op) -> bool:
-    """``x - x.max(-1, keepdim=True)``, which a softmax does not see."""
-    if len(op.reads) != 2 or op.reads[1].shape[-1:] not in ((), (1,)):
+    """``x - x.max(-1, keepdim=True)``, which a softmax over that dimension does not see."""
+    if len(op.reads) != 2:
         return False
     largest = root(op.reads[1]).op
     return largest is not None and largest.name in ("max", "amax") and largest.reads[0] is op.reads[0]
