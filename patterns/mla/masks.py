@@ -24,8 +24,8 @@ from kdacompile.patterns.vocabulary import LAYOUT, ORDERED
 LARGEST_CONSTANT = 1 << 26
 """Entries of a constant mask that is still computed."""
 
-LAYOUTS = ("BHTS", "BTHS", "BHST", "BTSH", "BSTH", "BSHT")
-"""Layouts of scores that a constant mask is compared in."""
+KEYS_LAST, KEYS_BEFORE = ("BHTS", "BTHS"), ("BHST", "BTSH", "BSTH", "BSHT")
+"""Layouts of scores that a constant mask is compared in, by the dimension that the softmax runs over."""
 
 ROUNDED = -1e8
 """A number beside which scores are lost in rounding: added or put in their place, it is the same."""
@@ -102,7 +102,7 @@ def read_masks(found: Attention, sizes: dict[str, int]) -> Masks | Obstacle:
             return Obstacle("mask", numbers, hidden.op)
         if numbers is None or bool(numbers.any()):
             applied.append((hidden, numbers))
-    causal = [numbers for _, numbers in applied if numbers is not None and _is_causal_somehow(numbers, sizes)]
+    causal = [numbers for _, numbers in applied if numbers is not None and _is_causal_somehow(numbers, found, sizes)]
     carried = _operands([item for item in applied if not any(item[1] is numbers for numbers in causal)], sizes)
     if causal and not isinstance(carried, Obstacle) and not _leaves_causality(causal, carried):
         causal, carried = [], _operands(applied, sizes)
@@ -126,8 +126,9 @@ def _numbers(hidden: Hidden) -> Tensor | str | None:
     return torch.zeros(data.shape, dtype=torch.float64).masked_fill(data != hidden.keeps, fill)
 
 
-def _is_causal_somehow(numbers: Tensor, sizes: dict[str, int]) -> bool:
-    return numbers.is_floating_point() and any(_is_causal(numbers, layout, sizes) for layout in LAYOUTS)
+def _is_causal_somehow(numbers: Tensor, found: Attention, sizes: dict[str, int]) -> bool:
+    layouts = KEYS_BEFORE if found.along_rows else KEYS_LAST
+    return numbers.is_floating_point() and any(_is_causal(numbers, layout, sizes) for layout in layouts)
 
 
 def _leaves_causality(causal: list[Tensor], carried: list[Carried]) -> bool:

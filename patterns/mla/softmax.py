@@ -6,7 +6,6 @@ softmax(s) v  =  (w / sum w) v  =  (w v) / sum w  =  exp(s - logsumexp s) v  =  
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -25,9 +24,9 @@ class Softmax:
     op: Op
     scores: Value
     weights: Value
-    summed: int
-    """Entries that add up to one."""
     """What the values are multiplied with."""
+    dim: int
+    """Along which weights add up to one; below zero if that is not one dimension."""
     sums: list[Op] = field(default_factory=list[Op])
     """Other readers of the weights that belong to the softmax: their sum, where it divides the result instead."""
 
@@ -37,7 +36,7 @@ def find_softmaxes(graph: Graph) -> Iterator[Softmax]:
         if op.out.const:
             continue
         if op.name in WHOLE:
-            yield Softmax(op, op.reads[0], op.out, _size(op.out, op.args[1]))
+            yield Softmax(op, op.reads[0], op.out, _dim(op.out, op.args[1]))
         elif op.name == "exp" and len(op.out.shape) > 1:
             found = _by_hand(op)
             if found is not None:
@@ -47,18 +46,18 @@ def find_softmaxes(graph: Graph) -> Iterator[Softmax]:
 def _by_hand(exp: Op) -> Softmax | None:
     before = _source(exp.reads[0])
     if before is not None and before.name == LOG:
-        return Softmax(exp, before.reads[0], exp.out, _size(before.out, before.args[1]))
+        return Softmax(exp, before.reads[0], exp.out, _dim(before.out, before.args[1]))
     below = _below_its_logsumexp(exp.reads[0])
     if below is not None:
         return Softmax(exp, below[0], exp.out, below[1])
     sums = [user for user in exp.out.users if user.name == "sum" and len(user.args) > 1]
     if len(sums) != 1:
         return None
-    summed = _size(exp.out, sums[0].args[1])
+    dim = _dim(exp.out, sums[0].args[1])
     divided = next((user for user in exp.out.users if divides(user, sums)), None)
     if divided is not None:
-        return Softmax(exp, exp.reads[0], divided.out, summed)
-    return Softmax(exp, exp.reads[0], exp.out, summed, sums)
+        return Softmax(exp, exp.reads[0], divided.out, dim)
+    return Softmax(exp, exp.reads[0], exp.out, dim, sums)
 
 
 def divides(op: Op, sums: list[Op]) -> bool:
@@ -88,8 +87,9 @@ def _below_its_logsumexp(value: Value) -> tuple[Value, int] | None:
     scores, total = op.reads[0], _source(op.reads[1])
     if total is None or total.name != "logsumexp" or total.reads[0] is not scores:
         return None
-    return scores, _size(scores, total.args[1])
+    return scores, _dim(scores, total.args[1])
 
 
-def _size(value: Value, dims: int | Sequence[int]) -> int:
-    return math.prod(value.shape[dim] for dim in ([dims] if isinstance(dims, int) else dims))
+def _dim(value: Value, dims: int | Sequence[int]) -> int:
+    one = [dims] if isinstance(dims, int) else list(dims)
+    return one[0] % len(value.shape) if len(one) == 1 else -1

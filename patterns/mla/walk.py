@@ -65,6 +65,8 @@ class Attention:
     """That product, divided by the probabilities' sum where they are not."""
     values_first: bool = False
     """Whether the values are the product's left operand."""
+    along_rows: bool = False
+    """Whether the softmax runs over another dimension than the last."""
     padding: int = 0
     """How many columns of zeros the values have been given."""
     terms: list[Term] = field(default_factory=list[Term])
@@ -96,7 +98,9 @@ def find_attention(graph: Graph) -> Iterator[Attention]:
     """Every softmax over the last dimension that stands between two products."""
     for softmax in find_softmaxes(graph):
         found = _forward(graph, softmax)
-        if found is not None and softmax.summed in (found.cached, found.cached + 1):  # one more with a sink
+        summed = softmax.scores.shape[softmax.dim] if softmax.dim >= 0 else 0
+        if found is not None and summed in (found.cached, found.cached + 1):  # one more with a sink
+            found.along_rows = softmax.dim < len(softmax.scores.shape) - 1
             found.scores, found.padding = softmax.scores, 0 if found.values_first else _padding(found.values)
             _scores(softmax.scores, found, 0)
             if found.terms:
