@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx, nn
@@ -68,16 +68,31 @@ def inputs() -> set[str]:
 
 
 def region() -> str:
-    """What the region that this thread captures can be told by before it is captured: its code and the kinds of modules
-    it is called with; "" if it is called with none.
+    """What the region that this thread captures can be told by before it is captured: its code and the kinds of what it
+    is called with, which tells caches that grow from those that do not; "" if it is called with no module.
     """
     captured = frame()
-    given = [] if captured is None else captured.f_locals.values()
-    modules = [part for value in given if isinstance(value, nn.Module) for part in value.modules()]
-    if captured is None or not modules:
+    given = () if captured is None else tuple(captured.f_locals.values())
+    if captured is None or not any(isinstance(value, nn.Module) for value in given):
         return ""
-    kinds = " ".join(f"{type(part).__module__}.{type(part).__qualname__}" for part in modules)
+    kinds = " ".join(map(_kinds, given))
     return f"{captured.f_code.co_filename}:{captured.f_code.co_firstlineno} {kinds}"
+
+
+def _kinds(value: Any, depth: int = 3) -> str:
+    """The type of a value and of what it holds: all parts of a module, else as many levels as caches of models have."""
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    held: Iterable[Any] = ()
+    if isinstance(value, nn.Module):
+        return " ".join(f"{type(part).__module__}.{type(part).__qualname__}" for part in value.modules())
+    if isinstance(value, list | tuple | set | frozenset):
+        held = cast("Iterable[Any]", value)
+    elif isinstance(value, dict):
+        held = cast("dict[Any, Any]", value).values()
+    elif not isinstance(value, torch.Tensor | type):
+        held = getattr(value, "__dict__", {}).values()
+    inner = {_kinds(each, depth - 1) for each in held} if depth else set[str]()
+    return f"{name}({' '.join(sorted(inner))})" if inner else name
 
 
 def frame() -> Any:

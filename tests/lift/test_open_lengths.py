@@ -178,3 +178,36 @@ def test_what_inference_opens_is_left_closed_in_training(monkeypatch: pytest.Mon
     another_process(monkeypatch)
     serve(Model(None), 80, 90)
     assert graphs() == 2
+
+
+class GrowingLayer: ...
+
+
+class FixedLayer: ...
+
+
+class Cache:
+    """Told apart by its layers, as transformers' caches are."""
+
+    def __init__(self, layer: type) -> None:
+        self.layers = [layer(), layer()]
+
+
+class WithCache(Model):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, past: Cache | None = None) -> Any:
+        return super().forward(q, k, v, g)
+
+
+@pytest.mark.parametrize(("layer", "attempts"), [(GrowingLayer, 0), (FixedLayer, 1)], ids=["the same", "another"])
+def test_what_is_opened_for_one_kind_of_cache_is_not_for_another(
+    layer: type, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prompt(layer: type) -> None:
+        run = torch.compile(WithCache(None), backend="kda", options={"kda.inner": "eager"})
+        run(*arguments(80), past=Cache(layer))
+
+    with torch.no_grad():
+        prompt(GrowingLayer)
+        again = another_process(monkeypatch)
+        prompt(layer)
+    assert len(again) == attempts
