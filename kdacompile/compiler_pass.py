@@ -249,7 +249,7 @@ class _Work:
     def visit_inside(self, shadow: Graph, group: Group) -> bool:
         """Rewrite one layer of a group that holds several; what is wrong with the others is not told here."""
         told = len(self.rejections)
-        effort = Effort()
+        effort = Effort(ways=30, operators=0)  # for all of them: layers are cut off soon, or something else was found
         found = any(self.visit(shadow, inner, group, effort) for inner in inner_groups(shadow, group))
         del self.rejections[told:]
         return found

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kdacompile import backend, compat, compiler_pass
+from kdacompile import backend, compat, readings
 from kdacompile.report.collect import collecting
 from kdacompile.shadow import build as shadow
 from tests.backend.layers import compiled, delta_arguments, gated_delta_loop, patterns
@@ -68,7 +68,7 @@ def shadows(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
         built.append(gm)
         return shadow.make_shadow(gm, *rest, **options)
 
-    monkeypatch.setattr(compiler_pass, "make_shadow", counting)
+    monkeypatch.setattr(readings, "make_shadow", counting)
     return built
 
 
