@@ -48,14 +48,16 @@ def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> Packed | None:
     if not rows:
         return None
     found = shadow()
+    written_to = {mutation.storage for mutation in found.mutations}
+    fixed = {node for node, storage in found.storages.items() if storage in written_to}
     masks = _masks(found)
     apart: list[Rows] = []
     for item in rows:
+        if item.writes is not None and not fixed.isdisjoint(item.nodes):
+            continue  # they are read later than they are written, and must not change in between
         item.bounds = _bounds([masks.get(node, 0) for node in item.nodes])
         if len(item.bounds) > 2:
             apart.append(item)
-    written_to = {mutation.storage for mutation in found.mutations}
-    fixed = {node for node, storage in found.storages.items() if storage in written_to}
     return Packed(graph, apart, fixed) if apart else None
 
 

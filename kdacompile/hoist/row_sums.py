@@ -72,7 +72,7 @@ def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> RowSums | None:
     written = {mutation.storage for mutation in found.mutations}
     fixed = {node for node, storage in found.storages.items() if storage in written}
     kept = [site for site in sites if fixed.isdisjoint(site.touched())]
-    return RowSums(graph, kept, place) if kept else None
+    return RowSums(graph, kept, place, fixed) if kept else None
 
 
 def _site(node: fx.Node) -> Site | None:
@@ -89,13 +89,22 @@ def _site(node: fx.Node) -> Site | None:
     sums = tuple(user for user in scores.users if _is_row_sum(user, scores))
     dtypes = {compat.example_value(each).dtype for each in (scores, values, node, *sums, *factors)}
     width = compat.example_value(values).shape[letters.values.index(letters.column)]
-    if not sums or len(dtypes) > 1 or not isinstance(width, int):
+    if not sums or len(dtypes) > 1 or not isinstance(width, int) or _is_repeated(scores, node, letters):
         return None
+    if factors and torch.float16 in dtypes:
+        return None  # what is not yet normalised may be too large for it
     site = Site(node, letters, scores, values, tuple(factors), sums)
     try:
         return site if _holds(site) else None
     except RUN_ERRORS:
         return None
+
+
+def _is_repeated(scores: fx.Node, product: fx.Node, letters: Letters) -> bool:
+    """True if the values are more batches or heads than the scores: then there would be as many sums."""
+    before, after = (compat.example_value(each).shape for each in (scores, product))
+    rows = zip(letters.scores[:-1], before, strict=False)
+    return any(str(size) != str(after[letters.result.index(letter)]) for letter, size in rows)
 
 
 def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, Letters] | None:
@@ -208,10 +217,12 @@ def _holds(site: Site) -> bool:
 class RowSums:
     """One attempt: ``apply``, then ``finish`` if it was worth it, else ``undo``."""
 
-    def __init__(self, graph: fx.Graph, sites: list[Site], place: dict[fx.Node, int]) -> None:
+    def __init__(self, graph: fx.Graph, sites: list[Site], place: dict[fx.Node, int], fixed: set[fx.Node]) -> None:
+        """``fixed``: nodes that share memory with something the graph writes."""
         self.graph = graph
         self.sites = sites
         self.place = place
+        self.fixed = fixed
         self.new: list[fx.Node] = []
         self.replaced: list[tuple[fx.Node, fx.Node, fx.Node]] = []
         """(reader, what it reads now, what it read before)"""
@@ -255,6 +266,8 @@ class RowSums:
             if self.place[node] > self.place[before]:
                 if name_of(node) not in REARRANGED or node.op not in ("call_function", "call_method"):
                     return None
+                if not self.fixed.isdisjoint(node.all_input_nodes):
+                    return None  # it may hold something else in front of ``before``
                 found[node] = None
                 stack.extend(node.all_input_nodes)
         return sorted(found, key=self.place.__getitem__)

@@ -62,7 +62,19 @@ def tokens_on_their_own(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Te
     return torch.stack([read(k[:, t, ..., None] * v[:, t, :, None], q[:, t].tanh()) for t in range(q.shape[1])], 1)
 
 
-@pytest.mark.parametrize("fn", [not_quite_emptied, tokens_on_their_own])
+def overwritten_once_it_is_assigned(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    out, s = torch.zeros_like(v), empty()
+    for t in range(q.shape[1]):
+        s = empty() if t in STARTS else s
+        s = s + k[:, t, ..., None] * v[:, t, :, None]
+        row = read(s, q[:, t])
+        out[:, t] = row
+        if t == 1:
+            row.mul_(3)
+    return out
+
+
+@pytest.mark.parametrize("fn", [not_quite_emptied, overwritten_once_it_is_assigned, tokens_on_their_own])
 def test_what_is_no_packed_batch_stays(fn: Callable[..., Tensor]) -> None:
     ours, expected, report = explained(fn)
     assert worst_error(ours, expected) <= 1e-5

@@ -91,11 +91,50 @@ def overwritten_factor(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Ten
     return (scores @ v) + total
 
 
+def overwritten_values(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    """Where the sums are made, the values are not yet what they are in the product."""
+    q, k = heads_first(q.exp(), k.exp())
+    scores = (q @ k.mT).tril()
+    total = scores.sum(-1, keepdim=True)
+    v.mul_(2)
+    return (scores @ v.relu().transpose(1, 2)) / total
+
+
+def fewer_scores_than_values(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:
+    """One batch of scores for all, so that there is one of sums."""
+    q, k, v = heads_first(q[:1].exp(), k[:1].exp(), v)
+    scores = (q @ k.mT).tril()
+    total = scores.sum(-1, keepdim=True)
+    return (scores / total) @ v, total
+
+
+def large_in_half(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    """Finite as it is written; the product of scores that are not yet divided is beyond fp16."""
+    q, k, v = heads_first(q.half().exp() * 16, k.half().exp() * 16, v.half() + 100)
+    scores = (q @ k.mT).tril()
+    return (scores / scores.sum(-1, keepdim=True)) @ v
+
+
 @pytest.mark.parametrize(
-    "fn", [over_the_queries, masked_after_the_sum, scores_read_elsewhere, sums_of_magnitudes, overwritten_factor]
+    "fn",
+    [
+        over_the_queries,
+        masked_after_the_sum,
+        scores_read_elsewhere,
+        sums_of_magnitudes,
+        overwritten_factor,
+        overwritten_values,
+        fewer_scores_than_values,
+    ],
 )
 def test_other_normalisers_stay(fn: Callable[..., Tensor]) -> None:
     ours, expected, report = explained(fn)
     assert worst_error(ours, expected) <= 1e-5
     assert not report.matches
     assert report.rejections
+
+
+def test_half_precision_holds_only_what_is_normalised() -> None:
+    ours, expected, report = explained(large_in_half)
+    assert expected.isfinite().all() and worst_error(ours, expected) <= 1e-3
+    assert not report.matches
