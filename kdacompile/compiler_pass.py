@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import fx
@@ -17,6 +16,7 @@ from kdacompile import compat, fresh_caches, glance, mla_pass
 from kdacompile.held import Tables
 from kdacompile.hoist import packed, row_sums
 from kdacompile.hoist.attempt import attempt, may_help
+from kdacompile.hoist.change import Change
 from kdacompile.patterns.absorb import absorb
 from kdacompile.patterns.absorb.casts import kept_upcasts
 from kdacompile.patterns.blockers import find_blockers, find_unknown
@@ -99,17 +99,7 @@ def _again(settings: Settings, work: _Work) -> _Work:
     return other
 
 
-class _Change(Protocol):
-    """Another text of the same graph, kept if more is recognised in it."""
-
-    def apply(self, shadow: Callable[[], Graph]) -> bool: ...
-
-    def finish(self) -> None: ...
-
-    def undo(self) -> None: ...
-
-
-def _with(change: _Change | None, settings: Settings, work: _Work) -> _Work | None:
+def _with(change: Change | None, settings: Settings, work: _Work) -> _Work | None:
     """The search of the changed graph; None, with nothing changed, if it finds nothing new."""
     if change is None or not change.apply(work.read):
         return None

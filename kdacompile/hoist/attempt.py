@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 
 from kdacompile import compat
 from kdacompile.hoist import rules
+from kdacompile.hoist.change import Change
 from kdacompile.hoist.pieces import Piece, piece_of
 from kdacompile.hoist.proof import agrees, readers_fit, results_share_memory
 from kdacompile.hoist.rules import (
@@ -56,12 +57,12 @@ def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> Hoist | None:
     return hoist if hoist.worth_it else None
 
 
-class Hoist:
-    """One attempt: ``apply``, then ``finish`` if it was worth it, else ``undo``."""
+class Hoist(Change):
+    """Calls brought together in front of loops and behind them."""
 
     def __init__(self, graph: fx.Graph, fixed: AbstractSet[fx.Node] = frozenset()) -> None:
         """``fixed``: nodes that share memory with something the graph writes."""
-        self.graph = graph
+        super().__init__(graph)
         self.fixed = fixed
         self.place = {node: index for index, node in enumerate(graph.nodes)}
         self.families: list[Family] = []
@@ -70,9 +71,6 @@ class Hoist:
         self.equal: dict[fx.Node, fx.Node] = {}
         """Calls on whole tensors that an earlier call has made already."""
         self.seen: dict[Any, fx.Node] = {}
-        self.new: list[fx.Node] = []
-        self.replaced: list[tuple[fx.Node, fx.Node, fx.Node]] = []
-        """(reader, the piece it reads now, the node it read before)"""
         self.meta: dict[fx.Node, dict[str, Any]] = {}
         """What readers were known to yield before."""
 
@@ -229,14 +227,6 @@ class Hoist:
             return None
         return rules.arguments(node, [arg for arg in node.all_input_nodes if arg in self.lane], family)
 
-    def made(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-            if key in like.meta:
-                node.meta[key] = like.meta[key]
-        self.new.append(node)
-        compat.propagate_fake(node, like)
-        return node
-
     # -- back to the loop -----------------------------------------------------------------------------------------
     def hand_out(self, family: Family, whole: fx.Node) -> None:
         """Let readers outside the families read their piece of the whole. Results stay tensors of their own."""
@@ -253,28 +243,21 @@ class Hoist:
                 else:
                     call = ("select", (whole, 0, index))
                 piece = self.made(self.graph.call_method(*call), node)
-            for reader in readers:
-                reader.replace_input_with(node, piece)
-                self.replaced.append((reader, piece, node))
+            self.replace(node, piece, readers)
 
     def is_wanted(self, node: fx.Node) -> bool:
         return node in self.lane and self.lane[node][0] in self.wanted
 
     def undo(self) -> None:
-        for reader, piece, node in (*self.replaced, *self.gathered):
-            reader.replace_input_with(piece, node)
+        for reader, rows, node in self.gathered:
+            reader.replace_input_with(rows, node)
+        self.put_back()
         for writes in self.writes:
             writes.undo()
-        for node in reversed(self.new):
-            self.graph.erase_node(node)
+        self.erase_new()
         for node, meta in self.meta.items():
             node.meta.clear()
             node.meta.update(meta)
 
     def finish(self) -> None:
-        """Erase what nobody reads any more."""
-        sunk = self.sunk()
-        mine = {*self.lane, *self.new, *sunk}
-        for node in reversed([node for node in self.graph.nodes if node in mine]):
-            if not node.users:
-                self.graph.erase_node(node)
+        self.erase_unread({*self.lane, *self.sunk()})

@@ -20,6 +20,7 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.hoist.assigned import Writes, written
+from kdacompile.hoist.change import Change
 from kdacompile.hoist.pieces import Piece, piece_of
 from kdacompile.hoist.proof import RUN_ERRORS
 from kdacompile.hoist.sink import gathered
@@ -94,17 +95,14 @@ def _bounds(masks: list[int]) -> tuple[int, ...]:
     return (*bounds, len(masks)) if 2 * len(bounds) <= len(masks) else ()
 
 
-class Packed:
-    """One attempt: ``apply``, then ``finish`` if it was worth it, else ``undo``."""
+class Packed(Change):
+    """Sequences taken apart."""
 
     def __init__(self, graph: fx.Graph, rows: list[Rows], fixed: set[fx.Node]) -> None:
         """``fixed``: nodes that share memory with something the graph writes; they are left as they are."""
-        self.graph = graph
+        super().__init__(graph)
         self.rows = rows
         self.fixed = fixed
-        self.new: list[fx.Node] = []
-        self.replaced: list[tuple[fx.Node, fx.Node, fx.Node]] = []
-        """(reader, what it reads now, what it read before)"""
 
     def apply(self, shadow: Callable[[], Graph]) -> bool:
         """False, with nothing changed, if what comes out would be laid out otherwise."""
@@ -137,7 +135,7 @@ class Packed:
                     shares[key] = self.method(
                         node, piece.source, "narrow", piece.dim, start * width, (stop - start) * width
                     )
-                self.replace(node, self.piece(node, shares[key], piece, piece.index - start))
+                self.replace(node, self.piece(node, shares[key], piece, piece.index - start), list(node.users))
 
     def piece(self, like: fx.Node, share: fx.Node, piece: Piece, index: int) -> fx.Node:
         if piece.width:
@@ -156,36 +154,15 @@ class Packed:
                 self.made(self.graph.call_function(call, (list(rows.nodes[start:stop]), rows.dim)), rows.nodes[start])
                 for start, stop in pairwise(rows.bounds)
             ]
-            self.replace(node, self.made(self.graph.call_function(torch.cat, (parts, rows.dim)), rows.nodes[0]))
-
-    def replace(self, node: fx.Node, new: fx.Node) -> None:
-        for reader in list(node.users):
-            reader.replace_input_with(node, new)
-            self.replaced.append((reader, new, node))
-
-    def method(self, like: fx.Node, node: fx.Node, name: str, *args: object) -> fx.Node:
-        return self.made(self.graph.call_method(name, (node, *args)), like)  # type: ignore[arg-type]
-
-    def made(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-            if key in like.meta:
-                node.meta[key] = like.meta[key]
-        self.new.append(node)
-        compat.propagate_fake(node, like)
-        return node
+            whole = self.made(self.graph.call_function(torch.cat, (parts, rows.dim)), rows.nodes[0])
+            self.replace(node, whole, list(node.users))
 
     def undo(self) -> None:
-        for reader, new, old in reversed(self.replaced):
-            reader.replace_input_with(new, old)
+        self.put_back()
         for rows in self.rows:
             if rows.writes is not None:
                 rows.writes.undo()
-        for node in reversed(self.new):
-            self.graph.erase_node(node)
+        self.erase_new()
 
     def finish(self) -> None:
-        """Erase what nobody reads any more."""
-        mine = {*self.new, *(old for _, _, old in self.replaced)}
-        for node in reversed([node for node in self.graph.nodes if node in mine]):
-            if not node.users:
-                self.graph.erase_node(node)
+        self.erase_unread(old for _, _, old in self.replaced)

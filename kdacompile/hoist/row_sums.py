@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from kdacompile import compat
+from kdacompile.hoist.change import Change
 from kdacompile.hoist.proof import RUN_ERRORS, TOLERANCE
 from kdacompile.hoist.rules import MOVES, POINTWISE, name_of
 from kdacompile.patterns.ir import Graph
@@ -214,18 +215,15 @@ def _holds(site: Site) -> bool:
     return all(torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE) for x, y in zip(have, (want, sums), strict=True))
 
 
-class RowSums:
-    """One attempt: ``apply``, then ``finish`` if it was worth it, else ``undo``."""
+class RowSums(Change):
+    """Products that take the row sums along."""
 
     def __init__(self, graph: fx.Graph, sites: list[Site], place: dict[fx.Node, int], fixed: set[fx.Node]) -> None:
         """``fixed``: nodes that share memory with something the graph writes."""
-        self.graph = graph
+        super().__init__(graph)
         self.sites = sites
         self.place = place
         self.fixed = fixed
-        self.new: list[fx.Node] = []
-        self.replaced: list[tuple[fx.Node, fx.Node, fx.Node]] = []
-        """(reader, what it reads now, what it read before)"""
 
     def apply(self, shadow: Callable[[], Graph]) -> bool:
         """False, with nothing changed, if no product takes the sums along or if the results lie otherwise."""
@@ -252,9 +250,7 @@ class RowSums:
             result = _result(self, site, whole, [factor.args[1] for factor in site.factors], width)
             pairs.append((self.laid_out(result, site.product), site.product))
         for new, old in pairs:
-            for reader in list(old.users):
-                reader.replace_input_with(old, new)
-                self.replaced.append((reader, new, old))
+            self.replace(old, new, list(old.users))
         return pairs
 
     def again(self, values: fx.Node, before: fx.Node) -> list[fx.Node] | None:
@@ -300,29 +296,8 @@ class RowSums:
     def call(self, like: fx.Node, *args: Any) -> fx.Node:
         return self.made(self.graph.create_node(like.op, like.target, args, {}), like)
 
-    def method(self, like: fx.Node, node: fx.Node, name: str, *args: object) -> fx.Node:
-        return self.made(self.graph.call_method(name, (node, *args)), like)  # type: ignore[arg-type]
-
-    def made(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-            if key in like.meta:
-                node.meta[key] = like.meta[key]
-        self.new.append(node)
-        compat.propagate_fake(node, like)
-        return node
-
-    def undo(self) -> None:
-        for reader, new, old in reversed(self.replaced):
-            reader.replace_input_with(new, old)
-        for node in reversed(self.new):
-            self.graph.erase_node(node)
-
     def finish(self) -> None:
-        """Erase what nobody reads any more."""
-        mine = {*self.new, *(node for site in self.sites for node in (site.product, *site.factors, *site.sums))}
-        for node in reversed([node for node in self.graph.nodes if node in mine]):
-            if not node.users:
-                self.graph.erase_node(node)
+        self.erase_unread(node for site in self.sites for node in (site.product, *site.factors, *site.sums))
 
 
 def _lie_alike(new: fx.Node, old: fx.Node) -> bool:
