@@ -1,0 +1,208 @@
+"""Caches, buffers and inputs that a model overwrites around the region: same numbers as eager in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kdacompile.report.collect import collecting
+from tests.backend.layers import compiled, gla_step, gradients, patterns, step_arguments
+from tests.compare import relative_error, worst_error
+
+
+class Cached(nn.Module):
+    """A layer with its state in a buffer, as static caches have it."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.state: Tensor
+        self.register_buffer("state", step_arguments(seed=1)[4])
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        if not self.in_place:
+            out, state = gla_step(q, k, v, g, self.state)
+            self.state.copy_(state)
+            return out
+        self.state.mul_(g.exp().unsqueeze(-1))
+        self.state.add_(k.unsqueeze(-1) * v.unsqueeze(-2))
+        return (q.unsqueeze(-2) @ self.state).squeeze(-2)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_buffer_is_overwritten(in_place: bool, inner: str) -> None:
+    ours, plain = Cached(in_place=in_place), Cached(in_place=in_place)
+    arguments = step_arguments()[:4]
+    with torch.no_grad(), collecting() as report:
+        run = compiled(ours, inner)
+        for _ in range(3):
+            assert relative_error(run(*arguments), plain(*arguments)) < 1e-5
+            assert relative_error(ours.state, plain.state) < 1e-5
+    assert patterns(report) == ["gla"]
+
+
+class CachedGate(Cached):
+    """The gate's rate is trained, and becomes part of the op."""
+
+    def __init__(self) -> None:
+        super().__init__(in_place=False)
+        self.A_log = nn.Parameter(torch.zeros(self.state.shape[1]))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        return super().forward(q, k, v, -self.A_log.exp()[:, None] * nn.functional.softplus(g))
+
+
+class CachedTransposed(Cached):
+    """The state as Mamba-2 keeps it, [B, H, V, K]."""
+
+    def __init__(self) -> None:
+        super().__init__(in_place=False)
+        self.state = self.state.transpose(-1, -2).contiguous()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        state = self.state * g.exp().unsqueeze(-2) + k.unsqueeze(-2) * v.unsqueeze(-1)
+        self.state.copy_(state)
+        return (state @ q.unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("layer", [CachedGate, CachedTransposed])
+def test_a_step_in_inference_overwrites_its_buffer(
+    layer: Callable[[], Cached], mode: Callable[[], Any], inner: str
+) -> None:
+    """Parameters want a gradient, but in inference nothing is recorded."""
+    ours, plain = layer(), layer()
+    arguments = step_arguments()[:4]
+    with mode(), collecting() as report:
+        run = compiled(ours, inner)
+        for _ in range(3):
+            assert relative_error(run(*arguments), plain(*arguments)) < 1e-5
+            assert relative_error(ours.state, plain.state) < 1e-5
+    (match,) = report.matches
+    assert match.op == "kdacompile::linear_attention_step_"
+    assert "gate_softplus" in match.absorbed or layer is CachedTransposed
+
+
+def _reads_before(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    before = state.sum()
+    state.mul_(g.exp().unsqueeze(-1)).add_(k.unsqueeze(-1) * v.unsqueeze(-2))
+    return (q.unsqueeze(-2) @ state).squeeze(-2), before
+
+
+def _reads_between(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    state.mul_(g.exp().unsqueeze(-1))
+    between = state.sum()
+    state.add_(k.unsqueeze(-1) * v.unsqueeze(-2))
+    return (q.unsqueeze(-2) @ state).squeeze(-2), between
+
+
+def _reads_after(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The state is read after its last write and before anything reads the output."""
+    state.mul_(g.exp().unsqueeze(-1)).add_(k.unsqueeze(-1) * v.unsqueeze(-2))
+    out = (q.unsqueeze(-2) @ state).squeeze(-2)
+    after = state.sum()
+    return out * after, after
+
+
+def _reads_a_view_after(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    row = state[:, 0]
+    state.mul_(g.exp().unsqueeze(-1)).add_(k.unsqueeze(-1) * v.unsqueeze(-2))
+    out = (q.unsqueeze(-2) @ state).squeeze(-2)
+    after = row.sum()
+    return out * after, row.clone()
+
+
+def _writes_after(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    state.mul_(g.exp().unsqueeze(-1)).add_(k.unsqueeze(-1) * v.unsqueeze(-2))
+    out = (q.unsqueeze(-2) @ state).squeeze(-2)
+    state.mul_(2)
+    return out, state.sum()
+
+
+def _copies_then_reads(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    out, new = gla_step(q, k, v, g, state)
+    state.copy_(new)
+    return out * state.sum(), state.clone()
+
+
+def _reads_then_copies(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The old state, through a view, after the output and before the new one."""
+    turned = state.transpose(-1, -2)
+    out, new = gla_step(q, k, v, g, state)
+    out = out.tanh()
+    before = (turned * out.unsqueeze(-1)).sum()
+    state.copy_(new)
+    return out, before
+
+
+def _copies_a_slice(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The cache is larger than the state."""
+    cache = torch.zeros(4, *state.shape)
+    cache[1].copy_(state)
+    out, new = gla_step(q, k, v, g, cache[1])
+    cache[1].copy_(new)
+    return out, cache
+
+
+def _inputs_overwritten_after(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    out, new = gla_step(q, k, v, g, state)
+    q.zero_()
+    v.mul_(3)
+    return out + v, new
+
+
+def _output_overwritten_after(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    out, new = gla_step(q, k, v, g, state)
+    out.mul_(2)
+    new.add_(1)
+    return out, new
+
+
+WRITES = (
+    _reads_before,
+    _reads_between,
+    _reads_after,
+    _reads_a_view_after,
+    _writes_after,
+    _copies_then_reads,
+    _reads_then_copies,
+    _copies_a_slice,
+    _inputs_overwritten_after,
+    _output_overwritten_after,
+)
+
+
+@pytest.mark.parametrize("fn", WRITES, ids=lambda fn: fn.__name__.strip("_"))
+def test_writes_around_the_region(fn: Callable[..., Any]) -> None:
+    arguments = step_arguments()
+    ours, plain = ([x.clone() for x in arguments] for _ in range(2))
+    with torch.no_grad(), collecting() as report:
+        have = compiled(fn)(*ours)
+        want = fn(*plain)
+    assert worst_error((have, ours), (want, plain)) < 1e-5
+    assert report.matches or report.rejections
+
+
+def test_gradients_after_a_compiled_step_in_place_of_a_copy() -> None:
+    """The overwritten state is a computed tensor: autograd goes through the write."""
+
+    q, k, given, g, start = step_arguments()
+
+    def fn(v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        cache = state * 1.0
+        out, new = gla_step(q, k, v, g, cache)
+        cache.copy_(new)
+        return out, cache
+
+    arguments = (given, start)
+    leaves = [x.clone().requires_grad_() for x in arguments]
+    plain = [x.clone().requires_grad_() for x in arguments]
+    have, want = compiled(fn)(*leaves), fn(*plain)
+    assert worst_error(have, want) < 1e-5
+    assert worst_error(gradients(have, leaves), gradients(want, plain)) < 1e-5
