@@ -232,7 +232,7 @@ def measure(fn: Callable[..., Any], arguments: tuple[Tensor, ...]) -> Figures:
     marked: Any = timed
     marked.kdacompile_settings = Settings()  # Dynamo's calls are looked at as they are for the backend itself
     compiler: Any = torch.compiler.config  # its fields are installed at run time
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with torch.no_grad(), clock.running(), compiler.patch(force_disable_caches=True):
         start = time.perf_counter()
         torch.compile(fn, backend=timed)(*arguments)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import _disable_current_modes
+
+from kdacompile.compat.tracing import TorchDispatchMode, tree_map_only
 
 aten = torch.ops.aten
 

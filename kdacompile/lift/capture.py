@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from kdacompile import compat, compiler_pass
 from kdacompile.compat.operators import trace_fake
+from kdacompile.compat.tracing import tree_leaves
 from kdacompile.lift.calls import Call, Sizes
 from kdacompile.lift.dead_writes import drop_dead_writes
 from kdacompile.lift.errors import Unliftable

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
+
+from kdacompile.compat.tracing import OpOverload
 
 
 def drop_dead_writes(graph: fx.Graph) -> None:
@@ -25,7 +26,7 @@ def drop_dead_writes(graph: fx.Graph) -> None:
 def _written(node: fx.Node) -> fx.Node | None:
     """The argument an operator writes in place."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable or not node.args:
+    if not isinstance(target, OpOverload) or not target._schema.is_mutable or not node.args:
         return None
     first = node.args[0]
     return first if isinstance(first, fx.Node) else None
@@ -36,7 +37,7 @@ def aliased(node: fx.Node) -> fx.Node | None:
     if node.op == "call_method":
         return node.all_input_nodes[0] if node.all_input_nodes else None
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
     if _written(node) is not None:
         return _written(node)

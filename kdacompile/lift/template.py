@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
+from kdacompile.compat.tracing import OpOverload, tree_leaves
 from kdacompile.lift.calls import Call, Sizes
 from kdacompile.lift.capture import Captured, Layout
 from kdacompile.lift.dead_writes import aliased
@@ -111,7 +111,7 @@ class _Writer:
         if node.op != "call_function":
             raise Unliftable("it holds tensors of its own")
         target: Any = node.target
-        if isinstance(target, torch._ops.OpOverload):
+        if isinstance(target, OpOverload):
             if target._schema.is_mutable:
                 raise Unliftable("it writes its arguments")
             if torch.Tag.nondeterministic_seeded in target.tags:

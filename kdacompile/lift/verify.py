@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves
 
+from kdacompile.compat.tracing import tree_flatten, tree_leaves
 from kdacompile.lift.branches import Point, Watch
 from kdacompile.lift.calls import Call
 from kdacompile.lift.capture import RUN_ERRORS

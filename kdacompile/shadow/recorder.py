@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kdacompile import compat
+from kdacompile.compat.tracing import TorchDispatchMode
 from kdacompile.patterns.ir import Graph, Mutation, Op, Value, walk_values
 from kdacompile.patterns.vocabulary import LAYOUT, MAKERS
 

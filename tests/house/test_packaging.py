@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import ast
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -42,6 +44,28 @@ def test_the_readme_holds_the_generated_support_table() -> None:
 def test_no_file_grows_past_reading() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
     assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def torch_names(tree: ast.Module) -> Iterator[str]:
+    """What a file imports, and the attributes it names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and "(" not in (name := ast.unparse(node)):
+            yield name
+
+
+def test_private_names_of_torch_stay_in_compat() -> None:
+    found: dict[str, set[str]] = {}
+    for path in sources():
+        folder, *inside = path.relative_to(ROOT).parts
+        if folder in MAPPED and inside[0] != "compat":
+            names = {name for name in torch_names(ast.parse(path.read_text())) if name.split(".")[0] == "torch"}
+            private = {n for n in names if any(part[0] == "_" and part[:2] != "__" for part in n.split("."))}
+            found |= {str(path.relative_to(ROOT)): private} if private else {}
+    assert found == {}
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
