@@ -149,8 +149,7 @@ class MlaSplice(Splice):
                 node = self.method(node, name, *args)
             return node
         node = self.canonical(placement)
-        whole = (0, placement.value.shape[-1])
-        if placement.columns is None or placement.columns == whole:
+        if placement.columns is None or placement.columns == (0, placement.value.shape[-1]):
             return node
         return self.part(node, -1, *placement.columns)
 

@@ -90,8 +90,7 @@ def _output(graph: Graph, value: Value, sizes: dict[str, int]) -> Value | None:
     """The last value that still has batch, tokens, heads and channels apart."""
     best: Value | None = None
     while True:
-        apart = len(value.shape) == 4 or (len(value.shape) == 3 and 1 in (sizes["T"], sizes["B"]))
-        if value.node is not None and apart and next(labels(value, "o", sizes), None) is not None:
+        if value.node is not None and next(labels(value, "o", sizes), None) is not None:
             best = value
         if len(value.users) != 1 or value in graph.outputs or not _onward(value.users[0], sizes["V"]):
             return best

@@ -142,8 +142,8 @@ def named(value: Value, rank: int = 0) -> Value | None:
 
 
 def heads_of(value: Value) -> Value | None:
-    """Queries with their heads apart; one token, or one request, may have no dimension of its own."""
-    return named(value, 4) or named(value, 3)
+    """Queries with their heads apart; one token, request or head may have no dimension of its own."""
+    return named(value, 4) or named(value, 3) or named(value, 2)
 
 
 def tokens_of(value: Value) -> Value | None:

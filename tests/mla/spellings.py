@@ -125,6 +125,13 @@ class AddedMask(Naive):
         return scores + hidden
 
 
+class AddedNumber(Naive):
+    """From which a score can still be told."""
+
+    def mask(self, scores: Tensor) -> Tensor:
+        return scores + ~causal(*scores.shape[-2:]) * -1e4
+
+
 class NoPositions(Naive):
     def __init__(self) -> None:
         super().__init__()
@@ -145,10 +152,10 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
     cls.__name__: cls
     for cls in (
         Naive, SliceCopies, RopeFirst, ValuesFirst, TwoProjections, TwoTerms, Sdpa, SdpaIsCausal, SdpaWindow,
-        MaskedFill, AddedMask, NoPositions, UpcastScores,
+        MaskedFill, AddedMask, AddedNumber, NoPositions, UpcastScores,
     )
 }  # fmt: skip
-CAUSAL = {"Sdpa", "SdpaIsCausal", "AddedMask", "MaskedFill", "DeepSeekCausal", "MqaGrouped"}
+CAUSAL = {"Sdpa", "SdpaIsCausal", "AddedMask", "AddedNumber", "MaskedFill", "DeepSeekCausal", "MqaGrouped"}
 
 
 # -- near misses -------------------------------------------------------------------------------------------------------

@@ -91,6 +91,15 @@ class RightPadding(Strange):
         return scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
+@matched("lengths")
+class OneLengthForAll(Strange):
+    """A number without dimensions, as a position in a static cache often is."""
+
+    def weights(self, scores: Tensor, x: Tensor) -> Tensor:
+        position = (x[0, 0, 0].abs() * 5).long().clamp(1, scores.shape[-1] - 1)
+        return scores.masked_fill(torch.arange(scores.shape[-1]) > position, float("-inf")).softmax(-1)
+
+
 @matched("mask")
 class SlidingWindow(Strange):
     """Both ends of what is seen move."""
