@@ -119,6 +119,17 @@ def check_fla() -> Check:
     return Check("FLA", "note", detail, "they are compared with kdacompile's ops once and then replaced (kda.lift)")
 
 
+def check_mamba() -> Check:
+    versions = {name: version_of(name) for name in ("mamba-ssm", "causal-conv1d")}
+    found = " and ".join(f"{name} {version}" for name, version in versions.items() if version)
+    if not found:
+        return Check("Mamba", "ok", "neither mamba-ssm nor causal-conv1d is installed; nothing of theirs cuts a graph")
+    detail = f"{found}: transformers binds their functions, and torch.compile cuts the graph at some"
+    return Check(
+        "Mamba", "note", detail, "those are compared with kdacompile's replacements once and then replaced (kda.lift)"
+    )
+
+
 def check_caches() -> Check:
     user = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     folder = Path(user) if user else Path(tempfile.gettempdir())
@@ -139,6 +150,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_npu,
     check_transformers,
     check_fla,
+    check_mamba,
     check_caches,
 )
 

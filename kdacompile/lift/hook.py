@@ -21,6 +21,7 @@ from kdacompile.compat import dynamo
 from kdacompile.errors import KdaError
 from kdacompile.lift import library, refusals
 from kdacompile.lift.calls import MIN_TENSORS, Call, Group, describe
+from kdacompile.lift.documented import Documented
 from kdacompile.lift.errors import Unliftable
 from kdacompile.lift.identity import Identity, has_loop, identify, is_trusted
 from kdacompile.lift.lifting import Lifted, Lifts
@@ -52,7 +53,7 @@ def consult(fn: Any, site: dynamo.CallSite) -> Any:
     """The replaced call's result, or None to let Dynamo inline the function."""
     if site.begins_region() and (settings := _settings(site)) is not None:
         opened.recall(settings)
-    if library.row_of(fn) is not None:
+    if library.of(fn) is not None:
         return consult_library(fn, site)
     if not isinstance(fn, types.FunctionType) or not _plausible(fn.__code__) or is_trusted(str(fn.__module__)):
         return None
@@ -61,7 +62,8 @@ def consult(fn: Any, site: dynamo.CallSite) -> Any:
 
 def consult_library(fn: Any, site: dynamo.CallSite) -> Any:
     """The same for a function that a library keeps torch.compile out of."""
-    return None if library.row_of(fn) is None else _attempt(fn, site, _find_library)
+    documented = library.of(fn)
+    return None if documented is None else _attempt(fn, site, functools.partial(_find_library, documented))
 
 
 def _attempt(fn: Any, site: dynamo.CallSite, find: Find) -> Any:
@@ -118,8 +120,12 @@ def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, ten
     return found
 
 
-def _find_library(fn: Any, site: dynamo.CallSite, settings: Settings, tensors: list[Any]) -> Lifted:
-    found = _proven(lifts.find_library(fn, _call(fn, site, tensors, documented=True), settings))
+def _find_library(
+    documented: Documented, fn: Any, site: dynamo.CallSite, settings: Settings, tensors: list[Any]
+) -> Lifted:
+    found = _proven(lifts.find_library(fn, documented, _call(fn, site, tensors, documented=True), settings))
+    if not found.matches:  # a convolution: whether linear attention follows is not known yet
+        return found
     if _lengths_vary():
         site.widen_region(fn)
     _open_length(found, tensors, site, settings)
@@ -158,7 +164,7 @@ def _call(fn: Any, site: dynamo.CallSite, tensors: list[Any], *, documented: boo
             tensors.append(variable)
             return describe(example, grad=documented)
         value, known = site.constant(variable)
-        if not known or not isinstance(value, _PLAIN):
+        if not known or not (_is_plain(value) if documented else isinstance(value, _PLAIN)):
             raise Unliftable(refusals.object_argument(name))
         return value
 
@@ -175,6 +181,11 @@ def _call(fn: Any, site: dynamo.CallSite, tensors: list[Any], *, documented: boo
         else:
             arguments.append((f"={name}" if kinds[name] in by_name else name, read(name, given)))
     return Call(tuple(arguments))
+
+
+def _is_plain(value: Any) -> bool:
+    parts: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(part, _PLAIN) for part in parts)
 
 
 def _check_length(found: Lifted, tensors: list[Any], site: dynamo.CallSite) -> None:

@@ -27,6 +27,7 @@ from kdacompile.lift import library, store, template, verify
 from kdacompile.lift import replacement as namespace
 from kdacompile.lift.calls import Call, Sizes, TensorArg, length_of, open_dimensions
 from kdacompile.lift.capture import RUN_ERRORS, Captured, bound, capture
+from kdacompile.lift.documented import Documented
 from kdacompile.lift.errors import Unliftable, WrongLayout
 from kdacompile.lift.identity import Identity
 from kdacompile.lift.probes import roles
@@ -80,15 +81,17 @@ class Lifts:
             reason = found.reason
         return Verdict(fn.__qualname__, source_of(fn), reason=reason)
 
-    def find_library(self, fn: Callable[..., Any], call: Call, settings: Settings) -> Lifted | Verdict:
+    def find_library(
+        self, fn: Callable[..., Any], documented: Documented, call: Call, settings: Settings
+    ) -> Lifted | Verdict:
         """The replacement for a library's function, told by its documented signature."""
-        opened = library.open_dimensions(call)
+        opened = library.open_dimensions(documented, call)
         text = "\n".join([library.version(fn), opened.text, repr(settings.disable), source_fingerprint()])
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
         if key not in self.known:
 
             def prove() -> Verdict:
-                return library.prove(fn, opened, lambda text: load("draft", Verdict("", "", text)).run)
+                return library.prove(fn, documented, opened, lambda text: load("draft", Verdict("", "", text)).run)
 
             self.known[key] = _settle(key, library.name_of(fn), library.source_of(fn), prove)
         return self.known[key]

@@ -5,5 +5,6 @@ import operator
 import torch
 
 from kdacompile import ops
+from kdacompile.lift import ssd
 
-__all__ = ["operator", "ops", "torch"]
+__all__ = ["operator", "ops", "ssd", "torch"]

@@ -43,16 +43,19 @@ def test_this_machine_can_run_the_backend() -> None:
     assert doctor.main(out) == 0
     text = out.getvalue()
     assert torch.__version__ in text
-    for name in ("backend", "CPU", "CUDA", "Ascend NPU", "transformers", "FLA", "caches"):
+    for name in ("backend", "CPU", "CUDA", "Ascend NPU", "transformers", "FLA", "Mamba", "caches"):
         assert name in text
 
 
 def test_missing_packages_are_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "transformers", "torch_npu", "fla-core", "flash-linear-attention")
+    without(
+        monkeypatch, "transformers", "torch_npu", "fla-core", "flash-linear-attention", "mamba-ssm", "causal-conv1d"
+    )
     assert doctor.check_transformers().status == "missing"
     assert "kdacompile[models]" in doctor.check_transformers().hint
     assert doctor.check_npu().status == "missing"
     assert doctor.check_fla().status == "ok"
+    assert doctor.check_mamba().status == "ok"
 
 
 def test_fla_installed_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +63,15 @@ def test_fla_installed_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = doctor.check_fla()
     assert finding.status == "note"
     assert "0.6.0" in finding.detail
+    assert "kda.lift" in finding.hint
+
+
+@pytest.mark.parametrize("package", ["mamba-ssm", "causal-conv1d"])
+def test_mamba_packages_installed_are_noted(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    having(monkeypatch, package, "9.9.1")
+    finding = doctor.check_mamba()
+    assert finding.status == "note"
+    assert f"{package} 9.9.1" in finding.detail
     assert "kda.lift" in finding.hint
 
 
