@@ -90,6 +90,7 @@ def log2_gate(x, rate, gate_scale, FN: gl.constexpr):
     elif FN == "factor":
         g = _log2(x)
     else:
+        gl.static_assert(FN == "log")
         g = x * LOG2E
     return gl.where(g < FLOOR, FLOOR, g)
 

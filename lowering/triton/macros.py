@@ -42,6 +42,8 @@ def log_gate(x, rate, FN: tl.constexpr, gate_scale):
         x = gate_scale * (tl.minimum(x, 0.0) - tl.log(1.0 + exp(-tl.abs(x))))
     elif FN == "factor":
         x = tl.log(x)
+    else:
+        tl.static_assert(FN == "log")
     return tl.where(x < LOG_FLOOR, LOG_FLOOR, x)
 
 

@@ -256,6 +256,16 @@ def test_compiles_for_hopper(kernel: str, packed: bool) -> None:
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_gate_function_without_a_formula_does_not_compile() -> None:
+    from triton.compiler.errors import CompilationError
+
+    from tests.lowering import hopper_offline as offline
+
+    with pytest.raises(CompilationError):
+        offline.compile_prepare_unbounded("bf16", packed=False, gate_fn="tanh")
+
+
+@pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("kernel", ["bounded", "token", "scan", "token_scan"])
 def test_compiles_side_by_side(kernel: str) -> None:
     from tests.lowering import hopper_offline as offline
