@@ -175,6 +175,19 @@ def test_masks_of_every_dtype_are_added() -> None:
             assert relative_error(report.result, module(*inputs(9, 9), mask)) < 1e-6
 
 
+def test_a_row_without_a_finite_score_gives_zero() -> None:
+    """As the op says of a query that sees no token; softmax makes NaN of it."""
+    torch.manual_seed(0)
+    module, mask = Added(), torch.zeros(2, 9)
+    mask[0] = float("-inf")
+    with torch.no_grad():
+        report = explained(module, (*inputs(9, 9), mask))
+        expected = module(*inputs(9, 9), mask)
+    assert len(report.matches) == 1 and expected[0].isnan().all() and not expected[1].isnan().any()
+    assert not report.result[0].any()
+    assert relative_error(report.result[1], expected[1]) < 1e-6
+
+
 class TwoMasks(Padded):
     """Causal by the graph, padded by an input; ``causal_fill`` is added first, or after the padding."""
 
