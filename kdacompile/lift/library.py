@@ -6,8 +6,8 @@ itself returns, on the device at hand.
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -108,6 +108,7 @@ def source_of(fn: Callable[..., Any]) -> str:
 
 
 def version(fn: Callable[..., Any]) -> str:
-    """What the verdict on the function is about: a library's function is told apart by the library's version."""
-    package = importlib.import_module(str(fn.__module__).split(".")[0])
-    return f"{fn.__module__}.{name_of(fn)} {getattr(package, '__version__', '')}"
+    """What a verdict on the function is about: the versions of the libraries, which call each other."""
+    loaded = [(name, sys.modules.get(name)) for name in _LIBRARIES]
+    versions = {name: getattr(library, "__version__", "") for name, library in loaded if library is not None}
+    return f"{fn.__module__}.{name_of(fn)} {versions}"

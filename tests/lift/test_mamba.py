@@ -283,6 +283,24 @@ def test_a_gradient_of_its_own(libraries: Any, monkeypatch: pytest.MonkeyPatch) 
     assert reasons() == ["a gradient differs from the op's"]
 
 
+def test_what_does_not_run_is_tried_again_with_other_versions(libraries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mamba_ssm's layer needs causal_conv1d."""
+
+    def model(**given: Tensor) -> Tensor:
+        return libraries.mamba_split_conv1d_scan_combined(**given, chunk_size=16, headdim=SIZE)
+
+    tensors = split_operands(20)
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, "causal_conv1d")
+        without.setattr(mamba_like, "into_like", None)
+        with pytest.raises(TypeError):
+            results(compiled(model, fullgraph=False), tensors)
+    assert reasons() == ["the library's own function does not run here, so there is nothing to compare with"]
+    torch._dynamo.reset()
+    agree(compiled(model), model, tensors)
+    assert lifted() == ["mamba_split_conv1d_scan_combined"]
+
+
 def test_packed_sequences_are_left_to_the_library(libraries: Any) -> None:
     packed = torch.arange(2).repeat_interleave(20).expand(2, -1).contiguous()
 

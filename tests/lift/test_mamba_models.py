@@ -24,6 +24,12 @@ WRAPPERS = {CONVOLUTION: "causal_conv1d_fn", LAYER: "mamba2_split_conv1d_scan_co
 """transformers' names for them."""
 
 
+@pytest.fixture(autouse=True)
+def captures_are_no_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.12 Dynamo takes every capture for an export, and transformers calls its own functions in one."""
+    monkeypatch.setattr(hub_kernels, "is_torchdynamo_exporting", lambda: False)
+
+
 def bind(kind: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Install the stand-ins and let transformers decorate the model's functions anew."""
     modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
