@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from kdacompile import compat
 from kdacompile.hoist import rules
-from kdacompile.hoist.change import Change
+from kdacompile.hoist.change import Change, switches_modes
 from kdacompile.hoist.pieces import Piece, piece_of
 from kdacompile.hoist.proof import agrees, readers_fit, results_share_memory
 from kdacompile.hoist.rules import (
@@ -44,9 +44,7 @@ REPEATED = POINTWISE | MOVES
 
 def may_help(graph: fx.Graph) -> bool:
     """True if there is something to bring together, as far as the calls alone tell."""
-    if any(compat.is_mode_switch(node) or node.target == "requires_grad_" for node in graph.nodes):
-        return False  # autocast, a grad mode or what asks for a gradient would have to be the same for all pieces
-    return Hoist(graph).worth_it
+    return not switches_modes(graph) and Hoist(graph).worth_it
 
 
 def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> Hoist | None:

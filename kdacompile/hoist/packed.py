@@ -20,7 +20,7 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.hoist.assigned import Writes, written
-from kdacompile.hoist.change import Change
+from kdacompile.hoist.change import Change, switches_modes
 from kdacompile.hoist.pieces import Piece, piece_of
 from kdacompile.hoist.proof import RUN_ERRORS
 from kdacompile.hoist.sink import gathered
@@ -46,7 +46,7 @@ class Rows:
 def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> Packed | None:
     """What comes apart in ``graph``; None if nothing does."""
     rows = [item for item in _rows(graph) if len(item.nodes) >= LEAST]
-    if not rows:
+    if not rows or switches_modes(graph):
         return None
     found = shadow()
     written_to = {mutation.storage for mutation in found.mutations}

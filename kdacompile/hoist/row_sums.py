@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from kdacompile import compat
-from kdacompile.hoist.change import Change
+from kdacompile.hoist.change import Change, switches_modes
 from kdacompile.hoist.proof import RUN_ERRORS, TOLERANCE
 from kdacompile.hoist.rules import MOVES, POINTWISE, name_of
 from kdacompile.patterns.ir import Graph
@@ -64,10 +64,8 @@ class Site:
 def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> RowSums | None:
     """Every product with scores whose rows are summed; None if there is none."""
     place = {node: index for index, node in enumerate(graph.nodes)}
-    if any(compat.is_mode_switch(node) for node in place):
-        return None  # the sums would have to be made under the same mode as the product
     sites = [site for site in map(_site, place) if site is not None]
-    if not sites:
+    if not sites or switches_modes(graph):
         return None
     found = shadow()
     written = {mutation.storage for mutation in found.mutations}

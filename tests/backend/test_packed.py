@@ -46,6 +46,18 @@ def test_each_sequence_is_recognised(fn: Callable[..., Tensor], pattern: str, gr
     assert [match.pattern for match in report.matches] == [pattern] * 2, str(report)
 
 
+def one_row_read_without_gradients(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    """A share of v that was made there would pass no gradient on to any row."""
+    with torch.no_grad():
+        first = v[:, 0].square()
+    return torch.cat([one_list(q, k, v, gate, logit), first[:, None]], 1)
+
+
+def test_a_mode_that_changes_is_left_alone() -> None:
+    ours, expected, _ = explained(one_row_read_without_gradients, grad=True)
+    assert worst_error(ours, expected) <= 1e-5
+
+
 def not_quite_emptied(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
     """One entry of the state is kept."""
     rows: list[Tensor] = []
