@@ -26,8 +26,13 @@ TAKEN = LAYOUT | PICKING | {"repeat"}
 
 def read_absorbed(found: Attention, twins: Twins) -> Parts | None:
     """The tensors of one attention over a latent itself; None if keys and values are not the same for all heads."""
+    return read_keys_of(found.values, found.value_width, found, twins)
+
+
+def read_keys_of(values: Value, rank: int, found: Attention, twins: Twins) -> Parts | None:
+    """The same where the latent, of ``rank`` columns, stands at or above ``values``."""
     for batch in dict.fromkeys((found.softmax.out.shape[0], 1)):  # one request may have no dimension of its own
-        meeting = _Meeting(found, twins, batch)
+        meeting = _Meeting(values, rank, found, twins, batch)
         parts = None
         if len(found.terms) == 1:
             parts = meeting.one_product(found.terms[0])
@@ -42,10 +47,10 @@ def read_absorbed(found: Attention, twins: Twins) -> Parts | None:
 class _Meeting:
     """Where the way up from the values meets that from the keys."""
 
-    def __init__(self, found: Attention, twins: Twins, batch: int) -> None:
+    def __init__(self, values: Value, rank: int, found: Attention, twins: Twins, batch: int) -> None:
         self.found, self.twins, self.batch = found, twins, batch
-        self.cached, self.rank = found.cached, found.value_width
-        self.above = {twins.of(value): value for value in reversed(list(_climb(found.values)))}
+        self.cached, self.rank = found.cached, rank
+        self.above = {twins.of(value): value for value in reversed(list(_climb(values)))}
 
     def one_product(self, term: Term) -> Parts | None:
         width = term.width
@@ -124,7 +129,7 @@ def _climb(value: Value) -> Iterator[Value]:
 
 
 def _heads_of_weights(query: Value, found: Attention) -> int | None:
-    """The batch of the product with a weight that makes the query, or that takes the result."""
+    """How many matrices the weight has whose product makes the query, or takes the result."""
     above, stack = set[Value](), [query]
     while stack:
         value = stack.pop()
@@ -133,8 +138,8 @@ def _heads_of_weights(query: Value, found: Attention) -> int | None:
             continue
         above.add(value)
         if op.name in CONTRACTIONS:
-            if _is_per_head(op.reads):
-                return op.out.shape[0]
+            if is_per_head(op.reads):
+                return _matrices(op.reads)
         elif op.name in MOVES or scales(op):
             stack.extend(read for read in op.reads if not read.const)
     value = found.product.out
@@ -143,13 +148,19 @@ def _heads_of_weights(query: Value, found: Attention) -> int | None:
             return None
         op = value.users[0]
         if op.name in CONTRACTIONS:
-            return op.out.shape[0] if _is_per_head(op.reads) else None
+            return _matrices(op.reads) if is_per_head(op.reads) else None
         if op.name not in LAYOUT:
             return None
         value = op.out
     return None
 
 
-def _is_per_head(operands: list[Value]) -> bool:
+def is_per_head(operands: list[Value]) -> bool:
     """True for a batched product, one of whose operands is a weight."""
     return len(operands[-1].shape) == 3 and any(is_weight(root(value)) for value in operands)
+
+
+def _matrices(operands: list[Value]) -> int:
+    """How many matrices a weight has; a product may have them again for every request."""
+    weight = next(value for value in operands if is_weight(root(value)))
+    return math.prod(root(weight).shape) // math.prod(weight.shape[-2:])

@@ -72,7 +72,7 @@ def claims(
     for _, alike in groupby(choices, key=_oddity_of_all):
         group = list(alike)
         for stacked, rope_first, values_first in product(both if merged else (False,), both, either):
-            if rope_first and (not captured["D"] or "q_rope" in tensors):
+            if rope_first and (not captured["D"] or ("q_rope" in tensors and "cache" not in tensors)):
                 continue
             for *inputs, out, layout in group:
                 placed = {item.role: item for item in inputs if isinstance(item, MlaPlacement)}

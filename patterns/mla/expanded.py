@@ -7,11 +7,12 @@ of the key to a tensor all heads share; from there on, whatever stands in the wa
 from __future__ import annotations
 
 import math
+from itertools import product
 
 from kdacompile.patterns.ir import Value
 from kdacompile.patterns.mla.claims import labels
 from kdacompile.patterns.mla.definition import Parts
-from kdacompile.patterns.mla.sources import CACHED, Projection, Sources, heads_of, tokens_of, unexpanded
+from kdacompile.patterns.mla.sources import CACHED, Projection, Sources, heads_of, is_part, tokens_of, unexpanded
 from kdacompile.patterns.mla.walk import Attention, Term
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import root
@@ -23,16 +24,23 @@ Made = tuple[list[Projection], list[Value]]
 
 def read_expanded(found: Attention, twins: Twins) -> Parts | Obstacle | None:
     """The tensors of one attention over an expanded latent, or what is in the way; None: attention of another kind."""
-    values, values_shared = Sources().of(found.values)
-    latent = tokens_of(values[0].activation) if len(values) == 1 else None
-    if latent is None or values_shared:
+    values, shared = Sources().of(found.values)
+    if len(values) != 1 or shared or tokens_of(values[0].activation) is None:
         return _expanded_cache(found)
+    return read_keys_beside(values[0], found, twins)
+
+
+def read_keys_beside(values: Projection, found: Attention, twins: Twins) -> Parts | Obstacle | None:
+    """The tensors of one attention whose keys are expanded from the latent that the values are made of."""
+    latent = tokens_of(values.activation)
+    if latent is None:
+        return None
     parts = [Sources(latent, twins=twins).of(term.keys) for term in found.terms]
     keys = list(dict.fromkeys(projection for projections, _ in parts for projection in projections))
     shared = list(dict.fromkeys(value for _, values in parts for value in values))
-    if len(keys) != 1 or not _is_latent(keys[0], values[0], latent, shared, found, twins):
+    if len(keys) != 1 or not _is_latent(keys[0], values, latent, shared, found, twins):
         return None
-    return _bias(keys[0], values[0]) or _parts(found, keys[0], values[0], shared, parts)
+    return _bias(keys[0], values) or _parts(found, keys[0], values, shared, parts)
 
 
 def _expanded_cache(found: Attention) -> Obstacle | None:
@@ -84,19 +92,27 @@ def _parts(
     rope = tokens_of(unexpanded(shared[0])) if shared else None
     if latent is None or query is None or (rotated and query_rope is None) or (shared and rope is None):
         return Obstacle("roles", "an operand of the attention is never seen with its batch and heads", found.softmax)
-    width = 0 if not shared else rotated.width if rotated else shared[0].shape[-1]
-    batches = dict.fromkeys((found.softmax.out.shape[0], math.prod(latent.shape) // (keys.rank * found.cached)))
-    sized = (_sizes(found, keys, values, plain, latent, query, width, batch, rotated is None) for batch in batches)
+    held = math.prod(latent.shape) // keys.rank
+    widths = [0] if rope is None else [shared[0].shape[-1], math.prod(rope.shape) // held]  # or keys are columns
+    widths = [rotated.width] if rotated else dict.fromkeys(widths)
+    batches = dict.fromkeys((found.softmax.out.shape[0], held // found.cached))
+    tried = product(widths, batches)
+    sized = (_sizes(found, keys, values, plain, latent, query, *sizes, rotated is None) for sizes in tried)
     sizes = next((sizes for sizes in sized if sizes is not None), None)
     if sizes is None:
         return Obstacle("roles", "what enters the attention does not fit the sizes of MLA", found.softmax)
     if rope is not None and next(labels(rope, "k_rope", sizes), None) is None:
         return Obstacle("per_head_rope", "every head has a rotated key of its own", rope.op or found.softmax)
-    weights = {"w": keys} if keys.op is values.op else {"w_k": keys, "w_v": values}
+    weights = {"w": keys} if _merged(keys, values) else {"w_k": keys, "w_v": values}
     tensors = {"q": query, "latent": latent} | {role: root(made.weight) for role, made in weights.items()}
     # A rotated part of no columns (no positions) is an operand of the region, though not of the op.
     optional = {"k_rope": rope, "q_rope": query_rope}
     return Parts(tensors | {role: value for role, value in optional.items() if value is not None}, sizes)
+
+
+def _merged(keys: Projection, values: Projection) -> bool:
+    """True if one weight expands both; the result may be taken through a part of it."""
+    return keys.op is values.op or is_part(values.weight, keys.weight)
 
 
 def _sizes(
@@ -114,15 +130,16 @@ def _sizes(
     width = plain.width
     nope = width - rope if single else width
     value, cached, rank = found.value_width, found.cached, keys.rank
-    per_head = nope + value if keys.op is values.op else nope
+    merged = _merged(keys, values)
+    per_head = nope + value if merged else nope
     if min(nope, value, rank, cached, batch) < 1 or keys.rows % per_head:
         return None
     heads = keys.rows // per_head
     held, rest = divmod(math.prod(latent.shape), batch * rank)
     tokens, left = divmod(math.prod(query.shape), batch * heads * width)
-    if rest or left or not tokens or (keys.op is not values.op and values.rows != heads * value):
+    if rest or left or not tokens or (not merged and values.rows != heads * value):
         return None
-    if math.prod(found.product.out.shape) != batch * tokens * heads * (value + found.padding) or held < cached:
+    if math.prod(found.result.shape) != batch * tokens * heads * (value + found.padding) or held < cached:
         return None
     if held != cached and cached != tokens:
         return None

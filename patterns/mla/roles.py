@@ -13,8 +13,8 @@ from kdacompile.patterns.mla.absorbed import read_absorbed
 from kdacompile.patterns.mla.claims import claims, labels
 from kdacompile.patterns.mla.definition import MlaCandidate, Parts
 from kdacompile.patterns.mla.expanded import read_expanded
+from kdacompile.patterns.mla.half import half_absorbed, read_half
 from kdacompile.patterns.mla.masks import Masks, read_masks
-from kdacompile.patterns.mla.misses import half_absorbed
 from kdacompile.patterns.mla.softmax import LOG, WHOLE
 from kdacompile.patterns.mla.walk import Attention, find_attention
 from kdacompile.patterns.obstacle import Obstacle
@@ -44,8 +44,13 @@ def _read(found: Attention, twins: Twins) -> tuple[Attention, Parts | Obstacle |
     """What the attention is made of, with queries before keys or the other way round."""
     for order in (found, found.swapped()):
         parts = read_absorbed(order, twins) or read_expanded(order, twins)
+        if isinstance(parts, Parts):
+            return order, parts
+        half = read_half(order, twins)
+        if half is not None:
+            return half
         if parts is not None:
-            return order, (half_absorbed(found, twins) or parts) if isinstance(parts, Obstacle) else parts
+            return order, half_absorbed(found, twins) or parts
     return found, half_absorbed(found, twins)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from kdacompile.patterns.ir import Op, Value
 from kdacompile.patterns.regions import is_weight, root
 from kdacompile.patterns.twins import Twins
-from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT
+from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT, PICKING
 
 MOVES = LAYOUT | frozenset(
     "slice split split_with_sizes select unbind cat slice_scatter select_scatter repeat constant_pad_nd".split()
@@ -111,6 +111,16 @@ def project(op: Op | None) -> Projection | None:
         return None
     activation, weight = (right, left) if weights[0] else (left, right)
     return Projection(op, activation, weight, left.shape[-1], op.name in ("addmm", "baddbmm"))
+
+
+def is_part(weight: Value, whole: Value) -> bool:
+    """True if a weight is cut out of another."""
+    step = root(weight)
+    while step.op is not None and step.op.name in PICKING:
+        step = root(step.op.reads[0])
+        if step is root(whole):
+            return True
+    return False
 
 
 def unexpanded(value: Value) -> Value:

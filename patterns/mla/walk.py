@@ -62,13 +62,15 @@ class Attention:
     product: Op
     """Probabilities times values."""
     result: Value
-    """That product, divided by the probabilities' sum where they are not."""
+    """That product, divided by the probabilities' sum where they are not, and taken through W_UV with ``taken``."""
     values_first: bool = False
     """Whether the values are the product's left operand."""
     along_rows: bool = False
     """Whether the softmax runs over another dimension than the last."""
     padding: int = 0
     """How many columns of zeros the values have been given."""
+    taken: int = 0
+    """How many columns each head's result has where the model takes it through W_UV, and not the values."""
     terms: list[Term] = field(default_factory=list[Term])
     masks: list[Hidden] = field(default_factory=list["Hidden"])
     sinks: Value | None = None
@@ -82,7 +84,7 @@ class Attention:
 
     @property
     def value_width(self) -> int:
-        return self.product.out.shape[-2 if self.values_first else -1] - self.padding
+        return self.taken or self.product.out.shape[-2 if self.values_first else -1] - self.padding
 
     @property
     def cached(self) -> int:

@@ -86,16 +86,9 @@ MATCHED["RowsOfAllHeads"] = (RowsOfAllHeads, ("q", "latent", "k_rope"))
 
 
 @left("absorbed by hand on one side")
-class ValuesExpanded(Absorbed):
-    def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
-        q, turned = self.queries(x)
-        scores = torch.einsum("bthr,bsr->bhts", q, latent) + torch.einsum("bthd,bsd->bhts", turned, rope)
-        v = torch.einsum("bsr,hvr->bshv", latent, self.w_uv)
-        return torch.einsum("bhts,bshv->bthv", (scores * self.scale).softmax(-1), v).flatten(2)
-
-
-@left("absorbed by hand on one side")
 class KeysExpanded(Strange):
+    """W_UV is nowhere: it may be part of what follows."""
+
     def keys(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         k, _ = super().keys(latent, rope)
         return k, latent.unsqueeze(1).expand(-1, HEADS, -1, -1)
