@@ -97,11 +97,11 @@ class Attention:
 
 
 def find_attention(graph: Graph) -> Iterator[Attention]:
-    """Every softmax over the last dimension that stands between two products."""
+    """Every softmax over one dimension that stands between two products; of no requests, queries or tokens none."""
     for softmax in find_softmaxes(graph):
-        found = _forward(graph, softmax)
+        found = _forward(graph, softmax) if 0 not in softmax.scores.shape else None
         summed = softmax.scores.shape[softmax.dim] if softmax.dim >= 0 else 0
-        if found is not None and summed in (found.cached, found.cached + 1):  # one more with a sink
+        if found is not None and 0 < found.cached in (summed, summed - 1):  # one more with a sink
             found.along_rows = softmax.dim < len(softmax.scores.shape) - 1
             found.scores, found.padding = softmax.scores, 0 if found.values_first else _padding(found.values)
             _scores(softmax.scores, found, 0)

@@ -132,6 +132,17 @@ def test_other_attention_is_nobodys_near_miss(name: str) -> None:
     assert not report.matches and not [r for r in report.rejections if r.pattern == "mla"], str(report)
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("name", ["TwoTerms", "Sdpa", "DeepSeek", "Mqa"])
+def test_nothing_to_attend_to_is_left_alone(name: str, tokens: int) -> None:
+    module, arguments = build(name), inputs(tokens, 0)
+    with torch.no_grad():
+        report = explained(module, arguments)
+        expected = module(*arguments)
+    assert not report.matches and not report.rejections, str(report)
+    assert torch.equal(report.result, expected)
+
+
 class Padded(Naive):
     """A mask that only the batch decides, added as numbers."""
 
