@@ -41,10 +41,10 @@ def run(
 
 
 def rewrite(
-    gm: fx.GraphModule, settings: Settings, tables: Tables | None = None, *, keep_strides: bool = True
+    gm: fx.GraphModule, settings: Settings, tables: Tables | None = None, *, trial: bool = False
 ) -> GraphReport:
-    """Rewrite ``gm`` in place and say what was done. Without ``keep_strides`` results come as the ops lay them out."""
-    search = Search(Readings(gm), settings, tables or {}, keep_strides=keep_strides)
+    """Rewrite ``gm`` in place and say what was done. ``trial``: it is a function that may become one op (``lift``)."""
+    search = Search(Readings(gm), settings, tables or {}, trial=trial)
     if search.has_recurrence or search.has_attention:
         with compat.no_python_dispatcher():
             helps = search.has_recurrence and may_help(gm.graph)
@@ -63,7 +63,7 @@ def _again(settings: Settings, earlier: Search) -> Search:
     found = _with(attempt(earlier.gm.graph, earlier.read), settings, earlier)
     if found is not None:
         return found
-    other = Search(earlier.readings, settings, earlier.tables, keep_strides=earlier.keep_strides)
+    other = Search(earlier.readings, settings, earlier.tables, trial=earlier.trial)
     other.run()
     other.take_over(earlier)
     return other
@@ -73,7 +73,7 @@ def _with(change: Change | None, settings: Settings, earlier: Search) -> Search 
     """The search of the changed graph; None, with nothing changed, if it finds nothing new."""
     if change is None or not change.apply(earlier.read):
         return None
-    other = Search(earlier.readings, settings, {}, keep_strides=earlier.keep_strides)
+    other = Search(earlier.readings, settings, {}, trial=earlier.trial)
     other.run()
     if not other.found:
         change.undo()

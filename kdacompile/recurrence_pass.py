@@ -43,9 +43,9 @@ verdicts = Verdicts()
 class RecurrenceWork:
     """One graph's groups of products; ``matches`` and ``rejections`` are the outcome."""
 
-    def __init__(self, readings: Readings, settings: Settings, timed: Timed, *, keep_strides: bool) -> None:
+    def __init__(self, readings: Readings, settings: Settings, timed: Timed, *, trial: bool) -> None:
         self.readings, self.gm = readings, readings.gm
-        self.settings, self.timed, self.keep_strides = settings, timed, keep_strides
+        self.settings, self.timed, self.trial = settings, timed, trial
         self.held: Tables = {}
         self.instances = Instances(self.gm)
         self.inside = True
@@ -99,7 +99,8 @@ class RecurrenceWork:
     def visit_inside(self, shadow: Graph, group: Group) -> bool:
         """Rewrite one layer of a group that holds several; what is wrong with the others is not told here."""
         told = len(self.rejections)
-        effort = Effort(ways=30, operators=0)  # for all of them: layers are cut off soon, or something else was found
+        # for all of them together; what is one recurrence, as functions on trial must be, is cut off soon
+        effort = Effort(ways=30, operators=0 if self.trial else 30_000)
         found = any(self.visit(shadow, inner, group, effort) for inner in inner_groups(shadow, group))
         del self.rejections[told:]
         return found
@@ -169,7 +170,7 @@ class RecurrenceWork:
             reabsorb.tie_sizes(call)
             reason = self.instances.disagreement(shadow, fused, absorbed, reabsorb.same_call)
         if reason is None:
-            splice = LinearAttentionSplice(self.gm, shadow, fused, keep_strides=self.keep_strides)
+            splice = LinearAttentionSplice(self.gm, shadow, fused, keep_strides=not self.trial)
             try:
                 splice.apply(splice.check())
                 self.changed = True
@@ -215,7 +216,7 @@ class RecurrenceWork:
         source = source_of(_innermost(fused))
         if name in self.settings.disable:
             return Rejection(name, "switched off by kda.disable", source, "disabled")
-        splice = LinearAttentionSplice(self.gm, shadow, fused, keep_strides=self.keep_strides)
+        splice = LinearAttentionSplice(self.gm, shadow, fused, keep_strides=not self.trial)
         with self.timed("rewrite"):
             try:
                 op = splice.apply(splice.check())

@@ -26,17 +26,17 @@ from kdacompile.shadow import aliases
 class Search:
     """The groups of a graph as it is now: what was rewritten, and why the rest was not."""
 
-    def __init__(self, readings: Readings, settings: Settings, tables: Tables, *, keep_strides: bool) -> None:
+    def __init__(self, readings: Readings, settings: Settings, tables: Tables, *, trial: bool) -> None:
         gm = readings.gm
         self.readings = readings
         self.gm = gm
         self.tables = tables
-        self.keep_strides = keep_strides
+        self.trial = trial
         self.seconds: dict[str, float] = {}
         self.nodes = len(gm.graph.nodes)
         self.has_recurrence = glance.may_have_recurrence(gm.graph) or any(map(compat.is_own_op, gm.graph.nodes))
-        self.has_attention = keep_strides and glance.may_have_attention(gm.graph)  # what is lifted is a recurrence
-        self.recurrence = RecurrenceWork(readings, settings, self.timed, keep_strides=keep_strides)
+        self.has_attention = not trial and glance.may_have_attention(gm.graph)  # what is lifted is a recurrence
+        self.recurrence = RecurrenceWork(readings, settings, self.timed, trial=trial)
         self.attention = MlaWork(gm, settings, self.recurrence.instances, self.timed)
 
     @contextmanager

@@ -59,7 +59,7 @@ def capture(fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings
     shapes = [(tensor.shape(sizes), tensor.dtype, tensor.device) for _, tensor in call.tensors()]
     gm = trace_fake(bound(fn, call), shapes)
     layouts = tuple(map(_layout, tree_leaves(gm.graph.output_node().args[0])))
-    report = compiler_pass.rewrite(gm, settings, keep_strides=False)
+    report = compiler_pass.rewrite(gm, settings, trial=True)
     if not report.matches:
         reasons = {rejection.reason for rejection in report.rejections}
         raise Unliftable("; ".join(sorted(reasons)) or "there is no linear attention in it")

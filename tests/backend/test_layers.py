@@ -43,6 +43,11 @@ def with_states(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tup
     return y, first, second
 
 
+def joined_by_a_sum(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    x, _ = delta(q, k, v, g, beta)
+    return delta(q + x.sum(-1, keepdim=True), k, v, g, beta)[0]
+
+
 def side_by_side(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     return 2 * linear(q, k, v) + delta(q, k, v, g, beta)[0]
 
@@ -57,6 +62,7 @@ def one_reads_the_other_twice(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: 
     [
         (in_a_row, ["linear_attention"] * 2),
         (with_states, ["gated_delta_rule"] * 2),
+        (joined_by_a_sum, ["gated_delta_rule"] * 2),
         (side_by_side, ["gated_delta_rule", "linear_attention"]),
         (one_reads_the_other_twice, ["linear_attention"] * 3),
     ],
