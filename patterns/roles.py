@@ -304,7 +304,7 @@ def _readings(output: Value, state: Value | None) -> Iterator[tuple[int, _Partia
 
 def _with_one_more(partial: _Partial, cut: Sequence[Value], gates: dict[Value, bool]) -> Iterator[tuple[int, _Partial]]:
     """Every role of the next tensor of the cut, with what it adds to the penalty."""
-    value = cut[partial.seen]
+    value, others = cut[partial.seen], cut[partial.seen + 1 :]
     used = {placement.role for placement in partial.inputs}
     if len({"q", "k", "v"} - used) > len(cut) - partial.seen:
         return
@@ -312,12 +312,30 @@ def _with_one_more(partial: _Partial, cut: Sequence[Value], gates: dict[Value, b
         if role in used or (gates[value] and role != "g"):
             continue
         for letters, known in _labelings(value, role, partial.sizes):
+            if not _may_lead_on(others, gates, {*used, role}, known):
+                continue
             cost = _oddity(letters) + (2 if role == "g" and not gates[value] else 0)
             taken = (*partial.inputs, Placement(role, value, letters))
             yield cost, _Partial(taken, partial.ends, known, partial.seen + 1)
             if role == "g" and not gates[value] and "beta" not in used and "K" not in letters:
                 both = (*taken, Placement("beta", value, letters))  # a step size: dt
                 yield cost, _Partial(both, partial.ends, known, partial.seen + 1)
+
+
+def _may_lead_on(values: Sequence[Value], gates: dict[Value, bool], used: set[str], sizes: dict[str, int]) -> bool:
+    """True if each of the values could still be something, and something could still be each of q, k and v.
+
+    Without this look ahead, most of what is tried leads nowhere.
+    """
+    free = [role for role in INPUTS if role not in used]
+    known = tuple(sizes.items())
+
+    def fits(value: Value, role: str) -> bool:
+        return (role == "g" or not gates[value]) and bool(_labelings_of(value.shape, value.uniform, role, known))
+
+    return all(any(fits(value, role) for role in free) for value in values) and all(
+        any(fits(value, role) for value in values) for role in ("q", "k", "v") if role not in used
+    )
 
 
 def _erases(region: set[Op]) -> bool:
