@@ -88,13 +88,13 @@ class RecurrenceWork:
         reasons = self.readings.reasons(group)
         if reasons is not None:
             self.rejections += reasons
-            self.missed |= len(group.anchors) > 2
-            return False
-        told = len(self.rejections)
-        found = self.visit(shadow, group)
-        if not found:
+        else:
+            told = len(self.rejections)
+            if self.visit(shadow, group):
+                return True
             self.readings.reject(group, self.rejections[told:])
-        return found
+        self.missed |= len(group.anchors) > 2
+        return False
 
     def visit_inside(self, shadow: Graph, group: Group) -> bool:
         """Rewrite one layer of a group that holds several; what is wrong with the others is not told here."""
@@ -131,7 +131,6 @@ class RecurrenceWork:
             self.rejections.append(unspliced[0])
         else:
             self.reject(group, obstacles, refused)
-        self.missed |= len(group.anchors) > 2
         return False
 
     def candidates(self, group: Group, effort: Effort | None) -> Iterator[Candidate | Obstacle]:

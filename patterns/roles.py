@@ -68,9 +68,9 @@ class Placement:
             if letters[index] in ".=":
                 steps.append(("select", (index, 0)))
         letters = letters.replace(".", "").replace("=", "")
-        order = [letters.index(letter) for letter in self.order if letter in letters]
-        if order != sorted(order):
-            steps.append(("permute", tuple(order)))
+        permutation = _permutation(letters, self.order)
+        if permutation:
+            steps.append(("permute", permutation))
         missing = [i for i, letter in enumerate(self.order) if letter not in letters]
         return [*steps, *(("unsqueeze", (index,)) for index in missing), *self._turn()]
 
@@ -134,7 +134,7 @@ class Hypothesis:
     def moved(self) -> int:
         """How many tensors must be permuted: where heads or batch are one, each can be taken for the other."""
         ends = (self.output,) if self.final_state is None else (self.output, self.final_state)
-        return sum(_is_permuted(placement.letters, placement.role) for placement in (*self.inputs, *ends))
+        return sum(bool(_permutation(placement.letters, placement.order)) for placement in (*self.inputs, *ends))
 
     def with_(self, **changes: object) -> Hypothesis:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -146,10 +146,11 @@ class Hypothesis:
 
 
 @cache
-def _is_permuted(letters: str, role: str) -> bool:
-    """True if a tensor with these letters must be permuted to be in the role's own order."""
-    bare = _filled(letters, LETTERS[role]).replace(".", "").replace("=", "")
-    return bare != "".join(letter for letter in LETTERS[role] if letter in bare)
+def _permutation(letters: str, order: str) -> tuple[int, ...]:
+    """How a tensor with these letters must be permuted to be in the role's own order; empty if it is."""
+    bare = _filled(letters, order).replace(".", "").replace("=", "")
+    found = tuple(bare.index(letter) for letter in order if letter in bare)
+    return () if list(found) == sorted(found) else found
 
 
 def _filled(letters: str, order: str) -> str:
@@ -193,6 +194,7 @@ def _labelings_of(
 
 
 INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "rate")
+MAIN = frozenset({"q", "k", "v"})
 
 
 def frames(output: Value, state: Value | None, key_size: int, *, usual: bool) -> list[dict[str, int]]:
@@ -306,11 +308,9 @@ def _with_one_more(partial: _Partial, cut: Sequence[Value], gates: dict[Value, b
     """Every role of the next tensor of the cut, with what it adds to the penalty."""
     value, others = cut[partial.seen], cut[partial.seen + 1 :]
     used = {placement.role for placement in partial.inputs}
-    if len({"q", "k", "v"} - used) > len(cut) - partial.seen:
+    if len(MAIN - used) > len(cut) - partial.seen:
         return
-    for role in INPUTS:
-        if role in used or (gates[value] and role != "g"):
-            continue
+    for role in _open_roles(gates[value], used):
         for letters, known in _labelings(value, role, partial.sizes):
             if not _may_lead_on(others, gates, {*used, role}, known):
                 continue
@@ -327,15 +327,19 @@ def _may_lead_on(values: Sequence[Value], gates: dict[Value, bool], used: set[st
 
     Without this look ahead, most of what is tried leads nowhere.
     """
-    free = [role for role in INPUTS if role not in used]
-    known = tuple(sizes.items())
+    known, missing = tuple(sizes.items()), MAIN - used
+    for value in values:
+        fitting = {
+            role for role in _open_roles(gates[value], used) if _labelings_of(value.shape, value.uniform, role, known)
+        }
+        if not fitting:
+            return False
+        missing -= fitting
+    return not missing
 
-    def fits(value: Value, role: str) -> bool:
-        return (role == "g" or not gates[value]) and bool(_labelings_of(value.shape, value.uniform, role, known))
 
-    return all(any(fits(value, role) for role in free) for value in values) and all(
-        any(fits(value, role) for value in values) for role in ("q", "k", "v") if role not in used
-    )
+def _open_roles(is_gate: bool, used: set[str]) -> list[str]:
+    return [role for role in INPUTS if role not in used and (role == "g" or not is_gate)]
 
 
 def _erases(region: set[Op]) -> bool:
@@ -353,7 +357,7 @@ def _complete(
     units: Units,
 ) -> Iterator[Hypothesis]:
     by_role = {placement.role: placement for placement in inputs}
-    if not {"q", "k", "v"} <= set(by_role):
+    if not set(by_role) >= MAIN:
         return
     if "rate" in by_role and "g" not in by_role:
         return

@@ -81,10 +81,10 @@ def region() -> str:
 
 def _kinds(value: Any, depth: int = 3) -> str:
     """The type of a value and of what it holds: all parts of a module, else as many levels as caches of models have."""
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    name = _kind(value)
     held: Iterable[Any] = ()
     if isinstance(value, nn.Module):
-        return " ".join(f"{type(part).__module__}.{type(part).__qualname__}" for part in value.modules())
+        return " ".join(map(_kind, value.modules()))
     if isinstance(value, list | tuple | set | frozenset):
         held = cast("Iterable[Any]", value)
     elif isinstance(value, dict):
@@ -93,6 +93,10 @@ def _kinds(value: Any, depth: int = 3) -> str:
         held = getattr(value, "__dict__", {}).values()
     inner = {_kinds(each, depth - 1) for each in held} if depth else set[str]()
     return f"{name}({' '.join(sorted(inner))})" if inner else name
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def frame() -> Any:

@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from kdacompile import compat
 from kdacompile.hoist import rules
-from kdacompile.hoist.change import Change, switches_modes
+from kdacompile.hoist.change import Change, overwritten, switches_modes
 from kdacompile.hoist.pieces import Piece, piece_of
 from kdacompile.hoist.proof import agrees, readers_fit, results_share_memory
 from kdacompile.hoist.rules import (
@@ -49,9 +49,7 @@ def may_help(graph: fx.Graph) -> bool:
 
 def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> Hoist | None:
     """A hoist of a graph that ``may_help`` knows, less what the graph writes to; None if nothing is left of it."""
-    found = shadow()
-    written = {mutation.storage for mutation in found.mutations}
-    hoist = Hoist(graph, {node for node, storage in found.storages.items() if storage in written})
+    hoist = Hoist(graph, overwritten(shadow()))
     return hoist if hoist.worth_it else None
 
 

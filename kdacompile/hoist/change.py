@@ -18,6 +18,12 @@ def switches_modes(graph: fx.Graph) -> bool:
     return any(compat.is_mode_switch(node) or node.target == "requires_grad_" for node in graph.nodes)
 
 
+def overwritten(shadow: Graph) -> set[fx.Node]:
+    """Nodes that share memory with something the graph writes."""
+    written = {mutation.storage for mutation in shadow.mutations}
+    return {node for node, storage in shadow.storages.items() if storage in written}
+
+
 class Change(ABC):
     """One attempt: ``apply``, then ``finish`` if it was worth it, else ``undo``."""
 

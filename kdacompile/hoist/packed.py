@@ -20,7 +20,7 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.hoist.assigned import Writes, written
-from kdacompile.hoist.change import Change, switches_modes
+from kdacompile.hoist.change import Change, overwritten, switches_modes
 from kdacompile.hoist.pieces import Piece, piece_of
 from kdacompile.hoist.proof import RUN_ERRORS
 from kdacompile.hoist.sink import gathered
@@ -49,8 +49,7 @@ def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> Packed | None:
     if not rows or switches_modes(graph):
         return None
     found = shadow()
-    written_to = {mutation.storage for mutation in found.mutations}
-    fixed = {node for node, storage in found.storages.items() if storage in written_to}
+    fixed = overwritten(found)
     masks = _masks(found)
     apart: list[Rows] = []
     for item in rows:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from kdacompile import compat
-from kdacompile.hoist.change import Change, switches_modes
+from kdacompile.hoist.change import Change, overwritten, switches_modes
 from kdacompile.hoist.proof import RUN_ERRORS, TOLERANCE
 from kdacompile.hoist.rules import MOVES, POINTWISE, name_of
 from kdacompile.patterns.ir import Graph
@@ -67,9 +67,7 @@ def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> RowSums | None:
     sites = [site for site in map(_site, place) if site is not None]
     if not sites or switches_modes(graph):
         return None
-    found = shadow()
-    written = {mutation.storage for mutation in found.mutations}
-    fixed = {node for node, storage in found.storages.items() if storage in written}
+    fixed = overwritten(shadow())
     kept = [site for site in sites if fixed.isdisjoint(site.touched())]
     return RowSums(graph, kept, place, fixed) if kept else None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from kdacompile.patterns.ir import Value
+from kdacompile.patterns.ir import Op, Value
 from kdacompile.patterns.mla.definition import Parts
 from kdacompile.patterns.mla.sources import MOVES, heads_of, scales, tokens_of, unexpanded
 from kdacompile.patterns.mla.walk import Attention, Term
@@ -142,13 +142,18 @@ def _heads_of_weights(query: Value, found: Attention) -> int | None:
                 return _matrices(op.reads)
         elif op.name in MOVES or scales(op):
             stack.extend(read for read in op.reads if not read.const)
-    value = found.product.out
+    after = product_behind(found.product.out)
+    return None if after is None else _matrices(after.reads)
+
+
+def product_behind(value: Value) -> Op | None:
+    """The product with a weight per head that alone reads a result, rearrangements aside."""
     for _ in range(MAX_STEPS):
         if len(value.users) != 1:
             return None
         op = value.users[0]
         if op.name in CONTRACTIONS:
-            return _matrices(op.reads) if is_per_head(op.reads) else None
+            return op if is_per_head(op.reads) else None
         if op.name not in LAYOUT:
             return None
         value = op.out

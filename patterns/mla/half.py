@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from kdacompile.patterns.ir import Op, Value
-from kdacompile.patterns.mla.absorbed import is_per_head, read_keys_of
+from kdacompile.patterns.ir import Value
+from kdacompile.patterns.mla.absorbed import is_per_head, product_behind, read_keys_of
 from kdacompile.patterns.mla.definition import Parts
 from kdacompile.patterns.mla.expanded import read_keys_beside
 from kdacompile.patterns.mla.sources import (
@@ -95,7 +95,7 @@ def _above(value: Value) -> Value:
 
 def _values_absorbed(found: Attention, twins: Twins) -> tuple[Attention, Parts] | None:
     """Keys that are expanded, beside values that are the latent; the result is taken through W_UV."""
-    after = _behind(found.result)
+    after = product_behind(found.result)
     made = None if after is None else project(after)
     if after is None or made is None or made.bias or made.rank != found.value_width:
         return None
@@ -107,18 +107,6 @@ def _values_absorbed(found: Attention, twins: Twins) -> tuple[Attention, Parts] 
             return taken, parts
         op = latent.op
         latent = tokens_of(op.reads[0]) if op is not None and op.name in LAYOUT else None
-    return None
-
-
-def _behind(value: Value) -> Op | None:
-    """The product with a weight per head that alone reads a result."""
-    while len(value.users) == 1:
-        op = value.users[0]
-        if op.name in CONTRACTIONS:
-            return op if is_per_head(op.reads) else None
-        if op.name not in LAYOUT:
-            return None
-        value = op.out
     return None
 
 
