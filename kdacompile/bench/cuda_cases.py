@@ -39,6 +39,7 @@ CASES = (
     Case("kda-h5", "kda", 1, 8191, 5, 5),
     Case("kda-h12", "kda", 1, 8191, 12, 12),
     Case("kda-odd", "kda", 1, 5001, 5, 5, width=96),
+    Case("kda-narrow", "kda", 1, 8192, width=64),
     Case("kda-t256", "kda", 1, 256),
     Case("softplus-t8192", "softplus", 1, 8192),
     Case("packed-t8192", "packed", 1, 8192),
@@ -54,7 +55,7 @@ CASES = (
 # Where Inductor's capture of the PyTorch function ends within minutes: loops over chunks are unrolled.
 _INDUCTOR = ("kda-t256", "step-b1", "step-b64", "step-b256")
 # FLA tunes itself anew for each number of heads and width: minutes for figures nobody has a goal for.
-_WITHOUT_FLA = ("kda-h1", "kda-h5", "kda-h12", "kda-odd")
+_WITHOUT_FLA = ("kda-h1", "kda-h5", "kda-h12", "kda-odd", "kda-narrow")
 _MODEL_CONTENDERS = ("eager", "eager+fla", "inductor", "inductor-graphs", "ours", "ours-graphs", "ours+fla")
 
 

@@ -15,11 +15,6 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its nam
 LOG2E = gl.constexpr(1.4426950408889634)
 STAGES = gl.constexpr(2)  # tiles of q, k and g under way or in use
 
-# Token rows: warp w holds tokens 8 w .. 8 w + 7, a thread all eight of them in four columns, so that the running sum of
-# gates stays in the thread and a row's norm in the warp.
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8, 4], [1, 1, 32], [8, 1, 1], [2, 1, 0]))
-FLAT = gl.constexpr(gl.BlockedLayout([8, 4], [1, 32], [8, 1], [1, 0]))
-CHANNELS = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, ROWS.value)))
 TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
@@ -27,6 +22,19 @@ QUARTER = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE, 2))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 TILE4 = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
+
+
+@gluon.constexpr_function
+def rows_layout(width):
+    """Of token rows [8, 8, width]: warp w holds tokens 8 w .. 8 w + 7, a thread all eight of them in a few columns, so
+    that the running sum of gates stays in the thread and a row's norm in the warp."""
+    return gl.BlockedLayout([1, 8, width // 32], [1, 1, 32], [8, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def squares_rows(width):
+    """Rows of ``width`` that M and A_qk take: side by side in 64, or one after the other."""
+    return 64 * 128 // width
 
 
 # 2^-256 of anything fp32 holds is 0, and 64 of these still leave a sum of log2 gates accurate to 2^-10.
@@ -47,6 +55,13 @@ def exp2(x):
 @gluon.jit
 def reciprocal(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def tf32(x):
+    """x with tf32's eleven bits, rounded to nearest: a product of fp32 tiles would cut the others off."""
+    bits = gl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], gl.int32, True, 1)
+    return bits.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -230,7 +245,7 @@ def fetch(
 def fetch_bias(dt_bias, i_h, K, column, HAS_DT: gl.constexpr):
     """dt_bias ``[HV, K]`` of a head; 0 without."""
     LAYOUT: gl.constexpr = column.type.layout
-    bias = gl.zeros([128], gl.float32, layout=LAYOUT)
+    bias = gl.zeros([column.shape[0]], gl.float32, layout=LAYOUT)
     if HAS_DT:
         bias = gl.load(dt_bias + i_h * K + column, mask=column < K, other=0.0)
     return bias
@@ -246,8 +261,10 @@ def tiles_of(total, HV, first, places, PACKED: gl.constexpr):
 
 @gluon.jit
 def rows_of(tile):
-    """A tile [64, 128] as fp32 [8, 8, 128]."""
-    return gl.convert_layout(gl.reshape(tile.load(FLAT), [8, 8, 128]), ROWS).to(gl.float32)
+    """A tile [64, WIDTH] as fp32 [8, 8, WIDTH]."""
+    WIDTH: gl.constexpr = tile.shape[1]
+    FLAT: gl.constexpr = gl.BlockedLayout([8, WIDTH // 32], [1, 32], [8, 1], [1, 0])
+    return gl.convert_layout(gl.reshape(tile.load(FLAT), [8, 8, WIDTH]), rows_layout(WIDTH)).to(gl.float32)
 
 
 @gluon.jit
@@ -261,4 +278,4 @@ def rows_within(tile, live, PACKED: gl.constexpr):
 
 @gluon.jit
 def put(tile, x):
-    tile.store(gl.reshape(x.to(gl.bfloat16), [64, 128]))
+    tile.store(gl.reshape(x.to(gl.bfloat16), [64, tile.shape[1]]))

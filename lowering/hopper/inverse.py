@@ -59,7 +59,7 @@ def _invert(A, a, z, i, j, tile_n, tile_x, tile_p):
 
 @gluon.jit
 def leave_inverse(A, z, i, j, beta_j, tiles, at: gl.constexpr, d_out, row):
-    """Send M = (I + A)^-1 diag(beta) to the buffer's 64 rows from ``row``; A is in ``tiles[at]`` too, as fp16."""
+    """Send M = (I + A)^-1 diag(beta) to the buffer's rows from ``row``; A is in ``tiles[at]`` too, as fp16."""
     x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
     # The tile that nobody has read since the last barrier.
     m_out = tiles.index(at + 1)._reinterpret(gl.bfloat16, [64, 64], TILE)

@@ -1,12 +1,12 @@
-"""Gluon: everything of a chunk that does not read the state, for all chunks and heads at once (KDA, K = 128).
+"""Gluon: everything of a chunk that does not read the state, for all chunks and heads at once (KDA, K <= 128).
 
 With ``G_r`` the sum of a chunk's first r log2 gates, ``M = (I + A_kk)^-1 diag(beta)`` and the decayed Gram matrices of
-``kdacompile.lowering.decay``, a chunk of 64 tokens leaves 256 rows of 128 bf16 behind for the scan::
+``kdacompile.lowering.decay``, a chunk of 64 tokens leaves rows of WIDTH bf16 behind for the scan, K padded::
 
     rows   0.. 64   K_gated   = k * 2^G
     rows  64..128   Q_gated   = q * 2^G * scale
     rows 128..192   K_decayed = k * 2^(G_63 - G)
-    rows 192..256   M (columns 0..64) and A_qk (columns 64..128)
+    rows 192..      M and A_qk: side by side where WIDTH is 128, one after the other where it is 64
 
 and ``decay = 2^(G_63)`` in fp32. A block is persistent and has two roles. Eight *row* warps load q, k and the gate, and
 make everything that is one value a row and channel; four *gram* warps make the [64, 64] matrices and invert.
@@ -35,10 +35,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .common import (
-    CHANNELS,
     HALF,
     LOG2E,
-    ROWS,
     SQUARE,
     STAGES,
     TILE,
@@ -58,9 +56,11 @@ from .common import (
     pinned,
     put,
     reciprocal,
+    rows_layout,
     rows_of,
     rows_within,
     sigmoid2,
+    squares_rows,
     stores_done,
     tile_count,
     tiles_of,
@@ -72,10 +72,11 @@ from .inverse import leave_inverse
 def _load_tile(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, d_g, inputs, full, stage, PACKED: gl.constexpr):
     here = c < total
     i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, batch, first, places, PACKED)
+    WIDTH: gl.constexpr = inputs.shape[2]
     bar = full.index(stage)
-    mbarrier.expect(bar, 3 * 64 * 128 * 2, pred=here)
+    mbarrier.expect(bar, 3 * 64 * WIDTH * 2, pred=here)
     for j in gl.static_range(3):
-        to = inputs.index(3 * stage + j)._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
+        to = inputs.index(3 * stage + j)._reinterpret(gl.bfloat16, [1, 64, 1, WIDTH], TILE4)
         if j == 0:
             tma.async_copy_global_to_shared(d_g, [i_b, token, i_h, 0], bar, to, pred=here)
         elif j == 1:
@@ -110,12 +111,14 @@ def _row_warps(
     HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
     PACKED: gl.constexpr, READY: gl.constexpr,
 ):  # fmt: skip
+    WIDTH: gl.constexpr = inputs.shape[2]
+    ROWS: gl.constexpr = rows_layout(WIDTH)
     LINE: gl.constexpr = gl.SliceLayout(1, ROWS)
     group = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
     row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
-    column = gl.arange(0, 128, layout=CHANNELS)
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LINE))
     place = gl.arange(0, 64, layout=TOKENS)
-    to = (group.to(gl.int64) * 8 + row.to(gl.int64)) * 128 + column[None, None, :].to(gl.int64)
+    to = (group.to(gl.int64) * 8 + row.to(gl.int64)) * WIDTH + column[None, None, :].to(gl.int64)
     low = group < 4
     step = gl.num_programs(0)
     block = gl.program_id(0)
@@ -149,8 +152,8 @@ def _row_warps(
         barrier()
         if READY:
             announce(announced + last, it > 0)
-        out = buffer + c.to(gl.int64) * (256 * 128)
-        out_decay = decay + c.to(gl.int64) * 128
+        out = buffer + c.to(gl.int64) * ((192 + squares_rows(WIDTH)) * WIDTH)
+        out_decay = decay + c.to(gl.int64) * WIDTH
         before, half0, half1 = _sum_before(sums, group, LINE)
         D = within + (before + shift)
         decay0 = exp2(half0)
@@ -162,7 +165,7 @@ def _row_warps(
         q = rows_within(inputs.index(3 * stage + 2), live, PACKED) * q_norm * up
         mbarrier.wait(free, (it & 1) ^ 1)
         put(rows.slice(64, 64, 0), q)
-        gl.store(out + 64 * 128 + to, (q * unshift * start).to(gl.bfloat16))
+        gl.store(out + 64 * WIDTH + to, (q * unshift * start).to(gl.bfloat16))
         k = rows_within(inputs.index(3 * stage + 1), live, PACKED) * k_norm
         k_up = k * up
         put(rows.slice(0, 64, 0), k_up)
@@ -176,7 +179,7 @@ def _row_warps(
         mbarrier.arrive(ready, count=1)
         then = nth_tile(it + STAGES, begin, total, block, step, rounds, early)
         _load_tile(then, total, T, HV, GROUP, batch, first, places, d_q, d_k, d_g, inputs, full, stage, PACKED)
-        gl.store(out + 128 * 128 + to, (k_end * gl.where(low, decay1, 1.0)).to(gl.bfloat16))
+        gl.store(out + 128 * WIDTH + to, (k_end * gl.where(low, decay1, 1.0)).to(gl.bfloat16))
         last = c
     if READY:
         barrier()
@@ -185,7 +188,7 @@ def _row_warps(
 
 @gluon.jit
 def _gram(x, columns):
-    """x [64, 128] times every column's factor: inside the halves [64, 64], across them [64, 32]."""
+    """x [64, WIDTH] times every column's factor: inside the halves [64, 64], across them [64, 32]."""
     same = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     cross = gl.zeros([64, 32], gl.float32, layout=HALF)
     same = warpgroup_mma(x, columns.index(0).permute((1, 0)), same, use_acc=False, is_async=True)
@@ -207,6 +210,8 @@ def _gram_warps(
     d_out, announced, HV, first, places, begin, total, rounds, early, unshift, rows, columns, betas, tiles, ready, free,
     PACKED: gl.constexpr, READY: gl.constexpr,
 ):  # fmt: skip
+    WIDTH: gl.constexpr = rows.shape[1]
+    SQUARES: gl.constexpr = squares_rows(WIDTH)
     qk_out = tiles.index(4)._reinterpret(gl.bfloat16, [64, 64], TILE)
     z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     i0 = gl.arange(0, 64, layout=gl.SliceLayout(1, SQUARE))
@@ -218,7 +223,7 @@ def _gram_warps(
     last = begin
     for it in range(count):
         c = nth_tile(it, begin, total, block, step, rounds, early)
-        row = c * 256 + 192
+        row = c * (192 + SQUARES) + 192
         i = pinned(i0)[:, None]
         j = j0[None, :]
         mbarrier.wait(ready, it & 1)
@@ -239,7 +244,7 @@ def _gram_warps(
         fence_async_shared()
         barrier()
         mbarrier.arrive(free, count=1)
-        tma.async_copy_shared_to_global(d_out, [row, 64], qk_out)
+        tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
         leave_inverse(A, z, i, j, beta_j, tiles, 0, d_out, row)
         last = c
     stores_done(READY)
@@ -255,19 +260,19 @@ def prepare(
     d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, d_out, decay, announced,
     T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, bound, shift, unshift,
     HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr, READY: gl.constexpr, GRAM_REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, READY: gl.constexpr, GRAM_REGISTERS: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Chunks ``first .. first + chunks`` of every batch entry and value head: ``total`` tiles; those from ``begin`` on.
 
-    d_q, d_k, d_g: ``[B, T, heads, K]``, blocks ``[1, 64, 1, 128]``: what is beyond K is zero. bound: lower bound on a
+    d_q, d_k, d_g: ``[B, T, heads, K]``, blocks ``[1, 64, 1, WIDTH]``: what is beyond K is zero. bound: lower bound on a
     gate, in powers of two. shift: at least 16 * -bound, an integer; unshift = 2^-shift. PACKED: ``places`` has the
     chunks of all sequences, see ``packing.py``.
     """
-    inputs = gl.allocate_shared_memory(gl.bfloat16, [3 * STAGES, 64, 128], TILE)
-    rows = gl.allocate_shared_memory(gl.bfloat16, [128, 128], TILE)
-    columns = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], TILE)
+    inputs = gl.allocate_shared_memory(gl.bfloat16, [3 * STAGES, 64, WIDTH], TILE)
+    rows = gl.allocate_shared_memory(gl.bfloat16, [128, WIDTH], TILE)
+    columns = gl.allocate_shared_memory(gl.bfloat16, [2, 64, WIDTH], TILE)
     tiles = gl.allocate_shared_memory(gl.float16, [5, 64, 64], TILE)
-    sums = gl.allocate_shared_memory(gl.float32, [8, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    sums = gl.allocate_shared_memory(gl.float32, [8, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     betas = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

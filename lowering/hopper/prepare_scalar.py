@@ -3,7 +3,7 @@
 The gate, the norms of q and k and the scale are then numbers of a token, and the scan takes q and k as they are. With
 ``G_r`` the sum of a chunk's first r log2 gates, a chunk of 64 tokens leaves behind::
 
-    M (columns 0..64) and A_qk (columns 64..128)         64 rows of 128 bf16
+    M and A_qk                                           8192 bf16, see :mod:`.prepare`
     |k|^-1 2^G, scale |q|^-1 2^G, |k|^-1 2^(G_63 - G), 2^(G_63)   4 rows of 64 fp32
 
 with ``M = (I + A_kk)^-1 diag(beta)``. The decays between two tokens, 2^(G_i - G_j), are one [64, 64] matrix for all
@@ -44,6 +44,7 @@ from .common import (
     next_may_start,
     nth_tile,
     pinned,
+    squares_rows,
     stores_done,
     tile_count,
     tiles_of,
@@ -61,10 +62,11 @@ def _load_tile(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, q_tile, k
     here = c < total
     i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, batch, first, places, PACKED)
     at = [i_b, token, i_h // GROUP, 0]
-    mbarrier.expect(full, 2 * 64 * 128 * 2, pred=here)
-    k_to = k_tile._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
+    WIDTH: gl.constexpr = k_tile.shape[1]
+    mbarrier.expect(full, 2 * 64 * WIDTH * 2, pred=here)
+    k_to = k_tile._reinterpret(gl.bfloat16, [1, 64, 1, WIDTH], TILE4)
     tma.async_copy_global_to_shared(d_k, at, full, k_to, pred=here)
-    q_to = q_tile._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
+    q_to = q_tile._reinterpret(gl.bfloat16, [1, 64, 1, WIDTH], TILE4)
     tma.async_copy_global_to_shared(d_q, at, full, q_to, pred=here)
 
 
@@ -101,6 +103,8 @@ def _group(
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
     PACKED: gl.constexpr, READY: gl.constexpr,
 ):  # fmt: skip
+    WIDTH: gl.constexpr = inputs.shape[2]
+    SQUARES: gl.constexpr = squares_rows(WIDTH)
     k_tile = inputs.index(2 * WHICH)
     q_tile = inputs.index(2 * WHICH + 1)
     full = fulls.index(WHICH)
@@ -177,8 +181,8 @@ def _group(
         gl.store(at + 192, gl.zeros([64], gl.float32, layout=DOWN) + exp2(whole))
         fence_async_shared()
         barrier()
-        tma.async_copy_shared_to_global(d_out, [c * 64, 64], qk_out)
-        leave_inverse(A, z, i, j, beta_j, tiles, 5 * WHICH, d_out, c * 64)
+        tma.async_copy_shared_to_global(d_out, [(c + 1) * SQUARES - 64, WIDTH - 64], qk_out)
+        leave_inverse(A, z, i, j, beta_j, tiles, 5 * WHICH, d_out, c * SQUARES)
         last = c
     stores_done(READY)
     if READY:
@@ -191,10 +195,10 @@ def prepare_scalar(
     d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, d_out, factors, announced,
     T, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr, READY: gl.constexpr,
+    PACKED: gl.constexpr, READY: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.prepare.prepare`; g ``[B, T, HV]`` with its strides, before the gate function FN."""
-    inputs = gl.allocate_shared_memory(gl.bfloat16, [2 * GROUPS, 64, 128], TILE)
+    inputs = gl.allocate_shared_memory(gl.bfloat16, [2 * GROUPS, 64, WIDTH], TILE)
     tiles = gl.allocate_shared_memory(gl.float16, [5 * GROUPS, 64, 64], TILE)
     lines = gl.allocate_shared_memory(gl.float32, [3 * GROUPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())

@@ -26,10 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .common import (
-    CHANNELS,
     HALF,
     QUARTER,
-    ROWS,
     SQUARE,
     TILE,
     TILE4,
@@ -47,8 +45,10 @@ from .common import (
     pinned,
     put,
     reciprocal,
+    rows_layout,
     rows_of,
     rows_within,
+    squares_rows,
     tiles_of,
 )
 from .inverse import leave_inverse
@@ -62,11 +62,12 @@ UNSHIFT = gl.constexpr(2.0**-116)
 def _load_rows(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, full, stage, PACKED: gl.constexpr):
     here = c < total
     i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, batch, first, places, PACKED)
+    WIDTH: gl.constexpr = inputs.shape[2]
     bar = full.index(stage)
-    mbarrier.expect(bar, 2 * 64 * 128 * 2, pred=here)
-    k_to = inputs.index(2 * stage)._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
+    mbarrier.expect(bar, 2 * 64 * WIDTH * 2, pred=here)
+    k_to = inputs.index(2 * stage)._reinterpret(gl.bfloat16, [1, 64, 1, WIDTH], TILE4)
     tma.async_copy_global_to_shared(d_k, [i_b, token, i_h // GROUP, 0], bar, k_to, pred=here)
-    q_to = inputs.index(2 * stage + 1)._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
+    q_to = inputs.index(2 * stage + 1)._reinterpret(gl.bfloat16, [1, 64, 1, WIDTH], TILE4)
     tma.async_copy_global_to_shared(d_q, [i_b, token, i_h // GROUP, 0], bar, q_to, pred=here)
 
 
@@ -74,8 +75,9 @@ def _load_rows(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, f
 def _load_gates(c, total, T, HV, batch, first, places, d_g, gates, bar, PACKED: gl.constexpr):
     here = c < total
     i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, batch, first, places, PACKED)
-    mbarrier.expect(bar, 64 * 128 * (d_g.dtype.primitive_bitwidth // 8), pred=here)
-    to = gates._reinterpret(d_g.dtype, [1, 64, 1, 128], d_g.layout)
+    WIDTH: gl.constexpr = gates.shape[1]
+    mbarrier.expect(bar, 64 * WIDTH * (d_g.dtype.primitive_bitwidth // 8), pred=here)
+    to = gates._reinterpret(d_g.dtype, [1, 64, 1, WIDTH], d_g.layout)
     tma.async_copy_global_to_shared(d_g, [i_b, token, i_h, 0], bar, to, pred=here)
 
 
@@ -124,12 +126,14 @@ def _row_warps(
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
+    WIDTH: gl.constexpr = inputs.shape[2]
+    ROWS: gl.constexpr = rows_layout(WIDTH)
     LINE: gl.constexpr = gl.SliceLayout(1, ROWS)
     group = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
     row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
-    column = gl.arange(0, 128, layout=CHANNELS)
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LINE))
     place = gl.arange(0, 64, layout=TOKENS)
-    to = (group.to(gl.int64) * 8 + row.to(gl.int64)) * 128 + column[None, None, :].to(gl.int64)
+    to = (group.to(gl.int64) * 8 + row.to(gl.int64)) * WIDTH + column[None, None, :].to(gl.int64)
     step = gl.num_programs(0)
     total = tiles_of(total, HV, first, places, PACKED)
     c0 = begin + gl.program_id(0)
@@ -162,10 +166,10 @@ def _row_warps(
         q_norm = (gl.rsqrt(gl.sum(q * q, 2) + eps) * scale)[:, :, None]
         barrier()
         _load_gates(c + step, total, T, HV, batch, first, places, d_g, gates, full_gates, PACKED)
-        out = buffer + c.to(gl.int64) * (256 * 128)
+        out = buffer + c.to(gl.int64) * ((192 + squares_rows(WIDTH)) * WIDTH)
         before, own, near, far, after, whole = _sums_around(sums.index(0), group, LINE)
         inside = _sum_inside(sums.index(0), group, LINE)
-        gl.store(decay + c.to(gl.int64) * 128 + column[None, None, :], exp2(whole))
+        gl.store(decay + c.to(gl.int64) * WIDTH + column[None, None, :], exp2(whole))
         up = exp2(D + (_sum_inside(sums.index(1), group, LINE) + SHIFT))
         # q and k are read again: registers hold neither of them beside the gates.
         q = rows_within(q_tile, live, PACKED) * q_norm
@@ -175,7 +179,7 @@ def _row_warps(
             c + step, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, full, stage ^ 1, PACKED
         )  # fmt: skip
         put(rows.slice(64, 64, 0), q * up)
-        gl.store(out + 64 * 128 + to, (q * exp2(within + (inside + before))).to(gl.bfloat16))
+        gl.store(out + 64 * WIDTH + to, (q * exp2(within + (inside + before))).to(gl.bfloat16))
         k = rows_within(k_tile, live, PACKED) * k_norm
         put(rows.slice(0, 64, 0), k * up)
         put(columns.index(0), k * reciprocal(up))
@@ -188,13 +192,13 @@ def _row_warps(
         fence_async_shared()
         barrier()
         mbarrier.arrive(ready, count=1)
-        gl.store(out + 128 * 128 + to, (k * exp2(after)).to(gl.bfloat16))
+        gl.store(out + 128 * WIDTH + to, (k * exp2(after)).to(gl.bfloat16))
         it += 1
 
 
 @gluon.jit
 def _gram(x, columns, far, farther):
-    """x [64, 128] times the columns of the same block and of the blocks at distance 1, 2 and 3."""
+    """x [64, WIDTH] times the columns of the same block and of the blocks at distance 1, 2 and 3."""
     same = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     same = warpgroup_mma(x, columns.index(0).permute((1, 0)), same, use_acc=False, is_async=True)
     one = gl.zeros([64, 64], gl.float32, layout=SQUARE)
@@ -226,13 +230,15 @@ def _select(same, one, two, three, i, j):
 def _gram_warps(
     d_out, HV, first, places, begin, total, inputs, rows, columns, betas, tiles, ready, free, PACKED: gl.constexpr
 ):
+    WIDTH: gl.constexpr = rows.shape[1]
+    SQUARES: gl.constexpr = squares_rows(WIDTH)
     qk_out = tiles.index(4)._reinterpret(gl.bfloat16, [64, 64], TILE)
     z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     i0 = gl.arange(0, 64, layout=gl.SliceLayout(1, SQUARE))
     j0 = gl.arange(0, 64, layout=gl.SliceLayout(0, SQUARE))
     it = 0
     for c in range(begin + gl.program_id(0), tiles_of(total, HV, first, places, PACKED), gl.num_programs(0)):
-        row = c * 256 + 192
+        row = c * (192 + SQUARES) + 192
         i = pinned(i0)[:, None]
         j = j0[None, :]
         far = inputs.index(2 * (it & 1))
@@ -252,7 +258,7 @@ def _gram_warps(
         fence_async_shared()
         barrier()
         mbarrier.arrive(free, count=1)
-        tma.async_copy_shared_to_global(d_out, [row, 64], qk_out)
+        tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
         leave_inverse(A, z, i, j, beta_j, tiles, 0, d_out, row)
         it += 1
     tma.store_wait(0)
@@ -263,17 +269,17 @@ def prepare_unbounded(
     d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, d_out, decay,
     T, K, HV, GROUP, batch, first, begin, total, scale, eps, gate_scale,
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr, GRAM_REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, GRAM_REGISTERS: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.prepare.prepare`; d_g in bf16 or fp32, before the gate function FN with ``gate_scale``."""
-    inputs = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 128], TILE)
+    inputs = gl.allocate_shared_memory(gl.bfloat16, [4, 64, WIDTH], TILE)
     gates = gl.allocate_shared_memory(
-        d_g.dtype, [64, 128], gl.NVMMASharedLayout(128, d_g.dtype.primitive_bitwidth, 2)
+        d_g.dtype, [64, WIDTH], gl.NVMMASharedLayout(128, d_g.dtype.primitive_bitwidth, 2)
     )  # fmt: skip
-    rows = gl.allocate_shared_memory(gl.bfloat16, [128, 128], TILE)
-    columns = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], TILE)
+    rows = gl.allocate_shared_memory(gl.bfloat16, [128, WIDTH], TILE)
+    columns = gl.allocate_shared_memory(gl.bfloat16, [2, 64, WIDTH], TILE)
     tiles = gl.allocate_shared_memory(gl.float16, [5, 64, 64], TILE)
-    sums = gl.allocate_shared_memory(gl.float32, [2, 8, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    sums = gl.allocate_shared_memory(gl.float32, [2, 8, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     betas = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     full_gates = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

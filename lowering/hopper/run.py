@@ -15,15 +15,19 @@ from torch import Tensor
 
 from ..calls import GATE_FNS, Call
 from ..scratch import Scratch
-from .schedules import CHUNK, FACTORS, ROWS, WIDTH, Schedule, schedule
+from .schedules import CHUNK, WIDTHS, Schedule, padded, schedule, tile_factors, tile_rows
 
 TRITON = ("3.6", "3.7")  # from, below: whose numbers were checked on a GPU (3.7.1 compiles these kernels as well)
 MAX_SHIFT = 122  # 2^122 times a unit key is finite in bf16, and 2^-122 is normal
 MIN_CHUNKS = 2  # one chunk is one step of a scan: left to the emitted kernels
 COMBINED = 16  # columns of V whose state a block carries from segment to segment
-MIN_KEYS = 64  # narrower heads would compute mostly padding
-GRAM_REGISTERS = 200  # a thread of the gram warps; the row warps share what is left
-TILE_MICROSECONDS = {"bounded": 6.0, "unbounded": 10.0, "token": 4.15}  # of a prepare kernel's block, on an H200
+MIN_KEYS = 32  # narrower heads would compute mostly padding, in chunks too long for what bf16 keeps of them
+GRAM_REGISTERS = {64: 248, 128: 200}  # a thread of the gram warps, by width; the row warps share what is left
+# Of a tile in a block of a prepare kernel, by the padded K, on an H200.
+TILE_MICROSECONDS = {
+    64: {"bounded": 4.1, "unbounded": 5.2, "token": 3.3},
+    128: {"bounded": 6.0, "unbounded": 10.0, "token": 4.15},
+}
 LOG2E = math.log2(math.e)
 
 
@@ -46,10 +50,10 @@ class HopperKernels:
 def _schedule(call: Call) -> Schedule:
     batch, length, heads, width = call.v.shape
     packed = None if call.cu_seqlens is None else call.sequences
+    keys, kind = padded(call.q.shape[3]), _kind(call)
     return schedule(
-        batch, length, heads, width, _multiprocessors(call.q.device),
-        packed=packed, tile_microseconds=TILE_MICROSECONDS[_kind(call)], gate=call.gate,
-        beside=_kind(call) != "unbounded",
+        batch, length, heads, width, _multiprocessors(call.q.device), packed=packed, width=keys, gate=call.gate,
+        tile_microseconds=TILE_MICROSECONDS[keys][kind], beside=kind != "unbounded",
     )  # fmt: skip
 
 
@@ -81,8 +85,8 @@ def _row(call: Call) -> str | None:
 def _tensors(call: Call) -> str | None:
     """Whether these kernels take tensors of these dtypes and sizes."""
     key_width, value_width = call.q.shape[3], call.v.shape[3]
-    if not MIN_KEYS <= key_width <= WIDTH or key_width % 8 or value_width % 8:
-        return f"K from {MIN_KEYS} to {WIDTH}, K and V in steps of 8 only"
+    if not MIN_KEYS <= key_width <= WIDTHS[-1] or key_width % 8 or value_width % 8:
+        return f"K from {MIN_KEYS} to {WIDTHS[-1]}, K and V in steps of 8 only"
     if {call.q.dtype, call.k.dtype, call.v.dtype, call.out_dtype} != {torch.bfloat16}:
         return "q, k, v and o must be bfloat16"
     if call.g is not None and call.gate == "channel" and call.g.dtype not in (torch.bfloat16, torch.float32):
@@ -90,7 +94,7 @@ def _tensors(call: Call) -> str | None:
     if call.v.shape[1] < MIN_CHUNKS * CHUNK:
         return "a short sequence"
     lanes, chunks = call.sequences * call.v.shape[2], -(-call.v.shape[1] // CHUNK)
-    if lanes * chunks * ROWS["channel"] >= 2**31 or lanes >= 2**16:
+    if lanes * chunks * tile_rows("channel", WIDTHS[0]) >= 2**31 or lanes >= 2**16:
         return "too many tokens for 32-bit coordinates"
     return None
 
@@ -112,15 +116,15 @@ class _Launches:
         self.key_width = call.q.shape[3]
         self.lanes = call.sequences * self.value_heads
         device = call.q.device
-        size = ROWS[call.gate], FACTORS[call.gate]
-        self.rows = scratch.empty((plan.buffers, plan.tiles * size[0], WIDTH), torch.bfloat16, device)
-        self.factors = scratch.empty((plan.buffers, plan.tiles * size[1]), torch.float32, device)
+        rows, self.line = tile_rows(plan.gate, plan.width), tile_factors(plan.gate, plan.width)
+        self.rows = scratch.empty((plan.buffers, plan.tiles * rows, plan.width), torch.bfloat16, device)
+        self.factors = scratch.empty((plan.buffers, plan.tiles * self.line), torch.float32, device)
         self.o = scratch.result(tuple(call.v.shape), call.out_dtype, device)
         state = (call.sequences, self.value_heads, self.key_width, self.value_width)
         self.final = scratch.result(state, torch.float32, device)
         if plan.segments > 1:
             self.ends, self.states = (scratch.empty(shape, torch.float32, device) for shape in plan.segment_buffers)
-        tile = (1, CHUNK, 1, WIDTH)
+        tile = (1, CHUNK, 1, plan.width)
         self.q, self.k = (described(_addressed(x, scratch), tile) for x in (call.q, call.k))
         assert call.g is not None
         self.g = call.g if call.gate == "token" else described(_addressed(call.g, scratch), tile)
@@ -194,6 +198,7 @@ class _Launches:
         given = {
             "HAS_A": call.A_log is not None, "HAS_DT": call.dt_bias is not None, "HAS_BETA": call.beta is not None,
             "SIGMOID_BETA": call.sigmoid_beta and call.beta is not None, "PACKED": call.cu_seqlens is not None,
+            "WIDTH": self.plan.width,
         }  # fmt: skip
         grid = (min(blocks or _multiprocessors(call.q.device), total - begin),)
         if kind == "token":
@@ -204,7 +209,7 @@ class _Launches:
             return
         common = (self.q, self.k, self.g, *parameters, rows, squares, factors)
         sizes = (self.length, self.key_width, *tiles)
-        given |= {"GRAM_REGISTERS": GRAM_REGISTERS, "num_warps": 8}
+        given |= {"GRAM_REGISTERS": GRAM_REGISTERS[self.plan.width], "num_warps": 8}
         if kind == "bounded":
             shift = _shift(call.gate_scale)
             self.scratch.launch(self.bounded, grid)(
@@ -227,17 +232,17 @@ class _Launches:
         if segments == 1:
             self._scan(n, (given, 0, *strides), chunks, has_initial=initial is not None)
             return
-        width = plan.padded_values + WIDTH
-        ends = (self.ends, self.lanes * WIDTH * width, WIDTH * width, width, WIDTH, width)
+        keys, width = plan.width, plan.padded_values + plan.width
+        ends = (self.ends, self.lanes * keys * width, keys * width, width, keys, width)
         self._scan(
             n, (given, 0, *strides), length, has_initial=initial is not None, ends=ends, segments=segments - 1
         )  # fmt: skip
         self.scratch.launch(self.combine, (self.lanes, plan.padded_values // COMBINED))(
-            self.ends, self.states, given, *strides, self.key_width, self.value_width, plan.padded_values,
-            self.value_heads, segments, BLOCK=COMBINED, HAS_INITIAL=initial is not None, num_warps=8,
-            launch_pdl=not plan.spare,
+            described(self.ends.view(-1, width), (keys, keys)), self.ends, self.states, given, *strides, self.key_width,
+            self.value_width, plan.padded_values, self.value_heads, segments, BLOCK=COMBINED, WIDTH=keys,
+            HAS_INITIAL=initial is not None, num_warps=keys // 16, launch_pdl=not plan.spare,
         )  # fmt: skip
-        states = self.states.view(-1, *self.final.shape[:2], WIDTH, plan.padded_values)
+        states = self.states.view(-1, *self.final.shape[:2], keys, plan.padded_values)
         self._scan(n, (states, *states.stride()), length, segments=segments)
 
     def _scan(
@@ -253,7 +258,7 @@ class _Launches:
         """The scan kernel; into ``ends``: its first pass over segments."""
         plan, columns = self.plan, self.plan.columns
         state = (self.final, 0, self.key_width * self.value_width, self.value_width, self.key_width, self.value_width)
-        blocks = plan.padded_values // columns + (0 if ends is None else WIDTH // columns)
+        blocks = plan.padded_values // columns + (0 if ends is None else plan.width // columns)
         slot, call = n % len(self.rows), self.call
         rows, factors = self.rows[slot], self.factors[slot]
         after = (
@@ -262,11 +267,11 @@ class _Launches:
         )  # fmt: skip
         span = (*plan.spans[n], length)
         given = {
-            "BV": columns, "STAGES": 3 if columns == 64 else 2, "HAS_INITIAL": has_initial, "OUTPUT": ends is None,
-            "PACKED": call.cu_seqlens is not None, "num_warps": columns // 16,
+            "BV": columns, "WIDTH": plan.width, "STAGES": plan.stages, "HAS_INITIAL": has_initial,
+            "OUTPUT": ends is None, "PACKED": call.cu_seqlens is not None, "num_warps": columns // 16,
         }  # fmt: skip
         self.scratch.launch(self.scan, (blocks, self.lanes, segments))(
-            described(rows, (CHUNK, WIDTH)), self.v, self.q, self.k, _line(factors, FACTORS[call.gate]), self.announced,
+            described(rows, (CHUNK, plan.width)), self.v, self.q, self.k, _line(factors, self.line), self.announced,
             *after, self.value_heads // call.q.shape[2], *span, SCALAR=call.gate == "token", READY=plan.early > 0,
             launch_pdl=not plan.spare, **given,
         )  # fmt: skip
@@ -301,7 +306,7 @@ def described(x: Tensor, block: tuple[int, ...]) -> Any:
     """A descriptor for the copy engine; the stride of a dimension of size 1 is free, and made a legal one."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    strides = [s if n > 1 else WIDTH for n, s in zip(x.shape[:-1], x.stride(), strict=False)]
+    strides = [s if n > 1 else WIDTHS[-1] for n, s in zip(x.shape[:-1], x.stride(), strict=False)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(8 * x.element_size(), x.dim()))
 
 

@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .common import TILE, TILE4, await_tiles, barrier, next_may_start, previous_is_over
+from .common import TILE, TILE4, await_tiles, barrier, next_may_start, previous_is_over, squares_rows, tf32
 
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -79,9 +79,11 @@ def _load_warp(
     parts, values, lines, full, empty,
     BV: gl.constexpr, STAGES: gl.constexpr, SCALAR: gl.constexpr, READY: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
-    PARTS: gl.constexpr = 3 if SCALAR else 4
+    WIDTH: gl.constexpr = parts.shape[2]
+    SQUARES: gl.constexpr = squares_rows(WIDTH) // 64
+    PARTS: gl.constexpr = parts.shape[0] // STAGES
     LOADED: gl.constexpr = PARTS if OUTPUT else PARTS - 1  # all but the queries
-    FACTORS: gl.constexpr = 4 * 64 if SCALAR else 128
+    FACTORS: gl.constexpr = lines.shape[1]
     known = 0
     for n in range(count):
         stage = n % STAGES
@@ -90,20 +92,22 @@ def _load_warp(
             known = _await(announced + tile, n, known, count, step, 1 if SCALAR else 2)
         mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
         bar = full.index(stage)
-        mbarrier.expect(bar, (LOADED * 64 * 128 + 64 * BV) * 2 + FACTORS * 4)
+        mbarrier.expect(bar, (LOADED * 64 * WIDTH + 64 * BV) * 2 + FACTORS * 4)
         if SCALAR:
             at = [i_b, token + n * 64, i_h // GROUP, 0]
-            k_to = parts.index(PARTS * stage)._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
+            k_to = parts.index(PARTS * stage)._reinterpret(gl.bfloat16, [1, 64, 1, WIDTH], TILE4)
             tma.async_copy_global_to_shared(d_k, at, bar, k_to)
             if OUTPUT:
-                q_to = parts.index(PARTS * stage + 1)._reinterpret(gl.bfloat16, [1, 64, 1, 128], TILE4)
+                q_to = parts.index(PARTS * stage + 1)._reinterpret(gl.bfloat16, [1, 64, 1, WIDTH], TILE4)
                 tma.async_copy_global_to_shared(d_q, at, bar, q_to)
-            tma.async_copy_global_to_shared(d_buffer, [c * 64, 0], bar, parts.index(PARTS * stage + 2))
+            for j in gl.static_range(SQUARES):
+                to = parts.index(PARTS * stage + 2 + j)
+                tma.async_copy_global_to_shared(d_buffer, [(c * SQUARES + j) * 64, 0], bar, to)
         else:
             for j in gl.static_range(PARTS):
                 if OUTPUT or j != 1:
                     to = parts.index(PARTS * stage + j)
-                    tma.async_copy_global_to_shared(d_buffer, [c * 256 + j * 64, 0], bar, to)
+                    tma.async_copy_global_to_shared(d_buffer, [(c * PARTS + j) * 64, 0], bar, to)
         to = values.index(stage)._reinterpret(gl.bfloat16, [1, 64, 1, BV], TILE4)
         tma.async_copy_global_to_shared(d_v, [i_b, token + n * 64, i_h, i_v * BV], bar, to)
         tma.async_copy_global_to_shared(d_factors, [c * FACTORS], bar, lines.index(stage))
@@ -122,7 +126,7 @@ def _first_state(
     HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     KEYS: gl.constexpr = keys.type.layout
-    S = gl.zeros([columns.shape[0], 128], gl.float32, layout=KEYS)
+    S = gl.zeros([columns.shape[0], keys.shape[1]], gl.float32, layout=KEYS)
     if HAS_INITIAL:
         initial += i_n.to(gl.int64) * s_sn + i_h.to(gl.int64) * s_sh + segment.to(gl.int64) * s_ss
         given = (keys < K) & (columns < V)
@@ -162,7 +166,8 @@ def _leave_last(
 @gluon.jit
 def _clear_beyond(k_rows, left, WARPS: gl.constexpr):
     """Zeros in the rows of the next sequence: what meets them in a product is zero, but they may be infinite or NaN."""
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    ACROSS: gl.constexpr = k_rows.shape[1] // 8  # threads
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))[:, None]
     if left < 64:
         k_rows.store(gl.where(row < left, k_rows.load(ROWS), 0.0))
@@ -179,14 +184,16 @@ def _state_warps(
     OUTPUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = BV // 16
-    PARTS: gl.constexpr = 3 if SCALAR else 4
-    KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 128, 16])
+    WIDTH: gl.constexpr = parts.shape[2]
+    PARTS: gl.constexpr = parts.shape[0] // STAGES
+    FACTORS: gl.constexpr = lines.shape[1]
+    KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     TOKENS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
     LEFT_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     LEFT_KEYS: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
     PLACES: gl.constexpr = gl.SliceLayout(0, TOKENS)
     LATE: gl.constexpr = SCALAR  # Q S after V_new: beside K S the compiler would wait for both before it scales K S
-    keys = gl.arange(0, 128, layout=gl.SliceLayout(0, KEYS))[None, :]
+    keys = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, KEYS))[None, :]
     columns = (i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, KEYS)))[:, None]
     places = gl.arange(0, 64, layout=PLACES)[None, :]
     S = _first_state(
@@ -201,8 +208,9 @@ def _state_warps(
         k_rows = parts.index(PARTS * stage)
         q_rows = parts.index(PARTS * stage + 1)
         k_left = parts.index(PARTS * stage + (0 if SCALAR else 2))
-        square = parts.index(PARTS * stage + PARTS - 1)
-        line = lines.index(stage)._reinterpret(gl.float32, [4 * 64 if SCALAR else 128], LINE)
+        M = parts.index(PARTS * stage + (2 if SCALAR else 3)).slice(0, 64, 1)
+        A_qk = parts.index(PARTS * stage + PARTS - 1).slice(WIDTH - 64, 64, 1)
+        line = lines.index(stage)._reinterpret(gl.float32, [FACTORS], LINE)
         left = end - token - n * 64
         mbarrier.wait(full.index(stage), (n // STAGES) & 1)
         if SCALAR and PACKED:
@@ -230,7 +238,7 @@ def _state_warps(
         if PACKED:
             R = gl.where(places < left, R, 0.0)
         R = gl.convert_layout(R.to(gl.bfloat16), LEFT_TOKENS)
-        V_new = warpgroup_mma(R, square.slice(0, 64, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        V_new = warpgroup_mma(R, M.permute((1, 0)), zero, use_acc=False, is_async=True)
         if SCALAR:
             down = line.slice(3 * 64, 1).load(gl.SliceLayout(0, KEYS))[None, :]
         else:
@@ -243,12 +251,11 @@ def _state_warps(
         V_left = gl.convert_layout((V_new * left_factor).to(gl.bfloat16), LEFT_KEYS)
         S = warpgroup_mma(V_left, k_left, S, is_async=True)
         if OUTPUT:
-            A_qk = square.slice(64, 64, 1).permute((1, 0))
             V_right = gl.convert_layout(V16, LEFT_TOKENS)
             if SCALAR:
-                own = warpgroup_mma(V_right, A_qk, zero, use_acc=False, is_async=True)
+                own = warpgroup_mma(V_right, A_qk.permute((1, 0)), zero, use_acc=False, is_async=True)
             else:
-                o = warpgroup_mma(V_right, A_qk, o, is_async=True)
+                o = warpgroup_mma(V_right, A_qk.permute((1, 0)), o, is_async=True)
             # Beside the longest products the outputs of the chunk before leave.
             fence_async_shared()
             barrier()
@@ -267,6 +274,8 @@ def _state_warps(
         o16 = o.to(gl.bfloat16)
         _leave_last(d_o, o_rows, out, out4, o16, i_b, i_h, i_v, last, end, V, HV, count > 0, BV, PACKED)
     if leaves:
+        if not OUTPUT:  # A meets the tensor cores again
+            S = gl.where(columns < VP, S, tf32(S))
         lane = i_n * HV + i_h
         final += lane.to(gl.int64) * f_sl + segment.to(gl.int64) * f_ss
         gl.store(final + keys * f_sk + columns, S, mask=(keys < f_rows) & (columns < f_columns))
@@ -279,7 +288,7 @@ def scan(
     d_buffer, d_v, d_q, d_k, d_factors, announced, d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss,
     f_sl, f_sk, f_rows, f_columns, cu_seqlens, chunk_offsets, T, K, V, VP, HV, GROUP, first, chunks, length,
     BV: gl.constexpr, STAGES: gl.constexpr, SCALAR: gl.constexpr, READY: gl.constexpr, HAS_INITIAL: gl.constexpr,
-    OUTPUT: gl.constexpr, PACKED: gl.constexpr,
+    OUTPUT: gl.constexpr, PACKED: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Chunks ``first .. first + chunks`` in segments of ``length``; grid (blocks of V, sequences * HV, segments).
 
@@ -289,9 +298,9 @@ def scan(
     them; it may be ``initial``.
 
     OUTPUT: the last segment leaves the state. Without, the first VP columns of ``final`` are the segments' B, the
-    others A, of ``S -> A S + B``; of the first segment they are the state after it, its A is not made. PACKED:
-    chunk_offsets ``[N + 1]`` says where the chunks of each sequence begin among all; one segment. READY: ``announced``
-    counts the parts of every tile that are in memory, and the kernel before this one may still be at work.
+    others A, rounded to tf32, of ``S -> A S + B``; of the first segment they are the state after it, its A is not made.
+    PACKED: chunk_offsets ``[N + 1]`` says where the chunks of each sequence begin among all; one segment. READY:
+    ``announced`` counts the parts of every tile in memory, and the kernel before this one may still be at work.
     """
     i_v = gl.program_id(0)
     segment = gl.program_id(2)
@@ -302,10 +311,10 @@ def scan(
     if not OUTPUT:
         leaves = segment >= 0
         count = gl.where((segment == 0) & (i_v * BV >= VP), 0, count)
-    PARTS: gl.constexpr = 3 if SCALAR else 4
-    parts = gl.allocate_shared_memory(gl.bfloat16, [STAGES * PARTS, 64, 128], TILE)
+    PARTS: gl.constexpr = (2 if SCALAR else 3) + squares_rows(WIDTH) // 64
+    parts = gl.allocate_shared_memory(gl.bfloat16, [STAGES * PARTS, 64, WIDTH], TILE)
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, BV], TILE)
-    lines = gl.allocate_shared_memory(gl.float32, [STAGES, 256 if SCALAR else 128], d_factors.layout)
+    lines = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * 64 if SCALAR else WIDTH], d_factors.layout)
     out = gl.allocate_shared_memory(gl.bfloat16, [64, BV], TILE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

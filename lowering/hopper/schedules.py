@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 CHUNK = 64
-WIDTH = 128  # K, padded
-ROWS = {"channel": 256, "token": 64}  # of WIDTH bf16 that a chunk leaves between the kernels, by the gate's kind
-WORKERS = {"channel": 1, "token": 3}  # tiles a block prepares at once
-FACTORS = {"channel": 128, "token": 256}  # fp32 numbers beside them
+WIDTHS = 64, 128  # K is padded to one of these
+WORKERS = {"channel": 1, "token": 3}  # tiles a block prepares at once, by the gate's kind
 SCRATCH_LIMIT = 2**30  # bytes between the kernels, unless one chunk of all heads takes more
 MAX_SEGMENTS = 64
 
 # Microseconds on an H200.
-_STEP = {64: 0.96, 128: 2.3}  # of the scan, by columns
+_STEP = {(128, 64): 0.96, (128, 128): 2.3, (64, 64): 0.70, (64, 128): 1.6}  # of the scan, by width and columns
 _FIRST, _CROWDED = 0.65, 1.2  # of a scan in segments: a step of its first pass, and of its second, in steps
-_START, _COMBINE = 5.0, 1.9  # a kernel of the scan starts and ends; the state is carried over a segment
+_START, _COMBINE = 5.0, 0.9  # a kernel of the scan starts and ends; the state is carried over a segment
 _TOGETHER = 10.0  # what a scan loses beside the tiles it waits for
 _BESIDE = 1.08  # how much longer a tile takes beside a scan
 _RUN = 45.0  # another run: kernels that start and end, and share the memory's bandwidth
@@ -32,6 +30,7 @@ class Schedule:
     ``spare`` multiprocessors that a scan leaves idle the next run is prepared beside it, ``beside`` tiles on each.
     With ``early`` blocks that leave after ``rounds`` tiles the scan starts while the others still prepare tiles.
     ``tiles_per_chunk``: value heads, times batch entries unless these are packed. ``lanes``: sequences times heads.
+    ``width``: K, padded.
     """
 
     chunks: int
@@ -41,6 +40,7 @@ class Schedule:
     padded_values: int
     tiles_per_chunk: int
     lanes: int
+    width: int = 128
     gate: str = "channel"
     spare: int = 0
     beside: int = 0
@@ -59,16 +59,26 @@ class Schedule:
     @property
     def segment_buffers(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
         """What the first pass over segments leaves, and the states between them; fp32."""
-        lines = (self.lanes, WIDTH)
+        lines = (self.lanes, self.width)
         values = self.padded_values
-        return (self.segments - 1, *lines, values + WIDTH), (self.segments, *lines, values)
+        return (self.segments - 1, *lines, values + self.width), (self.segments, *lines, values)
 
     @property
     def scratch_bytes(self) -> int:
         """What a call allocates between its kernels."""
         segmented = sum(4 * a * b * c * d for a, b, c, d in self.segment_buffers) if self.segments > 1 else 0
         announced = 4 * self.tiles if self.early else 0
-        return self.buffers * self.tiles * tile_bytes(self.gate) + segmented + announced
+        return self.buffers * self.tiles * tile_bytes(self.gate, self.width) + segmented + announced
+
+    @property
+    def step(self) -> float:
+        """Microseconds of a chunk in a block of the scan."""
+        return _STEP[self.width, self.columns]
+
+    @property
+    def stages(self) -> int:
+        """Chunks that a block of the scan holds or loads."""
+        return (3 if self.columns == 64 else 2) if self.width == 128 else 4 if self.columns == 64 else 3
 
     @property
     def buffers(self) -> int:
@@ -76,9 +86,23 @@ class Schedule:
         return 2 if self.spare else 1
 
 
-def tile_bytes(gate: str) -> int:
-    """What a chunk of one head leaves between the kernels."""
-    return ROWS[gate] * WIDTH * 2 + FACTORS[gate] * 4
+def padded(keys: int) -> int:
+    """The width that the kernels give K."""
+    return next(width for width in WIDTHS if keys <= width)
+
+
+def tile_rows(gate: str, width: int) -> int:
+    """Rows of ``width`` bf16 that a chunk of one head leaves between the kernels; the last are its square matrices."""
+    return (3 * CHUNK if gate == "channel" else 0) + 2 * CHUNK * CHUNK // width
+
+
+def tile_factors(gate: str, width: int) -> int:
+    """fp32 numbers beside them."""
+    return width if gate == "channel" else 4 * CHUNK
+
+
+def tile_bytes(gate: str, width: int) -> int:
+    return tile_rows(gate, width) * width * 2 + tile_factors(gate, width) * 4
 
 
 @cache
@@ -90,6 +114,7 @@ def schedule(
     multiprocessors: int,
     *,
     packed: int | None = None,
+    width: int = 128,
     gate: str = "channel",
     beside: bool = True,
     tile_microseconds: float = 6.0,
@@ -105,9 +130,9 @@ def schedule(
     tiles = heads * batch
     columns = 64 if values <= 64 or lanes * -(-values // 64) <= multiprocessors else 128
     blocks = -(-values // columns)
-    fits = max(1, SCRATCH_LIMIT // (tiles * tile_bytes(gate)))
+    fits = max(1, SCRATCH_LIMIT // (tiles * tile_bytes(gate, width)))
     run = min(chunks, fits)
-    plain = Schedule(chunks, run, columns, 1, blocks * columns, tiles, lanes, gate)
+    plain = Schedule(chunks, run, columns, 1, blocks * columns, tiles, lanes, width, gate)
     if packed is not None:
         return plain
     programs, tile = lanes * blocks, tile_microseconds
@@ -129,11 +154,16 @@ def _prepared(tiles: int, plain: Schedule, multiprocessors: int, tile: float) ->
     return -(-tiles // (multiprocessors * workers)) * tile * workers
 
 
+def _read(plain: Schedule) -> float:
+    """Microseconds in which a scan can read what a run of chunks has left."""
+    return plain.tiles * tile_bytes(plain.gate, plain.width) / _BYTES
+
+
 def _alone(plain: Schedule, programs: int, multiprocessors: int, tile: float) -> Option:
     """Of every run all tiles, then the scan: in segments where these run at once and take less."""
-    step = _STEP[plain.columns]
-    extra = programs + plain.lanes * WIDTH // plain.columns  # blocks of a segment in the first pass
-    read = plain.tiles * tile_bytes(plain.gate) / _BYTES
+    step = plain.step
+    extra = programs + plain.lanes * plain.width // plain.columns  # blocks of a segment in the first pass
+    read = _read(plain)
     best = 1, _START + plain.run * step
     for count in range(2, min(MAX_SEGMENTS, plain.run, multiprocessors // programs) + 1):
         chunks = -(-plain.run // count)
@@ -150,9 +180,10 @@ def _side_by_side(plain: Schedule, programs: int, multiprocessors: int, tile: fl
     As many blocks leave after so many rounds that the others end before the scan needs what they prepare.
     """
     workers = multiprocessors * WORKERS[plain.gate]
-    if plain.tiles < workers:
+    # A scan that waits for memory gains nothing by company.
+    if plain.tiles < workers or _read(plain) > plain.chunks * plain.step:
         return None
-    scan = plain.chunks * _STEP[plain.columns] + _TOGETHER
+    scan = plain.chunks * plain.step + _TOGETHER
     beside = (multiprocessors - programs) * scan / (_BESIDE * tile)
     rounds = max(1, min(math.ceil((plain.tiles - beside) / workers), plain.tiles // workers))
     microseconds = rounds * tile * WORKERS[plain.gate] + _START + scan
@@ -165,10 +196,10 @@ def _overlapped(plain: Schedule, fits: int, programs: int, multiprocessors: int,
 
     def beside(run: int) -> int:
         """Tiles on each idle multiprocessor while a run is scanned."""
-        return int(run * _STEP[plain.columns] / tile)
+        return int(run * plain.step / tile)
 
     def cost(run: int) -> float:
-        scan, tiles = run * _STEP[plain.columns], run * plain.tiles_per_chunk
+        scan, tiles = run * plain.step, run * plain.tiles_per_chunk
         after = _prepared(max(0, tiles - spare * beside(run)), plain, multiprocessors, tile)
         first = _prepared(tiles, plain, multiprocessors, tile) + _START + scan
         return first + (-(-plain.chunks // run) - 1) * (scan + after + _RUN)

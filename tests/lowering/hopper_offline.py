@@ -15,7 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kdacompile.lowering.hopper import combine, mla, prepare, prepare_scalar, prepare_unbounded, scan
-from kdacompile.lowering.hopper.run import GRAM_REGISTERS
+from kdacompile.lowering.hopper.run import COMBINED, GRAM_REGISTERS
+from kdacompile.lowering.hopper.schedules import Schedule
 
 TENSORS = {
     "A_log": "*fp32", "dt_bias": "*fp32", "beta": "*bf16", "places": "*i32", "announced": "*i32", "buffer": "*bf16",
@@ -24,40 +25,50 @@ TENSORS = {
 FLAGS = dict.fromkeys(("HAS_A", "HAS_DT", "HAS_BETA", "SIGMOID_BETA"), True)
 
 
-def compile_prepare(packed: bool = False, ready: bool = False) -> Any:
-    tile = _descriptor(1, 64, 1, 128)
+def compile_prepare(packed: bool = False, ready: bool = False, width: int = 128) -> Any:
+    tile = _descriptor(1, 64, 1, width)
     signature = dict.fromkeys(("bound", "shift", "unshift"), "fp32") | {"d_g": tile}
-    return _compile_prepare(prepare.prepare, signature, {"PACKED": packed, "READY": ready})
+    return _compile_prepare(prepare.prepare, signature, {"PACKED": packed, "READY": ready, "WIDTH": width})
 
 
-def compile_prepare_unbounded(gate: str = "bf16", packed: bool = False, gate_fn: str = "softplus") -> Any:
-    signature = {"d_g": _descriptor(1, 64, 1, 128, dtype=gate), "gate_scale": "fp32"}
-    constants = {"PACKED": packed, "FN": gate_fn}
+def compile_prepare_unbounded(
+    gate: str = "bf16", packed: bool = False, gate_fn: str = "softplus", width: int = 128
+) -> Any:
+    signature = {"d_g": _descriptor(1, 64, 1, width, dtype=gate), "gate_scale": "fp32"}
+    constants = {"PACKED": packed, "FN": gate_fn, "WIDTH": width}
     return _compile_prepare(prepare_unbounded.prepare_unbounded, signature, constants)
 
 
-def compile_prepare_scalar(packed: bool = False, ready: bool = False) -> Any:
+def compile_prepare_scalar(packed: bool = False, ready: bool = False, width: int = 128) -> Any:
     signature = {"g": "*bf16", "gate_scale": "fp32"}
-    constants = {"PACKED": packed, "FN": "softplus", "READY": ready}
+    constants = {"PACKED": packed, "FN": "softplus", "READY": ready, "WIDTH": width}
     return _compile_prepare(prepare_scalar.prepare_scalar, signature, constants, 4)
 
 
 def compile_scan(
-    columns: int, packed: bool = False, output: bool = True, scalar: bool = False, ready: bool = False
+    columns: int,
+    packed: bool = False,
+    output: bool = True,
+    scalar: bool = False,
+    ready: bool = False,
+    width: int = 128,
 ) -> Any:
-    tile, rows = _descriptor(1, 64, 1, columns), _descriptor(1, 64, 1, 128)
+    tile, rows = _descriptor(1, 64, 1, columns), _descriptor(1, 64, 1, width)
     signature = dict.fromkeys(scan.scan.arg_names, "i32") | {"d_q": rows, "d_k": rows, "d_v": tile, "d_o": tile}
-    signature |= {"d_buffer": _descriptor(64, 128), "d_factors": _line(256 if scalar else 128), "announced": "*i32"}
+    signature |= {"d_buffer": _descriptor(64, width), "d_factors": _line(256 if scalar else width), "announced": "*i32"}
     signature |= {"o_rows": "*bf16", "initial": "*fp32", "final": "*fp32", "cu_seqlens": "*i64"}
-    constants = {"BV": columns, "STAGES": 3 if columns == 64 else 2, "HAS_INITIAL": True, "OUTPUT": output}
-    constants |= {"SCALAR": scalar, "READY": ready, "PACKED": packed}
+    plan = Schedule(8, 8, columns, 1, columns, 1, 1, width)
+    constants = {"BV": columns, "STAGES": plan.stages, "HAS_INITIAL": True, "OUTPUT": output}
+    constants |= {"SCALAR": scalar, "READY": ready, "PACKED": packed, "WIDTH": width}
     return _compile(scan.scan, signature | {"chunk_offsets": "*i32"}, constants, columns // 16)
 
 
-def compile_combine() -> Any:
+def compile_combine(width: int = 128) -> Any:
     signature: dict[str, str] = dict.fromkeys(combine.combine.arg_names, "i32")
     signature |= dict.fromkeys(("ends", "states", "initial"), "*fp32")
-    return _compile(combine.combine, signature, {"BLOCK": 16, "HAS_INITIAL": True}, 8)
+    signature["d_ends"] = _descriptor(width, width, dtype="fp32")
+    constants = {"BLOCK": COMBINED, "WIDTH": width, "HAS_INITIAL": True}
+    return _compile(combine.combine, signature, constants, width // 16)
 
 
 def compile_mla(page: int, scheduled: bool, partial: bool, dtype: str, masked: bool) -> Any:
@@ -83,11 +94,11 @@ def spilled_bytes(compiled: Any) -> int:
 
 
 def _compile_prepare(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int = 8) -> Any:
-    tile = _descriptor(1, 64, 1, 128)
+    tile = _descriptor(1, 64, 1, constants["WIDTH"])
     common = dict.fromkeys(kernel.arg_names, "i32") | TENSORS | {"d_q": tile, "d_k": tile}
     common |= {"d_out": _descriptor(64, 64), "scale": "fp32", "eps": "fp32"}
     common = {name: kind for name, kind in (common | signature).items() if name in kernel.arg_names}
-    constants = {**FLAGS, **constants, "GRAM_REGISTERS": GRAM_REGISTERS}
+    constants = {**FLAGS, **constants, "GRAM_REGISTERS": GRAM_REGISTERS[constants["WIDTH"]]}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     return _compile(kernel, common, constants, warps)
 

@@ -59,7 +59,7 @@ def test_takes_bounded_kda(hopper: HopperKernels) -> None:
         ({"out_dtype": torch.float32}, "bfloat16"),
         ({"q": torch.randn(1, 256, 2, 128)}, "bfloat16"),
         ({"v": torch.randn(1, 256, 2, 60, dtype=torch.bfloat16)}, "steps of 8"),
-        ({"q": torch.randn(1, 256, 2, 32, dtype=torch.bfloat16)}, "K from 64"),
+        ({"q": torch.randn(1, 256, 2, 24, dtype=torch.bfloat16)}, "K from 32"),
         ({"q": torch.randn(1, 256, 2, 256, dtype=torch.bfloat16)}, "to 128"),
         ({"v": torch.randn(1, 1, 2, 128, dtype=torch.bfloat16), "q": torch.randn(1, 1, 2, 128).bfloat16()}, "short"),
     ],
@@ -113,6 +113,30 @@ def test_long_sequences_share_the_buffers() -> None:
         assert plan.scratch_bytes <= schedules.SCRATCH_LIMIT
         assert sum(chunks for _, chunks in plan.spans) == plan.chunks
         assert plan.spare == 132 - 64
+
+
+@pytest.mark.parametrize(("keys", "width"), [(32, 64), (64, 64), (72, 128), (128, 128)])
+def test_keys_are_padded_to_one_of_two_widths(keys: int, width: int) -> None:
+    assert schedules.padded(keys) == width
+
+
+@pytest.mark.parametrize("gate", ["channel", "token"])
+def test_narrow_heads_leave_fewer_rows(gate: str) -> None:
+    """M and A_qk stay 64 by 64; all else has a number a key."""
+    squares = 2 * 64 * 64 * 2
+    for width in schedules.WIDTHS:
+        other = 3 * 64 * width * 2 + width * 4 if gate == "channel" else 4 * 64 * 4
+        assert schedules.tile_bytes(gate, width) == squares + other
+        plan = schedule(1, 8192, 32, 64, 132, width=width, gate=gate)
+        assert (plan.early, plan.segments) == (32, 1)
+        assert plan.scratch_bytes == 4096 * (schedules.tile_bytes(gate, width) + 4)
+        few = schedule(1, 8192, 1, 64, 132, width=width, gate=gate)
+        assert few.segments > 1
+        assert few.segment_buffers == ((few.segments - 1, 1, width, 64 + width), (few.segments, 1, width, 64))
+
+
+def test_a_scan_that_waits_for_memory_runs_alone() -> None:
+    assert schedule(1, 8192, 96, 64, 132, width=64, tile_microseconds=4.1).early == 0
 
 
 def test_a_scan_runs_beside_the_tiles_it_wants_last() -> None:
@@ -256,6 +280,23 @@ def test_compiles_for_hopper(kernel: str, packed: bool) -> None:
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("kernel", ["bounded", "unbounded", "token", "scan64", "scan128", "ends", "token_scan64"])
+def test_narrow_heads_compile_for_hopper(kernel: str) -> None:
+    from tests.lowering import hopper_offline as offline
+
+    kernels: dict[str, Callable[[], Any]] = {
+        "bounded": lambda: offline.compile_prepare(ready=True, width=64),
+        "unbounded": lambda: offline.compile_prepare_unbounded("fp32", width=64),
+        "token": lambda: offline.compile_prepare_scalar(ready=True, width=64),
+        "scan64": lambda: offline.compile_scan(64, ready=True, width=64),
+        "scan128": lambda: offline.compile_scan(128, packed=True, width=64),
+        "ends": lambda: offline.compile_scan(64, output=False, width=64),
+        "token_scan64": lambda: offline.compile_scan(64, packed=True, scalar=True, width=64),
+    }
+    _fits(kernels[kernel]())
+
+
+@pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
 def test_a_gate_function_without_a_formula_does_not_compile() -> None:
     from triton.compiler.errors import CompilationError
 
@@ -283,11 +324,12 @@ def test_compiles_side_by_side(kernel: str) -> None:
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
-def test_combine_compiles_into_registers() -> None:
+@pytest.mark.parametrize("width", [64, 128])
+def test_combine_compiles_into_registers(width: int) -> None:
     from tests.lowering import hopper_offline as offline
 
-    compiled = offline.compile_combine()
-    assert "mma.sync" in compiled.asm["ptx"]
+    compiled = offline.compile_combine(width)
+    _fits(compiled)
     assert offline.spilled_bytes(compiled) == 0
 
 

@@ -158,7 +158,9 @@ def test_gate_functions() -> None:
     check(replace(call, **token, dt_bias=None, gate_fn="sigmoid", gate_scale=-30.0))
 
 
-@pytest.mark.parametrize(("keys", "width"), [(128, 64), (128, 256), (96, 96), (64, 128), (72, 40), (128, 192)])
+@pytest.mark.parametrize(
+    ("keys", "width"), [(128, 64), (128, 256), (96, 96), (64, 128), (72, 40), (128, 192), (64, 64), (40, 64), (32, 256)]
+)
 def test_widths(keys: int, width: int) -> None:
     call = make_call(2, 333, 3, keys=keys, width=width)
     check(call)
@@ -166,11 +168,12 @@ def test_widths(keys: int, width: int) -> None:
     check(scalar(call))
 
 
+@pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("gate_fn", ["sigmoid", "softplus", "token"])
-def test_packed(gate_fn: str) -> None:
+def test_packed(gate_fn: str, keys: int) -> None:
     ends = [0, 1, 65, 65, 193, 200, 512, 700]
-    states = torch.randn(len(ends) - 1, 3, 128, 128, device="cuda")
-    call = make_call(1, 700, 3, gate_fn="softplus" if gate_fn == "token" else gate_fn)
+    states = torch.randn(len(ends) - 1, 3, keys, 128, device="cuda")
+    call = make_call(1, 700, 3, keys=keys, gate_fn="softplus" if gate_fn == "token" else gate_fn)
     call = replace(call, cu_seqlens=torch.tensor(ends, device="cuda"), initial_state=states)
     call = scalar(call) if gate_fn == "token" else call
     assert KERNELS.declines(call) is None and call.initial_state is not None
@@ -197,9 +200,9 @@ def test_packed_neighbours_may_be_nan() -> None:
     assert torch.equal(o[:, :100], again[:, :100])
 
 
-@pytest.mark.parametrize(("heads", "length"), [(1, 5001), (5, 2500), (12, 8200)])
-def test_segments(heads: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = make_call(1, length, heads, gate_fn="softplus", spread=1.0)
+@pytest.mark.parametrize(("heads", "length", "keys"), [(1, 5001, 128), (5, 2500, 128), (12, 8200, 128), (5, 4100, 64)])
+def test_segments(heads: int, length: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make_call(1, length, heads, keys=keys, gate_fn="softplus", spread=1.0)
     assert run._schedule(call).segments > 1  # pyright: ignore[reportPrivateUsage]
     check(call)
     check(replace(call, initial_state=None))
@@ -253,9 +256,11 @@ def test_gates_per_token() -> None:
     check(replace(scalar(call), dt_bias=None, initial_state=None))
 
 
-@pytest.mark.parametrize(("batch", "heads", "group"), [(1, 32, 1), (2, 8, 2)])
-def test_scan_beside_prepare(batch: int, heads: int, group: int) -> None:
-    call = make_call(batch, 2100, heads, group, spread=1.0)
+@pytest.mark.parametrize(
+    ("batch", "heads", "group", "keys"), [(1, 32, 1, 128), (2, 8, 2, 128), (1, 32, 1, 64), (2, 8, 2, 56)]
+)
+def test_scan_beside_prepare(batch: int, heads: int, group: int, keys: int) -> None:
+    call = make_call(batch, 2100, heads, group, keys=keys, width=keys, spread=1.0)
     for one in (call, scalar(call), scalar(call, "log")):
         assert run._schedule(one).early > 0  # pyright: ignore[reportPrivateUsage]
         check(one)
