@@ -237,7 +237,7 @@ class RecurrenceWork:
     def reject(self, group: Group, obstacles: list[Obstacle], refused: list[tuple[Candidate, Verdict]]) -> None:
         if refused:
             candidate, verdict = min(refused, key=lambda pair: pair[1].max_error)
-            pattern = candidate.hypotheses[0]
+            pattern = next(iter(candidate.hypotheses))
             name = pattern_of(pattern.gate, delta=pattern.delta).name
             self.rejections.append(Rejection(name, verdict.reason, source_of(candidate.output.node), "proof"))
         elif obstacles:

@@ -6,7 +6,7 @@ This file decides *where*; ``roles.py`` lists *what* it may be; nothing is belie
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -17,7 +17,7 @@ from kdacompile.patterns.evaluate import EvaluationError, constant
 from kdacompile.patterns.ir import Op, Value, ancestors
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Exit, Group, is_soft
-from kdacompile.patterns.roles import Hypothesis, frames, hypotheses, role_test
+from kdacompile.patterns.roles import Hypotheses, Hypothesis, frames, role_test
 from kdacompile.patterns.vocabulary import LAYOUT, PICKING, PLACING
 
 SMALLEST_VISIBLE = 1e-2
@@ -43,7 +43,7 @@ class Candidate:
     cut: list[Value]
     output: Value
     final_state: Value | None
-    hypotheses: list[Hypothesis]
+    hypotheses: Iterable[Hypothesis]
 
     @property
     def core(self) -> set[Op]:
@@ -132,6 +132,7 @@ def _cuts(group: Group, output: Value, state: Value | None, effort: Effort) -> I
     offsets = _offsets(targets, group)
     ways = [(True, True, ()), (True, False, ()), (False, False, ()), *([(True, True, offsets)] if offsets else [])]
     above: dict[Collection[Op], Surroundings] = {}
+    tried: set[tuple[Collection[Op], tuple[int, ...]]] = set()
     for usual, key_size in product((True, False), _key_sizes(group, sizes, state)):
         readings = frames(output, state, key_size, usual=usual)
         has_role = role_test(readings)
@@ -141,8 +142,12 @@ def _cuts(group: Group, output: Value, state: Value | None, effort: Effort) -> I
             if barriers not in above:
                 above[barriers] = Surroundings(targets, group.ops, barriers)
             eligible = _eligible(sizes, key_size, has_role, raw_state=raw_state, grouped=grouped)
+            cuttable = above[barriers].cuttable(eligible)
+            if (barriers, cuttable) in tried:  # another size or reading need not make another value a role
+                continue
+            tried.add((barriers, cuttable))
             try:
-                cut, late = above[barriers].minimum_cut(eligible)
+                cut, late = above[barriers].minimum_cut(cuttable)
             except NoCut:
                 continue
             pushed = (_pushed(cut, group, eligible, past_gates=past) for past in (False, True))
@@ -235,7 +240,7 @@ def read_region(group: Group, cut: list[Value], output: Value, state: Value | No
     ops = ancestors(outputs, stop.__contains__)
     if not any(anchor in ops for anchor in group.anchors):
         return
-    found = hypotheses(cut, output, state, ops)
+    found = Hypotheses(cut, output, state, ops)
     if found:
         obstacle = _obstacle(ops, group, outputs) or _rounding(ops, group, cut, outputs)
         yield obstacle or Candidate(group, ops, cut, output, state, found)

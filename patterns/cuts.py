@@ -7,7 +7,6 @@ the region must not look behind and the region itself; of several minimum cuts t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection
 from itertools import pairwise
 
@@ -16,7 +15,8 @@ import torch
 from kdacompile.patterns.ir import Op, Value
 from kdacompile.patterns.regions import is_soft
 
-MAX_INPUTS = 8
+MAX_INPUTS = 7
+"""As many as there are roles for them."""
 
 
 class NoCut(Exception):
@@ -74,11 +74,15 @@ class Surroundings:
             stack.extend(above[value])
         return above
 
-    def minimum_cut(self, eligible: Callable[[Value], bool]) -> tuple[list[Value], list[Value]]:
-        """The earliest and the latest minimum cut of ``eligible`` values. Raises ``NoCut``."""
+    def cuttable(self, eligible: Callable[[Value], bool]) -> tuple[int, ...]:
+        """The numbers of the values that may be cut, as far as they are ``eligible``."""
+        return tuple(i for i in self.free if eligible(self.values[i]))
+
+    def minimum_cut(self, cuttable: tuple[int, ...]) -> tuple[list[Value], list[Value]]:
+        """The earliest and the latest minimum cut of values with these numbers. Raises ``NoCut``."""
         flow = _Flow(self, [False] * len(self.values))
-        for i in self.free:
-            flow.cuttable[i] = eligible(self.values[i])
+        for i in cuttable:
+            flow.cuttable[i] = True
         for _ in range(MAX_INPUTS + 1):
             reached = flow.augment()
             if reached is not None:
@@ -110,11 +114,11 @@ class _Flow:
         """Push one more unit; when none fits, return which sides can be reached from the sources."""
         parents, readers, targets = self.above.parents, self.above.readers, self.above.targets
         came = [UNSEEN] * (2 * len(self.cuttable))
-        queue: deque[int] = deque(2 * source for source in self.above.sources)
-        for side in queue:
+        stack = [2 * source for source in self.above.sources]
+        for side in stack:
             came[side] = START
-        while queue:
-            side = queue.popleft()
+        while stack:
+            side = stack.pop()
             value, below = divmod(side, 2)
             if below and value in targets:
                 self._push(side, came)
@@ -130,7 +134,7 @@ class _Flow:
             for other in onward:
                 if came[other] == UNSEEN:
                     came[other] = side
-                    queue.append(other)
+                    stack.append(other)
         return [step != UNSEEN for step in came]
 
     def cut(self, reached: list[bool]) -> list[int]:

@@ -57,10 +57,10 @@ class Op:
     """That node's place in the Dynamo graph."""
     grad: bool = True
     """Grad mode at that point of the Dynamo graph."""
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.target._schema.name.removeprefix("aten::")
+    def __post_init__(self) -> None:
+        self.name = self.target._schema.name.removeprefix("aten::")
 
     @property
     def out(self) -> Value:

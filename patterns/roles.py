@@ -7,11 +7,11 @@ same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from heapq import heapify, heappop, heappush
-from itertools import islice, permutations
+from itertools import count, groupby, islice
 from typing import NamedTuple
 
 from torch import Tensor
@@ -175,11 +175,11 @@ def _labelings_of(
     order = LETTERS[role]
     if len(dims) > len(order) or 0 in shape:
         return ()
+    given = dict(sizes)
+    fitting = [[letter for letter in order if given.get(letter, size) == size] for _, size in dims]
     found: list[tuple[str, dict[str, int]]] = []
-    for letters in permutations(order, len(dims)):
-        known = dict(sizes)
-        if any(known.setdefault(letter, size) != size for letter, (_, size) in zip(letters, dims, strict=True)):
-            continue
+    for letters in _choices(fitting):
+        known = {**given, **{letter: size for letter, (_, size) in zip(letters, dims, strict=True)}}
         missing = [letter for letter in order if letter not in letters]
         allowed = BROADCAST.get(role, "")
         if any(letter not in allowed and known.setdefault(letter, 1) != 1 for letter in missing):
@@ -191,6 +191,16 @@ def _labelings_of(
             text[i] = letter
         found.append(("".join(text), known))
     return tuple(found)
+
+
+def _choices(fitting: Sequence[Sequence[str]], taken: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """One letter for each dimension, none twice."""
+    if len(taken) == len(fitting):
+        yield taken
+        return
+    for letter in fitting[len(taken)]:
+        if letter not in taken:
+            yield from _choices(fitting, (*taken, letter))
 
 
 INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "rate")
@@ -253,10 +263,64 @@ MAX_HYPOTHESES = 240
 """Claims looked at before a region is given up."""
 
 
-def hypotheses(cut: Sequence[Value], output: Value, state: Value | None, region: set[Op]) -> list[Hypothesis]:
-    """Consistent role assignments, most plausible first."""
-    found = islice(_by_penalty(cut, output, state, region), MAX_HYPOTHESES)
-    return sorted(found, key=lambda hypothesis: (hypothesis.penalty, hypothesis.moved))
+class Hypotheses:
+    """Consistent role assignments, most plausible first; true if there is one. They are looked for when they are asked
+    for: a proof often takes one of the first, and a region like another that was proven needs none.
+    """
+
+    def __init__(self, cut: Sequence[Value], output: Value, state: Value | None, region: set[Op]) -> None:
+        self.cut = cut
+        self.units = Units(region)
+        self.gates = {value: bool(self.units(value)) for value in cut}
+        self.readings = [
+            (cost, partial)
+            for cost, partial in _readings(output, state)
+            if _may_lead_on(cut, self.gates, set(), partial.sizes)
+        ]
+        found = islice(self._by_penalty(), MAX_HYPOTHESES)
+        equal = groupby(found, key=lambda hypothesis: hypothesis.penalty)
+        self.coming = (h for _, group in equal for h in sorted(group, key=lambda hypothesis: hypothesis.moved))
+        self.known: list[Hypothesis] = []
+
+    def __bool__(self) -> bool:
+        return any(self._leads_on(partial, cost) for cost, partial in self.readings)
+
+    def __iter__(self) -> Iterator[Hypothesis]:
+        for place in count():
+            if place == len(self.known):
+                self.known.extend(islice(self.coming, 1))
+            if place == len(self.known):
+                return
+            yield self.known[place]
+
+    def _leads_on(self, partial: _Partial | Hypothesis, penalty: int) -> bool:
+        """True if there is a hypothesis beyond this one: whichever is met first will do."""
+        return isinstance(partial, Hypothesis) or any(
+            self._leads_on(further, penalty + cost) for cost, further in self._onward(partial, penalty)
+        )
+
+    def _by_penalty(self) -> Iterator[Hypothesis]:
+        """Cheapest first: where all sizes are equal there are millions of assignments, and the first are wanted."""
+        # Ties go to the path that was found first, so that the order is that of a sorted full list.
+        queue: list[tuple[int, tuple[int, ...], _Partial | Hypothesis]] = [
+            (cost, (place,), partial) for place, (cost, partial) in enumerate(self.readings)
+        ]
+        heapify(queue)
+        while queue:
+            penalty, path, item = heappop(queue)
+            if isinstance(item, Hypothesis):
+                yield item
+                continue
+            for place, (cost, found) in enumerate(self._onward(item, penalty)):
+                heappush(queue, (penalty + cost, (*path, place), found))
+
+    def _onward(self, partial: _Partial, penalty: int) -> Iterator[tuple[int, _Partial | Hypothesis]]:
+        """What follows from roles for some of the cut, with what it adds to the penalty."""
+        if partial.seen < len(self.cut):
+            yield from _with_one_more(partial, self.cut, self.gates)
+        else:
+            complete = _complete(partial.inputs, partial.ends, partial.sizes, penalty, self.units)
+            yield from ((hypothesis.penalty - penalty, hypothesis) for hypothesis in complete)
 
 
 class _Partial(NamedTuple):
@@ -267,29 +331,6 @@ class _Partial(NamedTuple):
     sizes: dict[str, int]
     seen: int = 0
     """Tensors of the cut that have a role."""
-
-
-def _by_penalty(cut: Sequence[Value], output: Value, state: Value | None, region: set[Op]) -> Iterator[Hypothesis]:
-    """Cheapest first: where all sizes are equal there are millions of assignments, and the first ones are wanted."""
-    units = Units(region)
-    gates = {value: bool(units(value)) for value in cut}
-    # Ties go to the path that was found first, so that the order is that of a sorted full list.
-    queue: list[tuple[int, tuple[int, ...], _Partial | Hypothesis]] = [
-        (cost, (place,), partial) for place, (cost, partial) in enumerate(_readings(output, state))
-    ]
-    heapify(queue)
-    while queue:
-        penalty, path, item = heappop(queue)
-        if isinstance(item, Hypothesis):
-            yield item
-            continue
-        onward: Iterable[tuple[int, _Partial | Hypothesis]]
-        if item.seen == len(cut):
-            onward = ((h.penalty - penalty, h) for h in _complete(item.inputs, item.ends, item.sizes, penalty, units))
-        else:
-            onward = _with_one_more(item, cut, gates)
-        for place, (cost, found) in enumerate(onward):
-            heappush(queue, (penalty + cost, (*path, place), found))
 
 
 def _readings(output: Value, state: Value | None) -> Iterator[tuple[int, _Partial]]:
@@ -328,6 +369,7 @@ def _may_lead_on(values: Sequence[Value], gates: dict[Value, bool], used: set[st
     Without this look ahead, most of what is tried leads nowhere.
     """
     known, missing = tuple(sizes.items()), MAIN - used
+    open_to: list[set[str]] = []
     for value in values:
         fitting = {
             role for role in _open_roles(gates[value], used) if _labelings_of(value.shape, value.uniform, role, known)
@@ -335,7 +377,8 @@ def _may_lead_on(values: Sequence[Value], gates: dict[Value, bool], used: set[st
         if not fitting:
             return False
         missing -= fitting
-    return not missing
+        open_to.append(fitting)
+    return not missing and len(set[str]().union(*open_to)) >= len(open_to)
 
 
 def _open_roles(is_gate: bool, used: set[str]) -> list[str]:

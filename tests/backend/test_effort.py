@@ -9,9 +9,12 @@ import pytest
 import torch
 
 import kdacompile
-from kdacompile import readings
+from kdacompile import readings, recurrence_pass
 from kdacompile.bench.overhead import PROGRAMS
 from kdacompile.lift import hook, lifting
+from kdacompile.patterns.cuts import Surroundings
+from kdacompile.proof import region
+from kdacompile.proof.verdicts import Verdicts
 from tests.compare import worst_error
 
 LOOPS = ("tanh on the state", "norm of the state", "tanh between chunks", "softmax block by block")
@@ -48,6 +51,19 @@ def test_a_function_whose_chunks_are_recognised_one_by_one_is_given_up_soon(monk
         run = torch.compile(program, backend="kda", options={"kda.inner": "eager"})
         assert worst_error(run(*arguments), program(*arguments)) < 1e-5
     assert 0 < len(tried) <= 3
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_nothing_is_tried_again_that_was_tried_already(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, arguments = PROGRAMS[name]()
+    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
+    monkeypatch.setattr(recurrence_pass, "verdicts", Verdicts())
+    cuts = counting(monkeypatch, Surroundings, "minimum_cut")
+    recurrences = counting(monkeypatch, region, "token_recurrence")
+    with torch.no_grad():
+        torch.compile(program, backend="kda", options={"kda.inner": "eager"})(*arguments)
+    assert len(cuts) <= 150  # where sizes and readings do not matter, up to 540 were made
+    assert len(recurrences) <= 1200  # without a look at what could be the query, up to 2400
 
 
 def test_what_is_tried_is_no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
