@@ -76,7 +76,7 @@ def whole_chunks_only(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
 def changes_its_mind(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     out = recurrent_gla(q, k, v, g)
     for _ in range(1):
-        out = out * 2 if q.shape[1] > 100 else out
+        out = out * 2 if q.shape[1] > 20 else out
     return out
 
 

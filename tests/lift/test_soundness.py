@@ -66,7 +66,7 @@ def far_lengths_are_special(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def very_far_lengths_are_special(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = retention(q, k, v)
     for _ in range(1):
-        out = out * 2 if q.size(1) > EIGHT * NINE * 200 else out
+        out = out * 2 if q.size(1) > EIGHT**5 else out
     return out
 
 
