@@ -168,10 +168,13 @@ def tile_count(begin, total, worker, workers, rounds, early):
 
 
 @gluon.jit
-def announce(flag, some):
-    """Count one up in ``flag``, if ``some``: who sees that sees what the block has written before its last barrier."""
+def announce(flag, some, PARTS: gl.constexpr = 1):
+    """Count PARTS up in ``flag``, if ``some``: who sees that sees what came before the last barrier of these warps.
+
+    What they had waited for until then, other warps' writes too, came before.
+    """
     if some:
-        gl.atomic_add(flag, 1, sem="release", scope="gpu")
+        gl.atomic_add(flag, PARTS, sem="release", scope="gpu")
 
 
 @gluon.jit

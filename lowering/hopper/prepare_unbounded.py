@@ -33,6 +33,7 @@ from .common import (
     TILE4,
     TOKENS,
     add,
+    announce,
     barrier,
     exp2,
     fetch,
@@ -42,6 +43,7 @@ from .common import (
     locate,
     log2_gate,
     next_may_start,
+    nth_tile,
     pinned,
     put,
     reciprocal,
@@ -49,6 +51,8 @@ from .common import (
     rows_of,
     rows_within,
     squares_rows,
+    stores_done,
+    tile_count,
     tiles_of,
 )
 from .inverse import leave_inverse
@@ -121,7 +125,7 @@ def _sums_around(sums, group, LINE: gl.constexpr):
 @gluon.jit
 def _row_warps(
     d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
-    T, K, HV, GROUP, batch, first, begin, total, scale, eps, gate_scale,
+    T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
     inputs, gates, rows, columns, betas, sums, full, full_gates, ready, free,
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
     PACKED: gl.constexpr,
@@ -135,12 +139,15 @@ def _row_warps(
     place = gl.arange(0, 64, layout=TOKENS)
     to = (group.to(gl.int64) * 8 + row.to(gl.int64)) * WIDTH + column[None, None, :].to(gl.int64)
     step = gl.num_programs(0)
+    block = gl.program_id(0)
     total = tiles_of(total, HV, first, places, PACKED)
-    c0 = begin + gl.program_id(0)
+    count = tile_count(begin, total, block, step, rounds, early)
+    c0 = nth_tile(0, begin, total, block, step, rounds, early)
     _load_gates(c0, total, T, HV, batch, first, places, d_g, gates, full_gates, PACKED)
     _load_rows(c0, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, full, 0, PACKED)
-    it = 0
-    for c in range(c0, total, step):
+    c = c0
+    for it in range(count):
+        then = nth_tile(it + 1, begin, total, block, step, rounds, early)
         _, token, end, i_h, A, b = fetch(
             c, T, HV, batch, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place, HAS_A, HAS_BETA, PACKED
         )  # fmt: skip
@@ -165,7 +172,7 @@ def _row_warps(
         q = rows_within(q_tile, live, PACKED)
         q_norm = (gl.rsqrt(gl.sum(q * q, 2) + eps) * scale)[:, :, None]
         barrier()
-        _load_gates(c + step, total, T, HV, batch, first, places, d_g, gates, full_gates, PACKED)
+        _load_gates(then, total, T, HV, batch, first, places, d_g, gates, full_gates, PACKED)
         out = buffer + c.to(gl.int64) * ((192 + squares_rows(WIDTH)) * WIDTH)
         before, own, near, far, after, whole = _sums_around(sums.index(0), group, LINE)
         inside = _sum_inside(sums.index(0), group, LINE)
@@ -175,9 +182,7 @@ def _row_warps(
         q = rows_within(q_tile, live, PACKED) * q_norm
         mbarrier.wait(free, (it & 1) ^ 1)
         # The tiles of the chunk before are free as well: q and k, and the columns that took their place.
-        _load_rows(
-            c + step, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, full, stage ^ 1, PACKED
-        )  # fmt: skip
+        _load_rows(then, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, full, stage ^ 1, PACKED)
         put(rows.slice(64, 64, 0), q * up)
         gl.store(out + 64 * WIDTH + to, (q * exp2(within + (inside + before))).to(gl.bfloat16))
         k = rows_within(k_tile, live, PACKED) * k_norm
@@ -193,7 +198,10 @@ def _row_warps(
         barrier()
         mbarrier.arrive(ready, count=1)
         gl.store(out + 128 * WIDTH + to, (k * exp2(after)).to(gl.bfloat16))
-        it += 1
+        c = then
+    barrier()
+    mbarrier.wait(free, (count & 1) ^ 1)
+    mbarrier.arrive(ready, count=1)
 
 
 @gluon.jit
@@ -228,27 +236,36 @@ def _select(same, one, two, three, i, j):
 
 @gluon.jit
 def _gram_warps(
-    d_out, HV, first, places, begin, total, inputs, rows, columns, betas, tiles, ready, free, PACKED: gl.constexpr
-):
+    d_out, announced, HV, first, places, begin, total, rounds, early, inputs, rows, columns, betas, tiles, ready, free,
+    PACKED: gl.constexpr, READY: gl.constexpr,
+):  # fmt: skip
     WIDTH: gl.constexpr = rows.shape[1]
     SQUARES: gl.constexpr = squares_rows(WIDTH)
     qk_out = tiles.index(4)._reinterpret(gl.bfloat16, [64, 64], TILE)
     z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     i0 = gl.arange(0, 64, layout=gl.SliceLayout(1, SQUARE))
     j0 = gl.arange(0, 64, layout=gl.SliceLayout(0, SQUARE))
-    it = 0
-    for c in range(begin + gl.program_id(0), tiles_of(total, HV, first, places, PACKED), gl.num_programs(0)):
+    block = gl.program_id(0)
+    step = gl.num_programs(0)
+    total = tiles_of(total, HV, first, places, PACKED)
+    count = tile_count(begin, total, block, step, rounds, early)
+    last = begin
+    for it in range(count):
+        c = nth_tile(it, begin, total, block, step, rounds, early)
         row = c * (192 + SQUARES) + 192
         i = pinned(i0)[:, None]
         j = j0[None, :]
         far = inputs.index(2 * (it & 1))
         farther = inputs.index(2 * (it & 1) + 1)
         mbarrier.wait(ready, it & 1)
+        # Of the tile before, the row warps had stored their part too: announcing it costs them registers.
+        stores_done(READY)
+        barrier()
+        if READY:
+            announce(announced + last, it > 0, 2)
         same, one, two, three = _gram(rows.slice(0, 64, 0), columns, far, farther)
         beta_i = betas.index(it & 1).load(gl.SliceLayout(1, SQUARE))
         beta_j = betas.index(it & 1).load(gl.SliceLayout(0, SQUARE))
-        tma.store_wait(0)
-        barrier()
         same, one, two, three = warpgroup_mma_wait(0, [same, one, two, three])
         A = gl.where(i > j, _select(same, one, two, three, i, j) * beta_i[:, None], 0.0)
         same, one, two, three = _gram(rows.slice(64, 64, 0), columns, far, farther)
@@ -260,16 +277,22 @@ def _gram_warps(
         mbarrier.arrive(free, count=1)
         tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
         leave_inverse(A, z, i, j, beta_j, tiles, 0, d_out, row)
-        it += 1
-    tma.store_wait(0)
+        last = c
+    stores_done(READY)
+    if READY:
+        mbarrier.wait(ready, count & 1)
+        barrier()
+        announce(announced + last, count > 0, 2)
 
 
-@gluon.jit(do_not_specialize=["T", "batch", "first", "begin", "total"])  # they change from run to run
+@gluon.jit(
+    do_not_specialize=["T", "batch", "first", "begin", "total", "rounds", "early"]
+)  # they change from run to run
 def prepare_unbounded(
-    d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, d_out, decay,
-    T, K, HV, GROUP, batch, first, begin, total, scale, eps, gate_scale,
+    d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, d_out, decay, announced,
+    T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr, GRAM_REGISTERS: gl.constexpr, WIDTH: gl.constexpr,
+    PACKED: gl.constexpr, READY: gl.constexpr, GRAM_REGISTERS: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.prepare.prepare`; d_g in bf16 or fp32, before the gate function FN with ``gate_scale``."""
     inputs = gl.allocate_shared_memory(gl.bfloat16, [4, 64, WIDTH], TILE)
@@ -298,12 +321,13 @@ def prepare_unbounded(
         [
             (_row_warps, (
                 d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
-                T, K, HV, GROUP, batch, first, begin, total, scale, eps, gate_scale,
+                T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
                 inputs, gates, rows, columns, betas, sums, full, full_gates, ready, free,
                 FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED,
             )),
             (_gram_warps, (
-                d_out, HV, first, places, begin, total, inputs, rows, columns, betas, tiles, ready, free, PACKED,
+                d_out, announced, HV, first, places, begin, total, rounds, early, inputs, rows, columns, betas, tiles,
+                ready, free, PACKED, READY,
             )),
         ],
         [4], [GRAM_REGISTERS],

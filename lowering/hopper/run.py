@@ -26,7 +26,7 @@ GRAM_REGISTERS = {64: 248, 128: 200}  # a thread of the gram warps, by width; th
 # Of a tile in a block of a prepare kernel, by the padded K, on an H200.
 TILE_MICROSECONDS = {
     64: {"bounded": 4.1, "unbounded": 5.2, "token": 3.3},
-    128: {"bounded": 6.0, "unbounded": 10.0, "token": 4.15},
+    128: {"bounded": 6.0, "unbounded": 10.6, "token": 4.15},
 }
 LOG2E = math.log2(math.e)
 
@@ -50,10 +50,10 @@ class HopperKernels:
 def _schedule(call: Call) -> Schedule:
     batch, length, heads, width = call.v.shape
     packed = None if call.cu_seqlens is None else call.sequences
-    keys, kind = padded(call.q.shape[3]), _kind(call)
+    keys = padded(call.q.shape[3])
     return schedule(
         batch, length, heads, width, _multiprocessors(call.q.device), packed=packed, width=keys, gate=call.gate,
-        tile_microseconds=TILE_MICROSECONDS[keys][kind], beside=kind != "unbounded",
+        tile_microseconds=TILE_MICROSECONDS[keys][_kind(call)],
     )  # fmt: skip
 
 
@@ -198,28 +198,26 @@ class _Launches:
         given = {
             "HAS_A": call.A_log is not None, "HAS_DT": call.dt_bias is not None, "HAS_BETA": call.beta is not None,
             "SIGMOID_BETA": call.sigmoid_beta and call.beta is not None, "PACKED": call.cu_seqlens is not None,
-            "WIDTH": self.plan.width,
+            "WIDTH": self.plan.width, "READY": early > 0,
         }  # fmt: skip
         grid = (min(blocks or _multiprocessors(call.q.device), total - begin),)
         if kind == "token":
             self.scratch.launch(self.scalar, grid)(
                 self.q, self.k, self.g, *self.g.stride(), *parameters, squares, factors, self.announced, self.length,
-                *tiles, *shared, *norms, call.gate_scale, FN=call.gate_fn, READY=early > 0, num_warps=4, **given,
+                *tiles, *shared, *norms, call.gate_scale, FN=call.gate_fn, num_warps=4, **given,
             )  # fmt: skip
             return
-        common = (self.q, self.k, self.g, *parameters, rows, squares, factors)
-        sizes = (self.length, self.key_width, *tiles)
         given |= {"GRAM_REGISTERS": GRAM_REGISTERS[self.plan.width], "num_warps": 8}
+        common = (
+            self.q, self.k, self.g, *parameters, rows, squares, factors, self.announced, self.length, self.key_width,
+            *tiles, *shared, *norms,
+        )  # fmt: skip
         if kind == "bounded":
             shift = _shift(call.gate_scale)
-            self.scratch.launch(self.bounded, grid)(
-                *common, self.announced, *sizes, *shared, *norms, call.gate_scale * LOG2E, float(shift), 2.0**-shift,
-                READY=early > 0, **given,
-            )  # fmt: skip
+            bounds = (call.gate_scale * LOG2E, float(shift), 2.0**-shift)
+            self.scratch.launch(self.bounded, grid)(*common, *bounds, **given)
         else:
-            self.scratch.launch(self.unbounded, grid)(
-                *common, *sizes, *norms, call.gate_scale, FN=call.gate_fn, **given
-            )
+            self.scratch.launch(self.unbounded, grid)(*common, call.gate_scale, FN=call.gate_fn, **given)
 
     def launch_scan(self, n: int) -> None:
         plan = self.plan

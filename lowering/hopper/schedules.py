@@ -116,14 +116,13 @@ def schedule(
     packed: int | None = None,
     width: int = 128,
     gate: str = "channel",
-    beside: bool = True,
     tile_microseconds: float = 6.0,
 ) -> Schedule:
     """The schedule of ``batch`` entries, or of ``packed`` sequences in one, on a GPU with so many multiprocessors.
 
     The scan's steps depend on each other, and a block fills a multiprocessor: half the columns a block while that
     still lets every block run at once. What the scan leaves idle takes the fastest of segments, tiles that the scan
-    wants last (with ``beside``), and the next run's tiles, ``tile_microseconds`` each.
+    wants last, and the next run's tiles, ``tile_microseconds`` each.
     """
     chunks = -(-length // CHUNK) if packed is None else length // CHUNK + packed
     lanes = heads * (batch if packed is None else packed)
@@ -140,7 +139,7 @@ def schedule(
         _alone(plain, programs, multiprocessors, tile),
         _overlapped(plain, fits // 2, programs, multiprocessors, tile),
     ]
-    if beside and run == chunks and columns == 64 and programs < multiprocessors:
+    if run == chunks and columns == 64 and programs < multiprocessors:
         options.append(_side_by_side(plain, programs, multiprocessors, tile))
     return min(filter(None, options), key=lambda option: option[1])[0]
 

@@ -32,10 +32,10 @@ def compile_prepare(packed: bool = False, ready: bool = False, width: int = 128)
 
 
 def compile_prepare_unbounded(
-    gate: str = "bf16", packed: bool = False, gate_fn: str = "softplus", width: int = 128
+    gate: str = "bf16", packed: bool = False, gate_fn: str = "softplus", ready: bool = False, width: int = 128
 ) -> Any:
     signature = {"d_g": _descriptor(1, 64, 1, width, dtype=gate), "gate_scale": "fp32"}
-    constants = {"PACKED": packed, "FN": gate_fn, "WIDTH": width}
+    constants = {"PACKED": packed, "FN": gate_fn, "READY": ready, "WIDTH": width}
     return _compile_prepare(prepare_unbounded.prepare_unbounded, signature, constants)
 
 

@@ -152,7 +152,6 @@ def test_a_scan_runs_beside_the_tiles_it_wants_last() -> None:
         assert plan.scratch_bytes == apart.scratch_bytes + 4 * plan.tiles  # a counter for each tile
     slower = schedule(1, 8192, 32, 128, 132, tile_microseconds=9.0)
     assert slower.rounds > schedule(1, 8192, 32, 128, 132, tile_microseconds=6.0).rounds
-    assert schedule(1, 8192, 32, 128, 132, beside=False).early == 0
     assert schedule(1, 8192, 96, 128, 132).early == 0  # no multiprocessors to speak of are left
     assert schedule(1, 200, 16, 128, 132).early == 0  # fewer tiles than multiprocessors
 
@@ -168,8 +167,6 @@ def test_few_heads_are_scanned_in_segments() -> None:
 def test_a_dozen_heads_are_scanned_beside_their_tiles() -> None:
     for heads, width in ((12, 128), (16, 128), (24, 128), (32, 64)):
         assert schedule(1, 8192, heads, width, 132).early == heads * width // 64
-        assert schedule(1, 8192, heads, width, 132, beside=False).early == 0
-    assert schedule(1, 8192, 12, 128, 132, beside=False, tile_microseconds=10.0).segments > 1
 
 
 def test_packed_sequences_share_the_buffers() -> None:
@@ -307,12 +304,13 @@ def test_a_gate_function_without_a_formula_does_not_compile() -> None:
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("kernel", ["bounded", "token", "scan", "token_scan"])
+@pytest.mark.parametrize("kernel", ["bounded", "unbounded", "token", "scan", "token_scan"])
 def test_compiles_side_by_side(kernel: str) -> None:
     from tests.lowering import hopper_offline as offline
 
     kernels: dict[str, Callable[[], Any]] = {
         "bounded": lambda: offline.compile_prepare(ready=True),
+        "unbounded": lambda: offline.compile_prepare_unbounded(ready=True),
         "token": lambda: offline.compile_prepare_scalar(ready=True),
         "scan": lambda: offline.compile_scan(64, ready=True),
         "token_scan": lambda: offline.compile_scan(64, scalar=True, ready=True),
