@@ -1,13 +1,19 @@
-"""For all tests: nothing is timed here, so Dynamo need not time its guards."""
+"""For all tests: what Dynamo would do for someone who watches it, and nobody does here."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
 
 # Torch-private: where Dynamo measures how long a new graph's guards take, for its log.
 from torch._dynamo import guards
+
+# pytest listens to every logger that does not propagate, and torch writes its structured trace (each graph as text,
+# several times a compilation) once this one has a listener: a tenth of the time of a small test. With TORCH_TRACE set
+# it is written all the same.
+logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(scope="session", autouse=True)
