@@ -369,16 +369,21 @@ def _may_lead_on(values: Sequence[Value], gates: dict[Value, bool], used: set[st
     Without this look ahead, most of what is tried leads nowhere.
     """
     known, missing = tuple(sizes.items()), MAIN - used
-    open_to: list[set[str]] = []
+    open_to: list[frozenset[str]] = []
     for value in values:
-        fitting = {
-            role for role in _open_roles(gates[value], used) if _labelings_of(value.shape, value.uniform, role, known)
-        }
+        fitting = _fitting_roles(value.shape, value.uniform, known).intersection(_open_roles(gates[value], used))
         if not fitting:
             return False
         missing -= fitting
         open_to.append(fitting)
-    return not missing and len(set[str]().union(*open_to)) >= len(open_to)
+    return not missing and len(frozenset[str]().union(*open_to)) >= len(open_to)
+
+
+@lru_cache(maxsize=1 << 14)
+def _fitting_roles(
+    shape: tuple[int, ...], uniform: frozenset[int], sizes: tuple[tuple[str, int], ...]
+) -> frozenset[str]:
+    return frozenset(role for role in INPUTS if _labelings_of(shape, uniform, role, sizes))
 
 
 def _open_roles(is_gate: bool, used: set[str]) -> list[str]:
