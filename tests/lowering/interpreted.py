@@ -1,4 +1,4 @@
-"""Emitted kernels in Triton's interpreter, in fp32: ``python -m tests.lowering.interpreted PART``.
+"""Emitted kernels in Triton's interpreter, in fp32: ``python -m tests.lowering.interpreted PART ...``.
 
 Run by ``test_triton.py`` with TRITON_INTERPRET=1. The interpreter is slow and its bf16 is wrong, so shapes are small
 and fp32; 16-bit inputs are tested on a GPU.
@@ -7,6 +7,7 @@ and fp32; 16-bit inputs are tested on a GPU.
 from __future__ import annotations
 
 import sys
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -72,9 +73,9 @@ def bounds() -> None:
             check(KERNELS.run(call_of(strongest)), cases.oracle(strongest), f"all at {gate_scale}")
 
 
+@patch.object(launch, "_bounded_block", lambda call: 0)
 def limits() -> None:
     """What bf16 takes where no bound is known, here in fp32: exact for mild gates, and for strong ones to 6e-5."""
-    launch.__dict__["_bounded_block"] = lambda call: 0
     for delta in (True, False):
         case = cases.make_case(delta=delta, length=50, batch=1, heads=1, key_dim=20).with_options(chunk_size=32)
         check(KERNELS.run(call_of(case), Scratch(poison=True)), cases.oracle(case), "mild")
@@ -87,8 +88,10 @@ def limits() -> None:
 def steps() -> None:
     """The one-token kernel, into fresh memory and in place, in both layouts of the state."""
     for gate, fn in (("none", "log"), *((gate, fn) for gate in cases.GATES[1:] for fn in cases.GATE_FNS)):
-        for delta in (True, False):
-            case = cases.make_case(gate=gate, gate_fn=fn, delta=delta, length=1, key_dim=20, value_dim=18)
+        for delta, batch, heads in ((True, 2, 1), (False, 1, 2)):
+            case = cases.make_case(
+                gate=gate, gate_fn=fn, delta=delta, length=1, batch=batch, heads=heads, key_dim=20, value_dim=18
+            )
             expected = cases.oracle(case)
             check(KERNELS.step(call_of(case), None), expected, (gate, fn, delta))
     case = cases.make_case(length=1)
@@ -120,4 +123,5 @@ PARTS = {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    PARTS[sys.argv[1]]()
+    for part in sys.argv[1:]:
+        PARTS[part]()

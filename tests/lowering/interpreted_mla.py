@@ -1,11 +1,10 @@
-"""The portable MLA decode kernels in Triton's interpreter, in fp32: ``python -m tests.lowering.interpreted_mla PART``.
+"""The portable MLA decode kernels in Triton's interpreter, in fp32: ``python -m tests.lowering.interpreted_mla``.
 
 Run by ``test_mla_kernels.py`` with TRITON_INTERPRET=1. Caches hold NaN, tables garbage, in all that no request owns.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -112,4 +111,5 @@ def _check_cut(lengths: Tensor, workers: int, width: int) -> None:
 
 
 if __name__ == "__main__":
-    {"caches": caches, "masks": masks, "shapes": shapes, "cuts": cuts}[sys.argv[1]]()
+    for part in (caches, masks, shapes, cuts):
+        part()
