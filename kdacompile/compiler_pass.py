@@ -46,7 +46,7 @@ def rewrite(
     """Rewrite ``gm`` in place and say what was done. ``trial``: it is a function that may become one op (``lift``)."""
     search = Search(Readings(gm), settings, tables or {}, trial=trial)
     if search.has_recurrence or search.has_attention:
-        with compat.no_python_dispatcher():
+        with compat.no_python_dispatcher(), compat.no_saved_tensors_hooks():
             helps = search.has_recurrence and may_help(gm.graph)
             search.recurrence.inside = not helps
             search.run()

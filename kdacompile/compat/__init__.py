@@ -23,6 +23,7 @@ from kdacompile.compat.inductor import (
     inductor_options,
     no_fake_modes,
     no_python_dispatcher,
+    no_saved_tensors_hooks,
     pass_uuid,
 )
 from kdacompile.compat.nodes import (
@@ -114,6 +115,7 @@ __all__ = [
     "memory_of",
     "no_fake_modes",
     "no_python_dispatcher",
+    "no_saved_tensors_hooks",
     "owner",
     "pass_uuid",
     "propagate_fake",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -89,3 +89,20 @@ def no_python_dispatcher() -> contextlib.AbstractContextManager[Any]:
     """
     guard: Any = torch._C._DisablePythonDispatcher()
     return guard
+
+
+@contextlib.contextmanager
+def no_saved_tensors_hooks() -> Generator[None]:
+    """What autograd saves here is none of the caller's: checkpointing counts what its hooks are shown, and graphs are
+    compiled under them. Nor does torch.func differentiate beside hooks.
+    """
+    native: Any = torch._C  # its stubs do not name the module
+    taken: list[Any] = []
+    while (hooks := native._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        native._autograd._pop_saved_tensors_default_hooks()
+        taken.append(hooks)
+    try:
+        yield
+    finally:
+        for hooks in reversed(taken):
+            native._autograd._push_saved_tensors_default_hooks(*hooks)

@@ -75,7 +75,8 @@ def _attempt(fn: Any, site: dynamo.CallSite, find: Find) -> Any:
     try:
         if site.under_transform():
             raise Unliftable("it is called under autocast or a transform of torch.func")
-        found = find(fn, site, settings, tensors)
+        with compat.no_saved_tensors_hooks():
+            found = find(fn, site, settings, tensors)
     except Unliftable as error:
         log.info("not lifted: %s: %s", library.name_of(fn), error.reason)
         refusals.note(fn, error.reason)

@@ -1,0 +1,69 @@
+"""Hooks on what autograd saves, such as activation checkpointing's, see what a call saves, nothing of compiling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import kdacompile
+from tests.compare import copies, worst_error
+
+
+def mixer(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+    s, rows = q.new_zeros(*q.shape[::2], q.shape[-1], v.shape[-1]), []
+    for t in range(q.shape[1]):
+        s = s * gate[:, t, :, None, None].sigmoid() + k[:, t, ..., None] * v[:, t, ..., None, :]
+        rows.append(torch.einsum("bhkv,bhk->bhv", s, q[:, t]).tanh())
+    return torch.stack(rows, 1)
+
+
+def called(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+    """The loop is a function of its own, which is lifted."""
+    return mixer(q, k, v, gate)
+
+
+def inputs() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 6, *size).requires_grad_() for size in ((3, 4), (3, 4), (3, 5), (3,))]
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("fn", [mixer, called])
+def test_checkpointing_around_a_compiled_function(fn: Any, inner: str) -> None:
+    torch._dynamo.reset()
+    ours = inputs()
+    theirs = copies(ours)
+    options: Any = {"kda.inner": inner, "kda.expect": {"simple_gla": 1}}
+    compiled = torch.compile(fn, backend="kda", options=options)
+    have: Any = checkpoint(compiled, *ours, use_reentrant=False)
+    want = fn(*theirs)
+    assert worst_error(have, want) < 1e-6
+    gradients = (torch.autograd.grad(out.square().sum(), leaves) for out, leaves in ((have, ours), (want, theirs)))
+    assert worst_error(*gradients) < 1e-5
+
+
+def test_nothing_of_compiling_is_shown() -> None:
+    torch._dynamo.reset()
+    seen: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    def unpack(x: Tensor) -> Tensor:
+        return x
+
+    compiled = torch.compile(mixer, backend="kda", options={"kda.inner": "eager"})
+    counts: list[int] = []
+    with kdacompile.collecting() as report, saved_tensors_hooks(pack, unpack):
+        for _ in range(2):
+            compiled(*inputs())
+            counts.append(len(seen))
+    assert [match.pattern for graph in report.graphs for match in graph.matches] == ["simple_gla"]
+    assert counts[1] == 2 * counts[0] > 0
+    assert all(type(x) is Tensor for x in seen)
