@@ -37,7 +37,7 @@ LETTERS = {
 factor of the log gate per head (Mamba-2's A, where g = dt * A)."""
 
 # Dimensions a role may lack although they are larger than one: the tensor is then the same all along them.
-BROADCAST = {"g": "BTHK", "beta": "H"}
+BROADCAST = {"g": "BTHK", "beta": "H", "initial_state": "B"}
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class LinearAttentionSplice(Splice):
             args["v"] = v
             args["g"] = self.gate(args.get("g"), args.pop("rate", None), v)
             args["beta"] = self.full_beta(args.get("beta"), v)
+            args["initial_state"] = self.full_state(args.get("initial_state"), v)
             args.update(self.gate_parameters(args))
             if self.overwrites_cache(before):
                 call = self.call_in_place(args, like)
@@ -87,6 +88,10 @@ class LinearAttentionSplice(Splice):
 
     def full_beta(self, node: fx.Node | None, v: fx.Node) -> fx.Node | None:
         return None if node is None else self.expanded(node, v, "BTH")
+
+    def full_state(self, node: fx.Node | None, v: fx.Node) -> fx.Node | None:
+        """A state that all requests start from (a parameter) for each of them."""
+        return None if node is None else self.expanded(node, v, LETTERS["initial_state"])
 
     def overwrites_cache(self, before: fx.Node) -> bool:
         """True if the step's only use of the new state is to overwrite the old one: then it can be done in place."""
