@@ -1,6 +1,6 @@
 """From a group of anchors to candidates: a region with its inputs, its output, its final state, and what it may be.
 
-This file decides *where*; ``roles.py`` lists *what* it may be; nothing is believed before the proof.
+This file decides *where*; ``hypotheses.py`` lists *what* it may be; nothing is believed before the proof.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 
 from kdacompile.patterns.cuts import NoCut, Surroundings
 from kdacompile.patterns.evaluate import EvaluationError, constant
+from kdacompile.patterns.hypotheses import Hypotheses
 from kdacompile.patterns.ir import Op, Value, ancestors
 from kdacompile.patterns.obstacle import Obstacle
 from kdacompile.patterns.regions import Exit, Group, is_soft
-from kdacompile.patterns.roles import Hypotheses, Hypothesis, frames, role_test
+from kdacompile.patterns.roles import Hypothesis, frames, role_test
 from kdacompile.patterns.vocabulary import LAYOUT, PICKING, PLACING
 
 SMALLEST_VISIBLE = 1e-2
