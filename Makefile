@@ -55,7 +55,7 @@ check: lint
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # The compiler's wheels exist for some platforms and for Python 3.11; elsewhere the tests are skipped and say why.
 test-ascend: $(TEST_STAMP)
