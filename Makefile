@@ -7,11 +7,12 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --no-compile  # Python compiles what it imports; packages hold far more
 
 ASCEND_ENVIRONMENT ?= .venv-ascend
 ASCEND_PYTHON ?= $(shell command -v python3.11 || echo $(PYTHON))
 
-.PHONY: help demo test test-ascend check lint matrix bench doctor clean
+.PHONY: help demo test test-ascend check lint types pytest matrix bench doctor clean
 
 help:
 	@echo "make demo    install, then run a hand-written KDA layer under backend=\"kda\" (examples/own_model.py)"
@@ -32,16 +33,16 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(TORCH_STAMP): | $(BIN)/python
-	$(BIN)/python -m pip install "$(TORCH)"
+	$(INSTALL) "$(TORCH)"
 	@rm -f $(VENV)/.torch-*
 	@touch $@
 
 $(BASE_STAMP): pyproject.toml $(TORCH_STAMP)
-	$(BIN)/python -m pip install -e .
+	$(INSTALL) -e .
 	@touch $@
 
 $(TEST_STAMP): pyproject.toml $(TORCH_STAMP)
-	$(BIN)/python -m pip install -e ".[test,models,dev]"
+	$(INSTALL) -e ".[test,models,dev]"
 	@touch $@ $(BASE_STAMP)
 
 demo: $(BASE_STAMP)
@@ -51,11 +52,17 @@ lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-check: lint
+types: $(TEST_STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-test: check
+pytest: $(TEST_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+check: lint types
+
+# One process checks the types; the first tests run beside it.
+test: lint
+	$(MAKE) --no-print-directory -j 2 types pytest
 
 # The compiler's wheels exist for some platforms and for Python 3.11; elsewhere the tests are skipped and say why.
 test-ascend: $(TEST_STAMP)
