@@ -7,7 +7,6 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --no-compile  # Python compiles what it imports; packages hold far more
 
 ASCEND_ENVIRONMENT ?= .venv-ascend
 ASCEND_PYTHON ?= $(shell command -v python3.11 || echo $(PYTHON))
@@ -33,16 +32,16 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(TORCH_STAMP): | $(BIN)/python
-	$(INSTALL) "$(TORCH)"
+	$(BIN)/python -m pip install "$(TORCH)"
 	@rm -f $(VENV)/.torch-*
 	@touch $@
 
 $(BASE_STAMP): pyproject.toml $(TORCH_STAMP)
-	$(INSTALL) -e .
+	$(BIN)/python -m pip install -e .
 	@touch $@
 
 $(TEST_STAMP): pyproject.toml $(TORCH_STAMP)
-	$(INSTALL) -e ".[test,models,dev]"
+	$(BIN)/python -m pip install -e ".[test,models,dev]"
 	@touch $@ $(BASE_STAMP)
 
 demo: $(BASE_STAMP)
