@@ -14,9 +14,9 @@ import torch
 
 from kdacompile.patterns.ir import Op, Value
 from kdacompile.patterns.regions import is_soft
+from kdacompile.patterns.roles import INPUTS
 
-MAX_INPUTS = 7
-"""As many as there are roles for them."""
+MAX_INPUTS = len(INPUTS)
 
 
 class NoCut(Exception):

@@ -67,7 +67,7 @@ class Hypotheses:
     def _leads_on(self, partial: _Partial | Hypothesis, penalty: int) -> bool:
         """True if there is a hypothesis beyond this one: whichever is met first will do."""
         return isinstance(partial, Hypothesis) or any(
-            self._leads_on(further, penalty + cost) for cost, further in self._onward(partial, penalty)
+            self._leads_on(further, total) for total, further in self._onward(partial, penalty)
         )
 
     def _by_penalty(self) -> Iterator[Hypothesis]:
@@ -82,16 +82,17 @@ class Hypotheses:
             if isinstance(item, Hypothesis):
                 yield item
                 continue
-            for place, (cost, found) in enumerate(self._onward(item, penalty)):
-                heappush(queue, (penalty + cost, (*path, place), found))
+            for place, (total, found) in enumerate(self._onward(item, penalty)):
+                heappush(queue, (total, (*path, place), found))
 
     def _onward(self, partial: _Partial, penalty: int) -> Iterator[tuple[int, _Partial | Hypothesis]]:
-        """What follows from roles for some of the cut, with what it adds to the penalty."""
+        """What follows from roles for some of the cut, each with its penalty."""
         if partial.seen < len(self.cut):
-            yield from _with_one_more(partial, self.cut, self.gates)
+            for cost, further in _with_one_more(partial, self.cut, self.gates):
+                yield penalty + cost, further
         else:
-            complete = _complete(partial.inputs, partial.ends, partial.sizes, penalty, self.units)
-            yield from ((hypothesis.penalty - penalty, hypothesis) for hypothesis in complete)
+            for hypothesis in _complete(partial.inputs, partial.ends, partial.sizes, penalty, self.units):
+                yield hypothesis.penalty, hypothesis
 
 
 class _Partial(NamedTuple):

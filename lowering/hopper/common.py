@@ -263,6 +263,15 @@ def tiles_of(total, HV, first, places, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def own_tiles(total, HV, first, places, begin, rounds, early, PACKED: gl.constexpr):
+    """A block's number and how many blocks there are, how many tiles there are and how many of them are its own."""
+    block = gl.program_id(0)
+    blocks = gl.num_programs(0)
+    total = tiles_of(total, HV, first, places, PACKED)
+    return block, blocks, total, tile_count(begin, total, block, blocks, rounds, early)
+
+
+@gluon.jit
 def rows_of(tile):
     """A tile [64, WIDTH] as fp32 [8, 8, WIDTH]."""
     WIDTH: gl.constexpr = tile.shape[1]

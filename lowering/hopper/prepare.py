@@ -53,6 +53,7 @@ from .common import (
     locate,
     next_may_start,
     nth_tile,
+    own_tiles,
     pinned,
     put,
     reciprocal,
@@ -62,8 +63,6 @@ from .common import (
     sigmoid2,
     squares_rows,
     stores_done,
-    tile_count,
-    tiles_of,
 )
 from .inverse import leave_inverse
 
@@ -120,10 +119,7 @@ def _row_warps(
     place = gl.arange(0, 64, layout=TOKENS)
     to = (group.to(gl.int64) * 8 + row.to(gl.int64)) * WIDTH + column[None, None, :].to(gl.int64)
     low = group < 4
-    step = gl.num_programs(0)
-    block = gl.program_id(0)
-    total = tiles_of(total, HV, first, places, PACKED)
-    count = tile_count(begin, total, block, step, rounds, early)
+    block, step, total, count = own_tiles(total, HV, first, places, begin, rounds, early, PACKED)
     for s in gl.static_range(STAGES):
         c = nth_tile(s, begin, total, block, step, rounds, early)
         _load_tile(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, d_g, inputs, full, s, PACKED)
@@ -216,10 +212,7 @@ def _gram_warps(
     z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     i0 = gl.arange(0, 64, layout=gl.SliceLayout(1, SQUARE))
     j0 = gl.arange(0, 64, layout=gl.SliceLayout(0, SQUARE))
-    block = gl.program_id(0)
-    step = gl.num_programs(0)
-    total = tiles_of(total, HV, first, places, PACKED)
-    count = tile_count(begin, total, block, step, rounds, early)
+    block, step, total, count = own_tiles(total, HV, first, places, begin, rounds, early, PACKED)
     last = begin
     for it in range(count):
         c = nth_tile(it, begin, total, block, step, rounds, early)

@@ -44,6 +44,7 @@ from .common import (
     log2_gate,
     next_may_start,
     nth_tile,
+    own_tiles,
     pinned,
     put,
     reciprocal,
@@ -52,8 +53,6 @@ from .common import (
     rows_within,
     squares_rows,
     stores_done,
-    tile_count,
-    tiles_of,
 )
 from .inverse import leave_inverse
 
@@ -138,14 +137,10 @@ def _row_warps(
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LINE))
     place = gl.arange(0, 64, layout=TOKENS)
     to = (group.to(gl.int64) * 8 + row.to(gl.int64)) * WIDTH + column[None, None, :].to(gl.int64)
-    step = gl.num_programs(0)
-    block = gl.program_id(0)
-    total = tiles_of(total, HV, first, places, PACKED)
-    count = tile_count(begin, total, block, step, rounds, early)
-    c0 = nth_tile(0, begin, total, block, step, rounds, early)
-    _load_gates(c0, total, T, HV, batch, first, places, d_g, gates, full_gates, PACKED)
-    _load_rows(c0, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, full, 0, PACKED)
-    c = c0
+    block, step, total, count = own_tiles(total, HV, first, places, begin, rounds, early, PACKED)
+    c = nth_tile(0, begin, total, block, step, rounds, early)
+    _load_gates(c, total, T, HV, batch, first, places, d_g, gates, full_gates, PACKED)
+    _load_rows(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, full, 0, PACKED)
     for it in range(count):
         then = nth_tile(it + 1, begin, total, block, step, rounds, early)
         _, token, end, i_h, A, b = fetch(
@@ -199,6 +194,7 @@ def _row_warps(
         mbarrier.arrive(ready, count=1)
         gl.store(out + 128 * WIDTH + to, (k * exp2(after)).to(gl.bfloat16))
         c = then
+    # Once more, for the last tile: the gram warps announce it when all of it is in memory.
     barrier()
     mbarrier.wait(free, (count & 1) ^ 1)
     mbarrier.arrive(ready, count=1)
@@ -245,10 +241,7 @@ def _gram_warps(
     z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     i0 = gl.arange(0, 64, layout=gl.SliceLayout(1, SQUARE))
     j0 = gl.arange(0, 64, layout=gl.SliceLayout(0, SQUARE))
-    block = gl.program_id(0)
-    step = gl.num_programs(0)
-    total = tiles_of(total, HV, first, places, PACKED)
-    count = tile_count(begin, total, block, step, rounds, early)
+    block, step, total, count = own_tiles(total, HV, first, places, begin, rounds, early, PACKED)
     last = begin
     for it in range(count):
         c = nth_tile(it, begin, total, block, step, rounds, early)

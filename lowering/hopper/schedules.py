@@ -12,6 +12,9 @@ WORKERS = {"channel": 1, "token": 3}  # tiles a block prepares at once, by the g
 SCRATCH_LIMIT = 2**30  # bytes between the kernels, unless one chunk of all heads takes more
 MAX_SEGMENTS = 64
 
+# Chunks that a block of the scan holds or loads, by width and columns.
+_STAGES = {(128, 64): 3, (128, 128): 2, (64, 64): 4, (64, 128): 3}
+
 # Microseconds on an H200.
 _STEP = {(128, 64): 0.96, (128, 128): 2.3, (64, 64): 0.70, (64, 128): 1.6}  # of the scan, by width and columns
 _FIRST, _CROWDED = 0.65, 1.2  # of a scan in segments: a step of its first pass, and of its second, in steps
@@ -78,7 +81,7 @@ class Schedule:
     @property
     def stages(self) -> int:
         """Chunks that a block of the scan holds or loads."""
-        return (3 if self.columns == 64 else 2) if self.width == 128 else 4 if self.columns == 64 else 3
+        return _STAGES[self.width, self.columns]
 
     @property
     def buffers(self) -> int:
