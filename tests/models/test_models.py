@@ -55,7 +55,7 @@ def check(
 def test_prefill_fills_the_cache(case: ModelCase) -> None:
     model = case.build()
     own, theirs, third = (case.prefill_inputs(model, LENGTH, cache=True) for _ in range(3))
-    # A length found open has loops captured twice, the second time with symbols: once (test_padding_mask) is enough.
+    # A length found open has loops captured twice, the second time with symbols: once (below) is enough.
     report = check(case, model, own, theirs, "sequence", dynamic=None if case.breaks_by_itself else False)
     caches = (cache_tensors(kwargs[case.cache_argument]) for kwargs in (own, theirs))
     assert worst_error(*caches) <= BOUND
@@ -71,15 +71,19 @@ def test_cached_step(case: ModelCase) -> None:
     assert worst_error(*(cache_tensors(kwargs[case.cache_argument]) for kwargs in (own, theirs))) <= BOUND
 
 
-@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_next", "mamba2", "minimax"])
+PADDED = ("kimi_linear", "qwen3_next")
+
+
+@pytest.mark.parametrize("name", [*PADDED, "mamba2", "minimax"])
 def test_prefill_without_a_cache(name: str) -> None:
     case = CASES[name]
     model = case.build()
     own, theirs = (case.prefill_inputs(model, LENGTH, cache=False) for _ in range(2))
-    check(case, model, own, theirs, "sequence", dynamic=False)
+    # Where the padded batch below has the open length captured, here it is fixed.
+    check(case, model, own, theirs, "sequence", dynamic=False if name in PADDED else None)
 
 
-@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_next"])
+@pytest.mark.parametrize("name", PADDED)
 def test_padding_mask(name: str) -> None:
     """A left-padded batch: models zero the padded tokens before the layer, which is none of the pattern's business."""
     case = CASES[name]
