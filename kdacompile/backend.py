@@ -7,11 +7,15 @@ from typing import Any
 
 from torch import fx
 
-from kdacompile import compat, compiler_pass, glance, growing, held, lift, remembered, whole
+from kdacompile import capture, compat
+from kdacompile.capture import open_lengths, widened
 from kdacompile.errors import UnknownOptionError
-from kdacompile.fingerprint import source_fingerprint
+from kdacompile.graph import prefilter
+from kdacompile.report import remembered
 from kdacompile.report.findings import GraphReport
+from kdacompile.rewrite import compiler_pass, held
 from kdacompile.settings import Settings, parse
+from kdacompile.store.fingerprint import source_fingerprint
 
 
 class KdaPass(compat.CustomGraphPass):
@@ -36,7 +40,7 @@ class KdaPass(compat.CustomGraphPass):
             run(graph)
         gm = graph.owning_module
         assert gm is not None  # Inductor's always have one
-        self.reports.append(compiler_pass.run(gm, self.settings, complete=lift.complete))
+        self.reports.append(compiler_pass.run(gm, self.settings, complete=capture.complete))
 
     def identity(self) -> str:
         """Changes with everything that could change the result, as far as the passes before this one tell."""
@@ -76,9 +80,9 @@ def kda(
 ) -> Callable[..., Any]:
     """The backend function; ``mode`` and ``options`` as torch.compile hands them over (see ``settings.parse``)."""
     settings = parse(mode, options)
-    whole.keep(gm, settings)
-    growing.open_lengths(gm, settings)
-    with whole.given_up_where_refused():
+    widened.keep(gm, settings)
+    open_lengths.open_lengths(gm, settings)
+    with widened.given_up_where_refused():
         return _compiled(gm, example_inputs, settings)
 
 
@@ -88,7 +92,7 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
         return _inductor(gm, example_inputs, settings)
     plain = held.copy_of(gm) if tables else gm
     reports = [
-        compiler_pass.run(module, settings, tables if module is gm else None, complete=lift.complete)
+        compiler_pass.run(module, settings, tables if module is gm else None, complete=capture.complete)
         for module in gm.modules()
         if isinstance(module, fx.GraphModule)
     ]
@@ -99,7 +103,7 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
 
 def _tables(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> held.Tables:
     """Inputs whose values a match may hold. None beside passes of the user's own: those run first, inside Inductor."""
-    if not glance.may_have_recurrence(gm.graph) or (settings.inner == "inductor" and _pass(settings).earlier):
+    if not prefilter.may_have_recurrence(gm.graph) or (settings.inner == "inductor" and _pass(settings).earlier):
         return {}
     return held.tables(gm, example_inputs)
 
@@ -140,4 +144,4 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
     return compiled
 
 
-lift.install(kda)  # Dynamo captures before it calls the backend, so importing the backend is the moment
+capture.install(kda)  # Dynamo captures before it calls the backend, so importing the backend is the moment

@@ -15,7 +15,7 @@ from kdacompile.lowering.linear_attention import linear_attention_program
 from kdacompile.lowering.plan import Options, Plan, gdn_state_program, naive_program
 from kdacompile.lowering.plan import plan as plan_program
 from kdacompile.lowering.target import TARGETS
-from kdacompile.patterns.family import FAMILY
+from kdacompile.patterns.recurrence.family import FAMILY
 
 STATE_KERNEL = "gdn_state"  # the state kernel of public libraries, to compare with
 MLA = "mla"  # decoding over a latent: M heads, a latent of K columns and D shared columns, blocks of C cached tokens

@@ -78,8 +78,8 @@ def parse(mode: str | None = None, options: Mapping[str, Any] | None = None) -> 
 
 def known_patterns() -> tuple[str, ...]:
     """The names ``kda.expect`` and ``kda.disable`` accept."""
-    from kdacompile.patterns.family import FAMILY
     from kdacompile.patterns.mla import definition as mla
+    from kdacompile.patterns.recurrence.family import FAMILY
 
     return (*(row.name for row in FAMILY), mla.NAME)
 

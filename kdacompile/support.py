@@ -12,7 +12,7 @@ _GATES = {
 
 def table() -> str:
     """The family as a Markdown table. README.md holds a copy; a test keeps the two equal."""
-    from kdacompile.patterns.family import FAMILY
+    from kdacompile.patterns.recurrence.family import FAMILY
 
     lines = ["| pattern | name | recurrence | gate | delta term |", "| --- | --- | --- | --- | --- |"]
     for row in FAMILY:

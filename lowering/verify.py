@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..patterns.recurrence import token_recurrence
+from ..patterns.recurrence.definition import token_recurrence
 from .calls import Call
 from .calls import Implementation as Kernels
 from .errors import VerificationError

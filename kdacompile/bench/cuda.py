@@ -26,9 +26,9 @@ from typing import Any
 from kdacompile.bench.cuda_cases import CASES, TUNED_BY_OTHERS, Case, contenders
 from kdacompile.bench.cuda_table import markdown, plot, table
 from kdacompile.bench.relay import Job, Outcome, Relay
-from kdacompile.disk import write_whole
 from kdacompile.doctor import version_of
 from kdacompile.errors import BenchError, MissingDependencyError
+from kdacompile.store.disk import write_whole
 
 __all__ = ["CASES", "Case", "main", "plot", "table"]
 _WORKER = "kdacompile.bench.cuda_worker"

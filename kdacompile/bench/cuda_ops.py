@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.bench.cuda_cases import Case
-from kdacompile.patterns.recurrence import token_recurrence
+from kdacompile.patterns.recurrence.definition import token_recurrence
 
 _EPS = 1e-6
 _BOUND = -5.0  # of the log gate of kda

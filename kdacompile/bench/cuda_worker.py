@@ -14,7 +14,7 @@ from torch import Tensor
 from kdacompile.bench import measure
 from kdacompile.bench.cuda_cases import MODELS, Case
 from kdacompile.bench.relay import wait_for_turn
-from kdacompile.disk import write_whole
+from kdacompile.store.disk import write_whole
 
 _CHECKED = 2048  # tokens of the numerical check: the fp64 recurrence goes token by token
 _CHECKED_TRAINING = 256  # and keeps everything for its backward pass

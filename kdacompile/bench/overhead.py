@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kdacompile import backend, compat
-from kdacompile.lift import hook
+from kdacompile.capture import hook
 from kdacompile.settings import Settings
 
 MOST = 0.05  # of the first call

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kdacompile.bench import measure
 from kdacompile.bench.suites import SUITES, Case
-from kdacompile.patterns.recurrence import token_recurrence
+from kdacompile.patterns.recurrence.definition import token_recurrence
 from kdacompile.report.collect import collecting
 
 _L2NORM_EPS = 1e-6  # the transformers functions' own

@@ -168,6 +168,6 @@ def _equation(pattern: str) -> str:
 
 def _texts() -> dict[str, tuple[str, str]]:
     """Title and equation by pattern name. A report read back from JSON may name patterns this version lacks."""
-    from kdacompile.patterns.family import FAMILY
+    from kdacompile.patterns.recurrence.family import FAMILY
 
     return {row.name: (row.title, row.equation) for row in FAMILY}

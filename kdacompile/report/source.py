@@ -7,7 +7,7 @@ import re
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.patterns.roles import Placement
+from kdacompile.patterns.recurrence.roles import Placement
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 

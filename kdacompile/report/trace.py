@@ -10,9 +10,9 @@ from collections.abc import Callable
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.patterns.candidates import Candidate
-from kdacompile.patterns.ir import Graph
+from kdacompile.graph.ir import Graph
 from kdacompile.patterns.mla.definition import MlaCandidate
+from kdacompile.patterns.recurrence.candidates import Candidate
 
 
 def before(gm: fx.GraphModule) -> None:

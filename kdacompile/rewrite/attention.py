@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.graph.ir import Graph
 from kdacompile.ops.mla_definitions import mla
-from kdacompile.patterns.ir import Graph
 from kdacompile.patterns.mla.definition import VANISHING, Claim, FusedMla, Hiding, MlaPlacement
 from kdacompile.rewrite.splice import CannotSplice, Splice
 

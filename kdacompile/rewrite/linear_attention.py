@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from kdacompile import compat, gradient
+from kdacompile import compat
+from kdacompile.graph import gradient
 from kdacompile.ops.definitions import linear_attention, linear_attention_step, linear_attention_step_
-from kdacompile.patterns.match import Fused
-from kdacompile.patterns.roles import LETTERS, Placement
+from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.recurrence.roles import LETTERS, Placement
 from kdacompile.rewrite.splice import Splice
 
 

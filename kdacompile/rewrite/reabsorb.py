@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from kdacompile import compat
-from kdacompile.patterns.candidates import Candidate
-from kdacompile.patterns.ir import Graph, Op, Value
-from kdacompile.patterns.match import Fused
-from kdacompile.patterns.regions import Group
-from kdacompile.patterns.roles import LETTERS, Placement
+from kdacompile.graph.ir import Graph, Op, Value
+from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.recurrence.candidates import Candidate
+from kdacompile.patterns.recurrence.regions import Group
+from kdacompile.patterns.recurrence.roles import LETTERS, Placement
 
 _OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 _GATE_LETTERS = {"none": "", "head": "H", "token": "BTH", "channel": "BTHK"}

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from kdacompile import compat, gradient
-from kdacompile.patterns.ir import Graph, ancestors
-from kdacompile.patterns.match import Fused
+from kdacompile import compat
+from kdacompile.graph import gradient
+from kdacompile.graph.ir import Graph, ancestors
+from kdacompile.patterns.engine.match import Fused
 from kdacompile.patterns.mla.definition import FusedMla
-from kdacompile.patterns.roles import Placement
+from kdacompile.patterns.recurrence.roles import Placement
 
 
 class CannotSplice(Exception):

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from kdacompile.patterns.ir import Op, Value
+from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.twins import Twins
+from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT, PICKING
 from kdacompile.patterns.mla.definition import Parts
 from kdacompile.patterns.mla.sources import MOVES, heads_of, scales, tokens_of, unexpanded
 from kdacompile.patterns.mla.walk import Attention, Term
-from kdacompile.patterns.regions import is_weight, root
-from kdacompile.patterns.twins import Twins
-from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT, PICKING
+from kdacompile.patterns.recurrence.regions import is_weight, root
 
 MAX_STEPS = 24
 TAKEN = LAYOUT | PICKING | {"repeat"}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from itertools import groupby, islice, permutations, product
 
-from kdacompile.patterns.ir import Value
+from kdacompile.graph.ir import Value
 from kdacompile.patterns.mla.definition import MASKS, WEIGHTS, Claim, Hiding, MlaPlacement, order_of
 from kdacompile.patterns.mla.masks import Masks, aligned
 

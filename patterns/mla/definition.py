@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from kdacompile.patterns.ir import Op, Value
-from kdacompile.patterns.roles import Placement
+from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.recurrence.roles import Placement
 
 NAME = "mla"
 

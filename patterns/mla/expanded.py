@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from itertools import product
 
-from kdacompile.patterns.ir import Value
+from kdacompile.graph.ir import Value
+from kdacompile.patterns.engine.obstacle import Obstacle
+from kdacompile.patterns.engine.twins import Twins
 from kdacompile.patterns.mla.claims import labels
 from kdacompile.patterns.mla.definition import Parts
 from kdacompile.patterns.mla.sources import CACHED, Projection, Sources, heads_of, is_part, tokens_of, unexpanded
 from kdacompile.patterns.mla.walk import Attention, Term
-from kdacompile.patterns.obstacle import Obstacle
-from kdacompile.patterns.regions import root
-from kdacompile.patterns.twins import Twins
+from kdacompile.patterns.recurrence.regions import root
 
 Made = tuple[list[Projection], list[Value]]
 """What an operand is made of: projections, and tensors that are shared by all heads."""

@@ -11,7 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from kdacompile.patterns.ir import Value
+from kdacompile.graph.ir import Value
+from kdacompile.patterns.engine.obstacle import Obstacle
+from kdacompile.patterns.engine.twins import Twins
+from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT
 from kdacompile.patterns.mla.absorbed import is_per_head, product_behind, read_keys_of
 from kdacompile.patterns.mla.definition import Parts
 from kdacompile.patterns.mla.expanded import read_keys_beside
@@ -26,10 +29,7 @@ from kdacompile.patterns.mla.sources import (
     tokens_of,
 )
 from kdacompile.patterns.mla.walk import Attention
-from kdacompile.patterns.obstacle import Obstacle
-from kdacompile.patterns.regions import root
-from kdacompile.patterns.twins import Twins
-from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT
+from kdacompile.patterns.recurrence.regions import root
 
 FAR = 64
 """Operators above a key or value among which its projections are looked for."""

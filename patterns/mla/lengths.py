@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kdacompile.patterns.evaluate import EvaluationError, constant
-from kdacompile.patterns.ir import Op, Value
+from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.vocabulary import ORDERED
 from kdacompile.patterns.mla.definition import Claim, MlaPlacement
 from kdacompile.patterns.mla.masks import selection
-from kdacompile.patterns.vocabulary import ORDERED
 
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}

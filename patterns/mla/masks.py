@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kdacompile.patterns.evaluate import EvaluationError, constant
-from kdacompile.patterns.ir import Op, Value
+from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.obstacle import Obstacle
+from kdacompile.patterns.engine.vocabulary import LAYOUT, ORDERED
 from kdacompile.patterns.mla.definition import MASKS, VANISHING
 from kdacompile.patterns.mla.sources import named
 from kdacompile.patterns.mla.walk import Attention, Hidden
-from kdacompile.patterns.obstacle import Obstacle
-from kdacompile.patterns.vocabulary import LAYOUT, ORDERED
 
 LARGEST_CONSTANT = 1 << 26
 """Entries of a constant mask that is still computed."""

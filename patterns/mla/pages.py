@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kdacompile.patterns.evaluate import EvaluationError, constant
-from kdacompile.patterns.ir import Op, Value
+from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.vocabulary import ORDERED
 from kdacompile.patterns.mla.definition import LETTERS, Claim, MlaPlacement
-from kdacompile.patterns.regions import root
-from kdacompile.patterns.vocabulary import ORDERED
+from kdacompile.patterns.recurrence.regions import root
 
 CACHES = ("cache", "latent", "k_rope")
 INTEGERS = (torch.int32, torch.int64)

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from kdacompile.patterns.ir import Graph, Op, Value, ancestors
+from kdacompile.graph.ir import Graph, Op, Value, ancestors
+from kdacompile.patterns.engine.obstacle import Obstacle
+from kdacompile.patterns.engine.twins import Twins
+from kdacompile.patterns.engine.vocabulary import LAYOUT, REGION
 from kdacompile.patterns.mla.absorbed import read_absorbed
 from kdacompile.patterns.mla.claims import claims, labels
 from kdacompile.patterns.mla.definition import MlaCandidate, Parts
@@ -17,9 +20,6 @@ from kdacompile.patterns.mla.half import half_absorbed, read_half
 from kdacompile.patterns.mla.masks import Masks, read_masks
 from kdacompile.patterns.mla.softmax import LOG, WHOLE
 from kdacompile.patterns.mla.walk import Attention, find_attention
-from kdacompile.patterns.obstacle import Obstacle
-from kdacompile.patterns.twins import Twins
-from kdacompile.patterns.vocabulary import LAYOUT, REGION
 
 ALLOWED = REGION | WHOLE | frozenset({LOG, "max", "amax", "logsumexp"})
 MAX_CLAIMS = 48

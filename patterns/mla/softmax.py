@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kdacompile.patterns.ir import Graph, Op, Value
-from kdacompile.patterns.vocabulary import LAYOUT
+from kdacompile.graph.ir import Graph, Op, Value
+from kdacompile.patterns.engine.vocabulary import LAYOUT
 
 WHOLE = frozenset({"_softmax", "_safe_softmax"})
 LOG = "_log_softmax"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from kdacompile.patterns.ir import Op, Value
-from kdacompile.patterns.regions import is_weight, root
-from kdacompile.patterns.twins import Twins
-from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT, PICKING
+from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.twins import Twins
+from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT, PICKING
+from kdacompile.patterns.recurrence.regions import is_weight, root
 
 MOVES = LAYOUT | frozenset(
     "slice split split_with_sizes select unbind cat slice_scatter select_scatter repeat constant_pad_nd".split()

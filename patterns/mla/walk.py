@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from kdacompile.patterns.ir import Graph, Op, Value
+from kdacompile.graph.ir import Graph, Op, Value
+from kdacompile.patterns.engine.obstacle import Obstacle
+from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT
 from kdacompile.patterns.mla.softmax import Softmax, divides, find_softmaxes
 from kdacompile.patterns.mla.sources import SCALES, is_scalar_factor
-from kdacompile.patterns.obstacle import Obstacle
-from kdacompile.patterns.regions import is_weight, root
-from kdacompile.patterns.vocabulary import CONTRACTIONS, LAYOUT
+from kdacompile.patterns.recurrence.regions import is_weight, root
 
 RANDOM = frozenset("native_dropout bernoulli rand_like rand dropout".split())
 MAX_STEPS = 24

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kdacompile import backend, compat
-from kdacompile.patterns.absorb.scale import factor
+from kdacompile.graph.build import make_shadow
+from kdacompile.patterns.recurrence.absorb.scale import factor
 from kdacompile.report.findings import Match
-from kdacompile.shadow.build import make_shadow
 from tests.absorb.mixers import BATCH, HEADS, LENGTH, SIZE, draw, heads, mix, only, plain
 from tests.backend.layers import run_both
 from tests.compare import worst_error

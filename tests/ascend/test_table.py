@@ -13,8 +13,8 @@ from kdacompile.lowering.ascend.attention import attention_module
 from kdacompile.lowering.ascend.emit import CHUNK, chunk_module
 from kdacompile.lowering.ascend.launch import column_tile
 from kdacompile.lowering.plan import Plan
-from kdacompile.patterns.family import FAMILY
-from kdacompile.patterns.family.row import Pattern
+from kdacompile.patterns.recurrence.family import FAMILY
+from kdacompile.patterns.recurrence.family.row import Pattern
 from tests.ascend.cases import SIZES
 from tests.ascend.test_attention import constants as attention_constants
 from tests.ascend.tools import ARCH, NEXT_ARCH, Tools

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdacompile import recurrence_pass
+from kdacompile.rewrite import recurrence_pass
 from tests.backend.test_hoist import explained, read
 from tests.backend.test_sink import rows
 from tests.compare import worst_error

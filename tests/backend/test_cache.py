@@ -18,7 +18,8 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from kdacompile import backend, remembered
+from kdacompile import backend
+from kdacompile.report import remembered
 from kdacompile.report.collect import collecting
 from kdacompile.report.findings import GraphReport
 from kdacompile.settings import Settings

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import kdacompile
-from kdacompile import readings, recurrence_pass
 from kdacompile.bench.overhead import PROGRAMS
-from kdacompile.lift import hook, lifting
-from kdacompile.patterns.cuts import Surroundings
-from kdacompile.proof import region
-from kdacompile.proof.verdicts import Verdicts
+from kdacompile.capture import hook, lifting
+from kdacompile.graph import readings
+from kdacompile.patterns.engine.verdicts import Verdicts
+from kdacompile.patterns.recurrence import proof as region
+from kdacompile.patterns.recurrence.cuts import Surroundings
+from kdacompile.rewrite import recurrence_pass
 from tests.compare import worst_error
 
 LOOPS = ("tanh on the state", "norm of the state", "tanh between chunks", "softmax block by block")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from kdacompile.patterns.evaluate import Region
-from kdacompile.patterns.lanes import LaneError
-from kdacompile.shadow.build import make_shadow
+from kdacompile.graph.build import make_shadow
+from kdacompile.patterns.engine.evaluate import Region
+from kdacompile.patterns.engine.lanes import LaneError
 
 
 def region_of(function: Any, *inputs: Tensor) -> Region:

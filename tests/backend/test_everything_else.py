@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kdacompile import backend, compat, readings
+from kdacompile import backend, compat
+from kdacompile.graph import build, readings
 from kdacompile.report.collect import collecting
-from kdacompile.shadow import build as shadow
 from tests.backend.layers import compiled, delta_arguments, gated_delta_loop, patterns
 from tests.compare import tensors
 
@@ -66,7 +66,7 @@ def shadows(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
     def counting(gm: torch.fx.GraphModule, *rest: Any, **options: Any) -> Any:
         built.append(gm)
-        return shadow.make_shadow(gm, *rest, **options)
+        return build.make_shadow(gm, *rest, **options)
 
     monkeypatch.setattr(readings, "make_shadow", counting)
     return built
@@ -144,7 +144,7 @@ def test_torch_logs_knows_our_name() -> None:
     level, handlers = logger.level, list(logger.handlers)
     try:
         torch._logging.set_logs(modules={"kdacompile": logging.DEBUG})
-        assert logging.getLogger("kdacompile.compiler_pass").isEnabledFor(logging.DEBUG)
+        assert logging.getLogger("kdacompile.rewrite.compiler_pass").isEnabledFor(logging.DEBUG)
     finally:
         torch._logging.set_logs()
         logger.setLevel(level)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kdacompile.report.collect import collecting
 from tests.compare import relative_error
-from tests.lift.functions import recurrent_gla
-from tests.lift.test_lift import arguments
+from tests.lifting.functions import recurrent_gla
+from tests.lifting.test_lift import arguments
 
 
 def prompt(q: Tensor, k: Tensor, v: Tensor, g: Tensor, keys: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import kdacompile
 from kdacompile import compat
-from kdacompile.patterns import tables
+from kdacompile.patterns.recurrence import tables
 from kdacompile.report.report import Report
 from tests.compare import relative_error, worst_error
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 import kdacompile
 from kdacompile import compat
-from kdacompile.hoist import attempt as hoist
-from kdacompile.hoist import rules
+from kdacompile.patterns.canonical import attempt, rules
 from tests.compare import copies, worst_error
 
 BATCH, LENGTH, HEADS, SIZE, VALUES = 2, 4, 3, 6, 5
@@ -168,7 +167,7 @@ def test_a_wrong_hoist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worst_error(ours, expected) <= 1e-5
     assert not report.matches
     assert report.rejections
-    monkeypatch.setattr(hoist, "agrees", lambda pairs, inside: True)  # type: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(attempt, "agrees", lambda pairs, inside: True)  # type: ignore[reportUnknownLambdaType]
     ours, expected, report = explained(gated_delta)
     assert [match.pattern for match in report.matches] == ["gated_delta_rule"]
     assert worst_error(ours, expected) > 1e-2
@@ -184,13 +183,13 @@ def test_results_stay_tensors_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
         return gated_delta(q, k, v, gate, logit), sums, *twice
 
     shared: list[bool] = []
-    ask = hoist.results_share_memory
+    ask = attempt.results_share_memory
 
     def asked(*given: Any) -> bool:
         shared.append(ask(*given))
         return shared[-1]
 
-    monkeypatch.setattr(hoist, "results_share_memory", asked)
+    monkeypatch.setattr(attempt, "results_share_memory", asked)
     ours, expected, _ = explained(returning)
     assert shared == [True]
     assert worst_error(ours, expected) <= 1e-5

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdacompile import recurrence_pass
-from kdacompile.hoist import rules
+from kdacompile.patterns.canonical import rules
+from kdacompile.rewrite import recurrence_pass
 from tests.backend.test_hoist import BATCH, HEADS, SIZE, VALUES, explained, read
 from tests.compare import worst_error
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from kdacompile import compiler_pass
+from kdacompile.rewrite import compiler_pass
 from kdacompile.settings import parse
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kdacompile.patterns.recurrence import token_recurrence
+from kdacompile.patterns.recurrence.definition import token_recurrence
 
 
 def naive_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, Tensor]:

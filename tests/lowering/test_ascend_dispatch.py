@@ -20,7 +20,7 @@ from kdacompile.lowering.calls import Call
 from kdacompile.lowering.verify import relative_error
 from kdacompile.ops.fused import FusedKernels
 from kdacompile.ops.npu import prepare
-from kdacompile.patterns.recurrence import token_recurrence
+from kdacompile.patterns.recurrence.definition import token_recurrence
 from tests.ops.cases import TENSORS, Case, make_case, oracle
 
 NAMESPACE = "kdacompile_test_npu"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kdacompile.lowering import run_linear_attention, run_linear_attention_step
 from kdacompile.lowering.verify import Case, make_inputs
-from kdacompile.patterns.recurrence import token_recurrence
+from kdacompile.patterns.recurrence.definition import token_recurrence
 
 Results = Callable[..., tuple[Tensor, Tensor]]
 ROWS = [(gate, delta) for gate in ("none", "head", "token", "channel") for delta in (True, False)]

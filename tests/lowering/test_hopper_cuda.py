@@ -17,7 +17,7 @@ from kdacompile.lowering.run import l2norm
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.verify import relative_error
 from kdacompile.ops import semantics
-from kdacompile.patterns.recurrence import token_recurrence
+from kdacompile.patterns.recurrence.definition import token_recurrence
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kdacompile
-from kdacompile.proof import attention as proof
+from kdacompile.patterns.mla import proof
 from tests.compare import relative_error
 from tests.mla.other_near_misses import LEFT_ALONE, WITH_WHAT_THEY_HAVE
 from tests.mla.outsiders import BATCH

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import kdacompile
-from kdacompile.proof import attention as mla_proof
+from kdacompile.patterns.mla import proof as mla_proof
 from kdacompile.report.report import Report
 from tests.compare import relative_error, tensors
 from tests.mla.absorbed import ABSORBED, ABSORBED_MISSES, ABSORBED_OTHERS, DeepSeek

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdacompile.patterns.recurrence import token_recurrence
+from kdacompile.patterns.recurrence.definition import token_recurrence
 
 GATES = ("none", "head", "token", "channel")
 GATE_FNS = ("log", "factor", "softplus", "sigmoid", "logsigmoid")

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdacompile.patterns.recurrence import token_recurrence
+from kdacompile.patterns.recurrence.definition import token_recurrence
 
 PATTERNS = ("kda", "gated_delta_rule", "delta_rule", "gla", "simple_gla", "retention", "linear_attention")
 DELTA = frozenset({"kda", "gated_delta_rule", "delta_rule"})

@@ -1,0 +1,175 @@
+"""How a function is called: its arguments with the batch and token dimensions left open.
+
+A replacement is made for one *call pattern*: which arguments are tensors, their dtypes and fixed sizes, and the value
+of everything else. Two dimensions stay open, the batch ``B`` (unless it is one, which changes how tensors broadcast)
+and the tokens ``T``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kdacompile import compat
+from kdacompile.capture.errors import Unliftable
+
+Dim = int | str
+Sizes = Mapping[str, int]
+
+MIN_TENSORS = 3
+"""q, k and v."""
+
+
+@dataclass(frozen=True)
+class TensorArg:
+    """A tensor argument: open dimensions by letter, fixed ones by size."""
+
+    dims: tuple[Dim, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool = False
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Extra positional (``kind`` "*") or keyword (``kind`` "**") arguments."""
+
+    kind: str
+    names: tuple[str, ...]
+    items: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments by parameter name: ``TensorArg``, ``Group`` or a plain value each.
+
+    A name with "=" in front goes by keyword.
+    """
+
+    arguments: tuple[tuple[str, Any], ...]
+
+    def tensors(self) -> list[tuple[str, TensorArg]]:
+        """Tensor arguments in order, by name."""
+        return [(name, item) for name, item in self._leaves() if isinstance(item, TensorArg)]
+
+    def numbers(self) -> set[int]:
+        """Whole numbers among the plain values: chunk sizes, for one."""
+        plain = [item for _, item in self._leaves()]
+        return {abs(item) for item in plain if isinstance(item, int) and not isinstance(item, bool)}
+
+    def _leaves(self) -> Iterator[tuple[str, Any]]:
+        for name, item in self.arguments:
+            if isinstance(item, Group):
+                yield from ((f"{name}.{key}", part) for key, part in zip(item.names, item.items, strict=True))
+            else:
+                yield name, item
+
+    def bind(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The call's (args, kwargs) with ``tensors`` for the tensor arguments."""
+        given = iter(tensors)
+
+        def fill(item: Any) -> Any:
+            return next(given) if isinstance(item, TensorArg) else item
+
+        args: list[Any] = []
+        named: dict[str, Any] = {}
+        for name, item in self.arguments:
+            if isinstance(item, Group) and item.kind == "**":
+                named.update({key: fill(part) for key, part in zip(item.names, item.items, strict=True)})
+            elif isinstance(item, Group):
+                args.extend(map(fill, item.items))
+            elif name.startswith("="):
+                named[name[1:]] = fill(item)
+            else:
+                args.append(fill(item))
+        return args, named
+
+    def map_tensors(self, change: Callable[[TensorArg], TensorArg]) -> Call:
+        def visit(item: Any) -> Any:
+            if isinstance(item, TensorArg):
+                return change(item)
+            return replace(item, items=tuple(map(visit, item.items))) if isinstance(item, Group) else item
+
+        return Call(tuple((name, visit(item)) for name, item in self.arguments))
+
+    @property
+    def text(self) -> str:
+        return repr(self.arguments)
+
+
+def describe(tensor: torch.Tensor, *, grad: bool = False) -> TensorArg:
+    """A tensor with every dimension fixed; symbolic ones as text, "~" and the size they have now.
+
+    ``grad``: tell tensors that want a gradient from those that do not.
+    """
+    if tensor.is_nested or tensor.layout is not torch.strided or compat.is_traceable_wrapper_subclass(tensor):
+        raise Unliftable("an argument is not a plain tensor")
+    sizes: list[Any] = list(tensor.shape)
+    dims = tuple(size if isinstance(size, int) else f"~{compat.size_hint(size)}" for size in sizes)
+    return TensorArg(dims, tensor.dtype, tensor.device.type, grad and tensor.requires_grad and torch.is_grad_enabled())
+
+
+def open_dimensions(call: Call) -> Iterator[Call]:
+    """``call`` with batch and tokens opened: one guess per layout that fits.
+
+    Tokens are dimension 1 ([B, T, H, D]) or 2 ([B, H, T, D]) of most tensors; the guess is checked by running the
+    function, since the roles its region turns out to have say where tokens really are.
+    """
+    ranked = [
+        tensor for _, tensor in call.tensors() if len(tensor.dims) >= MIN_TENSORS and tensor.dtype.is_floating_point
+    ]
+    if len(ranked) < MIN_TENSORS:
+        raise Unliftable("it takes fewer than three tensors of rank three or more")
+    batch = Counter(tensor.dims[0] for tensor in ranked).most_common(1)[0][0]
+    guesses: list[tuple[Dim, int]] = []
+    for position in (1, 2):
+        sizes = Counter(tensor.dims[position] for tensor in ranked if len(tensor.dims) > position)
+        tokens, count = sizes.most_common(1)[0]
+        if count < MIN_TENSORS:
+            continue
+        if tokens != 1:
+            guesses.append((tokens, position))
+    if [position for _, position in guesses] == [2] and isinstance(guesses[0][0], int):
+        # One head's tokens, or the heads of one token: only a length that is open can be told from a count of heads.
+        # Capturing one token is short anyway.
+        return
+    for tokens, position in sorted(guesses, key=lambda guess: isinstance(guess[0], int)):
+        opened = _opened(call, batch, tokens, position)
+        if all(isinstance(dim, int) or dim in ("B", "T") for _, tensor in opened.tensors() for dim in tensor.dims):
+            yield opened
+
+
+@dataclass(frozen=True)
+class Length:
+    """How many tokens a call has, and whether the captured graph leaves that open."""
+
+    now: int
+    symbolic: bool
+
+
+def length_of(call: Call, opened: Call) -> Length:
+    """The tokens of ``call``, whose open dimensions ``opened`` tells."""
+    for (_, tensor), (_, letters) in zip(call.tensors(), opened.tensors(), strict=True):
+        if "T" in letters.dims:
+            size = tensor.dims[letters.dims.index("T")]
+            return Length(int(str(size).removeprefix("~")), isinstance(size, str))
+    raise Unliftable("no argument has tokens")
+
+
+def _opened(call: Call, batch: Dim, tokens: Dim, position: int) -> Call:
+    def letter(index: int, dim: Dim) -> Dim:
+        if dim == tokens and (index == position or isinstance(dim, str)):
+            return "T"
+        return "B" if dim == batch and index == 0 and dim != 1 else dim
+
+    def visit(tensor: TensorArg) -> TensorArg:
+        return replace(tensor, dims=tuple(letter(index, dim) for index, dim in enumerate(tensor.dims)))
+
+    return call.map_tensors(visit)

@@ -1,0 +1,82 @@
+"""Running a function on stand-ins and rewriting what it does: the same pass as for a whole model's graph."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from kdacompile import compat
+from kdacompile.capture.calls import Call, Sizes
+from kdacompile.capture.dead_writes import drop_dead_writes
+from kdacompile.capture.errors import Unliftable
+from kdacompile.compat.operators import trace_fake
+from kdacompile.compat.tracing import tree_leaves
+from kdacompile.report.findings import Match
+from kdacompile.rewrite import compiler_pass
+from kdacompile.settings import Settings
+
+RUN_ERRORS = (
+    RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError, NotImplementedError,
+    ArithmeticError,
+)  # fmt: skip
+"""What a function may raise when it is run on arguments it was not written for."""
+
+
+Layout = tuple[int, ...] | None
+"""A result's dimensions from the outermost to the innermost in memory; None if it has gaps, or is no tensor."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A rewritten function at one batch and length."""
+
+    sizes: Sizes
+    graph: fx.Graph
+    matches: tuple[Match, ...]
+    layouts: tuple[Layout, ...]
+    """Of the results, in order."""
+
+
+def bound(fn: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    """``fn`` as a function of the call's tensors alone."""
+
+    def run(*tensors: torch.Tensor) -> Any:
+        args, kwargs = call.bind(tensors)
+        return fn(*args, **kwargs)
+
+    return run
+
+
+def capture(fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings) -> Captured:
+    """The function's graph at ``sizes`` with every proven region replaced by its op.
+
+    Raises ``Unliftable`` if nothing is proven, and what the function itself raises.
+    """
+    shapes = [(tensor.shape(sizes), tensor.dtype, tensor.device) for _, tensor in call.tensors()]
+    gm = trace_fake(bound(fn, call), shapes)
+    layouts = tuple(map(_layout, tree_leaves(gm.graph.output_node().args[0])))
+    report = compiler_pass.rewrite(gm, settings, trial=True)
+    if not report.matches:
+        reasons = {rejection.reason for rejection in report.rejections}
+        raise Unliftable("; ".join(sorted(reasons)) or "there is no linear attention in it")
+    drop_dead_writes(gm.graph)
+    _check_outputs(gm.graph)
+    return Captured(sizes, gm.graph, report.matches, layouts)
+
+
+def _layout(result: Any) -> Layout:
+    value = compat.example_value(result) if isinstance(result, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
+    return tuple(order) if value.permute(order).is_contiguous() else None
+
+
+def _check_outputs(graph: fx.Graph) -> None:
+    if not graph.output_node().all_input_nodes:
+        raise Unliftable("it returns no tensor")

@@ -1,0 +1,223 @@
+"""Where Dynamo is about to inline a function: put the proven replacement there instead.
+
+Only for regions compiled with this backend; every other backend, eager mode and ``torch.export`` see the function
+itself, which is never touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kdacompile import compat
+from kdacompile.capture import library, open_sizes, refusals
+from kdacompile.capture.calls import MIN_TENSORS, Call, Group, describe
+from kdacompile.capture.documented import Documented
+from kdacompile.capture.errors import Unliftable
+from kdacompile.capture.identity import Identity, has_loop, identify, is_trusted
+from kdacompile.capture.lifting import Lifted, Lifts
+from kdacompile.capture.store import Verdict
+from kdacompile.compat import dynamo
+from kdacompile.errors import KdaError
+from kdacompile.settings import Settings, parse
+
+log = logging.getLogger(__name__)
+
+lifts = Lifts()
+_identities: WeakKeyDictionary[types.FunctionType, Identity] = WeakKeyDictionary()
+Find = Callable[[Any, dynamo.CallSite, Settings, "list[Any]"], Lifted]
+"""The replacement of a function at a call; the variables to call it with go to the list. Raises ``Unliftable``."""
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format)
+
+
+def install(backend: Callable[..., Any]) -> None:
+    """Start looking at calls in regions that are compiled with ``backend``."""
+    if not _backends:
+        dynamo.on_function_call(consult)
+        dynamo.on_disabled_call(consult_library)
+    _backends.append(backend)
+
+
+_backends: list[Callable[..., Any]] = []
+
+
+def consult(fn: Any, site: dynamo.CallSite) -> Any:
+    """The replaced call's result, or None to let Dynamo inline the function."""
+    if site.begins_region() and (settings := _settings(site)) is not None:
+        open_sizes.recall(settings)
+    if library.of(fn) is not None:
+        return consult_library(fn, site)
+    if not isinstance(fn, types.FunctionType) or not _plausible(fn.__code__) or is_trusted(str(fn.__module__)):
+        return None
+    return _attempt(fn, site, _find)
+
+
+def consult_library(fn: Any, site: dynamo.CallSite) -> Any:
+    """The same for a function that a library keeps torch.compile out of."""
+    documented = library.of(fn)
+    return None if documented is None else _attempt(fn, site, functools.partial(_find_library, documented))
+
+
+def _attempt(fn: Any, site: dynamo.CallSite, find: Find) -> Any:
+    """Call what ``find`` finds in the function's place."""
+    settings = _settings(site)
+    if settings is None or not settings.lift:
+        return None
+    tensors: list[Any] = []
+    try:
+        if site.under_transform():
+            raise Unliftable("it is called under autocast or a transform of torch.func")
+        with compat.no_saved_tensors_hooks():
+            found = find(fn, site, settings, tensors)
+    except Unliftable as error:
+        log.info("not lifted: %s: %s", library.name_of(fn), error.reason)
+        refusals.note(fn, error.reason)
+        return None
+    refusals.forget(fn)
+    log.info("lifted %s at %s", found.verdict.function, found.verdict.source)
+    return site.call(found.run, tensors)
+
+
+@functools.cache
+def _plausible(code: types.CodeType) -> bool:
+    """A function of several arguments with a loop of its own: without one, capture does not grow with the length."""
+    several = code.co_argcount + code.co_kwonlyargcount >= 3 or bool(code.co_flags & inspect.CO_VARARGS)
+    return several and not code.co_filename.startswith("<kdacompile lift") and has_loop(code)
+
+
+def _settings(site: dynamo.CallSite) -> Settings | None:
+    """The settings if the region is compiled with this backend."""
+    try:
+        for backend, given in site.backend():
+            explained = getattr(backend, "kdacompile_settings", None)
+            if isinstance(explained, Settings):
+                return explained
+            if any(backend is own for own in _backends):
+                return parse(given.get("mode"), given.get("options"))
+    except KdaError:  # the backend will say so itself
+        return None
+    return None
+
+
+def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, tensors: list[Any]) -> Lifted:
+    call = _call(fn, site, tensors)
+    if len(tensors) < MIN_TENSORS:
+        raise Unliftable("it takes fewer than three tensors")
+    if _lengths_vary():
+        site.widen_region(fn)
+    identity = _identity(fn)
+    found = _proven(lifts.find(fn, identity, call, settings, lengths_vary=_lengths_vary()))
+    _check_length(found, tensors, site)
+    _open_length(found, tensors, site, settings)
+    _guard(identity, site)
+    return found
+
+
+def _find_library(
+    documented: Documented, fn: Any, site: dynamo.CallSite, settings: Settings, tensors: list[Any]
+) -> Lifted:
+    found = _proven(lifts.find_library(fn, documented, _call(fn, site, tensors, documented=True), settings))
+    if not found.matches:  # a convolution: whether linear attention follows is not known yet
+        return found
+    if _lengths_vary():
+        site.widen_region(fn)
+    _open_length(found, tensors, site, settings)
+    return found
+
+
+def _proven(found: Lifted | Verdict) -> Lifted:
+    if isinstance(found, Lifted):
+        return found
+    raise Unliftable(found.reason)
+
+
+def _identity(fn: types.FunctionType) -> Identity:
+    """What ``fn`` is, now; looked at anew whenever something it depends on was exchanged."""
+    known = _identities.get(fn)
+    if known is None or not known.holds():
+        known = _identities[fn] = identify(fn)
+    return known
+
+
+def _call(fn: Any, site: dynamo.CallSite, tensors: list[Any], *, documented: bool = False) -> Call:
+    """The arguments of the call; Dynamo's variables for the tensors go to ``tensors``, in the call's order.
+
+    ``documented``: by the signature of the function that wrappers stand in front of.
+    """
+    signature = inspect.signature(fn, follow_wrapped=documented)
+    try:
+        bound = signature.bind(*site.args, **site.kwargs)
+    except TypeError as error:  # a mistake of the user's, which the function itself will report
+        raise Unliftable(str(error)) from error
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+
+    def read(name: str, variable: Any) -> Any:
+        example = site.example(variable)
+        if example is not None:
+            tensors.append(variable)
+            return describe(example, grad=documented)
+        value, known = site.constant(variable)
+        if not known or not (_is_plain(value) if documented else isinstance(value, _PLAIN)):
+            raise Unliftable(refusals.object_argument(name))
+        return value
+
+    by_name = {inspect.Parameter.KEYWORD_ONLY}
+    if not any(kinds[name] is inspect.Parameter.VAR_POSITIONAL for name in bound.arguments):
+        by_name.add(inspect.Parameter.POSITIONAL_OR_KEYWORD)  # defaults may have been left out in between
+    arguments: list[tuple[str, Any]] = []
+    for name, given in bound.arguments.items():
+        if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
+            items = tuple(read(name, item) for item in given)
+            arguments.append((name, Group("*", tuple(map(str, range(len(items)))), items)))
+        elif kinds[name] is inspect.Parameter.VAR_KEYWORD:
+            arguments.append((name, Group("**", tuple(given), tuple(read(key, item) for key, item in given.items()))))
+        else:
+            arguments.append((f"={name}" if kinds[name] in by_name else name, read(name, given)))
+    return Call(tuple(arguments))
+
+
+def _is_plain(value: Any) -> bool:
+    parts: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(part, _PLAIN) for part in parts)
+
+
+def _check_length(found: Lifted, tensors: list[Any], site: dynamo.CallSite) -> None:
+    """Raises ``Unliftable`` for a length the function refuses: it shall say so itself."""
+    index, dim = found.verdict.tokens
+    modulus = found.verdict.modulus
+    if modulus and compat.size_hint(site.example(tensors[index]).shape[dim]) % modulus:  # type: ignore[union-attr]
+        raise Unliftable("it does not take this length")
+
+
+def _lengths_vary() -> bool:
+    """True in inference, where the next prompt has another length; batches to train on are usually cut to one."""
+    return not torch.is_grad_enabled()
+
+
+def _open_length(found: Lifted, tensors: list[Any], site: dynamo.CallSite, settings: Settings) -> None:
+    """Leave the length open in the first graph already, so that it is not one that only this length can use."""
+    index, dim = found.verdict.tokens
+    example = site.example(tensors[index])
+    length = 1 if example is None else example.shape[dim]
+    if _lengths_vary() and not isinstance(length, torch.SymInt) and length > 1:
+        open_sizes.open_up(site.inputs_of_size(length), settings)
+
+
+def _guard(identity: Identity, site: dynamo.CallSite) -> None:
+    """Guard everything the function reads, since Dynamo does not get to see it read."""
+    site.guard_defaults(identity.functions[0][0])
+    for read in identity.reads:
+        if read.cell is not None:
+            guarded = site.guard_cell(read.owner, read.cell)
+        else:
+            guarded = site.guard_global(read.owner.__globals__, read.name, read.attributes)
+        if not guarded:
+            raise Unliftable(f"{read.name} of {read.owner.__qualname__} cannot be guarded")

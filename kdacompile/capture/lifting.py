@@ -1,0 +1,274 @@
+"""From a function and a call to its replacement: captured, rewritten, written down, compared, remembered.
+
+A function is lifted for one call pattern if
+
+1. what it is can be pinned down (``identity``),
+2. at several batches and lengths its graph, rewritten by the same pass and the same proof as any model's graph, is one
+   and the same straight line of code around the semantic op (``capture``, ``template``),
+3. that code gives what the function gives at every length at which the function could change its mind (``verify``).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+import math
+import types
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from kdacompile.capture import library, store, template, verify
+from kdacompile.capture import replacement as namespace
+from kdacompile.capture.calls import Call, Sizes, TensorArg, length_of, open_dimensions
+from kdacompile.capture.documented import Documented
+from kdacompile.capture.draft import RUN_ERRORS, Captured, bound, capture
+from kdacompile.capture.errors import Unliftable, WrongLayout
+from kdacompile.capture.identity import Identity
+from kdacompile.capture.probes import roles
+from kdacompile.capture.store import Verdict
+from kdacompile.report.findings import Match
+from kdacompile.settings import Settings
+from kdacompile.store.fingerprint import source_fingerprint
+
+_FILENAME = "<kdacompile lift {key}>"
+
+MANY_TURNS = 8
+"""Turns of a loop up to which a function that nobody has proven yet is rather captured as it is."""
+
+
+@dataclass(frozen=True)
+class Lifted:
+    """A replacement ready to be called with the call's tensors, in order."""
+
+    run: Callable[..., Any]
+    verdict: Verdict
+
+    @property
+    def matches(self) -> tuple[Match, ...]:
+        return tuple(map(_as_match, self.verdict.matches))
+
+
+class Lifts:
+    """Verdicts of this process, backed by those on disk."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Lifted | Verdict] = {}
+
+    def find(
+        self, fn: types.FunctionType, identity: Identity, call: Call, settings: Settings, *, lengths_vary: bool
+    ) -> Lifted | Verdict:
+        """The replacement for ``fn`` under ``call``, or the verdict that says why there is none.
+
+        ``lengths_vary``: calls of other lengths will follow, so that it is worth proving for a short one, too.
+        """
+        reason = "no layout of its arguments fits"
+        for opened in open_dimensions(call):
+            key = _key(identity, opened, settings)
+            if key not in self.known:
+                if not (lengths_vary or store.has(key) or _pays(call, opened, identity)):
+                    return Verdict(fn.__qualname__, source_of(fn), reason="a length this short is captured faster")
+                self.known[key] = _settle(
+                    key, fn.__qualname__, source_of(fn), functools.partial(prove, fn, identity, opened, settings)
+                )
+            found = self.known[key]
+            if isinstance(found, Lifted) or not found.wrong_layout:
+                return found
+            reason = found.reason
+        return Verdict(fn.__qualname__, source_of(fn), reason=reason)
+
+    def find_library(
+        self, fn: Callable[..., Any], documented: Documented, call: Call, settings: Settings
+    ) -> Lifted | Verdict:
+        """The replacement for a library's function, told by its documented signature."""
+        opened = library.open_dimensions(documented, call)
+        text = "\n".join([library.version(fn), opened.text, repr(settings.disable), source_fingerprint()])
+        key = hashlib.sha256(text.encode()).hexdigest()[:32]
+        if key not in self.known:
+
+            def prove() -> Verdict:
+                return library.prove(fn, documented, opened, lambda text: load("draft", Verdict("", "", text)).run)
+
+            self.known[key] = _settle(key, library.name_of(fn), library.source_of(fn), prove)
+        return self.known[key]
+
+    def known_by(self, key: str) -> Lifted | None:
+        """The replacement that code under this key belongs to."""
+        found = self.known.get(key)
+        return found if isinstance(found, Lifted) else None
+
+
+def _pays(call: Call, opened: Call, identity: Identity) -> bool:
+    """True if proving is worth its time: the length is open already, or so many turns would be unrolled."""
+    length = length_of(call, opened)
+    turns = length.now // max(1, _chunk(identity.numbers | call.numbers()))
+    return length.symbolic or turns > MANY_TURNS
+
+
+def _chunk(numbers: AbstractSet[int]) -> int:
+    """What a function that mentions these numbers takes for a chunk; 0 if it goes token by token."""
+    return max((number for number in numbers if 8 <= number <= verify.LARGEST_CHUNK), default=0)
+
+
+def _settle(key: str, name: str, source: str, prove: Callable[[], Verdict]) -> Lifted | Verdict:
+    """The verdict on disk, or a new one."""
+    verdict = store.load(key)
+    if verdict is None:
+        try:
+            verdict = prove()
+        except Unliftable as error:
+            verdict = Verdict(name, source, reason=error.reason, wrong_layout=isinstance(error, WrongLayout))
+        store.save(key, verdict)
+    return load(key, verdict) if verdict.text else verdict
+
+
+def _key(identity: Identity, call: Call, settings: Settings) -> str:
+    policy = (settings.precision, settings.verify, settings.disable)
+    ambient = (torch.get_default_dtype(), torch.get_default_device())  # what tensors made from nothing turn out as
+    text = "\n".join([identity.digest, call.text, repr(policy), repr(ambient), source_fingerprint()])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def source_of(fn: types.FunctionType) -> str:
+    return f"{fn.__code__.co_filename}:{fn.__code__.co_firstlineno}"
+
+
+def load(key: str, verdict: Verdict) -> Lifted:
+    """Compile a verdict's text; errors and profiles show it under a name of its own."""
+    filename = _FILENAME.format(key=key)
+    scope = dict(vars(namespace))
+    exec(compile(verdict.text, filename, "exec"), scope)
+    linecache.cache[filename] = (len(verdict.text), None, verdict.text.splitlines(keepends=True), filename)
+    return Lifted(scope[template.NAME], verdict)
+
+
+def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Settings) -> Verdict:
+    """Capture, rewrite and compare; raises ``Unliftable`` where that does not come out."""
+    numbers = identity.numbers | call.numbers()
+    tried = verify.lengths(numbers)
+    captured, text = captures(fn, call, numbers, settings)
+    found = roles(captured[-1].graph)
+    original, narrow = bound(fn, call), _fewer_heads(call)
+    other = load("draft", Verdict("", "", text)).run
+    try:
+        agreed = verify.compare_everywhere(bound(fn, narrow), other, narrow, found, tried)
+    except RUN_ERRORS:  # it knows its own number of heads
+        narrow = call
+        agreed = verify.compare_everywhere(original, other, call, found, tried)
+    taken = agreed.taken
+    modulus = _modulus(agreed.tried, taken, numbers)
+    verify.compare_gradients(bound(fn, narrow), other, narrow, found, taken[len(taken) // 2], verify.BATCHES[0])
+    if modulus:
+        text = template.write(captured, call, modulus)
+    return Verdict(
+        fn.__qualname__,
+        source_of(fn),
+        text,
+        matches=tuple(_as_data(match, fn) for match in captured[-1].matches),
+        lengths=tuple(taken),
+        max_error=agreed.error,
+        modulus=modulus,
+        tokens=next((i, x.dims.index("T")) for i, (_, x) in enumerate(call.tensors()) if "T" in x.dims),
+    )
+
+
+def captures(
+    fn: types.FunctionType, call: Call, numbers: AbstractSet[int], settings: Settings
+) -> tuple[list[Captured], str]:
+    """The rewritten function at three sizes, and what they have in common as text.
+
+    Within a chunk, over an edge, at whole chunks; where a single chunk is rewritten otherwise than several, at more
+    than one; and where the function takes whole chunks only, at those.
+    """
+    chunk = _chunk(numbers)
+    plans = [(5, chunk + 3, 3 * chunk), (2 * chunk + 5, chunk + 3, 5 * chunk), (chunk, 2 * chunk, 5 * chunk)]
+    known: dict[int, Captured] = {}
+    failure: Exception | None = None
+    for plan in plans if chunk else [(3, 6, 11)]:
+        try:
+            captured = _alike(fn, call, plan, chunk, settings, known)
+        except RUN_ERRORS as error:
+            failure = WrongLayout(f"it does not run on stand-ins: {error}")
+            continue
+        try:
+            return captured, template.write(captured, call)
+        except Unliftable as error:
+            failure = error
+    assert failure is not None
+    raise failure
+
+
+def _alike(
+    fn: types.FunctionType,
+    call: Call,
+    plan: tuple[int, ...],
+    chunk: int,
+    settings: Settings,
+    known: dict[int, Captured],
+) -> list[Captured]:
+    """The rewritten function at the sizes of a plan, up to the first that is unlike the others.
+
+    ``known``: what was captured already, by length. Raises ``Unliftable`` if more chunks have more ops: each is
+    recognised by itself then, whatever the plan.
+    """
+    captured: list[Captured] = []
+    for sizes in _sizes(plan):
+        length = sizes["T"]
+        if length not in known or known[length].sizes != sizes:
+            known[length] = capture(fn, call, sizes, settings)
+        captured.append(known[length])
+        if chunk and len({len(each.matches) for each in known.values() if each.sizes["T"] > chunk}) > 1:
+            raise Unliftable("its loop is not one recurrence")
+        if len({len(each.graph.nodes) for each in captured}) > 1:
+            break
+    return captured
+
+
+def _sizes(plan: tuple[int, ...]) -> Iterator[Sizes]:
+    return ({"B": batch, "T": length} for batch, length in zip(verify.BATCHES, plan, strict=True))
+
+
+def _modulus(tried: list[int], taken: list[int], numbers: AbstractSet[int]) -> int | None:
+    """The number that all lengths the function takes are multiples of, None if it takes every length."""
+    if len(taken) == len(tried):
+        return None
+    for number in sorted((n for n in numbers if n > 1), reverse=True):
+        if [length for length in tried if length % number == 0] == taken and len(taken) > 1:
+            return number
+    raise Unliftable("which lengths it takes is not clear")
+
+
+def _fewer_heads(call: Call) -> Call:
+    """The call with as few heads as keep the ratio between key and value heads: comparing stays cheap."""
+    tensors = [tensor for _, tensor in call.tensors() if "T" in tensor.dims and len(tensor.dims) > 2]
+    where = 3 - tensors[0].dims.index("T")
+    heads = {tensor.dims[where] for tensor in tensors if isinstance(tensor.dims[where], int)}
+    common = math.gcd(*(head for head in heads if isinstance(head, int))) if heads else 1
+    divisor = common // 2 if common % 2 == 0 else common
+    if divisor < 2:
+        return call
+
+    def narrow(tensor: TensorArg) -> TensorArg:
+        at = where if "T" in tensor.dims else min(1, len(tensor.dims) - 1)
+        dims = [d // divisor if i == at and d in heads and isinstance(d, int) else d for i, d in enumerate(tensor.dims)]
+        return replace(tensor, dims=tuple(dims))
+
+    return call.map_tensors(narrow)
+
+
+def _as_match(data: dict[str, Any]) -> Match:
+    """The reverse of ``_as_data``, after a round trip through JSON, which has no tuples."""
+    plain = dict(data)
+    absorbed, holds = tuple(plain.pop("absorbed")), tuple(plain.pop("holds"))
+    return Match(**plain, absorbed=absorbed, holds=holds)
+
+
+def _as_data(match: Match, fn: types.FunctionType) -> dict[str, Any]:
+    data = asdict(match)
+    data["source"] = source_of(fn)
+    data["roles"] = dict(match.roles)
+    return data

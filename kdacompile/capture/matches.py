@@ -1,0 +1,59 @@
+"""What a captured graph owes to lifting, for the report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from kdacompile import compat
+from kdacompile.capture import hook, refusals
+from kdacompile.report.findings import GraphReport, Match
+from kdacompile.settings import Settings
+
+_FROM = re.compile(r"<kdacompile lift (\w+)>")
+_OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+
+
+def complete(report: GraphReport, gm: fx.GraphModule, settings: Settings) -> GraphReport:
+    """The report with what was replaced before capture, and why the loops that were unrolled were not."""
+    told = [
+        replace(match, not_lifted=refusals.reason(match.loop) if settings.lift else "kda.lift is off")
+        if match.loop
+        else match
+        for match in report.matches
+    ]
+    return replace(report, matches=(*_lifted(gm), *told))
+
+
+def _lifted(gm: fx.GraphModule) -> Iterator[Match]:
+    """One match for every op that stands where a lifted function was called."""
+    for node in gm.graph.nodes:
+        if not compat.is_own_op(node):
+            continue
+        key = _FROM.search(str(node.meta.get("stack_trace", "")))
+        lifted = hook.lifts.known_by(key.group(1)) if key else None
+        if lifted is not None:
+            op = _op_name(node)
+            match = next((match for match in lifted.matches if match.op == op), lifted.matches[0])
+            absorbed = tuple(dict.fromkeys([*match.absorbed, *node.meta.get(compat.ABSORBED, ())]))
+            yield replace(match, op=op, roles=_roles(node), absorbed=absorbed, lifted=lifted.verdict.function)
+
+
+def _op_name(node: fx.Node) -> str:
+    return str(node.target).removesuffix(".default").replace(".", "::")
+
+
+def _roles(node: fx.Node) -> dict[str, str]:
+    operands = zip(_OPERANDS, node.args, strict=False)
+    return {role: _describe(operand) for role, operand in operands if isinstance(operand, fx.Node)}
+
+
+def _describe(node: fx.Node) -> str:
+    value = compat.example_value(node)
+    if not isinstance(value, torch.Tensor):
+        return node.name
+    return f"{node.name} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"

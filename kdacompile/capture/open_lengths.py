@@ -1,0 +1,76 @@
+"""Lengths that the next call brings anew: of prompts in inference, and of caches that grow.
+
+Dynamo captures the first prompt for the length it happens to have, and only the second with an open length. So it does
+with a decoding step, which concatenates its cache and the new token and returns the result to be the next step's
+cache. Where the graph is one that is rewritten, the length is opened at once: one graph serves all prompts, and one all
+steps. Of prompts, those through attention over a latent are looked for here; what recurrences do to theirs is the
+business of ``lift``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from kdacompile import compat
+from kdacompile.capture import open_sizes
+from kdacompile.compat import sizes
+from kdacompile.graph import prefilter
+from kdacompile.ops.mla_definitions import mla
+from kdacompile.rewrite import compiler_pass, held
+from kdacompile.rewrite.fresh_caches import CONCATENATIONS
+from kdacompile.settings import Settings
+
+
+def open_lengths(gm: fx.GraphModule, settings: Settings) -> None:
+    """Have lengths that will change captured open; does not return if that takes another capture.
+
+    Does nothing to a graph that has nothing to rewrite.
+    """
+    lengths, prompts = set(_of_caches(gm.graph)), _of_prompts(gm.graph)
+    if not lengths and not prompts:
+        return
+    if prompts or not any(map(compat.is_own_op, gm.graph.nodes)):
+        trial = held.copy_of(gm)
+        lengths = lengths if compiler_pass.rewrite(trial, settings).matches else set[int]()
+        lengths |= prompts & set(_of_queries(trial.graph))
+    open_sizes.open_up(sizes.of_size(gm.graph, lengths), settings)
+
+
+def _of_caches(graph: fx.Graph) -> Iterator[int]:
+    """What growing caches measure, and what they grow to, as masks do; only where both are captured as numbers."""
+    results = set(graph.output_node().all_input_nodes)
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in CONCATENATIONS or node not in results:
+            continue
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+        after = compat.example_value(node)
+        for before in (compat.example_value(each) for each in node.all_input_nodes if each.op == "placeholder"):
+            if before.dim() != after.dim():  # nothing yet: torch.cat takes an empty tensor of one dimension for that
+                continue
+            lengths = (before.shape[dim], after.shape[dim])
+            if all(isinstance(length, int) and length > 1 for length in lengths):
+                yield from lengths
+
+
+def _of_prompts(graph: fx.Graph) -> set[int]:
+    """How many tokens a prompt could have, if this is one and its length is captured as a number.
+
+    Batches to train on are usually cut to one length.
+    """
+    if torch.is_grad_enabled():
+        return set()
+    lengths = set(prefilter.heads_and_queries(graph))
+    given = sizes.of_size(graph, lengths)
+    known = {compat.example_value(node).shape[dim] for node, dims in given for dim in dims}
+    return known if known and prefilter.may_expand_a_latent(graph) else set()
+
+
+def _of_queries(graph: fx.Graph) -> Iterator[int]:
+    """How many queries the ops in a rewritten graph have; open numbers left out."""
+    for node in graph.find_nodes(op="call_function", target=mla):
+        tokens = compat.example_value(node.args[0]).shape[1]
+        if isinstance(tokens, int):
+            yield tokens

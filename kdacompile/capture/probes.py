@@ -1,0 +1,55 @@
+"""Random arguments for a function, by the roles its tensors were found to play."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+from kdacompile import compat
+from kdacompile.capture.calls import Call, Sizes
+
+_OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+
+
+def roles(graph: fx.Graph) -> dict[int, str]:
+    """Tensor argument (by position) -> what it must look like: a role, or how a gate or beta is given ("g:log")."""
+    inputs = {node: index for index, node in enumerate(node for node in graph.nodes if node.op == "placeholder")}
+    found: dict[int, str] = {}
+    for call in graph.nodes:
+        if not compat.is_own_op(call):
+            continue
+        for role, operand in zip(_OPERANDS, call.args, strict=False):
+            node = operand
+            while isinstance(node, fx.Node) and node not in inputs and node.all_input_nodes:
+                node = node.all_input_nodes[0]
+            if isinstance(node, fx.Node) and node in inputs:
+                form = {"g": call.kwargs["gate_fn"], "beta": "logit" if call.kwargs["sigmoid_beta"] else "factor"}
+                found.setdefault(inputs[node], f"{role}:{form[role]}" if role in form else role)
+    return found
+
+
+def make(call: Call, found: dict[int, str], sizes: Sizes, seed: int) -> list[Tensor]:
+    """Tensors of the call's shapes: keys of about unit length, decays mild enough for any spelling's arithmetic."""
+    generator = torch.Generator().manual_seed(seed)
+    made: list[Tensor] = []
+    for index, (_, tensor) in enumerate(call.tensors()):
+        shape = tensor.shape(sizes)
+        if found.get(index) == "cu_seqlens":
+            value = torch.linspace(0, sizes["T"], shape[0])
+        elif tensor.dtype.is_floating_point:
+            value = _draw(found.get(index, ""), shape, generator)
+        else:
+            value = torch.zeros(shape)
+        made.append(value.to(dtype=tensor.dtype, device=tensor.device))
+    return made
+
+
+def _draw(role: str, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    if role in ("g:factor", "beta:factor"):
+        return 0.05 + 0.9 * torch.rand(shape, generator=generator)
+    if role == "g:log":
+        return -0.5 * torch.rand(shape, generator=generator)
+    normal = torch.randn(shape, generator=generator)
+    return normal * shape[-1] ** -0.5 if role in ("q", "k") else 0.5 * normal

@@ -1,0 +1,201 @@
+"""The rewritten function as text: one graph for every batch and length, from the graphs captured at a few.
+
+The graphs must be the same up to whole numbers, and each number must be one simple function of the batch B and the
+tokens T: a constant, a multiple of B, of T or of B T, or T plus a constant. What does not fit has the length burnt in,
+so the function is not lifted.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from kdacompile.capture.calls import Call, Sizes
+from kdacompile.capture.dead_writes import aliased
+from kdacompile.capture.draft import Captured, Layout
+from kdacompile.capture.errors import Unliftable
+from kdacompile.compat.tracing import OpOverload, tree_leaves
+
+NAME = "replacement"
+
+_FUNCTIONS: dict[Callable[..., Any], str] = {
+    operator.getitem: "operator.getitem",
+    operator.mul: "operator.mul",
+    torch.tensor: "torch.tensor",
+}
+_PLAIN = (torch.dtype, torch.memory_format, torch.layout)
+
+
+def write(captured: Sequence[Captured], call: Call, modulus: int | None = None) -> str:
+    """Python source of ``replacement(*tensors)``; raises ``Unliftable`` if the graphs are not one function.
+
+    ``modulus``: the function takes only lengths divisible by it.
+    """
+    graphs, sizes = [each.graph for each in captured], [each.sizes for each in captured]
+    live = [[node for node in graph.nodes if node.op != "placeholder"] for graph in graphs]
+    inputs = [[node for node in graph.nodes if node.op == "placeholder"] for graph in graphs]
+    if len({len(nodes) for nodes in live}) != 1:
+        raise Unliftable("what is left of it differs with the length")
+    writer = _Writer(sizes, call)
+    for index, row in enumerate(zip(*inputs, strict=True)):
+        writer.name(row, f"x{index}")
+    *rows, results = zip(*live, strict=True)
+    body = [writer.line(row) for row in rows]
+    body += writer.layouts(results, [each.layouts for each in captured])
+    body.append(writer.line(results))
+    check = [f"assert T % {modulus} == 0"] if modulus else []
+    head = f"def {NAME}({', '.join(f'x{index}' for index in range(len(inputs[0])))}):"
+    code = [*check, *body]
+    names = set(re.findall(r"\w+", " ".join(code)))
+    sizes_read = [line for letter, line in writer.sizes_from_arguments().items() if letter in names]
+    return "\n    ".join([head, *sizes_read, *code]) + "\n"
+
+
+class _Writer:
+    """Text of a function from rows of nodes: one node of each length, which must say the same but for its sizes."""
+
+    def __init__(self, sizes: Sequence[Sizes], call: Call) -> None:
+        self.sizes = sizes
+        self.call = call
+        self.names: dict[fx.Node, str] = {}
+        self.lines = 0
+
+    def name(self, row: Sequence[fx.Node], name: str) -> None:
+        self.names.update(dict.fromkeys(row, name))
+
+    def sizes_from_arguments(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for index, (_, tensor) in enumerate(self.call.tensors()):
+            for dim, letter in enumerate(tensor.dims):
+                if isinstance(letter, str):
+                    found.setdefault(letter, f"{letter} = x{index}.size({dim})")
+        return found
+
+    def line(self, row: Sequence[fx.Node]) -> str:
+        first = row[0]
+        if any(node.op != first.op or node.target != first.target for node in row):
+            raise Unliftable("what is left of it differs with the length")
+        if first.op == "output":
+            return f"return {self.value([node.args[0] for node in row])}"
+        args = self.values([node.args for node in row])
+        if any(list(node.kwargs) != list(first.kwargs) for node in row):
+            raise Unliftable("what is left of it differs with the length")
+        kwargs = [f"{key}={self.value([node.kwargs[key] for node in row])}" for key in first.kwargs]
+        self.lines += 1
+        self.name(row, f"v{self.lines}")
+        return f"{self.names[first]} = {self.callee(first, args, kwargs)}"
+
+    def layouts(self, results: Sequence[fx.Node], wanted: Sequence[Sequence[Layout]]) -> Iterator[str]:
+        """Lay results out in memory as the function does: its caller may take views that need it."""
+        leaves = zip(*(tree_leaves(node.args[0]) for node in results), strict=True)
+        for row, orders in zip(leaves, zip(*wanted, strict=True), strict=True):
+            order = orders[0]
+            if order is None or len(set(orders)) > 1 or not isinstance(row[0], fx.Node) or _of_input(row[0]):
+                continue
+            made = f"{self.names[row[0]]}.permute({order}).contiguous().permute({_inverse(order)})"
+            plain = f"{self.names[row[0]]}.contiguous()"
+            self.lines += 1
+            self.name(row, f"v{self.lines}")
+            yield f"v{self.lines} = {plain if list(order) == sorted(order) else made}"
+
+    def callee(self, node: fx.Node, args: list[str], kwargs: list[str]) -> str:
+        if node.op == "call_method":
+            if str(node.target).endswith("_"):
+                raise Unliftable("it writes its arguments")
+            return f"{args[0]}.{node.target}({', '.join([*args[1:], *kwargs])})"
+        if node.op != "call_function":
+            raise Unliftable("it holds tensors of its own")
+        target: Any = node.target
+        if isinstance(target, OpOverload):
+            if target._schema.is_mutable:
+                raise Unliftable("it writes its arguments")
+            if torch.Tag.nondeterministic_seeded in target.tags:
+                raise Unliftable("it draws random numbers")
+            name = f"torch.ops.{target._schema.name.replace('::', '.')}.{target._overloadname}"
+        elif target in _FUNCTIONS:
+            name = _FUNCTIONS[target]
+        else:
+            raise Unliftable(f"what is left of it calls {target}")
+        return f"{name}({', '.join([*args, *kwargs])})"
+
+    def values(self, columns: Sequence[Sequence[Any]]) -> list[str]:
+        if len({len(column) for column in columns}) != 1:
+            raise Unliftable("what is left of it differs with the length")
+        return [self.value(list(row)) for row in zip(*columns, strict=True)]
+
+    def value(self, row: list[Any]) -> str:
+        first = row[0]
+        if any(type(item) is not type(first) for item in row):
+            raise Unliftable("what is left of it differs with the length")
+        if isinstance(first, fx.Node):
+            names = {self.names[item] for item in row}
+            if len(names) != 1:
+                raise Unliftable("what is left of it differs with the length")
+            return names.pop()
+        if isinstance(first, (list, tuple)):
+            items = self.values(row)
+            return f"[{', '.join(items)}]" if isinstance(first, list) else f"({''.join(f'{item}, ' for item in items)})"
+        if isinstance(first, int) and not isinstance(first, bool):
+            return self.number(row)
+        if any(item != first for item in row):
+            raise Unliftable("a number in it differs with the length")
+        return _literal(first)
+
+    def number(self, row: Sequence[int]) -> str:
+        for form in _FORMS:
+            text = form(row, self.sizes)
+            if text is not None:
+                return text
+        raise Unliftable(f"a size in it does not follow from batch and length: {list(row)}")
+
+
+def _of_input(node: fx.Node) -> bool:
+    """True if the node is an input of the graph or shares its memory."""
+    source = aliased(node)
+    return node.op == "placeholder" if source is None else _of_input(source)
+
+
+def _inverse(order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def _literal(item: Any) -> str:
+    if isinstance(item, float):
+        return repr(item) if item == item and abs(item) != float("inf") else f'float("{item}")'
+    if isinstance(item, (bool, str)) or item is None:
+        return repr(item)
+    if isinstance(item, _PLAIN):
+        return str(item)
+    if isinstance(item, torch.device):
+        return "x0.device"
+    raise Unliftable(f"what is left of it holds a {type(item).__name__}")
+
+
+def _constant(row: Sequence[int], sizes: Sequence[Sizes]) -> str | None:
+    return str(row[0]) if len(set(row)) == 1 else None
+
+
+def _multiple(*letters: str) -> Callable[[Sequence[int], Sequence[Sizes]], str | None]:
+    def form(row: Sequence[int], sizes: Sequence[Sizes]) -> str | None:
+        product = [1] * len(row)
+        for letter in letters:
+            product = [have * at.get(letter, 1) for have, at in zip(product, sizes, strict=True)]
+        factor, rest = divmod(row[0], product[0])
+        if rest or any(have * factor != want for have, want in zip(product, row, strict=True)):
+            return None
+        return " * ".join([*letters, *([str(factor)] if factor != 1 else [])])
+
+    return form
+
+
+def _offset(row: Sequence[int], sizes: Sequence[Sizes]) -> str | None:
+    steps = {want - at["T"] for want, at in zip(row, sizes, strict=True)}
+    return f"T + {steps.pop()}" if len(steps) == 1 else None
+
+
+_FORMS = (_constant, _multiple("T"), _multiple("B"), _multiple("B", "T"), _offset)

@@ -1,0 +1,196 @@
+"""The replacement against the function itself, run eagerly at many lengths.
+
+The region inside was proven at the captured lengths. What could still differ elsewhere is the Python around it: how it
+pads, how it counts chunks, a branch on the length or the batch. So both are run wherever the code mentions a number at
+which something could begin or end, at the edges of several chunks, and wherever a comparison it makes would turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdacompile.capture.branches import Point, Watch
+from kdacompile.capture.calls import Call
+from kdacompile.capture.draft import RUN_ERRORS
+from kdacompile.capture.errors import Unliftable
+from kdacompile.capture.probes import make
+from kdacompile.compat.tracing import tree_flatten, tree_leaves
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""Relative error (RMS) by the coarsest floating dtype among the arguments: rounding, for any order of summation."""
+
+GRADIENT_SLACK = 5.0
+LARGEST_CHUNK = 256
+FARTHEST = 4200
+MOST_LENGTHS = 40
+BATCHES = (2, 3, 7)
+LARGEST_BATCH = 512
+MOST_RUNS = 80
+
+Function = Callable[..., Any]
+
+
+def lengths(numbers: Iterable[int]) -> list[int]:
+    """Where to compare; raises ``Unliftable`` if the code mentions too much to try."""
+    wanted = {2, 3, 5, 17}
+    for number in numbers:
+        if 3 <= number <= LARGEST_CHUNK:
+            wanted |= {number - 1, number, number + 1, 2 * number, 2 * number + 3}
+            wanted |= {3 * number + 1} if number > 8 else set()
+        elif LARGEST_CHUNK < number <= FARTHEST:
+            wanted |= {number - 1, number, number + 1}
+        elif FARTHEST < number < 1 << 40:
+            raise Unliftable(f"its code mentions {number}, more tokens than can be tried")
+    wanted = {length for length in wanted if length >= 2}
+    if len(wanted) > MOST_LENGTHS:
+        raise Unliftable("its code mentions too many numbers to try them all")
+    return sorted(wanted)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How two functions compared: the largest relative error, the lengths tried, and those that the first one takes."""
+
+    error: float
+    tried: list[int]
+    taken: list[int]
+
+
+def compare_everywhere(
+    fn: Function, other: Function, call: Call, roles: dict[int, str], wanted: list[int]
+) -> Agreement:
+    """Compare at the lengths ``wanted``, at several batches, and wherever ``fn`` would decide otherwise than there.
+
+    Raises ``Unliftable`` unless the two agree, and what ``fn`` raises if it takes none of the lengths.
+    """
+    watch, errors = Watch(), dict[Point, "float | None"]()
+
+    def visit(points: Iterable[Point]) -> None:
+        for batch, length in points:
+            errors[batch, length] = compare(fn, other, call, roles, length, batch, watch)
+
+    visit((BATCHES[0], length) for length in wanted)
+    taken = [length for (_, length), error in errors.items() if error is not None]
+    if not taken:
+        raise RuntimeError("it runs at no length")
+    if any("B" in tensor.dims for _, tensor in call.tensors()):
+        visit((batch, min(taken)) for batch in BATCHES[1:])
+    while new := _turns(watch, min(taken)) - set(errors):
+        if len(errors) + len(new) > MOST_RUNS:
+            raise Unliftable("it decides at too many sizes to try them all")
+        visit(sorted(new))
+    if any(error is None for (batch, _), error in errors.items() if batch != BATCHES[0]):
+        raise Unliftable("it does not take every batch")
+    lengths = {length: error for (batch, length), error in sorted(errors.items()) if batch == BATCHES[0]}
+    largest = max(error for error in errors.values() if error is not None)
+    return Agreement(largest, list(lengths), [length for length, error in lengths.items() if error is not None])
+
+
+def _turns(watch: Watch, length: int) -> set[Point]:
+    """(batch, length) around every size at which a comparison would come out as it has not yet."""
+    points: set[Point] = set()
+    for letter, size in watch.turning_points():
+        if size > (LARGEST_BATCH if letter == "B" else FARTHEST):
+            raise Unliftable(f"it decides something at {size}, more than can be tried")
+        if size > 1:
+            points.add((size, length) if letter == "B" else (BATCHES[0], size))
+    return points
+
+
+def compare(
+    fn: Function,
+    other: Function,
+    call: Call,
+    roles: dict[int, str],
+    length: int,
+    batch: int,
+    watch: Watch | None = None,
+) -> float | None:
+    """Largest relative error of the outputs, None if the function does not take this length."""
+    inputs = make(call, roles, {"B": batch, "T": length}, seed=length)
+    before = [tensor.clone() for tensor in inputs]
+    try:
+        with torch.no_grad():
+            want = fn(*inputs) if watch is None else watch.run(fn, inputs, batch, length)
+    except RUN_ERRORS:
+        return None
+    if not all(map(_same_bits, inputs, before)):
+        raise Unliftable("it writes its arguments")
+    with torch.no_grad():
+        have = other(*inputs)
+    return _difference(have, want, _tolerance(call))
+
+
+def compare_gradients(
+    fn: Function, other: Function, call: Call, roles: dict[int, str], length: int, batch: int
+) -> None:
+    """Raises ``Unliftable`` unless the gradients agree too.
+
+    In inference as well: whoever trains later finds the same verdict.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        _compare_gradients(fn, other, call, roles, length, batch)
+
+
+def _compare_gradients(
+    fn: Function, other: Function, call: Call, roles: dict[int, str], length: int, batch: int
+) -> None:
+    results: list[list[Tensor | None]] = []
+    for run in (fn, other):
+        inputs = make(call, roles, {"B": batch, "T": length}, seed=length)
+        leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
+        try:
+            outputs = [out for out in tree_leaves(run(*inputs)) if isinstance(out, Tensor) and out.requires_grad]
+            if run is fn and not outputs:
+                raise Unliftable("it cuts gradients")
+            seeds = [torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out) for out in outputs]
+            results.append(list(torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)))
+        except RUN_ERRORS as error:
+            if run is fn and not isinstance(error, torch.OutOfMemoryError):
+                return  # it has no gradients, so nobody trains through it
+            raise
+    for want, have in zip(*results, strict=True):
+        if want is None or have is None:
+            if (want is None) != (have is None) and bool((want if have is None else have).any()):  # type: ignore[union-attr]
+                raise Unliftable("a gradient differs from the op's")
+        elif not _error(have, want) <= GRADIENT_SLACK * _tolerance(call):
+            raise Unliftable("a gradient differs from the op's")
+
+
+def _tolerance(call: Call) -> float:
+    dtypes = [tensor.dtype for _, tensor in call.tensors() if tensor.dtype.is_floating_point]
+    return max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+
+
+def _difference(have: Any, want: Any, tolerance: float) -> float:
+    have_leaves, have_spec = tree_flatten(have)
+    want_leaves, want_spec = tree_flatten(want)
+    if have_spec != want_spec:
+        raise Unliftable("what it returns differs with the length")
+    worst = 0.0
+    for a, b in zip(have_leaves, want_leaves, strict=True):
+        if not isinstance(b, Tensor):
+            if a != b:
+                raise Unliftable("it returns a number that differs with the length")
+            continue
+        if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+            raise Unliftable("the shape or dtype of a result differs with the length")
+        worst = max(worst, _error(a, b))
+    if not worst <= tolerance:
+        raise Unliftable(f"its results differ from the op's by {worst:.1e}")
+    return worst
+
+
+def _error(have: Tensor, want: Tensor) -> float:
+    have, want = have.double(), want.double()
+    size = want.square().mean().sqrt()
+    return float((have - want).square().mean().sqrt() / size.clamp_min(1e-12)) if want.numel() else 0.0
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) if a.numel() else True

@@ -1,0 +1,284 @@
+"""The shadow: a functional ATen copy of a Dynamo graph, made to be matched on.
+
+The Dynamo graph is replayed on meta tensors and every ATen operator is written down. Views and in-place writes are
+resolved on the way, so the copy is pure single assignment: a write through a view becomes ``select_scatter`` and the
+like, and later reads see the new value. Nothing is computed, and the Dynamo graph itself stays untouched.
+
+Symbolic sizes are replaced by their hints: the shadow is one concrete instance. What holds for other sizes is the
+proof's business (it asks for several instances).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from kdacompile import compat
+from kdacompile.graph.ir import Graph, Op, Value
+from kdacompile.graph.recorder import Recorder, map_tensors
+from kdacompile.patterns.engine.uniform import mark_uniform
+
+log = logging.getLogger(__name__)
+
+# Replaying a node on meta tensors can fail in these ways (no meta kernel, data-dependent, symbolic without a hint); the
+# node then counts as opaque, which only ever means "do not look inside".
+REPLAY_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError, KeyError)
+
+SizeOf = Callable[[Any], int]
+Held = Mapping[fx.Node, torch.Tensor]
+
+
+class _Replay:
+    """Runs a Dynamo graph under the recorder."""
+
+    def __init__(self, gm: fx.GraphModule, size_of: SizeOf, held: Held) -> None:
+        self.gm = gm
+        self.size_of = size_of
+        self.held = held
+        self.recorder = Recorder()
+        self.env: dict[fx.Node, Any] = {}
+
+    def stand_in(self, value: Any, node: fx.Node | None) -> Any:
+        """Meta tensors and plain ints for what a node is known to yield."""
+        if isinstance(value, torch.Tensor):
+            sizes = [self.size_of(s) for s in value.shape]
+            try:
+                strides = [self.size_of(s) for s in value.stride()]
+            except RuntimeError:  # sparse and jagged tensors have none
+                strides = None
+            with compat.no_fake_modes():
+                if strides is None:
+                    tensor = torch.empty(sizes, dtype=value.dtype, device="meta")
+                else:
+                    tensor = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+            self.recorder.add_input(tensor, node, param=isinstance(value, torch.nn.Parameter))
+            return tensor
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self.size_of(value)
+        if isinstance(value, torch.Size):
+            return torch.Size([self.size_of(s) for s in value])
+        if isinstance(value, (list, tuple)):  # the node yields none of them alone: a getitem will
+            items = [self.stand_in(item, None) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        return value
+
+    def opaque(self, node: fx.Node) -> None:
+        """Do not look into ``node``: it reads what it is given, yields something new, and may write its arguments."""
+        graph, value_of = self.recorder.graph, self.recorder.value_of
+        read = [value_of(tensor) for arg in node.all_input_nodes for tensor in _tensors(self.env.get(arg))]
+        graph.outputs.update(read)
+        for arg in compat.written_arguments(node):
+            for tensor in _tensors(self.env.get(arg)):
+                self.clobber(tensor)
+        try:
+            self.env[node] = self.stand_in(compat.example_value(node), node)
+        except compat.NoHint as error:  # nothing that depends on its size can be looked into either
+            log.debug("unknown: %s (%s)", node.format_node(), error)
+            return
+        if isinstance(self.env[node], torch.Tensor):
+            graph.opaque[value_of(self.env[node])] = read
+
+    def clobber(self, tensor: torch.Tensor) -> None:
+        """Leave an unknown value in the buffer that ``tensor`` is (a view of)."""
+        recorder = self.recorder
+        storage = recorder.aliases[id(tensor)].storage
+        recorder.values += 1
+        value = Value(recorder.values, storage.base.shape, storage.base.dtype)
+        recorder.graph.inputs.append(value)
+        recorder.overwrite(storage, value)
+
+    def replay(self, node: fx.Node) -> Any:
+        args = _to_meta(map_arg(node.args, self.load))
+        kwargs = _to_meta(map_arg(node.kwargs, self.load))
+        mark = self.recorder.mark()
+        try:
+            result = _call(node, args, kwargs)
+        except RuntimeError:
+            # Autocast, which leaves no trace on meta tensors, makes products of mixed dtypes legal.
+            wide = _widest_dtype(_tensors([args, list(kwargs.values())]))
+            if wide is None:
+                raise
+            self.recorder.roll_back(mark)
+            result = _call(node, _widened(args, wide), _widened(kwargs, wide))
+        expected = compat.example_value(node)
+        known = isinstance(expected, torch.Tensor) and isinstance(result, torch.Tensor)
+        if known and [self.size_of(s) for s in expected.shape] != list(result.shape):
+            raise ValueError("the replay disagrees with Dynamo's own shape")
+        return result
+
+    def load(self, node: fx.Node) -> Any:
+        if node not in self.env:
+            self.env[node] = self.stand_in(compat.example_value(node), node)
+            if node in self.held:
+                self.hold_constant(self.env[node], self.held[node])
+            self.name_value(node)
+        return self.env[node]
+
+    def run_node(self, node: fx.Node) -> None:
+        expected = compat.example_value(node)
+        if not compat.is_value(expected) and not compat.writes_first_argument(node):
+            self.run_plain(node, expected)
+        elif compat.is_opaque_call(node) or not self.loadable(node):
+            self.opaque(node)
+        elif compat.is_literal(node):
+            with compat.no_fake_modes():
+                dtype: Any = node.kwargs.get("dtype")
+                data = torch.tensor(node.args[0], dtype=dtype)
+            self.env[node] = self.stand_in(data, node)
+            self.hold_constant(self.env[node], data)
+        else:
+            mark = self.recorder.mark()
+            try:
+                self.env[node] = self.replay(node)
+            except REPLAY_ERRORS as error:
+                log.debug("opaque: %s (%s)", node.format_node(), error)
+                self.recorder.roll_back(mark)
+                self.opaque(node)
+
+    def run_plain(self, node: fx.Node, expected: Any) -> None:
+        """Numbers are known without running anything; what yields nothing is run for its effects only: not here."""
+        if expected is None:
+            self.opaque(node)
+            return
+        try:
+            self.env[node] = self.stand_in(expected, node)
+        except compat.NoHint as error:
+            log.debug("unknown: %s (%s)", node.format_node(), error)
+
+    def loadable(self, node: fx.Node) -> bool:
+        return all(arg in self.env or compat.example_value(arg) is not None for arg in node.all_input_nodes)
+
+    def run(self) -> Graph:
+        graph, recorder = self.recorder.graph, self.recorder
+        with torch.no_grad(), compat.no_fake_modes(), self.recorder:
+            for position, node in enumerate(self.gm.graph.nodes):
+                recorder.node, recorder.position = node, position
+                if node.op == "get_attr":
+                    self.load_attribute(node)
+                elif node.op in ("call_function", "call_method"):
+                    if compat.is_mode_switch(node):
+                        recorder.grad = compat.grad_mode_after(node, recorder.grad)
+                        continue
+                    self.run_node(node)
+                elif node.op == "call_module":
+                    self.opaque(node)
+                elif node.op == "output":
+                    self.finish(node)
+                self.name_value(node)
+        _drop_unread(graph)
+        mark_uniform(graph)
+        _mark_weights(graph)
+        return graph
+
+    def load_attribute(self, node: fx.Node) -> None:
+        value = compat.attribute(self.gm, node)
+        if not isinstance(value, torch.Tensor):
+            return
+        self.env[node] = self.stand_in(value, node)
+        if compat.is_graph_constant(node):
+            self.hold_constant(self.env[node], value)
+
+    def hold_constant(self, stand_in: torch.Tensor, data: torch.Tensor) -> None:
+        held = self.recorder.value_of(stand_in)
+        held.const, held.payload = True, data
+
+    def name_value(self, node: fx.Node) -> None:
+        """Remember which Dynamo node yields a value, and on which storage it sits."""
+        tensor = self.env.get(node)
+        if not isinstance(tensor, torch.Tensor) or node.target is operator.setitem:
+            return
+        value = self.recorder.value_of(tensor)
+        if value.node is None:
+            value.node = node
+        self.recorder.graph.names.setdefault(value, []).append((node, self.recorder.position))
+        alias = self.recorder.aliases[id(tensor)]
+        if not alias.chain and alias.storage.node is None:
+            alias.storage.node = node
+        self.recorder.graph.storages[node] = alias.storage.index
+
+    def finish(self, node: fx.Node) -> None:
+        graph = self.recorder.graph
+        for arg in node.all_input_nodes:
+            if arg.op == "placeholder":
+                self.load(arg)
+            graph.outputs.update(map(self.recorder.value_of, _tensors(self.env.get(arg))))
+        for storage in self.recorder.storages:
+            if storage.generation and storage.source is not None:
+                before = next(v for v in graph.inputs if v.node is storage.source)
+                graph.written[storage.base] = (storage.source, before)
+
+
+def _drop_unread(graph: Graph) -> None:
+    """Remove what nothing reads: re-taken views, autograd's own copies, writes to a buffer no longer read."""
+    keep: list[Op] = []
+    dropped: set[Any] = set()
+    for op in reversed(graph.ops):
+        if any(value.users or value in graph.outputs or value in graph.written for value in op.outs):
+            keep.append(op)
+            continue
+        dropped.add(op.node)
+        for value in op.reads:
+            value.users.remove(op)
+    graph.ops = keep[::-1]
+    graph.dead = dropped - {op.node for op in keep}
+
+
+def _mark_weights(graph: Graph) -> None:
+    """Matrices among the inputs are weights, unless there is nothing else: then one head is written without a batch."""
+    inputs = [value for value in graph.inputs if not value.const]
+    if any(value.param or len(value.shape) > 2 or not value.dtype.is_floating_point for value in inputs):
+        for value in inputs:
+            value.weight = len(value.shape) == 2
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [tensor for item in tree for tensor in _tensors(item)] if isinstance(tree, (list, tuple)) else []
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _widest_dtype(tensors: list[torch.Tensor]) -> torch.dtype | None:
+    """What floating tensors of different dtypes promote to; None if they agree."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return functools.reduce(torch.promote_types, dtypes) if len(dtypes) > 1 else None
+
+
+def _widened(tree: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _to_meta(tree: Any) -> Any:
+    if isinstance(tree, torch.device):
+        return torch.device("meta")
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        items = [_to_meta(item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, dict):
+        return {
+            key: (torch.device("meta") if key == "device" and item is not None else _to_meta(item))
+            for key, item in tree.items()
+        }
+    return tree
+
+
+def make_shadow(gm: fx.GraphModule, size_of: SizeOf = compat.size_hint, held: Held | None = None) -> Graph:
+    """The shadow of ``gm``; ``size_of`` maps symbolic sizes to the instance's ints (default: their hints). Inputs in
+    ``held`` are taken for constants with these data: whoever does that must see to it that they are.
+    """
+    return _Replay(gm, size_of, held or {}).run()
+
+
+__all__ = ["Graph", "make_shadow"]

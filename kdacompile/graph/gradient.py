@@ -1,0 +1,60 @@
+"""Where gradients flow through a region, so that the op that replaces it lets through exactly the same ones.
+
+Three things can cut a gradient inside a graph: ``detach`` in its spellings, a grad mode switched off around a part, and
+inference mode. What they did is read off Dynamo's example values (``requires_grad``), and off the mode switches in the
+graph where an in-place write makes an example value say what is true only later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from kdacompile import compat
+from kdacompile.graph.ir import Op, Value
+
+Zone = tuple[bool, int]
+"""Grad mode, and how many inference modes are open."""
+
+
+def zones(graph: fx.Graph) -> dict[fx.Node, Zone]:
+    """The zone each node of ``graph`` runs in. Dynamo compiles in the grad mode the graph will be called in."""
+    grad = torch.is_grad_enabled()
+    depth = 0
+    found: dict[fx.Node, Zone] = {}
+    for node in graph.nodes:
+        found[node] = grad, depth
+        grad = compat.grad_mode_after(node, grad)
+        depth += compat.inference_mode_change(node)
+    return found
+
+
+def wants_gradient(node: fx.Node) -> bool:
+    """True if a tensor the node yields is part of a gradient's path."""
+    return any(tensor.requires_grad for tensor in _tensors(compat.example_value(node)))
+
+
+def is_cut(ops: Iterable[Op], inputs: Iterable[Value], names: Mapping[Value, Sequence[tuple[fx.Node, int]]]) -> bool:
+    """True if a gradient of ``inputs`` gets lost on its way through ``ops``; ``names`` are the nodes behind values."""
+    reached = {value for value in inputs if value.node is not None and wants_gradient(value.node)}
+    for op in sorted(ops, key=lambda op: op.outs[0].index):
+        if not any(value in reached for value in op.reads):
+            continue
+        for value in op.outs:
+            if not value.dtype.is_floating_point:
+                continue
+            reached.add(value)
+            if not all(wants_gradient(node) for node, _ in names.get(value, ())):
+                return True
+    return False
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []

@@ -1,0 +1,85 @@
+"""Reports kept beside Inductor's caches: on a warm cache the pass does not run, and there is still something to report.
+
+A report is filed under the graph's text, its inputs and the pass's identity. Losing one is harmless: compiled code
+never depends on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from kdacompile import compat
+from kdacompile.errors import ReportFormatError
+from kdacompile.graph import prefilter
+from kdacompile.report.collect import emit
+from kdacompile.report.findings import GraphReport
+from kdacompile.report.report import Report
+from kdacompile.store.disk import read_checked, write_checked
+
+log = logging.getLogger(__name__)
+
+
+class Memory:
+    """Where the report of one compilation is kept. Make it before the graph is rewritten."""
+
+    def __init__(self, gm: fx.GraphModule, identity: str) -> None:
+        modules = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+        self.nodes = sum(len(module.graph.nodes) for module in modules)
+        # Almost every graph of almost every model has nothing to report: for those nothing is hashed or written.
+        self.interesting = any(map(_is_interesting, modules))
+        self.path = _file(modules, identity) if self.interesting else None
+
+    def keep(self, reports: Sequence[GraphReport]) -> None:
+        """Write down what the pass just reported."""
+        if self.path is None or not compat.disk_caches():
+            return
+        write_checked(self.path, Report(graphs=list(reports)).to_json())
+
+    def emit(self) -> None:
+        """Report what the cached code was reported to be when it was compiled."""
+        for report in self.recall() or [GraphReport(nodes=self.nodes)]:
+            matches = tuple(replace(match, from_cache=True) for match in report.matches)
+            emit(replace(report, matches=matches, seconds={}, from_cache=True))
+
+    def recall(self) -> list[GraphReport]:
+        text = None if self.path is None else read_checked(self.path)
+        if text is None:
+            return []
+        try:
+            return Report.from_json(text).graphs
+        except ReportFormatError as error:  # of another version
+            log.info("%s is not used: %s", self.path, error)
+            return []
+
+
+def _is_interesting(module: fx.GraphModule) -> bool:
+    recurrence, attention = prefilter.may_have_recurrence(module.graph), prefilter.may_have_attention(module.graph)
+    return recurrence or attention or any(map(compat.is_own_op, module.graph.nodes))
+
+
+def _file(modules: Sequence[fx.GraphModule], identity: str) -> Path:
+    digest = hashlib.sha256(identity.encode())
+    digest.update(f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}".encode())
+    for module in modules:
+        digest.update(str(module.graph).encode())
+        for text in _inputs(module.graph):
+            digest.update(text.encode())
+    name = digest.hexdigest()
+    return Path(compat.inductor_cache_dir()) / "kdacompile" / name[:2] / f"{name}.json"
+
+
+def _inputs(graph: fx.Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        value = compat.example_value(node)
+        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+            strides = value.stride() if value.layout == torch.strided else None
+            yield f"{node.name} {tuple(value.shape)} {strides} {value.dtype} {value.device} {value.requires_grad}"
+        elif node.op == "placeholder":
+            yield f"{node.name} {value}"

@@ -1,0 +1,85 @@
+"""The pass: find linear attention and MLA in one Dynamo graph, prove it, rewrite it, and say what was done and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from kdacompile import compat
+from kdacompile.graph.readings import Readings
+from kdacompile.patterns.canonical import packed, row_sums
+from kdacompile.patterns.canonical.attempt import attempt, may_help
+from kdacompile.patterns.canonical.change import Change
+from kdacompile.report.collect import emit
+from kdacompile.report.findings import GraphReport
+from kdacompile.report.report import enforce
+from kdacompile.rewrite import fresh_caches
+from kdacompile.rewrite.held import Tables
+from kdacompile.rewrite.search import Search
+from kdacompile.settings import Settings
+
+
+def run(
+    gm: fx.GraphModule,
+    settings: Settings,
+    tables: Tables | None = None,
+    complete: Callable[[GraphReport, fx.GraphModule, Settings], GraphReport] | None = None,
+) -> GraphReport:
+    """Rewrite ``gm`` in place; emits and returns the report.
+
+    ``tables`` are inputs whose values matches may rely on: the caller sees to it that they hold (``Match.holds``).
+    ``complete`` adds to the report what is known from before capture.
+    """
+    report = rewrite(gm, settings, tables)
+    if complete is not None:
+        report = complete(report, gm, settings)
+    if report.matches and fresh_caches.settle(gm.graph):
+        gm.recompile()
+    emit(report)
+    enforce(report, settings)
+    return report
+
+
+def rewrite(
+    gm: fx.GraphModule, settings: Settings, tables: Tables | None = None, *, trial: bool = False
+) -> GraphReport:
+    """Rewrite ``gm`` in place and say what was done. ``trial``: it is a function that may become one op (``lift``)."""
+    search = Search(Readings(gm), settings, tables or {}, trial=trial)
+    if search.has_recurrence or search.has_attention:
+        with compat.no_python_dispatcher(), compat.no_saved_tensors_hooks():
+            helps = search.has_recurrence and may_help(gm.graph)
+            search.recurrence.inside = not helps
+            search.run()
+            if helps and search.wanting:
+                search = _again(settings, search)
+            for other_text in (row_sums.attempt, packed.attempt):
+                if search.wanting:
+                    search = _with(other_text(gm.graph, search.read), settings, search) or search
+    return search.report()
+
+
+def _again(settings: Settings, earlier: Search) -> Search:
+    """Search again with what loops do to every token alike taken out of them; if that does not help, inside groups."""
+    found = _with(attempt(earlier.gm.graph, earlier.read), settings, earlier)
+    if found is not None:
+        return found
+    other = Search(earlier.readings, settings, earlier.tables, trial=earlier.trial)
+    other.run()
+    other.take_over(earlier)
+    return other
+
+
+def _with(change: Change | None, settings: Settings, earlier: Search) -> Search | None:
+    """The search of the changed graph; None, with nothing changed, if it finds nothing new."""
+    if change is None or not change.apply(earlier.read):
+        return None
+    other = Search(earlier.readings, settings, {}, trial=earlier.trial)
+    other.run()
+    if not other.found:
+        change.undo()
+        return None
+    change.finish()
+    earlier.gm.recompile()
+    other.take_over(earlier)
+    return other

@@ -1,0 +1,149 @@
+"""One search of one graph: read it, find latent attention and then linear attention in it, and say what was found."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import fx
+
+from kdacompile import compat
+from kdacompile.graph import aliases, prefilter
+from kdacompile.graph.ir import Graph
+from kdacompile.graph.readings import Readings
+from kdacompile.report import trace
+from kdacompile.report.findings import GraphReport, Rejection
+from kdacompile.report.source import source_of
+from kdacompile.rewrite.held import Tables
+from kdacompile.rewrite.mla_pass import MlaWork
+from kdacompile.rewrite.recurrence_pass import RecurrenceWork
+from kdacompile.settings import Settings
+
+
+class Search:
+    """The groups of a graph as it is now: what was rewritten, and why the rest was not."""
+
+    def __init__(self, readings: Readings, settings: Settings, tables: Tables, *, trial: bool) -> None:
+        gm = readings.gm
+        self.readings = readings
+        self.gm = gm
+        self.tables = tables
+        self.trial = trial
+        self.seconds: dict[str, float] = {}
+        self.nodes = len(gm.graph.nodes)
+        self.has_recurrence = prefilter.may_have_recurrence(gm.graph) or any(map(compat.is_own_op, gm.graph.nodes))
+        self.has_attention = not trial and prefilter.may_have_attention(gm.graph)  # what is lifted is a recurrence
+        self.recurrence = RecurrenceWork(readings, settings, self.timed, trial=trial)
+        self.attention = MlaWork(gm, settings, self.recurrence.instances, self.timed)
+
+    @contextmanager
+    def timed(self, phase: str) -> Generator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def run(self) -> None:
+        if compat.transforms(self.gm.graph):
+            reason = "the graph runs under a transform of torch.func (vmap, grad, jvp; associative_scan uses vmap)"
+            if self.has_recurrence:
+                self.reject(reason, _first_own_line(self.gm.graph), "transform")
+            return
+        if compat.wrapped_tensors(self.gm.graph):
+            reason = "inputs are tensor subclasses (DTensor); local tensors are rewritten (DTensor.to_local, local_map)"
+            self.reject(reason, "unknown", "subclass")
+            return
+        trace.before(self.gm)
+        self.search()
+        if self.has_recurrence and any(node.users for node in self.tables):
+            self.search_with_tables()
+        if self.found:
+            self.gm.graph.lint()
+            self.gm.recompile()
+            trace.after(self.gm)
+
+    @property
+    def found(self) -> bool:
+        """True if the graph was rewritten."""
+        return bool(self.recurrence.matches or self.attention.matches or self.recurrence.changed)
+
+    @property
+    def wanting(self) -> bool:
+        """True if something that looks like linear attention was left alone."""
+        return bool(self.recurrence.rejections or self.recurrence.missed)
+
+    def reject(self, reason: str, source: str, code: str) -> None:
+        self.recurrence.rejections = [Rejection("linear_attention", reason, source, code)]
+
+    def search(self) -> None:
+        shadow = self.read()
+        if self.shares_memory(shadow):
+            return
+        if self.has_attention and not self.recurrence.held:
+            self.find_attention(shadow)
+        if not self.has_recurrence:
+            return
+        if self.attention.matches:
+            shadow = self.read()
+        shadow = self.recurrence.run(shadow, self.read)
+        if not (self.attention.matches or self.attention.rejections):
+            self.recurrence.reject_blocked(shadow)
+
+    def find_attention(self, shadow: Graph) -> None:
+        known = self.readings.without_attention
+        if known is not None and known[0] is shadow:
+            self.attention.rejections = known[1]
+            return
+        self.attention.run(shadow)
+        if not self.attention.matches:
+            self.readings.without_attention = shadow, self.attention.rejections
+
+    def shares_memory(self, shadow: Graph) -> bool:
+        """True, with a rejection, if the graph overwrites what another of its inputs reads."""
+        target = aliases.overwritten(shadow, self.gm.graph.nodes)
+        if target is None:
+            return False
+        reason = "the graph overwrites an input that shares its memory with another input"
+        writer = next(m.node for m in shadow.mutations if m.storage == shadow.storages.get(target))
+        self.reject(reason, source_of(writer), "alias")
+        return True
+
+    def read(self) -> Graph:
+        with self.timed("shadow"):
+            shadow, news = self.readings.shadow(self.recurrence.held)
+        if news:
+            trace.shadow(shadow)
+        return shadow
+
+    def search_with_tables(self) -> None:
+        """Once more with the values of tables, for what does not hold without them."""
+        without = self.recurrence.rejections
+        matched = len(self.recurrence.matches)
+        self.recurrence.hold(self.tables)
+        self.search()
+        if len(self.recurrence.matches) == matched:
+            self.recurrence.rejections = without
+
+    def take_over(self, earlier: Search) -> None:
+        """Tell what an earlier search of the same graph found as well."""
+        self.recurrence.matches[:0] = earlier.recurrence.matches
+        self.attention.matches[:0] = earlier.attention.matches
+        self.nodes = earlier.nodes
+        for phase, seconds in earlier.seconds.items():
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def report(self) -> GraphReport:
+        matches = (*self.recurrence.matches, *self.attention.matches)
+        rejections = (*self.recurrence.rejections, *self.attention.rejections)
+        return GraphReport(matches, rejections, self.nodes, self.seconds)
+
+
+def _first_own_line(graph: fx.Graph) -> str:
+    """ "file:line" of the first call that was not written in torch itself."""
+    library = os.path.dirname(torch.__file__)
+    sources = [source_of(node) for node in graph.nodes]
+    return next((source for source in sources if source != "unknown" and not source.startswith(library)), "unknown")

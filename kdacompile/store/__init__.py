@@ -1,0 +1,1 @@
+"""Files on disk: written atomically, named after the source that wrote them."""

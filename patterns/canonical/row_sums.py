@@ -1,0 +1,302 @@
+"""Scores that are divided by their own row sums: the sums as one more column of what the scores are multiplied with.
+
+    A = mask(q k^T);  o = (A / f(A.sum(-1, keepdim=True))) v
+    becomes    [n | s] = A [v | 1];  o = n / f(s)
+
+A factor per row commutes with a product from the right, and a row sum is a product with ones. Written like this, the
+scores are read by one product only, and that is linear attention with one more value column. Whatever the scores and
+``f`` are, both texts are the same function; they are compared on small random tensors all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from kdacompile import compat
+from kdacompile.graph.ir import Graph
+from kdacompile.patterns.canonical.change import Change, overwritten, switches_modes
+from kdacompile.patterns.canonical.proof import RUN_ERRORS, TOLERANCE
+from kdacompile.patterns.canonical.rules import MOVES, POINTWISE, name_of
+
+PRODUCTS = frozenset("matmul bmm".split())
+FACTORS = frozenset("div truediv mul".split())
+REARRANGED = MOVES | POINTWISE | frozenset("transpose permute movedim swapaxes getattr".split())
+"""Calls on the values that may be made once more in front of the sums."""
+
+
+@dataclass(frozen=True)
+class Letters:
+    """Dimensions of a product: of the scores (the summed one last), of the values, of the result."""
+
+    scores: str
+    values: str
+    result: str
+
+    @property
+    def column(self) -> str:
+        """The dimension that the scores do not have."""
+        return next(letter for letter in self.values if letter not in self.scores)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A product of scores, the factors per row that stand between (the one applied last first), and the row sums."""
+
+    product: fx.Node
+    letters: Letters
+    scores: fx.Node
+    values: fx.Node
+    factors: tuple[fx.Node, ...]
+    sums: tuple[fx.Node, ...]
+
+    def touched(self) -> set[fx.Node]:
+        """What must not be written to: it is read elsewhere afterwards."""
+        read = {arg for factor in self.factors for arg in factor.all_input_nodes}
+        return {self.product, self.scores, self.values, *self.sums, *read}
+
+
+def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> RowSums | None:
+    """Every product with scores whose rows are summed; None if there is none."""
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    sites = [site for site in map(_site, place) if site is not None]
+    if not sites or switches_modes(graph):
+        return None
+    fixed = overwritten(shadow())
+    kept = [site for site in sites if fixed.isdisjoint(site.touched())]
+    return RowSums(graph, kept, place, fixed) if kept else None
+
+
+def _site(node: fx.Node) -> Site | None:
+    found = _product(node)
+    if found is None:
+        return None
+    scores, values, letters = found
+    if not all(isinstance(compat.example_value(each), Tensor) for each in (scores, values, node)):
+        return None
+    factors: list[fx.Node] = []
+    while _is_factor(scores):
+        factors.append(scores)
+        scores = scores.all_input_nodes[0]
+    sums = tuple(user for user in scores.users if _is_row_sum(user, scores))
+    dtypes = {compat.example_value(each).dtype for each in (scores, values, node, *sums, *factors)}
+    width = compat.example_value(values).shape[letters.values.index(letters.column)]
+    if not sums or len(dtypes) > 1 or not isinstance(width, int) or _is_repeated(scores, node, letters):
+        return None
+    if factors and torch.float16 in dtypes:
+        return None  # what is not yet normalised may be too large for it
+    site = Site(node, letters, scores, values, tuple(factors), sums)
+    try:
+        return site if _holds(site) else None
+    except RUN_ERRORS:
+        return None
+
+
+def _is_repeated(scores: fx.Node, product: fx.Node, letters: Letters) -> bool:
+    """True if the values are more batches or heads than the scores: then there would be as many sums."""
+    before, after = (compat.example_value(each).shape for each in (scores, product))
+    rows = zip(letters.scores[:-1], before, strict=False)
+    return any(str(size) != str(after[letters.result.index(letter)]) for letter, size in rows)
+
+
+def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, Letters] | None:
+    """Left operand, right operand and dimensions of a product that sums over the last dimension of the left one."""
+    name = name_of(node)
+    if name in PRODUCTS and len(node.args) == 2 and not node.kwargs:
+        left, right = node.args
+        if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or left is right:
+            return None
+        operands = [compat.example_value(each) for each in (left, right)]
+        ranks = {each.dim() if isinstance(each, Tensor) else 0 for each in operands}
+        if len(ranks) > 1 or min(ranks) < 2:
+            return None
+        batch = "abcdef"[: min(ranks) - 2]
+        return left, right, Letters(f"{batch}ij", f"{batch}jv", f"{batch}iv")
+    if name != "einsum" or len(node.args) != 3 or not isinstance(node.args[0], str):
+        return None
+    equation = node.args[0].replace(" ", "")
+    if "->" not in equation or "." in equation:
+        return None
+    read, result = equation.split("->")
+    pairs = list(zip(read.split(","), node.all_input_nodes, strict=False))
+    if len(pairs) != 2 or any(len(set(letters)) < len(letters) for letters, _ in pairs):
+        return None
+    for (scores, left), (values, right) in (pairs, pairs[::-1]):
+        new = [letter for letter in values if letter not in scores]
+        if len(new) == 1 and scores[-1:] in values and sorted(result) == sorted(scores[:-1] + new[0]):
+            return left, right, Letters(scores, values, result)
+    return None
+
+
+def _is_factor(node: fx.Node) -> bool:
+    """``A / r`` or ``A * r`` with one number of ``r`` for each row of ``A``."""
+    if name_of(node) not in FACTORS or len(node.args) != 2 or node.kwargs or len(node.all_input_nodes) != 2:
+        return False
+    whole, factor = (compat.example_value(arg) for arg in node.all_input_nodes)
+    tensors = isinstance(factor, Tensor) and isinstance(whole, Tensor) and whole.dim() > 1
+    rows = tensors and factor.dim() == whole.dim() and compat.is_one(factor.shape[-1])
+    return rows and len(node.users) == 1 and str(compat.example_value(node).shape) == str(whole.shape)
+
+
+def _is_row_sum(node: fx.Node, scores: fx.Node) -> bool:
+    if name_of(node) != "sum" or node.args[0] is not scores or set(node.kwargs) - {"dim", "keepdim"}:
+        return False
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    return isinstance(dim, int) and dim in (-1, compat.example_value(scores).dim() - 1)
+
+
+class _OnTensors:
+    """Makes calls by making them."""
+
+    def method(self, like: Any, one: Tensor, name: str, *args: object) -> Tensor:
+        return getattr(one, name)(*args)
+
+    def call(self, like: fx.Node, *args: object) -> Tensor:
+        target: Any = like.target
+        return getattr(args[0], target)(*args[1:]) if like.op == "call_method" else target(*args)
+
+    def with_ones(self, values: Tensor, along: int) -> Tensor:
+        return torch.cat([values, torch.ones_like(values.narrow(along, 0, 1))], along)
+
+
+def _with_sums(on: Any, site: Site, scores: Any, values: Any, width: int) -> tuple[Any, Any]:
+    """The product with ones beside the values, and its new column, laid out like the scores with one entry a row."""
+    letters, node = site.letters, site.product
+    values = on.with_ones(values, letters.values.index(letters.column))
+    left = site.factors[0] if site.factors else site.scores
+    whole = on.call(node, *map_arg(node.args, {left: scores, site.values: values}.__getitem__))
+    column = on.method(node, whole, "narrow", letters.result.index(letters.column), width, 1)
+    order = [letters.result.index(letter) for letter in (*letters.scores[:-1], letters.column)]
+    return whole, on.method(node, column, "permute", *order)
+
+
+def _result(on: Any, site: Site, whole: Any, factors: list[Any], width: int) -> Any:
+    """The product without its new column, with the factors of each row (the one applied last first)."""
+    letters = site.letters
+    rows = (*letters.scores[:-1], letters.column)
+    result = on.method(site.product, whole, "narrow", letters.result.index(letters.column), 0, width)
+    for node, factor in reversed(list(zip(site.factors, factors, strict=True))):
+        factor = on.method(node, factor, "permute", *(rows.index(letter) for letter in letters.result))
+        result = on.call(node, result, factor)
+    return result
+
+
+def _holds(site: Site) -> bool:
+    """True if both texts agree on small random tensors."""
+    letters, width = site.letters, 4
+    sizes = {letter: size for size, letter in enumerate(letters.scores, 2)} | {letters.column: width}
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(shape: list[int]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    on = _OnTensors()
+    with torch.no_grad(), compat.no_fake_modes():
+        scores, values = (drawn([sizes[letter] for letter in text]) for text in (letters.scores, letters.values))
+        factors = [drawn([*scores.shape[:-1], 1]).exp() for _ in site.factors]
+        whole, column = _with_sums(on, site, scores, values, width)
+        have = _result(on, site, whole, factors, width), column
+        scaled = scores
+        for node, factor in reversed(list(zip(site.factors, factors, strict=True))):
+            scaled = on.call(node, scaled, factor)
+        left = site.factors[0] if site.factors else site.scores
+        want = on.call(site.product, *map_arg(site.product.args, {left: scaled, site.values: values}.__getitem__))
+        sums = scores.sum(-1, keepdim=True)
+    return all(torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE) for x, y in zip(have, (want, sums), strict=True))
+
+
+class RowSums(Change):
+    """Products that take the row sums along."""
+
+    def __init__(self, graph: fx.Graph, sites: list[Site], place: dict[fx.Node, int], fixed: set[fx.Node]) -> None:
+        """``fixed``: nodes that share memory with something the graph writes."""
+        super().__init__(graph)
+        self.sites = sites
+        self.place = place
+        self.fixed = fixed
+
+    def apply(self, shadow: Callable[[], Graph]) -> bool:
+        """False, with nothing changed, if no product takes the sums along or if the results lie otherwise."""
+        try:
+            pairs = [pair for site in self.sites for pair in self.rewrite(site)]
+        except RUN_ERRORS:
+            pairs = []
+        if pairs and all(_lie_alike(new, old) for new, old in pairs):
+            return True
+        self.undo()
+        return False
+
+    def rewrite(self, site: Site) -> list[tuple[fx.Node, fx.Node]]:
+        """(new, old) for the product and the row sums; nothing if the values are not there in time."""
+        first = min((site.product, *site.sums), key=self.place.__getitem__)
+        again = self.again(site.values, first)
+        if again is None:
+            return []
+        width = compat.example_value(site.values).shape[site.letters.values.index(site.letters.column)]
+        with self.graph.inserting_before(first):
+            whole, column = _with_sums(self, site, site.scores, self.copied(again, site.values), width)
+            pairs = [(self.as_summed(column, old), old) for old in site.sums]
+        with self.graph.inserting_before(site.product):
+            result = _result(self, site, whole, [factor.args[1] for factor in site.factors], width)
+            pairs.append((self.laid_out(result, site.product), site.product))
+        for new, old in pairs:
+            self.replace(old, new, list(old.users))
+        return pairs
+
+    def again(self, values: fx.Node, before: fx.Node) -> list[fx.Node] | None:
+        """What must be made once more to have the values in front of ``before``; None if that cannot be."""
+        found: dict[fx.Node, None] = {}
+        stack = [values]
+        while stack:
+            node = stack.pop()
+            if self.place[node] > self.place[before]:
+                if name_of(node) not in REARRANGED or node.op not in ("call_function", "call_method"):
+                    return None
+                if not self.fixed.isdisjoint(node.all_input_nodes):
+                    return None  # it may hold something else in front of ``before``
+                found[node] = None
+                stack.extend(node.all_input_nodes)
+        return sorted(found, key=self.place.__getitem__)
+
+    def copied(self, nodes: list[fx.Node], values: fx.Node) -> fx.Node:
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in nodes:
+            copies[node] = self.made(self.graph.node_copy(node, lambda arg: copies.get(arg, arg)), node)
+        return copies.get(values, values)
+
+    def with_ones(self, values: fx.Node, along: int) -> fx.Node:
+        column = self.method(values, values, "narrow", along, 0, 1)
+        ones = self.made(self.graph.call_function(torch.ones_like, (column,)), values)
+        return self.made(self.graph.call_function(torch.cat, ([values, ones], along)), values)
+
+    def as_summed(self, column: fx.Node, old: fx.Node) -> fx.Node:
+        """The column as the sum had it."""
+        keeps = compat.example_value(old).dim() == compat.example_value(column).dim()
+        return self.laid_out(column if keeps else self.method(old, column, "squeeze", -1), old)
+
+    def laid_out(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        """In memory of its own, in the order in which ``like`` lies."""
+        if _lie_alike(node, like):
+            return node
+        strides = [int(compat.size_hint(stride)) for stride in compat.example_value(like).stride()]
+        order = sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))
+        node = self.method(like, self.method(like, node, "permute", *order), "contiguous")
+        return self.method(like, node, "permute", *(order.index(dim) for dim in range(len(order))))
+
+    def call(self, like: fx.Node, *args: Any) -> fx.Node:
+        return self.made(self.graph.create_node(like.op, like.target, args, {}), like)
+
+    def finish(self) -> None:
+        self.erase_unread(node for site in self.sites for node in (site.product, *site.factors, *site.sums))
+
+
+def _lie_alike(new: fx.Node, old: fx.Node) -> bool:
+    one, other = compat.example_value(new), compat.example_value(old)
+    strides = zip(other.shape, one.stride(), other.stride(), strict=True)
+    return all(compat.is_one(size) or str(ours) == str(theirs) for size, ours, theirs in strides)

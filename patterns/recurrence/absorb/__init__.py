@@ -1,0 +1,49 @@
+"""What stands upstream of a region and belongs to the op: casts, l2norm, scale, gate activation, sigmoid, head repeats.
+
+One rule per file, its equation first. A rule moves roles up to tensors the Dynamo graph has by name and turns on the
+op's option for what lies between; it does so only where the two are the same function. Rules run until none applies:
+what one uncovers, the next may take.
+"""
+
+from __future__ import annotations
+
+from kdacompile.graph.ir import Graph
+from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.recurrence.absorb.casts import Rule, absorb_casts
+from kdacompile.patterns.recurrence.absorb.dt_bias import absorb_dt_bias
+from kdacompile.patterns.recurrence.absorb.gate_logsigmoid import absorb_logsigmoid_gate
+from kdacompile.patterns.recurrence.absorb.gate_sigmoid import absorb_sigmoid_gate
+from kdacompile.patterns.recurrence.absorb.gate_softplus import absorb_softplus_gate
+from kdacompile.patterns.recurrence.absorb.l2norm import absorb_l2norm
+from kdacompile.patterns.recurrence.absorb.repeat import absorb_repeat
+from kdacompile.patterns.recurrence.absorb.scale import absorb_scale
+from kdacompile.patterns.recurrence.absorb.scope import Scope
+from kdacompile.patterns.recurrence.absorb.sigmoid_beta import absorb_sigmoid_beta
+
+RULES: tuple[Rule, ...] = (
+    absorb_casts,
+    absorb_l2norm,
+    absorb_scale,
+    absorb_repeat,
+    absorb_sigmoid_beta,
+    absorb_softplus_gate,
+    absorb_sigmoid_gate,
+    absorb_logsigmoid_gate,
+    absorb_dt_bias,
+)
+
+
+def absorb(fused: Fused, shadow: Graph, *, keep_upcasts: bool) -> Fused:
+    """The match with everything upstream taken over that the op can do itself; ``shadow`` is the graph it stands in."""
+    scope = Scope.of(fused, shadow, keep_upcasts=keep_upcasts)
+    applied = True
+    while applied:
+        applied = False
+        for rule in RULES:
+            taken = rule(fused, scope)
+            if taken is not None:
+                fused, applied = taken, True
+    return fused
+
+
+__all__ = ["RULES", "absorb"]

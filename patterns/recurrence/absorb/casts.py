@@ -1,0 +1,95 @@
+"""Casts and layouts: the same numbers under another shape or dtype.
+
+    x32 = x.transpose(1, 2).contiguous().float()      absorbed: x, with its dimensions relabelled
+
+Views, copies and upcasts to float32 are passed on the way up (``kda.precision="fp32"`` keeps the upcasts); a downcast
+rounds and stays. Half-precision inputs reach the op as they are: the op computes in float32 itself. Where a region
+makes its upcasts inside (token by token), ``kda.precision="fp32"`` hands the op float32 copies instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING
+from kdacompile.patterns.recurrence.absorb.letters import MOVES, above
+from kdacompile.patterns.recurrence.absorb.scope import HALVES, Scope
+from kdacompile.patterns.recurrence.roles import Placement
+
+MERGED = frozenset({"g", "dt_bias"})
+"""Roles that may come with H and K merged."""
+
+
+def step_up(placement: Placement, scope: Scope, sizes: dict[str, int]) -> Placement | None:
+    """The placement one layout, copy or upcast further up, visible to Dynamo or not."""
+    op = placement.value.op
+    if op is None or op.name not in MOVES or not scope.crosses(op):
+        return None
+    letters = above(op, placement.letters, sizes)
+    if letters is None or ("*" in letters and placement.role not in MERGED):
+        return None
+    return replace(placement, value=op.reads[0], letters=letters)
+
+
+def climb(placement: Placement, scope: Scope, sizes: dict[str, int]) -> Placement | None:
+    """The highest placement at or above this one that the rewrite can read; None if there is none."""
+    found = placement if scope.holds(placement.value) else None
+    crossed: set[Op] = set()
+    higher = step_up(placement, scope, sizes)
+    while higher is not None:
+        assert placement.value.op is not None
+        crossed.add(placement.value.op)
+        placement = higher
+        if not scope.lets_gradients_through(crossed, [placement.value]):
+            break
+        if scope.holds(placement.value) and (found is None or scope.same_device(placement.value, found.value)):
+            found = placement
+        higher = step_up(placement, scope, sizes)
+    return found
+
+
+def absorb_casts(fused: Fused, scope: Scope) -> Fused | None:
+    moved: dict[str, Placement] = {}
+    for role, placement in fused.inputs.items():
+        higher = climb(placement, scope, fused.sizes)
+        if higher is not None and higher.value is not placement.value:
+            moved[role] = higher
+    if not moved:
+        return None
+    upcast = any(moved[role].value.dtype != fused.inputs[role].value.dtype for role in moved)
+    return fused.taking("upcast", moved) if upcast else replace(fused, inputs={**fused.inputs, **moved})
+
+
+def kept_upcasts(fused: Fused) -> frozenset[str]:
+    """Roles of half-precision tensors that the region itself casts to float32 before it computes with them."""
+    ops = fused.candidate.ops
+    return frozenset(
+        role
+        for role, placement in fused.inputs.items()
+        if placement.value.dtype in HALVES
+        and placement.value in fused.candidate.cut
+        and _all_upcast(placement.value, ops)
+    )
+
+
+def _all_upcast(value: Value, ops: set[Op]) -> bool:
+    stack, seen = [value], {value}
+    while stack:
+        for user in stack.pop().users:
+            if user not in ops or (user.name == "_to_copy" and user.out.dtype == torch.float32):
+                continue
+            if user.name not in LAYOUT | PICKING or user.name == "_to_copy":
+                return False
+            fresh = [out for out in user.outs if out not in seen]
+            seen.update(fresh)
+            stack.extend(fresh)
+    return True
+
+
+Rule = Callable[[Fused, Scope], "Fused | None"]
+"""One absorption: the match with something upstream taken over, or None."""

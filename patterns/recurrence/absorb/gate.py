@@ -1,0 +1,148 @@
+"""Gate activations: what the rules for softplus, sigmoid and logsigmoid share.
+
+A rule gives its definition as a function of the logit x and the rate exp(A_log); this file finds x and A_log above the
+gate and runs the cone between them against the definition, densely on both sides of every threshold (the branch of a
+``where``, softplus' own). A bias added to x is ``dt_bias.py``'s, afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kdacompile.graph.ir import Value
+from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, allows, cones, holds_for, upstream
+from kdacompile.patterns.recurrence.absorb.constants import number
+from kdacompile.patterns.recurrence.absorb.letters import MOVES, POINTWISE
+from kdacompile.patterns.recurrence.absorb.scope import Scope
+from kdacompile.patterns.recurrence.roles import Placement
+
+NAMES = MOVES | POINTWISE
+FLAT = frozenset("zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor".split())
+ENOUGH = 2048
+"""Probed logits per run, where the gate has that many."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One gate function of the op: ``scale * shape(x, rate)``, the rate being exp(A_log)."""
+
+    gate_fn: str
+    shape: Callable[[Tensor, Tensor | None], Tensor]
+    needs: tuple[frozenset[str], ...]
+    """Operators one of which (all of one set) every spelling has."""
+    takes_rate: bool
+    sign: int
+    """What the scale must be: 0 for exactly one, -1 for negative, +1 for positive."""
+
+
+def absorb_activation(fused: Fused, scope: Scope, activation: Activation) -> Fused | None:
+    g = fused.inputs.get("g")
+    if g is None or fused.gate not in ("token", "channel") or fused.gate_fn not in ("log", "factor"):
+        return None
+    if "rate" in fused.inputs or fused.decay:
+        return None
+    for cone in _cones(g, scope, fused.sizes, activation):
+        scale = _scale(cone, fused, activation) if _plausible(cone, fused, activation) else None
+        if scale is not None:
+            moved = {"g": cone.sources[0]}
+            if len(cone.sources) > 1:
+                moved["A_log"] = replace(cone.sources[1], role="A_log")
+            options = {"gate_fn": activation.gate_fn, "gate_scale": scale, "gate_rate": 1.0}
+            return fused.taking(f"gate_{activation.gate_fn}", moved, **options)
+    return None
+
+
+def _cones(gate: Placement, scope: Scope, sizes: dict[str, int], activation: Activation) -> Iterator[Cone]:
+    """Cones with a rate first: without one, ``rate * x`` would be the logit."""
+    if activation.takes_rate:
+        above = upstream(gate.value, allows(scope, NAMES))
+        rates = [value for value in above if any(user.name == "exp" for user in value.users) and scope.holds(value)]
+        if rates:
+            yield from cones(gate, scope, sizes, NAMES, rates)
+    yield from cones(gate, scope, sizes, NAMES)
+
+
+def _plausible(cone: Cone, fused: Fused, activation: Activation) -> bool:
+    if not any(names <= cone.names for names in activation.needs):
+        return False
+    if not all(is_flat(read) for op in cone.ops for read in op.reads if read.const):
+        return False
+    logit = cone.sources[0].letters
+    if fused.gate == "channel" and fused.sizes["K"] > 1 and not {"K", "*"} & set(logit):
+        return False
+    return len(cone.sources) == 1 or set(cone.sources[1].letters) <= set("H.")
+
+
+def is_flat(value: Value) -> bool:
+    """True for a constant with one value throughout: a threshold of its own per channel could hide from the probes."""
+    while value.op is not None and value.op.name in MOVES:
+        value = value.op.reads[0]
+    return math.prod(value.shape) == 1 or (value.op is not None and value.op.name in FLAT)
+
+
+def _scale(cone: Cone, fused: Fused, activation: Activation) -> float | None:
+    """The scale with which the cone is the activation, if it is."""
+    heads = fused.sizes["H"] * (fused.sizes["K"] if fused.gate == "channel" else 1)
+    tokens = -(-ENOUGH // heads)
+    rows = -(-tokens // fused.sizes["T"])
+    runner = Runner(cone, fused.sizes, lanes={"B": rows, "T": tokens})
+    found: list[float] = []
+
+    def check(run: Runner) -> bool:
+        found.clear()
+        points = probes(cone)
+        for start in range(0, len(points), _numel(run.shape(0))):
+            x, rate = _draw(run, points, start)
+            have = run(x) if rate is None else run(x, rate.log())
+            have = have.log() if fused.gate_fn == "factor" else have * fused.gate_rate
+            want = activation.shape(x, None if rate is None else rate.reshape(1, 1, -1, 1))
+            if not found:
+                found.append(_fitted(have, want, activation.sign))
+            if not agrees(have, want * found[0], absolute=1e-12 * max(1.0, abs(found[0]))):
+                return False
+        return activation.sign == 0 or found[0] * activation.sign > 0.0
+
+    return found[0] if holds_for(runner, check) else None
+
+
+def _draw(run: Runner, points: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
+    """Logits in the gate's canonical shape, and rates per head."""
+    shape = run.shape(0)
+    index = (torch.arange(_numel(shape)) + start) % len(points)
+    x = points[index].reshape(shape)
+    if len(run.cone.sources) == 1:
+        return x, None
+    generator = torch.Generator().manual_seed(start)
+    noise = torch.randn(run.shape(1), generator=generator, dtype=torch.float64)
+    return x, (0.7 * noise).exp()
+
+
+def probes(cone: Cone) -> Tensor:
+    """Logits from far below to far above every threshold, dense in between and around each number of the cone."""
+    constants = [number(arg) for op in cone.ops for arg in op.args]
+    known = sorted({abs(c) for c in constants if c is not None and 0.0 < abs(c) < 1e4} | {20.0})
+    near = [torch.linspace(-1.0, 1.0, 9, dtype=torch.float64) + side * c for c in known for side in (1.0, -1.0)]
+    dense = torch.linspace(-60.0, 60.0, 481, dtype=torch.float64)
+    far = torch.tensor([90.0, 150.0, 500.0, 1000.0], dtype=torch.float64)
+    points = torch.cat([dense, *near, far, -far])
+    return points[torch.randperm(len(points), generator=torch.Generator().manual_seed(3))]
+
+
+def _fitted(have: Tensor, want: Tensor, sign: int) -> float:
+    """The factor between two tensors, as the number that was probably written."""
+    if sign == 0:
+        return 1.0
+    have, want = torch.broadcast_tensors(have, want)
+    some = torch.isfinite(have)
+    raw = float((have[some] * want[some]).sum() / want[some].square().sum().clamp_min(1e-300))
+    return float(f"{raw:.12g}")
+
+
+def _numel(shape: list[int]) -> int:
+    return torch.Size(shape).numel()

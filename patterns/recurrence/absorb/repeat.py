@@ -1,0 +1,42 @@
+"""Grouped heads: key heads repeated for the value heads they serve.
+
+    q.repeat_interleave(r, dim=heads),  q[:, :, :, None].expand(.., r, ..).reshape(..)     absorbed: H = G r
+
+Value head h reads key head h // r, as the op has it. A repeat in the other order (h % G, as ``Tensor.repeat`` makes
+it) is another function; which of the two it is, is read off the view that merges heads and copies: the copies come
+last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.recurrence.absorb.casts import climb
+from kdacompile.patterns.recurrence.absorb.letters import REGROUPS, one_head, split_heads
+from kdacompile.patterns.recurrence.absorb.scope import Scope
+from kdacompile.patterns.recurrence.roles import Placement
+
+
+def absorb_repeat(fused: Fused, scope: Scope) -> Fused | None:
+    q, k = (_before_repeat(fused.inputs[role], scope, fused.sizes) for role in ("q", "k"))
+    if q is None or k is None or q[1] != k[1]:
+        return None
+    heads = fused.sizes["G"] // q[1]
+    return fused.taking("repeat", {"q": q[0], "k": k[0]}, sizes={**fused.sizes, "G": heads})
+
+
+def _before_repeat(placement: Placement, scope: Scope, sizes: dict[str, int]) -> tuple[Placement, int] | None:
+    """The tensor with one head per group, and the number of copies made of each."""
+    op = placement.value.op
+    if op is None or op.name not in REGROUPS | {"expand"} or "G" not in placement.letters:
+        return None
+    found = (one_head if op.name == "expand" else split_heads)(op.out, placement.letters, op.reads[0])
+    if found is None or not scope.lets_gradients_through([op], op.reads):
+        return None
+    letters, copies = found
+    merged = replace(placement, value=op.reads[0], letters=letters)
+    higher = climb(merged, scope, sizes)
+    if higher is None or "=" in higher.letters:  # the copies themselves must be gone
+        return None
+    return higher, copies

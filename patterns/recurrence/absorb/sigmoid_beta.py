@@ -1,0 +1,59 @@
+"""Sigmoid of beta.
+
+    beta = sigmoid(x)                                   absorbed: sigmoid_beta
+
+in any spelling (``1 / (1 + exp(-x))``, ``(tanh(x / 2) + 1) / 2``). ``2 * sigmoid(x)`` (negative eigenvalues allowed) is
+not this function; its beta stays an input. A sigmoid of a half-precision model rounds its result; the op's does not.
+That is as close to the function, but not to the model's own numbers, so ``kda.precision="fp32"`` leaves it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.recurrence.absorb.casts import climb
+from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, cones, holds_for
+from kdacompile.patterns.recurrence.absorb.gate import ENOUGH, is_flat, probes
+from kdacompile.patterns.recurrence.absorb.letters import MOVES, POINTWISE
+from kdacompile.patterns.recurrence.absorb.scope import Scope
+
+NEEDS = tuple(frozenset(names.split()) for names in ("sigmoid", "tanh", "exp div", "exp reciprocal", "exp pow"))
+"""Operators one of which (all of one set) every spelling has."""
+
+
+def absorb_sigmoid_beta(fused: Fused, scope: Scope) -> Fused | None:
+    beta = fused.inputs.get("beta")
+    if beta is None or fused.sigmoid_beta:
+        return None
+    op = beta.value.op
+    if op is not None and op.name == "sigmoid":
+        if not scope.lets_gradients_through([op], op.reads) or (scope.keep_upcasts and not scope.computes(op)):
+            return None
+        logit = climb(replace(beta, value=op.reads[0]), scope, fused.sizes)
+        return None if logit is None else fused.taking("sigmoid_beta", {"beta": logit}, sigmoid_beta=True)
+    for cone in cones(beta, scope, fused.sizes, MOVES | POINTWISE):
+        if any(names <= cone.names for names in NEEDS) and _is_sigmoid(cone, fused.sizes):
+            return fused.taking("sigmoid_beta", {"beta": cone.sources[0]}, sigmoid_beta=True)
+    return None
+
+
+def _is_sigmoid(cone: Cone, sizes: dict[str, int]) -> bool:
+    if not all(is_flat(read) for op in cone.ops for read in op.reads if read.const):
+        return False
+    tokens = -(-ENOUGH // sizes["H"])
+    runner = Runner(cone, sizes, lanes={"B": -(-tokens // sizes["T"]), "T": tokens})
+    return holds_for(runner, partial(_agrees_everywhere, points=probes(cone)))
+
+
+def _agrees_everywhere(run: Runner, points: torch.Tensor) -> bool:
+    count = math.prod(run.shape(0))
+    for start in range(0, len(points), count):
+        x = points[(torch.arange(count) + start) % len(points)].reshape(run.shape(0))
+        if not agrees(run(x), torch.sigmoid(x)):
+            return False
+    return True

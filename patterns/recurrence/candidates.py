@@ -1,0 +1,304 @@
+"""From a group of anchors to candidates: a region with its inputs, its output, its final state, and what it may be.
+
+This file decides *where*; ``hypotheses.py`` lists *what* it may be; nothing is believed before the proof.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from kdacompile.graph.ir import Op, Value, ancestors
+from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.obstacle import Obstacle
+from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING, PLACING
+from kdacompile.patterns.recurrence.cuts import NoCut, Surroundings
+from kdacompile.patterns.recurrence.hypotheses import Hypotheses
+from kdacompile.patterns.recurrence.regions import Exit, Group, is_soft
+from kdacompile.patterns.recurrence.roles import Hypothesis, frames, role_test
+
+SMALLEST_VISIBLE = 1e-2
+"""Additive constants below this could hide from random probes (an eps), so a region may not hold one."""
+
+
+MOVES = LAYOUT | PICKING | PLACING
+"""What may happen to a result on its way out: it is laid out, cast, cut to length, put into a buffer of its own."""
+
+MAX_EXITS = 4
+"""Exits of a group that are paired as output and final state."""
+
+MAX_RUNS = 3
+"""How far past the last anchor an exit is looked for."""
+
+
+@dataclass
+class Candidate:
+    """A region between ``cut`` and its outputs, with every hypothesis about it."""
+
+    group: Group
+    ops: set[Op]
+    cut: list[Value]
+    output: Value
+    final_state: Value | None
+    hypotheses: Iterable[Hypothesis]
+
+    @property
+    def core(self) -> set[Op]:
+        return self.ops & self.group.ops
+
+    @property
+    def outputs(self) -> list[Value]:
+        return [self.output] if self.final_state is None else [self.output, self.final_state]
+
+
+@dataclass
+class Effort:
+    """How long candidates are still looked for: ways to cut a region off, each as dear as its group is large. Where the
+    region stands between other products of activations, up to 106 ways were needed, and 25,000 operators.
+    """
+
+    ways: int = 60
+    """Tried whatever they cost."""
+    operators: int = 60_000
+    """Operators looked through for more."""
+
+    def take(self, group: Group) -> bool:
+        self.ways -= 1
+        self.operators -= len(group.ops) + 200  # a small group may stand below many others
+        return self.ways >= 0 or self.operators >= 0
+
+
+def candidates(group: Group, effort: Effort | None = None) -> Iterator[Candidate | Obstacle]:
+    """Candidates of one group, most plausible first, with the obstacles met on the way."""
+    if not group.exits:
+        return
+    effort = effort or Effort()
+    tried: set[tuple[int, ...]] = set()
+    for out_exit, state_exit in _exit_pairs(group.exits):
+        for output in _carried_on(out_exit, last_first=False):
+            for state in _carried_on(state_exit, last_first=True) if state_exit else [None]:
+                for cut in _cuts(group, output, state, effort):
+                    key = (output.index, state.index if state else 0, *(value.index for value in cut))
+                    if key in tried:
+                        continue
+                    tried.add(key)
+                    yield from read_region(group, cut, output, state)
+
+
+def _exit_pairs(exits: list[Exit]) -> Iterator[tuple[Exit, Exit | None]]:
+    exits = [item for item in exits if item.chain]
+    if len(exits) == 1:
+        yield exits[0], None
+    for i, first in enumerate(exits[:MAX_EXITS]):
+        for j, second in enumerate(exits[:MAX_EXITS]):
+            if i != j:
+                yield first, second
+    if len(exits) > 1:
+        for item in exits[:MAX_EXITS]:
+            yield item, None
+
+
+def _carried_on(exit_: Exit, *, last_first: bool) -> list[Value]:
+    """Separators in the order to try: runs of layouts, casts and constant factors, each from its latest value."""
+    runs: list[list[Value]] = []
+    for value in exit_.chain:
+        op = value.op
+        assert op is not None
+        data = [read for read in op.reads if not read.const]
+        moves = op.name in MOVES or op.name in ("mul", "div", "neg")
+        simple = moves and len(data) == 1
+        if runs and simple and data[0] is runs[-1][-1]:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    order = runs[::-1][:MAX_RUNS] if last_first else runs[:MAX_RUNS]
+    return [value for run in order for value in reversed(run) if value.node is not None]
+
+
+def _sizes(value: Value) -> Counter[int]:
+    return Counter(size for dim, size in enumerate(value.shape) if size != 1 and dim not in value.uniform)
+
+
+def _cuts(group: Group, output: Value, state: Value | None, effort: Effort) -> Iterator[list[Value]]:
+    """Minimum cuts for each size K could have, then the same pushed towards the region."""
+    sizes = _sizes(output)
+    if sum(sizes.values()) > 4:
+        return
+    seen: set[tuple[int, ...]] = set()
+    targets = [output] if state is None else [output, state]
+    offsets = _offsets(targets, group)
+    ways = [(True, True, ()), (True, False, ()), (False, False, ()), *([(True, True, offsets)] if offsets else [])]
+    above: dict[Collection[Op], Surroundings] = {}
+    tried: set[tuple[Collection[Op], tuple[int, ...]]] = set()
+    for usual, key_size in product((True, False), _key_sizes(group, sizes, state)):
+        readings = frames(output, state, key_size, usual=usual)
+        has_role = role_test(readings)
+        for raw_state, grouped, barriers in ways[: len(ways) if usual else 1] if readings else ():
+            if not effort.take(group):
+                return
+            if barriers not in above:
+                above[barriers] = Surroundings(targets, group.ops, barriers)
+            eligible = _eligible(sizes, key_size, has_role, raw_state=raw_state, grouped=grouped)
+            cuttable = above[barriers].cuttable(eligible)
+            if (barriers, cuttable) in tried:  # another size or reading need not make another value a role
+                continue
+            tried.add((barriers, cuttable))
+            try:
+                cut, late = above[barriers].minimum_cut(cuttable)
+            except NoCut:
+                continue
+            pushed = (_pushed(cut, group, eligible, past_gates=past) for past in (False, True))
+            for variant in (cut, *pushed, late):
+                key = tuple(value.index for value in variant)
+                if key not in seen:
+                    seen.add(key)
+                    yield variant
+
+
+def _offsets(targets: list[Value], group: Group) -> frozenset[Op]:
+    """``c - x`` upstream: one tensor may enter as two, as the gate and as the key that the gate leaves over (HGRN2)."""
+    above = ancestors(targets, lambda value: value.op is not None and not value.const and not is_soft(value.op))
+    return frozenset(
+        op
+        for op in above - group.ops
+        if op.name in ("sub", "rsub", "add") and not op.out.const and sum(not read.const for read in op.reads) == 1
+    )
+
+
+def _eligible(
+    sizes: Counter[int], key_size: int, has_role: Callable[[Value], bool], *, raw_state: bool, grouped: bool
+) -> Callable[[Value], bool]:
+    """Values that could have a role: by their sizes, and because some reading of the results allows one.
+
+    ``raw_state``: a decayed state is no state (one-token steps); ``grouped``: keys may have a divisor of the heads.
+    """
+    allowed = sizes + Counter([key_size])
+    step = sum(sizes.values()) < 4
+    known: dict[tuple[tuple[int, ...], frozenset[int]], bool] = {}
+
+    def fits(value: Value) -> bool:
+        odd = list((_sizes(value) - allowed).elements())
+        if odd and not (grouped and len(odd) == 1 and odd[0] and any(size % odd[0] == 0 for size in sizes)):
+            return False
+        return has_role(value)
+
+    def eligible(value: Value) -> bool:
+        if value.node is None or not value.dtype.is_floating_point or 0 in value.shape:
+            return False
+        key = value.shape, value.uniform
+        if key not in known:
+            known[key] = fits(value)
+        if not known[key] or not (raw_state and step and value.op is not None and value.op.name in ("mul", "lerp")):
+            return known[key]
+        return _sizes(value) != allowed
+
+    return eligible
+
+
+def _key_sizes(group: Group, sizes: Counter[int], state: Value | None) -> list[int]:
+    if state is not None:
+        extra = list((_sizes(state) - sizes).keys())
+        return extra or sorted(_sizes(state), reverse=True)
+    seen = Counter(
+        size
+        for anchor in group.anchors[:8]
+        for read in anchor.reads
+        if not read.const
+        for size in read.shape
+        if size != 1
+    )
+    known = [size for size, _ in sizes.most_common()]
+    return list(dict.fromkeys([*known[::-1], *(size for size, _ in seen.most_common(8))]))
+
+
+def _pushed(cut: list[Value], group: Group, eligible: Callable[[Value], bool], *, past_gates: bool) -> list[Value]:
+    """The cut moved past operators that read nothing else (a constant factor, a sign), up to the first branch.
+
+    ``past_gates``: past exponentials too, which leaves a gate as a factor, and what only looked like a gate as it is.
+    """
+    moved: list[Value] = []
+    for value in cut:
+        while True:
+            ahead = [user for user in value.users if user not in group.ops and is_soft(user)]
+            per_head = sum(_sizes(value).values()) < 2  # such an exponential is a decay or a rate, not a gate
+            if len(value.users) != 1 or len(ahead) != 1 or (ahead[0].name == "exp" and not per_head and not past_gates):
+                break
+            data = [read for read in ahead[0].reads if not read.const]
+            if len(data) != 1 or not eligible(ahead[0].out):
+                break
+            value = ahead[0].out
+        moved.append(value)
+    return moved
+
+
+def read_region(group: Group, cut: list[Value], output: Value, state: Value | None) -> Iterator[Candidate | Obstacle]:
+    stop = set(cut)
+    outputs = [output] if state is None else [output, state]
+    ops = ancestors(outputs, stop.__contains__)
+    if not any(anchor in ops for anchor in group.anchors):
+        return
+    found = Hypotheses(cut, output, state, ops)
+    if found:
+        obstacle = _obstacle(ops, group, outputs) or _rounding(ops, group, cut, outputs)
+        yield obstacle or Candidate(group, ops, cut, output, state, found)
+
+
+def _obstacle(ops: set[Op], group: Group, outputs: list[Value]) -> Obstacle | None:
+    """What forbids a rewrite of the region whatever it computes."""
+    for op in sorted(ops, key=lambda o: o.outs[0].index):
+        if op.out.const:
+            continue
+        if not is_soft(op):
+            return Obstacle("operator", f"the region contains {op.name}, which probes cannot judge", op)
+        try:
+            small = _small_constant(op)
+        except EvaluationError as error:
+            return Obstacle("constant", f"the region adds a constant that cannot be computed here ({error})", op)
+        if small:
+            return Obstacle("constant", f"the region adds {small:g}, too small for probes to judge", op)
+        if op in group.ops:
+            for value in op.outs:
+                outside = next((user for user in value.users if user not in ops), None)
+                if outside is not None and value not in outputs:
+                    return Obstacle(
+                        "escape", f"an intermediate value of the region is read by {outside.name} outside it", op
+                    )
+    return None
+
+
+def _rounding(ops: set[Op], group: Group, cut: list[Value], outputs: list[Value]) -> Obstacle | None:
+    """A cast below the inputs' own precision in the middle of the region is part of the function; casts of results are
+    not.
+    """
+    least = min((value.dtype.itemsize for value in cut), default=0)
+    for op in ops & group.ops:
+        if op.name != "_to_copy" or op.out.dtype.itemsize >= least:
+            continue
+        value = op.out
+        while value not in outputs:
+            users = [user for user in value.users if user in ops]
+            if len(users) != 1 or users[0].name not in LAYOUT:
+                return Obstacle("rounding", f"the region rounds to {op.out.dtype} between its steps", op)
+            value = users[0].out
+    return None
+
+
+def _small_constant(op: Op) -> float:
+    """The smallest number the operator adds to data, if it is small enough to hide from probes (0 otherwise)."""
+    if op.name not in ("add", "sub", "rsub"):
+        return 0.0
+    for arg in op.args[:2]:
+        if isinstance(arg, (int, float)):
+            sizes = torch.tensor([float(arg)], dtype=torch.float64).abs()
+        elif isinstance(arg, Value) and arg.const:
+            sizes = constant(arg).double().abs()
+        else:
+            continue
+        hidden = sizes[(sizes > 0) & (sizes < SMALLEST_VISIBLE)]
+        if hidden.numel():
+            return float(hidden.min())
+    return 0.0

@@ -1,0 +1,204 @@
+"""Who is who: every way the tensors entering and leaving a region could be the recurrence's q, k, v, g, beta and state.
+
+Roles come from sizes (``roles.py``) and from how a tensor is used. What is still ambiguous after that (T equal to K,
+two tensors of one shape) is listed most plausible first; the proof takes the first hypothesis that computes the same
+numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from itertools import count, groupby, islice
+from typing import NamedTuple
+
+from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.recurrence.gates import Units
+from kdacompile.patterns.recurrence.regions import is_anchor
+from kdacompile.patterns.recurrence.roles import INPUTS, Hypothesis, Placement, labelings, labelings_of, oddity
+
+MAIN = frozenset({"q", "k", "v"})
+MAX_HYPOTHESES = 240
+"""Claims looked at before a region is given up."""
+
+
+def _gate_kind(placement: Placement | None, sizes: dict[str, int]) -> str:
+    if placement is None:
+        return "none"
+    if "K" in placement.letters and sizes["K"] > 1:
+        return "channel"
+    if "T" in placement.letters or "B" in placement.letters:
+        return "token"
+    per_head = "H" in placement.letters and "." not in placement.letters.split("H")[0]
+    return "head" if per_head or sizes["T"] > 1 else "token"
+
+
+class Hypotheses:
+    """Consistent role assignments, most plausible first; true if there is one. They are looked for when they are asked
+    for: a proof often takes one of the first, and a region like another that was proven needs none.
+    """
+
+    def __init__(self, cut: Sequence[Value], output: Value, state: Value | None, region: set[Op]) -> None:
+        self.cut = cut
+        self.units = Units(region)
+        self.gates = {value: bool(self.units(value)) for value in cut}
+        self.readings = [
+            (cost, partial)
+            for cost, partial in _readings(output, state)
+            if _may_lead_on(cut, self.gates, set(), partial.sizes)
+        ]
+        found = islice(self._by_penalty(), MAX_HYPOTHESES)
+        equal = groupby(found, key=lambda hypothesis: hypothesis.penalty)
+        self.coming = (h for _, group in equal for h in sorted(group, key=lambda hypothesis: hypothesis.moved))
+        self.known: list[Hypothesis] = []
+
+    def __bool__(self) -> bool:
+        return any(self._leads_on(partial, cost) for cost, partial in self.readings)
+
+    def __iter__(self) -> Iterator[Hypothesis]:
+        for place in count():
+            if place == len(self.known):
+                self.known.extend(islice(self.coming, 1))
+            if place == len(self.known):
+                return
+            yield self.known[place]
+
+    def _leads_on(self, partial: _Partial | Hypothesis, penalty: int) -> bool:
+        """True if there is a hypothesis beyond this one: whichever is met first will do."""
+        return isinstance(partial, Hypothesis) or any(
+            self._leads_on(further, total) for total, further in self._onward(partial, penalty)
+        )
+
+    def _by_penalty(self) -> Iterator[Hypothesis]:
+        """Cheapest first: where all sizes are equal there are millions of assignments, and the first are wanted."""
+        # Ties go to the path that was found first, so that the order is that of a sorted full list.
+        queue: list[tuple[int, tuple[int, ...], _Partial | Hypothesis]] = [
+            (cost, (place,), partial) for place, (cost, partial) in enumerate(self.readings)
+        ]
+        heapify(queue)
+        while queue:
+            penalty, path, item = heappop(queue)
+            if isinstance(item, Hypothesis):
+                yield item
+                continue
+            for place, (total, found) in enumerate(self._onward(item, penalty)):
+                heappush(queue, (total, (*path, place), found))
+
+    def _onward(self, partial: _Partial, penalty: int) -> Iterator[tuple[int, _Partial | Hypothesis]]:
+        """What follows from roles for some of the cut, each with its penalty."""
+        if partial.seen < len(self.cut):
+            for cost, further in _with_one_more(partial, self.cut, self.gates):
+                yield penalty + cost, further
+        else:
+            for hypothesis in _complete(partial.inputs, partial.ends, partial.sizes, penalty, self.units):
+                yield hypothesis.penalty, hypothesis
+
+
+class _Partial(NamedTuple):
+    """Roles for the first tensors of a cut, and for the results."""
+
+    inputs: tuple[Placement, ...]
+    ends: tuple[Placement, ...]
+    sizes: dict[str, int]
+    seen: int = 0
+    """Tensors of the cut that have a role."""
+
+
+def _readings(output: Value, state: Value | None) -> Iterator[tuple[int, _Partial]]:
+    """Every reading of the results, with its penalty."""
+    for letters, sizes in labelings(output, "o", {}):
+        start = Placement("o", output, letters)
+        if state is None:
+            yield oddity(letters), _Partial((), (start,), sizes)
+            continue
+        for state_letters, known in labelings(state, "final_state", sizes):
+            ends = (start, Placement("final_state", state, state_letters))
+            yield oddity(letters) + oddity(state_letters), _Partial((), ends, known)
+
+
+def _with_one_more(partial: _Partial, cut: Sequence[Value], gates: dict[Value, bool]) -> Iterator[tuple[int, _Partial]]:
+    """Every role of the next tensor of the cut, with what it adds to the penalty."""
+    value, others = cut[partial.seen], cut[partial.seen + 1 :]
+    used = {placement.role for placement in partial.inputs}
+    if len(MAIN - used) > len(cut) - partial.seen:
+        return
+    for role in _open_roles(gates[value], used):
+        for letters, known in labelings(value, role, partial.sizes):
+            if not _may_lead_on(others, gates, {*used, role}, known):
+                continue
+            cost = oddity(letters) + (2 if role == "g" and not gates[value] else 0)
+            taken = (*partial.inputs, Placement(role, value, letters))
+            yield cost, _Partial(taken, partial.ends, known, partial.seen + 1)
+            if role == "g" and not gates[value] and "beta" not in used and "K" not in letters:
+                both = (*taken, Placement("beta", value, letters))  # a step size: dt
+                yield cost, _Partial(both, partial.ends, known, partial.seen + 1)
+
+
+def _may_lead_on(values: Sequence[Value], gates: dict[Value, bool], used: set[str], sizes: dict[str, int]) -> bool:
+    """True if each of the values could still be something, and something could still be each of q, k and v.
+
+    Without this look ahead, most of what is tried leads nowhere.
+    """
+    known, missing = tuple(sizes.items()), MAIN - used
+    open_to: list[frozenset[str]] = []
+    for value in values:
+        fitting = _fitting_roles(value.shape, value.uniform, known).intersection(_open_roles(gates[value], used))
+        if not fitting:
+            return False
+        missing -= fitting
+        open_to.append(fitting)
+    return not missing and len(frozenset[str]().union(*open_to)) >= len(open_to)
+
+
+@lru_cache(maxsize=1 << 14)
+def _fitting_roles(
+    shape: tuple[int, ...], uniform: frozenset[int], sizes: tuple[tuple[str, int], ...]
+) -> frozenset[str]:
+    return frozenset(role for role in INPUTS if labelings_of(shape, uniform, role, sizes))
+
+
+def _open_roles(is_gate: bool, used: set[str]) -> list[str]:
+    return [role for role in INPUTS if role not in used and (role == "g" or not is_gate)]
+
+
+def _erases(region: set[Op]) -> bool:
+    """True if there is more than one write and one read. The first token after an empty state looks the same with a
+    delta term and without: its text tells which was meant.
+    """
+    return sum(map(is_anchor, region)) > 2
+
+
+def _complete(
+    inputs: tuple[Placement, ...],
+    ends: tuple[Placement, ...],
+    sizes: dict[str, int],
+    penalty: int,
+    units: Units,
+) -> Iterator[Hypothesis]:
+    by_role = {placement.role: placement for placement in inputs}
+    if not set(by_role) >= MAIN:
+        return
+    if "rate" in by_role and "g" not in by_role:
+        return
+    main = (by_role["q"], by_role["k"], by_role["v"], ends[0])
+    orders = {p.letters.replace("V", "K").replace("G", "H").replace(".", "") for p in main}
+    penalty += len(orders) - 1
+    gate, factor = by_role.get("g"), by_role.get("rate")
+    rates = units(gate.value, factor and factor.value) if gate else [1.0]
+    form = "log" if rates or factor else "factor"
+    output, final = ends[0], ends[1] if len(ends) > 1 else None
+    first = sizes.get("T", 1) > 1 or "initial_state" in by_role or _erases(units.region)
+    for turn, rate in enumerate(rates or [1.0]):
+        for delta in (first, not first):
+            yield Hypothesis(
+                inputs,
+                output,
+                final,
+                {**dict.fromkeys("BTHGKV", 1), **sizes},
+                _gate_kind(gate, sizes),
+                form,
+                delta,
+                rate,
+                penalty=penalty + turn,
+            )

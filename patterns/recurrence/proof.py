@@ -1,0 +1,439 @@
+"""The proof: a region is believed to be the recurrence only if it computes the recurrence's numbers.
+
+The region is run in float64 on random inputs and compared, token by token, with the token recurrence. Inputs cover
+mild and strong gates, gates of 0 and -inf, zero keys, and closed and open write gates; no value of the user's model is
+ever used. Where the region itself is not finite (a spelling that overflows) there is nothing to compare: the
+recurrence is. Operators that random inputs could miss (thresholds, tiny constants) never reach this file: ``patterns``
+turns them away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kdacompile.graph.ir import Value
+from kdacompile.patterns.engine.evaluate import EvaluationError, Region
+from kdacompile.patterns.engine.lanes import LaneError
+from kdacompile.patterns.recurrence import tables
+from kdacompile.patterns.recurrence.candidates import Candidate
+from kdacompile.patterns.recurrence.definition import token_recurrence
+from kdacompile.patterns.recurrence.roles import LETTERS, Hypothesis, Placement
+
+TOLERANCE = 1e-8
+"""Relative error per token, in float64, up to which two computations count as the same function."""
+
+ALIKE = 1e-2
+"""Relative error of the first token up to which a hypothesis is looked at further: what it lacks may be a decay."""
+
+WHOLE_LIMIT = 1 << 26
+"""Largest tensor (elements) for which a region whose heads cannot be cut down is still run whole."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A proven hypothesis with the largest error met, or the reason why none was proven."""
+
+    hypothesis: Hypothesis | None
+    max_error: float
+    reason: str = ""
+    probes: int = 0
+
+
+class _Runner:
+    """Runs a candidate's region, with few lanes if it allows that, else whole."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidate = candidate
+        self.region = Region(list(candidate.ops), candidate.cut, candidate.outputs)
+        self.whole = False
+
+    def tables(self) -> list[Value]:
+        """Constants of the region that come with data: literals, and what a module owns."""
+        return list({read: None for op in self.region.ops for read in op.reads if read.payload is not None})
+
+    def with_exact_tables(self, logs: Tensor) -> _Runner | None:
+        """The same region with decay tables as they were before rounding (``logs``: log decay per head); None if some
+        constant of the region is none of these.
+        """
+        instead: dict[Value, Tensor] = {}
+        for value in self.tables():
+            assert value.payload is not None
+            found = tables.ideal(value.payload.detach().cpu(), logs)
+            if found is None:
+                return None
+            instead[value] = found
+        other = _Runner(self.candidate)
+        other.region = Region(list(self.candidate.ops), self.candidate.cut, self.candidate.outputs, instead)
+        other.whole = self.whole
+        return other
+
+    def sizes(self, hypothesis: Hypothesis, *, heads: bool = False) -> dict[str, int]:
+        sizes = dict(hypothesis.sizes)
+        if not self.whole:
+            sizes["B"] = min(sizes["B"], 2)
+            groups = sizes["H"] // sizes["G"]
+            sizes["G"] = sizes["G"] if heads else min(sizes["G"], 2)
+            sizes["H"] = sizes["G"] * groups
+        return sizes
+
+    def __call__(self, tensors: dict[Value, Tensor]) -> list[Tensor]:
+        return self.region([tensors[value] for value in self.candidate.cut])
+
+    def go_whole(self) -> bool:
+        """Give up on cutting lanes down; False if the region is too large to run as it is."""
+        largest = max(math.prod(out.shape) for op in self.candidate.ops for out in op.outs)
+        if self.whole or largest > WHOLE_LIMIT:
+            return False
+        self.whole = True
+        return True
+
+
+def prove(candidate: Candidate, *, wide: bool = False) -> Verdict:
+    """The first hypothesis that survives, fully probed."""
+    runner = _Runner(candidate)
+    while True:
+        try:
+            with one_thread():
+                return _prove(candidate, runner, wide=wide)
+        except LaneError as error:
+            if not runner.go_whole():
+                return Verdict(
+                    None, 0.0, f"batch rows or heads are treated differently and the region is large ({error})"
+                )
+        except EvaluationError as error:
+            if not runner.go_whole():
+                return Verdict(None, 0.0, f"the region does not run on probes: {error}")
+
+
+@contextmanager
+def one_thread() -> Generator[None]:
+    """Probes are many small operators: waking other threads for each costs more than it brings, tenfold on a busy
+    machine.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _prove(candidate: Candidate, runner: _Runner, *, wide: bool) -> Verdict:
+    best, closest = float("inf"), ""
+    drawn: _Drawn = {}
+    refused: LaneError | EvaluationError | None = None
+    for hypothesis in candidate.hypotheses:
+        try:
+            verdict = _judge(candidate, hypothesis, runner, drawn, wide=wide)
+        except (LaneError, EvaluationError) as error:
+            refused = refused or error  # a wrong reading cuts down what is no batch and no head
+            continue
+        if verdict.hypothesis is not None:
+            return verdict
+        if verdict.max_error < best or verdict.reason:
+            best, closest = verdict.max_error, _describe(hypothesis) + (verdict.reason and f": {verdict.reason}")
+    if refused is not None:
+        raise refused
+    return Verdict(
+        None, best, f"the region does not compute the recurrence (closest: {closest}, relative error {best:.1e})"
+    )
+
+
+def _judge(candidate: Candidate, hypothesis: Hypothesis, runner: _Runner, drawn: _Drawn, *, wide: bool) -> Verdict:
+    """One hypothesis: most are refuted by a first run that many share; without a reason, if they are."""
+    first = _first_run(candidate, hypothesis, runner, drawn)
+    inputs, results = first.inputs, first.results
+    query = next(placement.value for placement in hypothesis.inputs if placement.role == "q")
+    least = float("inf")
+    if first.doubles.get(query) is False:
+        return Verdict(None, least)
+    region = runner
+    for claim in (hypothesis, hypothesis.backwards()) if hypothesis.sizes["T"] > 1 else (hypothesis,):
+        start = _first_token_error(claim, inputs, results)
+        fitted, error = _fit(claim, inputs, results) if start < ALIKE else (None, start)
+        least = min(least, error)
+        if fitted is None and claim.gate == "none" and start < ALIKE:
+            fitted, runner = _with_constant_decay(claim, runner)
+        if fitted is not None:
+            return _probe_fully(fitted, runner, wide=wide)
+    if query not in first.doubles:
+        first.doubles[query] = _doubles(query, first, region)
+    return Verdict(None, least)
+
+
+def _describe(hypothesis: Hypothesis) -> str:
+    return f"gate {hypothesis.gate}, delta term {'on' if hypothesis.delta else 'off'}"
+
+
+# -- the first, role-free run --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _FirstRun:
+    inputs: dict[Value, Tensor]
+    results: list[Tensor]
+    doubles: dict[Value, bool] = field(default_factory=dict)
+    """Whether the output doubles with an input, of those that were taken for the query in vain."""
+
+
+_Shapes = tuple[tuple[int, ...], ...]
+_Drawn = dict[_Shapes, _FirstRun | LaneError | EvaluationError]
+
+
+def _first_run(candidate: Candidate, hypothesis: Hypothesis, runner: _Runner, drawn: _Drawn) -> _FirstRun:
+    """Region outputs on inputs that suit any role, shared by the hypotheses that agree on batch and heads."""
+    sizes = runner.sizes(hypothesis)
+    shapes = {placement.value: tuple(placement.run_shape(sizes)) for placement in hypothesis.inputs}
+    full = {
+        p.value: [
+            p.value.shape[i] if c == "=" else s for i, (c, s) in enumerate(zip(p.letters, shapes[p.value], strict=True))
+        ]
+        for p in hypothesis.inputs
+    }
+    key = tuple(shapes[value] for value in candidate.cut)
+    if key not in drawn:
+        generator = torch.Generator().manual_seed(len(drawn))
+        gate = hypothesis.role("g") if hypothesis.gate_form == "log" else None
+        inputs: dict[Value, Tensor] = {}
+        for value in candidate.cut:
+            noise = torch.randn(shapes[value], generator=generator, dtype=torch.float64)
+            log_gate = -0.3 / hypothesis.gate_rate * noise.abs()
+            inputs[value] = (log_gate if gate and value is gate.value else 0.4 * noise).expand(full[value])
+        try:
+            drawn[key] = _FirstRun(inputs, runner(inputs))
+        except (LaneError, EvaluationError) as error:
+            drawn[key] = error
+    found = drawn[key]
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _doubles(query: Value, first: _FirstRun, runner: _Runner) -> bool:
+    """True if the output doubles with this input, as ``scale * S_t^T q_t`` does with the query whatever the rest is.
+
+    What it does not double with is the query under no hypothesis: this run of the region saves many of the recurrence.
+    """
+    once, twice = first.results[0], runner({**first.inputs, query: 2 * first.inputs[query]})[0]
+    size = float(once.nan_to_num(posinf=0.0, neginf=0.0).abs().max())
+    return torch.allclose(twice, 2 * once, rtol=1e-6, atol=1e-6 * size, equal_nan=True)
+
+
+def _reference(hypothesis: Hypothesis, inputs: dict[Value, Tensor], steps: int | None = None) -> tuple[Tensor, Tensor]:
+    """What the recurrence computes from the region's inputs."""
+    given = {p.role: p.to_canonical(inputs[p.value]) for p in hypothesis.inputs}
+    return token_recurrence(
+        given["q"],
+        given["k"],
+        given["v"],
+        _decay(hypothesis, given),
+        given.get("beta"),
+        given.get("initial_state"),
+        delta=hypothesis.delta,
+        scale=hypothesis.scale,
+        steps=steps,
+    )
+
+
+def _decay(hypothesis: Hypothesis, given: dict[str, Tensor]) -> Tensor | None:
+    """The decay factor per token, head and channel (broadcast where the gate is)."""
+    if hypothesis.decay:
+        heads = given["v"].shape[2]
+        return torch.tensor(hypothesis.decay, dtype=torch.float64)[:heads].reshape(1, 1, -1, 1)
+    g = given.get("g")
+    if g is None:
+        return None
+    if "rate" in given:
+        g = g * given["rate"][:, None]
+    return (g * hypothesis.gate_rate).exp() if hypothesis.gate_form == "log" else g
+
+
+def _first_token_error(hypothesis: Hypothesis, inputs: dict[Value, Tensor], results: list[Tensor]) -> float:
+    """How far the first token, which no decay has touched yet, is from what the hypothesis has it be, up to a scale.
+
+    This alone refutes most. 0 where a state is given, which decays before the first token.
+    """
+    if hypothesis.role("initial_state"):
+        return 0.0
+    want, _ = _reference(hypothesis, inputs, 1)
+    have = hypothesis.output.to_canonical(results[0])[:, :1]
+    _check_sizes(have, want)
+    scale = (have * want).sum() / (want * want).sum()
+    return token_error(have, want * scale)
+
+
+def _fit(hypothesis: Hypothesis, inputs: dict[Value, Tensor], results: list[Tensor]) -> tuple[Hypothesis | None, float]:
+    """The hypothesis with its scale, if the first tokens agree with it."""
+    output = hypothesis.output.to_canonical(results[0])
+    error = float("inf")
+    for steps in (3, 80):
+        want, _ = _reference(hypothesis, inputs, steps)
+        have = output[:, : want.shape[1]]
+        _check_sizes(have, want)
+        power = (want * want).sum()
+        scale = float((have * want).sum() / power) if power > 0 else 1.0
+        if not torch.isfinite(torch.tensor(scale)) or scale == 0.0:
+            return None, error
+        error = token_error(have, want * scale)
+        if error > TOLERANCE:
+            return None, error
+    return hypothesis.with_(scale=_tidy(hypothesis.scale * scale, hypothesis.sizes["K"])), error
+
+
+def _check_sizes(have: Tensor, want: Tensor) -> None:
+    """LaneError where a result is not cut down as the hypothesis has it: sizes may be equal by chance."""
+    if have.shape != want.shape:
+        raise LaneError(f"a result has the sizes {list(have.shape)}, that of the recurrence {list(want.shape)}")
+
+
+def _tidy(scale: float, key_size: int) -> float:
+    """The intended number behind a fitted one: 1, K ** -0.5, or what was fitted."""
+    for nice in (1.0, key_size**-0.5, 1.0 / key_size):
+        if abs(scale - nice) < 1e-7 * nice:
+            return nice
+    return scale
+
+
+def token_error(have: Tensor, want: Tensor) -> float:
+    """Largest relative error of a token [B, T, ...] where ``have`` is finite; tokens far below the rest count less."""
+    finite = torch.isfinite(have)
+    if not finite.any():
+        return float("inf")
+    gap = torch.where(finite, have - want, 0.0).flatten(2).norm(dim=-1)
+    size = want.flatten(2).norm(dim=-1)
+    floor = 1e-6 * size.square().mean().sqrt() + 1e-30
+    return float((gap / (size + floor)).max())
+
+
+# -- constant decays --------------------------------------------------------------------------------------------------
+
+
+def _with_constant_decay(hypothesis: Hypothesis, runner: _Runner) -> tuple[Hypothesis | None, _Runner]:
+    """The hypothesis with a decay per head that the graph makes from constants, and the runner it holds for: the
+    constants may be decay tables, rounded to the dtype they are kept in.
+    """
+    response = _response(hypothesis, runner)
+    if response is None:
+        return None, runner
+    fitted = _with_decay(hypothesis, response[0], runner)
+    if fitted is None and runner.tables() and bool((response[0] > 0).all()):
+        logs = _log_decay(response)
+        exact = runner.with_exact_tables(logs) if torch.isfinite(logs).all() else None
+        if exact is not None:
+            return _with_decay(hypothesis, logs.exp(), exact), exact
+    return fitted, runner
+
+
+def _response(hypothesis: Hypothesis, runner: _Runner) -> Tensor | None:
+    """What is left of the first token's write (one-token steps: of the given state) one, two, .. tokens later, per
+    head: ``[tokens, H]``.
+    """
+    sizes = runner.sizes(hypothesis, heads=True)
+    draws = {p.role: torch.ones([sizes[x] for x in LETTERS[p.role]], dtype=torch.float64) for p in hypothesis.inputs}
+    for role in ("k", "v", "initial_state"):
+        if role in draws and sizes["T"] > 1:
+            draws[role] = draws[role] * 0 if role == "initial_state" else _only_first(draws[role])
+        elif role in draws and role != "initial_state":
+            draws[role] = draws[role] * 0
+    results = runner({p.value: p.from_canonical(draws[p.role]) for p in hypothesis.inputs})
+    if sizes["T"] > 1:
+        output = hypothesis.output.to_canonical(results[0])
+        return output[0, 1:, :, 0] / output[0, :1, :, 0]
+    if hypothesis.final_state is not None and "initial_state" in draws:
+        return hypothesis.final_state.to_canonical(results[1])[:1, :, 0, 0]
+    return None
+
+
+def _log_decay(response: Tensor) -> Tensor:
+    """Log decay per head from all of a response, later tokens weighing more: their rounding errs less per token."""
+    tokens = torch.arange(1, len(response) + 1, dtype=torch.float64)[:, None]
+    clear = (response > 1e-3).cummin(dim=0).values  # a NaN ends what can be read
+    clear[0] = True
+    weight = tokens.square() * clear
+    return (response.clamp_min(1e-30).log() / tokens * weight).where(clear, 0.0).sum(0) / weight.sum(0)
+
+
+def _with_decay(hypothesis: Hypothesis, decay: Tensor, runner: _Runner) -> Hypothesis | None:
+    """The hypothesis with this decay per head, if the first tokens agree with it."""
+    in_range = bool(torch.isfinite(decay).all()) and bool((decay >= 0).all()) and bool((decay <= 1 + 1e-9).all())
+    if not in_range or (decay - 1).abs().max() < 1e-12 or not decay.any():
+        return None  # nothing decays, or each token stands alone
+    claim = hypothesis.with_(gate="head", decay=tuple(decay.tolist()))
+    probe = next(_probes(claim, runner.sizes(hypothesis, heads=True), wide=False))
+    fitted, _ = _fit(claim, probe, runner(probe))
+    return fitted
+
+
+def _only_first(tensor: Tensor) -> Tensor:
+    out = torch.zeros_like(tensor)
+    out[:, 0] = tensor[:, 0]
+    return out
+
+
+# -- full probing -----------------------------------------------------------------------------------------------------
+
+
+def _probe_fully(hypothesis: Hypothesis, runner: _Runner, *, wide: bool) -> Verdict:
+    worst, count = 0.0, 0
+    sizes = runner.sizes(hypothesis, heads=bool(hypothesis.decay))
+    for count, inputs in enumerate(_probes(hypothesis, sizes, wide=wide), 1):
+        results = runner(inputs)
+        want, state = _reference(hypothesis, inputs)
+        have = hypothesis.output.to_canonical(results[0])
+        if count == 1 and not torch.isfinite(have).all():
+            return Verdict(None, float("inf"), "not finite on ordinary inputs")
+        errors = [token_error(have, want)] if torch.isfinite(have).any() else [0.0]
+        if hypothesis.final_state is not None:
+            last = hypothesis.final_state.to_canonical(results[1])
+            _check_sizes(last, state)
+            if torch.isfinite(last).any():
+                errors.append(token_error(last.flatten(2), state.flatten(2)))
+        worst = max(worst, *errors)
+        if worst > TOLERANCE:
+            return Verdict(None, worst, f"probe {count} differs")
+    return Verdict(hypothesis, worst, probes=count)
+
+
+def _probes(hypothesis: Hypothesis, sizes: dict[str, int], *, wide: bool) -> Iterator[dict[Value, Tensor]]:
+    """Region inputs: ordinary, strong gates, gates of 0 and -inf with zero keys and open or closed beta, large v."""
+    kinds = ("ordinary", "strong", "edges", "large")
+    for seed, kind in enumerate(kinds * (4 if wide else 1)):
+        generator = torch.Generator().manual_seed(100 + seed)
+        draw = {p.role: _draw(p, hypothesis, sizes, kind, generator) for p in hypothesis.inputs}
+        yield {p.value: p.from_canonical(draw[p.role]) for p in hypothesis.inputs}
+
+
+def _draw(
+    placement: Placement, hypothesis: Hypothesis, sizes: dict[str, int], kind: str, generator: torch.Generator
+) -> Tensor:
+    role = placement.role
+    shape = [sizes[letter] if letter in placement.letters else 1 for letter in LETTERS[role]]
+    full = [sizes[letter] for letter in LETTERS[role]]
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    pick = torch.rand(shape, generator=generator, dtype=torch.float64)
+    if role == "rate" or (role == "g" and hypothesis.role("rate")):
+        noise = noise.exp() * (-1.0 / hypothesis.gate_rate if role == "rate" else 0.2)
+    elif role == "g":
+        gate = -noise.exp() * 0.2
+        if kind == "strong":
+            gate = torch.where(pick < 0.2, torch.where(pick < 0.03, -1000.0, -20.0 * pick * 5), gate)
+        elif kind == "edges":
+            gate = torch.where(pick < 0.2, 0.0, torch.where(pick > 0.97, -torch.inf, gate))
+        noise = gate / hypothesis.gate_rate if hypothesis.gate_form == "log" else gate.exp()
+    elif role == "beta":
+        noise = noise.sigmoid()
+        if kind == "edges":
+            noise = torch.where(pick < 0.2, 0.0, torch.where(pick > 0.8, 1.0, noise))
+    elif role == "k":
+        noise = noise / noise.norm(dim=-1, keepdim=True).clamp_min(1e-6)
+        if kind == "edges":
+            noise = torch.where(pick[..., :1] < 0.1, 0.0, noise)
+    elif kind == "large":
+        noise = noise * 1e3
+    return noise.expand(full)

@@ -1,0 +1,245 @@
+"""Where linear attention could be: operators that mix tokens, and the values through which their results leave.
+
+A region is found from its *anchors*: products of two activations that sum over a dimension (``q k^T``, ``k^T v``,
+``(S * k).sum``), outer products, cumulative sums and triangular solves. Projections, norms and activations have none of
+these, so anchors that reach each other belong to one region. Results leave through *exits*: the outputs and the final
+state. Exits are told apart by which anchors they depend on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kdacompile.graph.ir import Graph, Op, Value
+from kdacompile.patterns.engine.vocabulary import (
+    CONTRACTIONS,
+    INDEXED,
+    LAYOUT,
+    PICKING,
+    REGION,
+    SCANS,
+    SELECTIONS,
+    SOLVES,
+)
+
+
+def is_soft(op: Op) -> bool:
+    """True if a region may contain the operator (constants may be made by anything)."""
+    if op.out.const:
+        return True
+    if op.name not in REGION:
+        return False
+    if op.name in CONTRACTIONS:
+        return not any(is_weight(root(value)) for value in op.reads)
+    if op.name == "where":
+        return isinstance(op.args[0], Value) and op.args[0].const
+    if op.name == "masked_fill":
+        return op.args[1].const
+    if op.name in INDEXED:
+        return all(v.const for v in op.reads[1:] if not v.dtype.is_floating_point)
+    if op.name == "_to_copy":
+        return op.out.dtype.is_floating_point
+    if op.name == "pow":
+        base, exponent = op.args[:2]
+        if isinstance(exponent, Value):
+            return exponent.const or not isinstance(base, Value) or base.const
+        return exponent == int(exponent)
+    return op.out.dtype.is_floating_point and not _saturates(op)
+
+
+def _saturates(op: Op) -> bool:
+    """``1 + exp(x)`` and what divides by it: a sigmoid in pieces. The recurrence never adds a number to an exponential,
+    so a region begins below it, as it does below ``sigmoid``.
+    """
+    if op.name in ("add", "sub", "rsub"):
+        data = [value for value in op.reads if not value.const]
+        return len(data) == 1 and _is_exponential(data[0])
+    below = {"div": op.args[1:2], "reciprocal": op.args[:1], "pow": op.args[:1]}.get(op.name, ())
+    made = [root(value).op for value in below if isinstance(value, Value) and not value.const]
+    return any(maker is not None and maker.name in ("add", "sub", "rsub") and _saturates(maker) for maker in made)
+
+
+def _is_exponential(value: Value) -> bool:
+    """True for an exponential, with a sign or a constant factor at most."""
+    op = root(value).op
+    while op is not None and op.name in ("mul", "neg") and sum(not read.const for read in op.reads) == 1:
+        op = root(next(read for read in op.reads if not read.const)).op
+    return op is not None and op.name in ("exp", "exp2")
+
+
+def root(value: Value) -> Value:
+    """The value below casts and rearrangements."""
+    while value.op is not None and value.op.name in LAYOUT and value.op.reads:
+        value = value.op.reads[0]
+    return value
+
+
+def is_weight(value: Value) -> bool:
+    """Parameters, rows picked from one (experts), and functional weights: a product with one is a projection."""
+    if value.weight:
+        return True
+    while value.op is not None and value.op.name in PICKING:
+        value = root(value.op.reads[0])
+    return value.param
+
+
+def _activations(operands: list[Value]) -> list[Value]:
+    """Distinct data operands: constants, parameters and repeats of the same value do not count."""
+    roots = dict.fromkeys(root(value) for value in operands)
+    return [value for value in roots if not value.const and not value.param]
+
+
+def _spreads(factors: list[Value], out: Value) -> bool:
+    """An outer product: the result is larger than both factors."""
+    return len(factors) == 2 and all(math.prod(out.shape) > math.prod(value.shape) for value in factors)
+
+
+def is_anchor(op: Op) -> bool:
+    if op.out.const or not is_soft(op):
+        return False
+    if op.name in CONTRACTIONS:
+        return len(_activations(op.reads)) >= 2
+    if op.name in SCANS or op.name in SOLVES:
+        return True
+    if op.name == "mul":
+        return len(_activations(op.reads)) >= 2 and _spreads(op.reads, op.out)
+    if op.name == "addcmul":
+        factors = list(op.args[1:3])
+        return len(_activations(factors)) >= 2 and _spreads(factors, op.out)
+    if op.name == "sum":
+        source = root(op.reads[0]).op
+        while source is not None and source.name in SELECTIONS:
+            source = root(next(value for value in source.reads if not value.const)).op
+        return source is not None and source.name == "mul" and len(_activations(source.reads)) >= 2
+    return False
+
+
+@dataclass
+class Exit:
+    """Values through which every path from one set of anchors leaves, earliest first."""
+
+    anchors: int
+    chain: list[Value]
+
+
+@dataclass
+class Group:
+    """Anchors that reach each other, the operators after them, and the exits (most anchors first)."""
+
+    anchors: list[Op] = field(default_factory=list)
+    ops: set[Op] = field(default_factory=set)
+    exits: list[Exit] = field(default_factory=list)
+    masks: dict[Op, int] = field(default_factory=dict)
+    """For each operator of the graph, the anchors it depends on, as bits."""
+
+
+MAX_STREAMS = 16
+
+
+def keeps_tokens_apart(group: Group) -> bool:
+    """True if every anchor works within one token, so that nothing of the group can be a recurrence: streams of a token
+    that are mixed and put back (hyper-connections). Streams are few: more rows than ``MAX_STREAMS`` are tokens
+    with heads in front of them.
+    """
+    if not group.exits or not group.exits[0].chain:
+        return False
+    lead = group.exits[0].chain[-1].shape[:2]
+    for op in group.anchors:
+        shape = op.out.shape
+        merged = op.name in CONTRACTIONS and len(shape) == 3 and shape[0] == math.prod(lead)
+        if not merged and (op.name in SCANS or op.name in SOLVES or len(shape) < 3 or shape[:2] != lead):
+            return False
+        if shape[1 if merged else 2] > MAX_STREAMS:
+            return False
+    return True
+
+
+def find_groups(graph: Graph) -> list[Group]:
+    """Groups of at least two anchors, one of them a contraction, in graph order."""
+    masks: dict[Op, int] = {}
+    bit = 0
+    order: list[Op] = []
+    leader: dict[Op, Op] = {}
+
+    def find(op: Op) -> Op:
+        while leader[op] is not op:
+            leader[op] = leader[leader[op]]
+            op = leader[op]
+        return op
+
+    for op in graph.ops:
+        if op.out.const or not is_soft(op):
+            continue
+        above = [value.op for value in op.reads if value.op is not None and value.op in masks]
+        mask = 0
+        for parent in above:
+            mask |= masks[parent]
+        if is_anchor(op):
+            mask |= 1 << bit
+            bit += 1
+        elif not above:
+            continue
+        masks[op] = mask
+        leader[op] = op
+        order.append(op)
+        for parent in above:
+            leader[find(op)] = find(parent)
+    groups: dict[Op, Group] = {}
+    for op in order:
+        group = groups.setdefault(find(op), Group())
+        group.ops.add(op)
+        if is_anchor(op):
+            group.anchors.append(op)
+    found = [
+        g
+        for g in groups.values()
+        if len(g.anchors) >= 2 and any(a.name in CONTRACTIONS or a.name == "sum" for a in g.anchors)
+    ]
+    for group in found:
+        group.masks = masks
+        group.exits = exits_of(graph, group)
+    return found
+
+
+def exits_of(graph: Graph, group: Group) -> list[Exit]:
+    """The exits of a group, those of most anchors first."""
+    masks = group.masks
+    sinks: dict[int, list[Value]] = {}
+    for op in group.ops:
+        for value in op.outs:
+            leaves = (
+                value in graph.outputs or value in graph.written or any(user not in group.ops for user in value.users)
+            )
+            if leaves:
+                sinks.setdefault(masks[op], []).append(value)
+    exits = [Exit(mask, separators(values, group.ops, mask, masks)) for mask, values in sinks.items()]
+    return sorted(exits, key=lambda e: -e.anchors.bit_count())
+
+
+def separators(sinks: Iterable[Value], ops: set[Op], mask: int, masks: dict[Op, int]) -> list[Value]:
+    """Values that every path from the anchors to any of ``sinks`` runs through, earliest first."""
+    sinks = list(sinks)
+    inside: set[Op] = set()
+    stack = [value.op for value in sinks if value.op is not None]
+    while stack:
+        op = stack.pop()
+        if op in inside or op not in ops:
+            continue
+        inside.add(op)
+        stack.extend(value.op for value in op.reads if value.op is not None)
+    line = sorted(inside, key=lambda op: op.outs[0].index)
+    place = {op: index for index, op in enumerate(line)}
+    leaving = {value.op for value in sinks}
+    end = len(line)
+    furthest = 0
+    result: list[Value] = []
+    for index, op in enumerate(line):
+        reach = max((place[user] for value in op.outs for user in value.users if user in place), default=index)
+        if op in leaving:
+            reach = end
+        if furthest <= index and masks[op] == mask and len(op.outs) == 1:
+            result.append(op.out)
+        furthest = max(furthest, reach)
+    return result

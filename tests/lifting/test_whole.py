@@ -1,0 +1,96 @@
+"""Regions captured past boolean masks and for any count of pools: only with a rewrite, only for our backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+
+from kdacompile import backend
+from kdacompile.compat import graph_breaks
+from tests.compare import relative_error
+from tests.lifting import functions
+from tests.lifting.test_lift import LENGTHS, arguments
+
+POOL = 16
+
+
+def pooled(x: Tensor) -> Tensor:
+    """Means over pools of tokens, whole ones only: a sparse indexer's way to shorten its keys."""
+    count = (x.shape[1] + POOL - 1) // POOL
+    index = torch.arange(count * POOL).view(1, count, POOL)
+    grouped = x[torch.arange(x.shape[0])[:, None, None], index.clamp(0, x.shape[1] - 1)]
+    keep = (index < x.shape[1]).all(-1).any(0)
+    return grouped.mean(2)[:, keep].sum(1, keepdim=True)
+
+
+def lifted(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    out = functions.chunked_gla(q, k, v, g)[0]
+    return out + pooled(out)
+
+
+def inlined(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    out = functions.clamps_the_state(q, k, v, g)
+    return out + pooled(out)
+
+
+def counted(fn: Callable[..., Any], lengths: tuple[int, ...], **how: Any) -> tuple[int, int]:
+    """Graphs and breaks over prompts of these lengths, whose results are eager mode's."""
+    torch._dynamo.reset()
+    counters.clear()
+    run = torch.compile(lambda *args: fn(*args), **how)
+    with torch.no_grad():
+        for length in lengths:
+            args = arguments(length)
+            assert relative_error(run(*args), fn(*args)) < 1e-5, length
+    return counters["stats"]["unique_graphs"], sum(graph_breaks().values())
+
+
+KDA: dict[str, Any] = {"backend": "kda", "options": {"kda.inner": "aot_eager"}}
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[::-1]], ids=["long first", "short first"])
+def test_one_graph_for_any_count_of_pools(lengths: tuple[int, ...]) -> None:
+    assert counted(lifted, lengths, **KDA) == (1, 0)
+
+
+def test_inductor_takes_such_a_graph() -> None:
+    """That of torch 2.11 refuses a mask over an open size, and gets what torch.compile captures."""
+    graphs, breaks = counted(lifted, (9, 33, 70), backend="kda")
+    assert (graphs, breaks) == (1, 0) or (torch.__version__ < "2.12" and breaks > 0)
+
+
+def test_a_function_that_is_not_lifted_is_captured_as_ever() -> None:
+    alone = counted(inlined, (18, 19), backend="eager")
+    assert counted(inlined, (18, 19), **KDA) == alone
+    assert alone[1] > 0
+
+
+def test_other_backends_cut_the_graph() -> None:
+    assert counted(lifted, (18,), backend="eager")[1] > 0
+    assert counted(lifted, (18,), **KDA) == (1, 0)
+    assert counted(lifted, (18,), backend="eager")[1] > 0
+
+
+def test_in_training_the_graph_is_cut() -> None:
+    args = [x.requires_grad_() for x in arguments(80)]
+    run = torch.compile(lifted, **KDA)
+    run(*args).sum().backward()
+    assert graph_breaks()
+
+
+def test_a_compiler_that_refuses_gets_what_torch_compile_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(gm: torch.fx.GraphModule, inputs: Any, settings: Any) -> Any:
+        if any("u" in str(getattr(node.meta.get("example_value"), "shape", "")) for node in gm.graph.nodes):
+            raise BackendCompilerFailed(refuse, RuntimeError("a size that depends on data"), None)
+        return gm.forward
+
+    monkeypatch.setitem(backend._INNER, "eager", refuse)
+    graphs, breaks = counted(lifted, (80,), backend="kda", options={"kda.inner": "eager"})
+    assert breaks > 0
+    assert graphs > 1
