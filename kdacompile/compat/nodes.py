@@ -61,7 +61,7 @@ def is_value(example: Any) -> bool:
 
 
 OWN_OPS = frozenset({"kdacompile::linear_attention", "kdacompile::linear_attention_step"})
-"""This package's functional operators, which the shadow keeps as they are."""
+"""This package's functional operators, which the functional graph keeps as they are."""
 
 
 def is_own_op(node: fx.Node) -> bool:
@@ -74,7 +74,7 @@ ABSORBED = "kdacompile_absorbed"
 
 
 def is_opaque_call(node: fx.Node) -> bool:
-    """Calls the shadow never looks into: higher-order operators, custom operators, in-graph modules."""
+    """Calls the functional graph never looks into: higher-order operators, custom operators, in-graph modules."""
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         return True

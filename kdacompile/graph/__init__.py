@@ -1,1 +1,1 @@
-"""The functional shadow of a Dynamo graph: what patterns match on, every node mapped back."""
+"""The functional graph of a Dynamo graph: what patterns match on, every node mapped back."""

@@ -1,5 +1,5 @@
-"""Inputs that share memory: writing one changes the other, which the shadow, where every input is a buffer of its own,
-cannot see.
+"""Inputs that share memory: writing one changes the other, which the functional graph cannot see: there
+every input is a buffer of its own.
 
 Dynamo hands such inputs over as they are and AOTAutograd takes care of them afterwards; it also guards which inputs
 overlap. So a graph that overwrites one of them is left alone as a whole.
@@ -22,9 +22,9 @@ LARGEST = 1 << 22
 """Blocks of memory that are compared one by one; views spread over more count as overlapping."""
 
 
-def overwritten(shadow: Graph, nodes: Iterable[fx.Node]) -> fx.Node | None:
+def overwritten(functional: Graph, nodes: Iterable[fx.Node]) -> fx.Node | None:
     """An input of the graph that is written while another input lies, in part, in the same memory."""
-    written = {mutation.storage for mutation in shadow.mutations}
+    written = {mutation.storage for mutation in functional.mutations}
     if not written:
         return None
     shared: dict[Any, list[tuple[fx.Node, torch.Tensor]]] = {}
@@ -34,7 +34,7 @@ def overwritten(shadow: Graph, nodes: Iterable[fx.Node]) -> fx.Node | None:
             shared.setdefault(compat.memory_of(value), []).append((node, value))
     for inputs in shared.values():
         for pair in itertools.combinations(inputs, 2):
-            target = next((node for node, _ in pair if shadow.storages.get(node) in written), None)
+            target = next((node for node, _ in pair if functional.storages.get(node) in written), None)
             if target is not None and overlap(pair[0][1], pair[1][1]):
                 return target
     return None

@@ -1,11 +1,11 @@
-"""The shadow: a functional ATen copy of a Dynamo graph, made to be matched on.
+"""The functional graph: a functional ATen copy of a Dynamo graph, made to be matched on.
 
 The Dynamo graph is replayed on meta tensors and every ATen operator is written down. Views and in-place writes are
 resolved on the way, so the copy is pure single assignment: a write through a view becomes ``select_scatter`` and the
 like, and later reads see the new value. Nothing is computed, and the Dynamo graph itself stays untouched.
 
-Symbolic sizes are replaced by their hints: the shadow is one concrete instance. What holds for other sizes is the
-proof's business (it asks for several instances).
+Symbolic sizes are replaced by their hints: the functional graph is one concrete instance. What
+holds for other sizes is the proof's business (it asks for several instances).
 """
 
 from __future__ import annotations
@@ -274,11 +274,11 @@ def _to_meta(tree: Any) -> Any:
     return tree
 
 
-def make_shadow(gm: fx.GraphModule, size_of: SizeOf = compat.size_hint, held: Held | None = None) -> Graph:
-    """The shadow of ``gm``; ``size_of`` maps symbolic sizes to the instance's ints (default: their hints). Inputs in
-    ``held`` are taken for constants with these data: whoever does that must see to it that they are.
+def functional_graph(gm: fx.GraphModule, size_of: SizeOf = compat.size_hint, held: Held | None = None) -> Graph:
+    """The functional graph of ``gm``; ``size_of`` maps symbolic sizes to the instance's ints (default: their hints).
+    Inputs in ``held`` are taken for constants with these data: whoever does that must see to it that they are.
     """
     return _Replay(gm, size_of, held or {}).run()
 
 
-__all__ = ["Graph", "make_shadow"]
+__all__ = ["Graph", "functional_graph"]

@@ -1,7 +1,7 @@
 """Symbolic sizes: a match must hold at every size the compiled graph will be called with, not only at today's.
 
-The shadow is one concrete instance of the graph, at the sizes it was captured with, and a proof speaks about that
-instance alone. So where a region has symbolic sizes it is read and proven again at others that the graph's guards
+The functional graph is one concrete instance, at the sizes it was captured with, and a proof speaks about that instance
+alone. So where a region has symbolic sizes it is read and proven again at others that the graph's guards
 allow: once near the captured sizes, and once beyond every number the region's code mentions (a window of 256 tokens
 does not show at 20). The same Dynamo nodes must play the same roles with the same options, or the region declines.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.graph.build import Held, make_shadow
+from kdacompile.graph.build import Held, functional_graph
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns.engine.match import Fused
 from kdacompile.patterns.engine.obstacle import Obstacle
@@ -37,7 +37,7 @@ Recognise = Callable[[Graph, Candidate], "Fused | None"]
 """Proof and absorption of a candidate, as for the captured instance."""
 
 Move = Callable[[Candidate, Graph, Graph, "list[Group]"], "Candidate | str"]
-"""A candidate of one shadow in another (here, there, there's groups); else the reason it is not there."""
+"""A candidate of one functional graph in another (here, there, there's groups); else the reason it is not there."""
 
 FARTHEST = 4096
 """The largest number in a region's code beyond which another instance is still tried."""
@@ -51,7 +51,7 @@ class CannotInstantiate(Exception):
 
 
 class Instances:
-    """Shadows of one graph at other sizes, built when first needed."""
+    """Functional graphs of one graph at other sizes, built when first needed."""
 
     def __init__(self, gm: fx.GraphModule, held: Held | None = None) -> None:
         self.gm = gm
@@ -59,12 +59,16 @@ class Instances:
         self.nodes = list(gm.graph.nodes)
         self.known: dict[tuple[tuple[str, int], ...], tuple[Graph, list[Group]]] = {}
 
-    def disagreement(self, shadow: Graph, fused: Fused, recognise: Recognise, move: Move | None = None) -> str | None:
+    def disagreement(
+        self, functional: Graph, fused: Fused, recognise: Recognise, move: Move | None = None
+    ) -> str | None:
         """Why the match does not hold at all sizes; None if it does, as far as other instances can tell.
 
-        ``move`` finds the candidate again in another shadow.
+        ``move`` finds the candidate again in another functional graph.
         """
-        return self.anywhere(_nodes(fused), lambda sizes: self.compare(shadow, fused, sizes, recognise, move or _moved))
+        return self.anywhere(
+            _nodes(fused), lambda sizes: self.compare(functional, fused, sizes, recognise, move or _moved)
+        )
 
     def anywhere(
         self, nodes: Collection[fx.Node], disagreement: Callable[[Sizes], str | None], tied: Ties = NO_TIES
@@ -96,9 +100,9 @@ class Instances:
             return str(error)
         return None
 
-    def compare(self, shadow: Graph, fused: Fused, sizes: Sizes, recognise: Recognise, move: Move) -> str | None:
+    def compare(self, functional: Graph, fused: Fused, sizes: Sizes, recognise: Recognise, move: Move) -> str | None:
         other, groups = self.at(sizes)
-        candidate = move(fused.candidate, shadow, other, groups)
+        candidate = move(fused.candidate, functional, other, groups)
         if isinstance(candidate, str):
             return candidate
         again = recognise(other, candidate)
@@ -118,8 +122,8 @@ class Instances:
     def at(self, sizes: Sizes) -> tuple[Graph, list[Group]]:
         key = tuple(sorted((str(symbol), size) for symbol, size in sizes.items()))
         if key not in self.known:
-            shadow = make_shadow(self.gm, lambda size: compat.size_at(size, sizes), self.held)
-            self.known[key] = shadow, find_groups(shadow)
+            functional = functional_graph(self.gm, lambda size: compat.size_at(size, sizes), self.held)
+            self.known[key] = functional, find_groups(functional)
         return self.known[key]
 
 
@@ -203,7 +207,7 @@ def numbers_in(nodes: Iterable[fx.Node]) -> set[int]:
     return found
 
 
-# -- the same region in another shadow ----------------------------------------------------------------------------
+# -- the same region in another functional graph ------------------------------------------------------------------
 
 
 def _region(fused: Fused) -> set[Op]:
@@ -218,10 +222,10 @@ def _nodes(fused: Fused) -> set[fx.Node]:
     return own | {arg for node in own for arg in node.all_input_nodes if node.op != "placeholder"}
 
 
-def _versions(shadow: Graph) -> dict[Any, list[Value]]:
+def _versions(functional: Graph) -> dict[Any, list[Value]]:
     """The values each Dynamo node stands for, in order: a buffer has one per write."""
     found: dict[Any, list[Value]] = {}
-    made = itertools.chain(shadow.inputs, (value for op in shadow.ops for value in op.outs))
+    made = itertools.chain(functional.inputs, (value for op in functional.ops for value in op.outs))
     for value in sorted(made, key=lambda value: value.index):
         if value.node is not None:
             found.setdefault(value.node, []).append(value)
@@ -229,7 +233,7 @@ def _versions(shadow: Graph) -> dict[Any, list[Value]]:
 
 
 def _moved(candidate: Candidate, here: Graph, there: Graph, groups: list[Group]) -> Candidate | str:
-    """The candidate between the same Dynamo nodes of another shadow, with the same hypothesis; else the reason."""
+    """The candidate between the same Dynamo nodes of another instance, with the same hypothesis; else the reason."""
     versions, others = _versions(here), _versions(there)
 
     def move(value: Value) -> Value | None:

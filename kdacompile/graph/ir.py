@@ -1,7 +1,7 @@
 """The functional form the recognisers read: single-assignment values and the ATen operators that make them.
 
-The shadow (``kdacompile/shadow``) writes it from a Dynamo graph; nothing in it aliases or mutates, and every value
-remembers the Dynamo node it came from.
+``build`` writes it from a Dynamo graph. Nothing in it aliases or mutates, and every value remembers the Dynamo node it
+came from.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Mutation:
 
 @dataclass
 class Graph:
-    """A shadow: operators in order, what the outside reads, and the in-place writes it replaced."""
+    """A functional graph: operators in order, what the outside reads, and the in-place writes it replaced."""
 
     ops: list[Op] = field(default_factory=list)
     inputs: list[Value] = field(default_factory=list)

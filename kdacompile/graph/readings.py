@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 
 from torch import fx
 
-from kdacompile.graph.build import make_shadow
+from kdacompile.graph.build import functional_graph
 from kdacompile.graph.ir import Graph, Op
 from kdacompile.patterns.recurrence.regions import Group
 from kdacompile.report.findings import Rejection
@@ -17,28 +17,28 @@ from kdacompile.rewrite.held import Tables
 
 
 class Readings:
-    """Shadows of one graph by its text, and the groups in them that were rejected, with the reasons."""
+    """Functional graphs of one graph by its text, and the groups in them that were rejected, with the reasons."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
-        self.shadows: dict[str, tuple[list[fx.Node], Tables, Graph]] = {}
+        self.graphs: dict[str, tuple[list[fx.Node], Tables, Graph]] = {}
         self.rejected: dict[AbstractSet[Op], list[Rejection]] = {}
         self.without_attention: tuple[Graph, list[Rejection]] | None = None
-        """A shadow that was searched for latent attention in vain, and the near misses."""
+        """A functional graph that was searched for latent attention in vain, and the near misses."""
 
-    def shadow(self, held: Tables) -> tuple[Graph, bool]:
+    def functional(self, held: Tables) -> tuple[Graph, bool]:
         """The graph as it is now; True if it is read for the first time."""
         text, nodes = str(self.gm.graph), list(self.gm.graph.nodes)
-        known = self.shadows.get(text)
+        known = self.graphs.get(text)
         if known is not None and known[0] == nodes and known[1].keys() == held.keys():
             return known[2], False
-        shadow = make_shadow(self.gm, held=held)
-        self.shadows[text] = nodes, held, shadow
-        return shadow, True
+        functional = functional_graph(self.gm, held=held)
+        self.graphs[text] = nodes, held, functional
+        return functional, True
 
     def reject(self, group: Group, reasons: list[Rejection]) -> None:
         self.rejected[frozenset(group.ops)] = reasons
 
     def reasons(self, group: Group) -> list[Rejection] | None:
-        """Why the same group of the same shadow was rejected; None if it was not."""
+        """Why the same group of the same functional graph was rejected; None if it was not."""
         return self.rejected.get(frozenset(group.ops))

@@ -25,10 +25,10 @@ def after(gm: fx.GraphModule) -> None:
     _artifact("after", lambda: _readable(gm))
 
 
-def shadow(graph: Graph) -> None:
+def functional(graph: Graph) -> None:
     """The functional copy that regions are found in."""
     _artifact(
-        "shadow", lambda: "\n".join([f"inputs: {graph.inputs}", *map(repr, graph.ops), f"outputs: {graph.outputs}"])
+        "functional", lambda: "\n".join([f"inputs: {graph.inputs}", *map(repr, graph.ops), f"outputs: {graph.outputs}"])
     )
 
 

@@ -20,9 +20,9 @@ from kdacompile.rewrite.splice import CannotSplice, Splice
 class MlaSplice(Splice):
     """One rewrite: ``check`` everything, then ``apply``."""
 
-    def __init__(self, gm: fx.GraphModule, shadow: Graph, fused: FusedMla) -> None:
+    def __init__(self, gm: fx.GraphModule, functional: Graph, fused: FusedMla) -> None:
         self.candidate = fused.candidate
-        super().__init__(gm, shadow, fused)
+        super().__init__(gm, functional, fused)
         self.claim: Claim = fused.claim
 
     def check_grad(self) -> None:
@@ -48,16 +48,16 @@ class MlaSplice(Splice):
         """Also what fills a buffer of the region's own without being an operator of it: a value put in place as it is,
         through a view that is the whole buffer. Without what makes keys and values that are kept.
         """
-        nodes, shadow = super().region_nodes(), self.shadow
-        given = {shadow.storages.get(value.node) for value in shadow.inputs}
-        filled = {write.storage for write in shadow.mutations if write.node in nodes} - given
-        writes = {write.node for write in shadow.mutations if write.storage in filled}
-        views = {node for node, storage in shadow.storages.items() if storage in filled}
+        nodes, functional = super().region_nodes(), self.functional
+        given = {functional.storages.get(value.node) for value in functional.inputs}
+        filled = {write.storage for write in functional.mutations if write.node in nodes} - given
+        writes = {write.node for write in functional.mutations if write.storage in filled}
+        views = {node for node, storage in functional.storages.items() if storage in filled}
         nodes |= {node for node in writes | views if node in self.place}
         kept = {op.node for op in self.candidate.kept}
-        kept |= {node for op in self.candidate.kept for value in op.outs for node, _ in shadow.names.get(value, [])}
-        buffers = {shadow.storages[node] for node in kept if node in shadow.storages} - {None}
-        return {node for node in nodes if node not in kept and shadow.storages.get(node) not in buffers}
+        kept |= {node for op in self.candidate.kept for value in op.outs for node, _ in functional.names.get(value, [])}
+        buffers = {functional.storages[node] for node in kept if node in functional.storages} - {None}
+        return {node for node in nodes if node not in kept and functional.storages.get(node) not in buffers}
 
     def apply(self, before: fx.Node) -> str:
         """Insert the op before ``before``, redirect the output, erase the region. Returns the op's name."""

@@ -112,8 +112,8 @@ class LinearAttentionSplice(Splice):
         if not copies or not stores:
             return False
         last = max(self.place[copy] for copy in copies)
-        storage = self.shadow.storages.get(cache)
-        views = {cache, *(node for node, own in self.shadow.storages.items() if own == storage)}
+        storage = self.functional.storages.get(cache)
+        views = {cache, *(node for node, own in self.functional.storages.items() if own == storage)}
         users = {user for view in views for user in view.users if user in self.place} - copies - self.dying
         if any(self.place[before] <= self.place[user] <= last for user in users):
             return False

@@ -1,4 +1,4 @@
-"""MLA in one graph: find it in the shadow, prove it, check it at other sizes, rewrite it, and say why not."""
+"""MLA in one graph: find it in the functional graph, prove it, check it at other sizes, rewrite it, say why not."""
 
 from __future__ import annotations
 
@@ -47,42 +47,42 @@ class MlaWork:
         self.matches: list[Match] = []
         self.rejections: list[Rejection] = []
 
-    def run(self, shadow: Graph) -> None:
+    def run(self, functional: Graph) -> None:
         with self.timed("match"):
-            found = list(find_mla(shadow))
+            found = list(find_mla(functional))
         for item in found:
             if isinstance(item, Obstacle):
                 self.reject(item.reason, item.op.node if item.op else None, item.code)
             else:
-                self.visit(shadow, item)
+                self.visit(functional, item)
 
     def reject(self, reason: str, node: fx.Node | None, code: str) -> None:
         self.rejections.append(Rejection(NAME, reason, source_of(node), code))
 
-    def visit(self, shadow: Graph, candidate: MlaCandidate) -> None:
+    def visit(self, functional: Graph, candidate: MlaCandidate) -> None:
         node = candidate.anchor.node
         if NAME in self.settings.disable:
             self.reject("switched off by kda.disable", node, "disabled")
             return
-        failure = self.try_forms(shadow, candidate)
+        failure = self.try_forms(functional, candidate)
         if failure is not None and failure[2] == "dynamic" and self.narrow(candidate):
-            failure = self.try_forms(shadow, candidate)
+            failure = self.try_forms(functional, candidate)
         if failure is not None:
             self.reject(*failure)
 
-    def try_forms(self, shadow: Graph, candidate: MlaCandidate) -> Failure | None:
+    def try_forms(self, functional: Graph, candidate: MlaCandidate) -> Failure | None:
         """Rewrite the region in the best form that holds, or say why none does."""
         forms = self.judge(candidate)
         if isinstance(forms, str):
             return forms, candidate.anchor.node, "proof"
         failure: Failure | None = None
         for fused in forms:
-            failure = self.attempt(shadow, fused)
+            failure = self.attempt(functional, fused)
             if failure is None:
                 break
         return failure
 
-    def attempt(self, shadow: Graph, fused: FusedMla) -> Failure | None:
+    def attempt(self, functional: Graph, fused: FusedMla) -> Failure | None:
         """Put the op into the graph, or say why not."""
         node = fused.candidate.anchor.node
         with self.timed("sizes"):
@@ -97,7 +97,7 @@ class MlaWork:
             roles[role] += _chosen_by(fused.inputs[role].value)
         with self.timed("rewrite"):
             try:
-                splice = MlaSplice(self.gm, shadow, fused)
+                splice = MlaSplice(self.gm, functional, fused)
                 op = splice.apply(splice.check())
             except CannotSplice as error:
                 return error.reason, node, error.code

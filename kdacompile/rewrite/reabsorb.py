@@ -21,9 +21,9 @@ _OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 _GATE_LETTERS = {"none": "", "head": "H", "token": "BTH", "channel": "BTHK"}
 
 
-def calls(shadow: Graph) -> Iterator[Fused]:
+def calls(functional: Graph) -> Iterator[Fused]:
     """The functional ops of the graph whose results are read, each as a match that has absorbed nothing yet."""
-    for op in shadow.ops:
+    for op in functional.ops:
         if op.name in compat.OWN_OPS and op.outs[0].node is not None:
             fused = as_match(op)
             if fused is not None:
@@ -75,7 +75,7 @@ def tie_sizes(call: Fused) -> None:
 
 
 def same_call(candidate: Candidate, here: Graph, there: Graph, groups: list[Group]) -> Candidate | str:
-    """The op's call in a shadow at other sizes."""
+    """The op's call in a functional graph at other sizes."""
     node = candidate.output.op.node if candidate.output.op else None
     fused = next(
         (fused for fused in calls(there) if fused.output.value.op and fused.output.value.op.node is node), None

@@ -1,4 +1,4 @@
-"""Linear attention in one graph: find it in the shadow, prove it, check other sizes, rewrite it, and say why not."""
+"""Linear attention in one graph: find it in the functional graph, prove and rewrite it, and say why not."""
 
 from __future__ import annotations
 
@@ -62,50 +62,50 @@ class RecurrenceWork:
         self.held = tables
         self.instances = Instances(self.gm, tables)
 
-    def run(self, shadow: Graph, read: Callable[[], Graph]) -> Graph:
+    def run(self, functional: Graph, read: Callable[[], Graph]) -> Graph:
         """Visit every group; where one of several layers within a group was rewritten, the graph is read again. Returns
         what was read last.
         """
-        while self.visit_all(shadow):
+        while self.visit_all(functional):
             self.instances = Instances(self.gm, self.held)
-            shadow = read()
-        for call in reabsorb.calls(shadow):
-            self.extend(shadow, call)
-        return shadow
+            functional = read()
+        for call in reabsorb.calls(functional):
+            self.extend(functional, call)
+        return functional
 
-    def visit_all(self, shadow: Graph) -> bool:
+    def visit_all(self, functional: Graph) -> bool:
         """True if there may be more to find once the graph is read again."""
         self.rejections = []
         with self.timed("match"):
-            groups = find_groups(shadow)
+            groups = find_groups(functional)
         again = False
         for group in groups:
-            again |= not self.visit_whole(shadow, group) and self.inside and self.visit_inside(shadow, group)
+            again |= not self.visit_whole(functional, group) and self.inside and self.visit_inside(functional, group)
         return again
 
-    def visit_whole(self, shadow: Graph, group: Group) -> bool:
+    def visit_whole(self, functional: Graph, group: Group) -> bool:
         """Visit a group, unless an earlier search came to nothing there."""
         reasons = self.readings.reasons(group)
         if reasons is not None:
             self.rejections += reasons
         else:
             told = len(self.rejections)
-            if self.visit(shadow, group):
+            if self.visit(functional, group):
                 return True
             self.readings.reject(group, self.rejections[told:])
         self.missed |= len(group.anchors) > 2
         return False
 
-    def visit_inside(self, shadow: Graph, group: Group) -> bool:
+    def visit_inside(self, functional: Graph, group: Group) -> bool:
         """Rewrite one layer of a group that holds several; what is wrong with the others is not told here."""
         told = len(self.rejections)
         # for all of them together; what is one recurrence, as functions on trial must be, is cut off soon
         effort = Effort(ways=30, operators=0 if self.trial else 30_000)
-        found = any(self.visit(shadow, inner, group, effort) for inner in inner_groups(shadow, group))
+        found = any(self.visit(functional, inner, group, effort) for inner in inner_groups(functional, group))
         del self.rejections[told:]
         return found
 
-    def visit(self, shadow: Graph, group: Group, within: Group | None = None, effort: Effort | None = None) -> bool:
+    def visit(self, functional: Graph, group: Group, within: Group | None = None, effort: Effort | None = None) -> bool:
         """Rewrite the first candidate of a group that is proven and can be spliced; else report the most telling
         reason. ``within`` is the larger group that this one must be a layer of.
         """
@@ -121,7 +121,7 @@ class RecurrenceWork:
             if verdict.hypothesis is None:
                 refused.append((found, verdict))
             elif within is None or is_layer(within, found, verdict.hypothesis.sizes):
-                failure = self.apply(shadow, found, verdict)
+                failure = self.apply(functional, found, verdict)
                 if failure is None:
                     return True
                 unspliced.append(failure)
@@ -142,18 +142,22 @@ class RecurrenceWork:
                 return
             yield item
 
-    def apply(self, shadow: Graph, candidate: Candidate, verdict: Verdict) -> Rejection | None:
+    def apply(self, functional: Graph, candidate: Candidate, verdict: Verdict) -> Rejection | None:
         """Rewrite a proven candidate: with what stands upstream absorbed or, where the graph forbids that, without."""
-        whole = self.fuse(shadow, candidate, verdict)
-        failure = self.check_sizes(shadow, whole, self.fuse) or self.rewrite(shadow, whole)
+        whole = self.fuse(functional, candidate, verdict)
+        failure = self.check_sizes(functional, whole, self.fuse) or self.rewrite(functional, whole)
         if failure is None or failure.code == "disabled":
             return failure
-        bare = self.take(shadow, candidate, verdict)
-        if bare.inputs == whole.inputs or self.check_sizes(shadow, bare, self.take) or self.rewrite(shadow, bare):
+        bare = self.take(functional, candidate, verdict)
+        if (
+            bare.inputs == whole.inputs
+            or self.check_sizes(functional, bare, self.take)
+            or self.rewrite(functional, bare)
+        ):
             return failure
         return None
 
-    def extend(self, shadow: Graph, call: Fused) -> None:
+    def extend(self, functional: Graph, call: Fused) -> None:
         """Let an op that is in the graph already take over what stands above it, if it may."""
 
         def absorbed(other: Graph, candidate: Candidate) -> Fused | None:
@@ -162,14 +166,14 @@ class RecurrenceWork:
             return None if found is None else absorb(found, other, keep_upcasts=self.settings.precision == "fp32")
 
         with self.timed("absorb"):
-            fused = absorbed(shadow, call.candidate)
+            fused = absorbed(functional, call.candidate)
         if fused is None or not fused.absorbed:
             return
         with self.timed("sizes"):
             reabsorb.tie_sizes(call)
-            reason = self.instances.disagreement(shadow, fused, absorbed, reabsorb.same_call)
+            reason = self.instances.disagreement(functional, fused, absorbed, reabsorb.same_call)
         if reason is None:
-            splice = LinearAttentionSplice(self.gm, shadow, fused, keep_strides=not self.trial)
+            splice = LinearAttentionSplice(self.gm, functional, fused, keep_strides=not self.trial)
             try:
                 splice.apply(splice.check())
                 self.changed = True
@@ -182,20 +186,20 @@ class RecurrenceWork:
         with self.timed("proof"):
             return verdicts(candidate, wide=self.settings.verify == "wide")
 
-    def take(self, shadow: Graph, candidate: Candidate, verdict: Verdict) -> Fused:
+    def take(self, functional: Graph, candidate: Candidate, verdict: Verdict) -> Fused:
         """The match as it was proven."""
         assert verdict.hypothesis is not None
         taken = from_hypothesis(candidate, verdict.hypothesis, verdict.max_error)
         return replace(taken, upcast=kept_upcasts(taken)) if self.settings.precision == "fp32" else taken
 
-    def fuse(self, shadow: Graph, candidate: Candidate, verdict: Verdict) -> Fused:
+    def fuse(self, functional: Graph, candidate: Candidate, verdict: Verdict) -> Fused:
         """The match with everything upstream that the op does itself."""
         with self.timed("absorb"):
-            taken = self.take(shadow, candidate, verdict)
-            return absorb(taken, shadow, keep_upcasts=self.settings.precision == "fp32")
+            taken = self.take(functional, candidate, verdict)
+            return absorb(taken, functional, keep_upcasts=self.settings.precision == "fp32")
 
     def check_sizes(
-        self, shadow: Graph, fused: Fused, make: Callable[[Graph, Candidate, Verdict], Fused]
+        self, functional: Graph, fused: Fused, make: Callable[[Graph, Candidate, Verdict], Fused]
     ) -> Rejection | None:
         """A rejection if the match might not hold at other values of the graph's symbolic sizes."""
 
@@ -204,18 +208,18 @@ class RecurrenceWork:
             return None if verdict.hypothesis is None else make(other, candidate, verdict)
 
         with self.timed("sizes"):
-            reason = self.instances.disagreement(shadow, fused, recognise)
+            reason = self.instances.disagreement(functional, fused, recognise)
         if reason is None:
             return None
         return Rejection(fused.pattern.name, reason, source_of(_innermost(fused)), "dynamic")
 
-    def rewrite(self, shadow: Graph, fused: Fused) -> Rejection | None:
+    def rewrite(self, functional: Graph, fused: Fused) -> Rejection | None:
         """Splice the op in; a rejection if the graph around the region does not allow it."""
         name = fused.pattern.name
         source = source_of(_innermost(fused))
         if name in self.settings.disable:
             return Rejection(name, "switched off by kda.disable", source, "disabled")
-        splice = LinearAttentionSplice(self.gm, shadow, fused, keep_strides=not self.trial)
+        splice = LinearAttentionSplice(self.gm, functional, fused, keep_strides=not self.trial)
         with self.timed("rewrite"):
             try:
                 op = splice.apply(splice.check())
@@ -248,13 +252,13 @@ class RecurrenceWork:
             reason = "what enters and leaves does not fit the roles of the recurrence"
             self.rejections.append(Rejection("linear_attention", reason, source_of(group.anchors[-1].node), "roles"))
 
-    def reject_blocked(self, shadow: Graph) -> None:
+    def reject_blocked(self, functional: Graph) -> None:
         """Near misses without a region: say which operator stands in the way, where that is known."""
         if self.matches or any(rejection.code != "roles" for rejection in self.rejections):
             return
-        obstacles = list(find_blockers(shadow))
+        obstacles = list(find_blockers(functional))
         if self.rejections and not obstacles:
-            obstacles = list(find_unknown(shadow))
+            obstacles = list(find_unknown(functional))
         blockers = [
             Rejection("linear_attention", found.reason, source_of(found.op.node if found.op else None), found.code)
             for found in obstacles

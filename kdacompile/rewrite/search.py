@@ -80,44 +80,44 @@ class Search:
         self.recurrence.rejections = [Rejection("linear_attention", reason, source, code)]
 
     def search(self) -> None:
-        shadow = self.read()
-        if self.shares_memory(shadow):
+        functional = self.read()
+        if self.shares_memory(functional):
             return
         if self.has_attention and not self.recurrence.held:
-            self.find_attention(shadow)
+            self.find_attention(functional)
         if not self.has_recurrence:
             return
         if self.attention.matches:
-            shadow = self.read()
-        shadow = self.recurrence.run(shadow, self.read)
+            functional = self.read()
+        functional = self.recurrence.run(functional, self.read)
         if not (self.attention.matches or self.attention.rejections):
-            self.recurrence.reject_blocked(shadow)
+            self.recurrence.reject_blocked(functional)
 
-    def find_attention(self, shadow: Graph) -> None:
+    def find_attention(self, functional: Graph) -> None:
         known = self.readings.without_attention
-        if known is not None and known[0] is shadow:
+        if known is not None and known[0] is functional:
             self.attention.rejections = known[1]
             return
-        self.attention.run(shadow)
+        self.attention.run(functional)
         if not self.attention.matches:
-            self.readings.without_attention = shadow, self.attention.rejections
+            self.readings.without_attention = functional, self.attention.rejections
 
-    def shares_memory(self, shadow: Graph) -> bool:
+    def shares_memory(self, functional: Graph) -> bool:
         """True, with a rejection, if the graph overwrites what another of its inputs reads."""
-        target = aliases.overwritten(shadow, self.gm.graph.nodes)
+        target = aliases.overwritten(functional, self.gm.graph.nodes)
         if target is None:
             return False
         reason = "the graph overwrites an input that shares its memory with another input"
-        writer = next(m.node for m in shadow.mutations if m.storage == shadow.storages.get(target))
+        writer = next(m.node for m in functional.mutations if m.storage == functional.storages.get(target))
         self.reject(reason, source_of(writer), "alias")
         return True
 
     def read(self) -> Graph:
-        with self.timed("shadow"):
-            shadow, news = self.readings.shadow(self.recurrence.held)
+        with self.timed("functional"):
+            functional, news = self.readings.functional(self.recurrence.held)
         if news:
-            trace.shadow(shadow)
-        return shadow
+            trace.functional(functional)
+        return functional
 
     def search_with_tables(self) -> None:
         """Once more with the values of tables, for what does not hold without them."""

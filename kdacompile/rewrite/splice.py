@@ -1,8 +1,8 @@
 """Splice a semantic op into the Dynamo graph where a proven region stood.
 
-The Dynamo graph is rewritten, not the shadow. In-place code is erased by hand (it is impure, so dead-code elimination
-would keep it), only later uses are redirected, and before anything is touched it is checked that no alias of what
-disappears is still read. ``rewrite.py`` and ``mla_rewrite.py`` say which nodes take the region's place.
+The Dynamo graph is rewritten, not the functional one. In-place code is erased by hand (it is impure, so dead-code
+elimination would keep it), only later uses are redirected, and before anything is touched it is checked that no alias
+of what disappears is still read. ``linear_attention.py`` and ``attention.py`` say which nodes take the region's place.
 """
 
 from __future__ import annotations
@@ -36,21 +36,23 @@ class Splice:
     """One rewrite: ``check`` everything, then (in a subclass) insert the op, ``redirect`` its results and ``erase``."""
 
     def __init__(
-        self, gm: fx.GraphModule, shadow: Graph, fused: Fused | FusedMla, *, keep_strides: bool = True
+        self, gm: fx.GraphModule, functional: Graph, fused: Fused | FusedMla, *, keep_strides: bool = True
     ) -> None:
         self.gm = gm
         self.keep_strides = keep_strides
         self.graph = gm.graph
-        self.shadow = shadow
+        self.functional = functional
         self.fused = fused
         self.place = {node: index for index, node in enumerate(self.graph.nodes)}
-        self.timeline = _timeline(shadow, self.place)
+        self.timeline = _timeline(functional, self.place)
         self.dying = self.region_nodes()
         self.zones = gradient.zones(gm.graph)
         self.detached = False
         """No result of the region wants a gradient although an input does: the op gets its inputs detached."""
         self.final = fused.final_state
-        buffer = shadow.written[self.final.value][0] if self.final and self.final.value in shadow.written else None
+        buffer = (
+            functional.written[self.final.value][0] if self.final and self.final.value in functional.written else None
+        )
         self.state_in_place = self.final is not None and self.final.value.node is buffer
         redirect_state = self.final is not None and not self.state_in_place
         self.redirected = [fused.output, self.final] if self.final and redirect_state else [fused.output]
@@ -63,18 +65,18 @@ class Splice:
         """
         ops = self.fused.candidate.ops
         nodes = {op.node for op in ops}
-        writes = {mutation.node for mutation in self.shadow.mutations}
-        names = {node for op in ops for value in op.outs for node, _ in self.shadow.names.get(value, [])}
-        nodes |= (names - writes) | self.shadow.dead
+        writes = {mutation.node for mutation in self.functional.mutations}
+        names = {node for op in ops for value in op.outs for node, _ in self.functional.names.get(value, [])}
+        nodes |= (names - writes) | self.functional.dead
         nodes = {node for node in nodes if node in self.place and node.op in ("call_function", "call_method")}
         # A dead value may live on as a buffer: zeros_like(state), overwritten by a copy, stays and reads a shape.
-        for node in sorted(nodes & self.shadow.dead, key=self.place.__getitem__, reverse=True):
+        for node in sorted(nodes & self.functional.dead, key=self.place.__getitem__, reverse=True):
             if any(user not in nodes and compat.writes_first_argument(user) for user in node.users):
                 nodes.discard(node)
         return nodes
 
     def now(self, position: int) -> int:
-        """Where a position of the graph the shadow was made of is in the graph as it is now."""
+        """Where a position of the graph that was captured is in the graph as it is now."""
         index = bisect_right(self.timeline, (position, len(self.place)))
         return self.timeline[index - 1][1] if index else -1
 
@@ -89,7 +91,7 @@ class Splice:
         self.collect_stores(ready)
         uses = [self.place[user] for placement in self.redirected for _, user in self.later_users(placement)]
         first_use = min([*uses, *self.state_reads()], default=len(self.place) - 1)
-        written = [self.place[m.node] for m in self.shadow.mutations if m.node in self.dying]
+        written = [self.place[m.node] for m in self.functional.mutations if m.node in self.dying]
         if ready >= first_use:
             raise CannotSplice("order", "a result is used before all inputs exist")
         first_use = self.insertion_point(ready, first_use)
@@ -115,9 +117,11 @@ class Splice:
         """Where the buffer that the region keeps its state in is read once the region is done with it."""
         if self.final is None or not self.state_in_place:
             return []
-        storage = self.shadow.storages.get(self.final.value.node)
-        writes = [self.place[m.node] for m in self.shadow.mutations if m.storage == storage and m.node in self.dying]
-        views = [node for node, own in self.shadow.storages.items() if own == storage and node in self.place]
+        storage = self.functional.storages.get(self.final.value.node)
+        writes = [
+            self.place[m.node] for m in self.functional.mutations if m.storage == storage and m.node in self.dying
+        ]
+        views = [node for node, own in self.functional.storages.items() if own == storage and node in self.place]
         reads = {self.place[user] for view in views for user in view.users if user not in self.dying}
         if any(min(writes) < read < max(writes) for read in reads):
             raise CannotSplice("alias", "the state is read between the region's writes to it")
@@ -126,8 +130,8 @@ class Splice:
     def check_stores(self, before: int) -> None:
         """Between a copy's old place and its new one nothing may touch the buffer."""
         for copy, buffer in self.stores:
-            storage = self.shadow.storages.get(buffer)
-            for node, own in self.shadow.storages.items():
+            storage = self.functional.storages.get(buffer)
+            for node, own in self.functional.storages.items():
                 if own != storage or node not in self.place:
                     continue
                 if any(user not in self.dying and self.place[copy] < self.place[user] < before for user in node.users):
@@ -141,10 +145,10 @@ class Splice:
         self.detached = not any(gradient.wants_gradient(placement.value.node) for placement in results)
         if self.detached:
             return
-        writes = [m.node for m in self.shadow.mutations if m.node in self.dying]
+        writes = [m.node for m in self.functional.mutations if m.node in self.dying]
         inputs = {placement.value for placement in self.fused.inputs.values()}
         ops = self.fused.candidate.ops | ancestors(self.fused.candidate.cut, inputs.__contains__)
-        cut = gradient.is_cut(ops, inputs, self.shadow.names)
+        cut = gradient.is_cut(ops, inputs, self.functional.names)
         if cut or not all(self.zones[node][0] for node in writes):
             raise CannotSplice("grad", "gradients are cut in part of the region")
 
@@ -159,7 +163,7 @@ class Splice:
 
     def names(self, placement: Placement) -> list[tuple[fx.Node, int]]:
         """The nodes through which a value of the region is read, with the position from which they stand for it."""
-        names = self.shadow.names.get(placement.value, [])
+        names = self.functional.names.get(placement.value, [])
         return [(node, self.now(since)) for node, since in names if node in self.place]
 
     def later_users(self, placement: Placement) -> list[tuple[fx.Node, fx.Node]]:
@@ -177,13 +181,13 @@ class Splice:
         """True if ``name`` is a copy of the output (a cache it was stored in) and, when ``user`` comes, either was
         written to: from then on ``user`` must read the copy itself.
         """
-        storages = self.shadow.storages
+        storages = self.functional.storages
         ends = {storages.get(name), storages.get(placement.value.node)}
         return len(ends) == 2 and any(
             mutation.storage in ends
             and mutation.node not in self.dying
             and since < self.now(mutation.position) <= self.place[user]
-            for mutation in self.shadow.mutations
+            for mutation in self.functional.mutations
         )
 
     def check_inputs(self, before: int) -> None:
@@ -191,8 +195,8 @@ class Splice:
         for placement in self.fused.inputs.values():
             node = placement.value.node
             made = self.place[node] if placement.value.op is None else self.now(placement.value.op.position)
-            for mutation in self.shadow.mutations:
-                same = mutation.storage == self.shadow.storages.get(node)
+            for mutation in self.functional.mutations:
+                same = mutation.storage == self.functional.storages.get(node)
                 if same and mutation.node not in self.dying and made < self.now(mutation.position) < before:
                     raise CannotSplice(
                         "mutation", f"{placement.role} is overwritten before the region's results are used"
@@ -203,21 +207,23 @@ class Splice:
         memory with a result, where somebody writes to that memory later.
         """
         stores = {copy for copy, _ in self.stores}
-        dying_writes = {m.storage for m in self.shadow.mutations if m.node in self.dying and m.node not in stores}
+        dying_writes = {m.storage for m in self.functional.mutations if m.node in self.dying and m.node not in stores}
         outside_writes = {
-            m.storage for m in self.shadow.mutations if m.node not in self.dying and self.now(m.position) < before
+            m.storage for m in self.functional.mutations if m.node not in self.dying and self.now(m.position) < before
         }
         if dying_writes & outside_writes:
             raise CannotSplice("mutation", "a buffer of the region is also written outside it")
-        lost = {self.shadow.storages.get(source) for source, _ in self.shadow.written.values()} & dying_writes
+        lost = {self.functional.storages.get(source) for source, _ in self.functional.written.values()} & dying_writes
         redirected = {use for placement in self.redirected for use in self.later_users(placement)}
-        state_storage = self.shadow.storages.get(self.final.value.node) if self.final and self.state_in_place else None
+        state_storage = (
+            self.functional.storages.get(self.final.value.node) if self.final and self.state_in_place else None
+        )
         if lost - {state_storage}:
             raise CannotSplice("mutation", "the region overwrites an input that is not its state")
         rebased = self.rebased(redirected)
-        results = {self.shadow.storages.get(placement.value.node) for placement in self.redirected}
-        watched = dying_writes | results & {m.storage for m in self.shadow.mutations if m.node not in self.dying}
-        for node, storage in self.shadow.storages.items():
+        results = {self.functional.storages.get(placement.value.node) for placement in self.redirected}
+        watched = dying_writes | results & {m.storage for m in self.functional.mutations if m.node not in self.dying}
+        for node, storage in self.functional.storages.items():
             if storage not in watched or storage == state_storage or node in rebased:
                 continue
             if any(user not in self.dying and (node, user) not in redirected for user in node.users):
@@ -225,7 +231,7 @@ class Splice:
 
     def rebased(self, redirected: set[tuple[fx.Node, fx.Node]]) -> set[fx.Node]:
         """Views of a buffer that are taken of an output alone: they will be views of the op's result."""
-        storages = self.shadow.storages
+        storages = self.functional.storages
         found: set[fx.Node] = set()
         for node in self.place:
             sources = [arg for arg in node.all_input_nodes if arg in storages and storages[arg] == storages.get(node)]
@@ -261,8 +267,8 @@ class Splice:
         return size if isinstance(size, int) else self.with_meta(self.graph.call_method("size", (node, dim)), node)
 
     def is_overwritten(self, node: fx.Node) -> bool:
-        storage = self.shadow.storages.get(node)
-        return any(mutation.storage == storage for mutation in self.shadow.mutations)
+        storage = self.functional.storages.get(node)
+        return any(mutation.storage == storage for mutation in self.functional.mutations)
 
     def records_gradient(self) -> bool:
         """True if autograd sees the op. Parameters want a gradient in inference too, where nothing is recorded."""
@@ -314,7 +320,7 @@ class Splice:
 
     def erase(self) -> None:
         """Erase what only the region and what was absorbed above it needed, the region's in-place writes included."""
-        writes = {m.node for m in self.shadow.mutations}
+        writes = {m.node for m in self.functional.mutations}
         absorbed = self.absorbed_nodes()
         for node in reversed(list(self.graph.nodes)):
             if node in absorbed and not node.users and node not in writes and not compat.writes_first_argument(node):
@@ -325,10 +331,10 @@ class Splice:
                     self.graph.erase_node(node)
 
 
-def _timeline(shadow: Graph, place: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
-    """(position when the shadow was made, place now) of the nodes that earlier rewrites left standing, in order."""
-    known: dict[fx.Node, int] = {op.node: op.position for op in shadow.ops}
-    known |= {mutation.node: mutation.position for mutation in shadow.mutations}
+def _timeline(functional: Graph, place: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
+    """(position in the functional graph, place now) of the nodes that earlier rewrites left standing, in order."""
+    known: dict[fx.Node, int] = {op.node: op.position for op in functional.ops}
+    known |= {mutation.node: mutation.position for mutation in functional.mutations}
     return sorted((position, place[node]) for node, position in known.items() if node in place)
 
 

@@ -47,9 +47,9 @@ def may_help(graph: fx.Graph) -> bool:
     return not switches_modes(graph) and Hoist(graph).worth_it
 
 
-def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> Hoist | None:
+def attempt(graph: fx.Graph, functional: Callable[[], Graph]) -> Hoist | None:
     """A hoist of a graph that ``may_help`` knows, less what the graph writes to; None if nothing is left of it."""
-    hoist = Hoist(graph, overwritten(shadow()))
+    hoist = Hoist(graph, overwritten(functional()))
     return hoist if hoist.worth_it else None
 
 
@@ -83,21 +83,21 @@ class Hoist(Change):
     def worth_it(self) -> bool:
         return bool(self.wanted or self.sinks)
 
-    def apply(self, shadow: Callable[[], Graph]) -> bool:
+    def apply(self, functional: Callable[[], Graph]) -> bool:
         """Bring together what is wanted; False, with nothing changed, if a call does not take all pieces at once or if
-        the graph cannot be shown to compute what it did. ``shadow`` reads the graph as it is now.
+        the graph cannot be shown to compute what it did. ``functional`` reads the graph as it is now.
         """
         try:
             self.rewrite()
         except (RuntimeError, TypeError, ValueError, IndexError):
             self.undo()
             return False
-        if not self.proven(shadow):
+        if not self.proven(functional):
             self.undo()
             return False
         return True
 
-    def proven(self, shadow: Callable[[], Graph]) -> bool:
+    def proven(self, functional: Callable[[], Graph]) -> bool:
         """True if pieces and the nodes they stand for are equal, and nothing else can tell one from the other."""
         pairs = {(piece, old) for _, piece, old in (*self.replaced, *self.gathered)}
         inside = {*self.lane, *self.new, *self.equal, *self.equal.values(), *self.sunk()}
@@ -106,7 +106,7 @@ class Hoist(Change):
         if not readers_fit(self.graph.nodes, {reader for reader, _, _ in self.replaced}, self.meta):
             return False
         results = [arg for node in self.graph.nodes if node.op == "output" for arg in node.all_input_nodes]
-        return not results_share_memory(shadow(), set(self.new), results, {rows for _, rows, _ in self.gathered})
+        return not results_share_memory(functional(), set(self.new), results, {rows for _, rows, _ in self.gathered})
 
     def rewrite(self) -> None:
         whole: dict[int, fx.Node] = {}

@@ -18,10 +18,10 @@ def switches_modes(graph: fx.Graph) -> bool:
     return any(compat.is_mode_switch(node) or node.target == "requires_grad_" for node in graph.nodes)
 
 
-def overwritten(shadow: Graph) -> set[fx.Node]:
+def overwritten(functional: Graph) -> set[fx.Node]:
     """Nodes that share memory with something the graph writes."""
-    written = {mutation.storage for mutation in shadow.mutations}
-    return {node for node, storage in shadow.storages.items() if storage in written}
+    written = {mutation.storage for mutation in functional.mutations}
+    return {node for node, storage in functional.storages.items() if storage in written}
 
 
 class Change(ABC):
@@ -34,8 +34,8 @@ class Change(ABC):
         """(reader, what it reads now, what it read before)"""
 
     @abstractmethod
-    def apply(self, shadow: Callable[[], Graph]) -> bool:
-        """Change the graph; False, with nothing changed, where that cannot be. ``shadow`` reads it as it is now."""
+    def apply(self, functional: Callable[[], Graph]) -> bool:
+        """Change the graph; False, with nothing changed, where that cannot be. ``functional`` reads it as it is now."""
 
     @abstractmethod
     def finish(self) -> None:

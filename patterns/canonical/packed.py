@@ -43,12 +43,12 @@ class Rows:
     bounds: tuple[int, ...] = ()
 
 
-def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> Packed | None:
+def attempt(graph: fx.Graph, functional: Callable[[], Graph]) -> Packed | None:
     """What comes apart in ``graph``; None if nothing does."""
     rows = [item for item in _rows(graph) if len(item.nodes) >= LEAST]
     if not rows or switches_modes(graph):
         return None
-    found = shadow()
+    found = functional()
     fixed = overwritten(found)
     masks = _masks(found)
     apart: list[Rows] = []
@@ -67,13 +67,13 @@ def _rows(graph: fx.Graph) -> list[Rows]:
     return rows + [Rows(item.nodes[-1], item.rows, item.dim, item.joined, item) for item in written(graph)]
 
 
-def _masks(shadow: Graph) -> dict[fx.Node, int]:
+def _masks(functional: Graph) -> dict[fx.Node, int]:
     """The products of activations each node depends on, as bits."""
-    groups = find_groups(shadow)
+    groups = find_groups(functional)
     masks = groups[0].masks if groups else {}
     return {
         node: masks[value.op]
-        for value, names in shadow.names.items()
+        for value, names in functional.names.items()
         for node, _ in names
         if value.op is not None and value.op in masks
     }
@@ -103,7 +103,7 @@ class Packed(Change):
         self.rows = rows
         self.fixed = fixed
 
-    def apply(self, shadow: Callable[[], Graph]) -> bool:
+    def apply(self, functional: Callable[[], Graph]) -> bool:
         """False, with nothing changed, if what comes out would be laid out otherwise."""
         bounds = {item.bounds[-1]: item.bounds for item in self.rows}
         try:

@@ -195,16 +195,16 @@ def _layout(value: Any) -> list[Any]:
 
 
 def results_share_memory(
-    shadow: Graph, new: Collection[fx.Node], results: Iterable[fx.Node], own: Collection[fx.Node]
+    functional: Graph, new: Collection[fx.Node], results: Iterable[fx.Node], own: Collection[fx.Node]
 ) -> bool:
     """True if a result of the graph, or something it writes, lies in memory that a new call made. A new call that
     stands for a result itself (``own``) may, if it has the memory to itself.
     """
     first: dict[int, fx.Node] = {}
-    for node, storage in shadow.storages.items():
+    for node, storage in functional.storages.items():
         first.setdefault(storage, node)
     made = {storage for storage, node in first.items() if node in new}
-    seen = [(shadow.storages[node], node) for node in results if node in shadow.storages]
+    seen = [(functional.storages[node], node) for node in results if node in functional.storages]
     shared = Counter(storage for storage, _ in seen)
     taken = {storage for storage, node in seen if node not in own or shared[storage] > 1}
-    return not made.isdisjoint(taken | {mutation.storage for mutation in shadow.mutations})
+    return not made.isdisjoint(taken | {mutation.storage for mutation in functional.mutations})

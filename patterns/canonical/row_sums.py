@@ -61,13 +61,13 @@ class Site:
         return {self.product, self.scores, self.values, *self.sums, *read}
 
 
-def attempt(graph: fx.Graph, shadow: Callable[[], Graph]) -> RowSums | None:
+def attempt(graph: fx.Graph, functional: Callable[[], Graph]) -> RowSums | None:
     """Every product with scores whose rows are summed; None if there is none."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     sites = [site for site in map(_site, place) if site is not None]
     if not sites or switches_modes(graph):
         return None
-    fixed = overwritten(shadow())
+    fixed = overwritten(functional())
     kept = [site for site in sites if fixed.isdisjoint(site.touched())]
     return RowSums(graph, kept, place, fixed) if kept else None
 
@@ -221,7 +221,7 @@ class RowSums(Change):
         self.place = place
         self.fixed = fixed
 
-    def apply(self, shadow: Callable[[], Graph]) -> bool:
+    def apply(self, functional: Callable[[], Graph]) -> bool:
         """False, with nothing changed, if no product takes the sums along or if the results lie otherwise."""
         try:
             pairs = [pair for site in self.sites for pair in self.rewrite(site)]

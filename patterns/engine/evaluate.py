@@ -1,4 +1,5 @@
-"""Run a region of the shadow on chosen inputs, in float64, with batch and heads cut down where nothing mixes them.
+"""Run a region of the functional graph on chosen inputs, in float64; batch and heads are cut down where nothing mixes
+them.
 
 Rounding is left out on purpose: every floating dtype becomes float64, so that what is compared with the recurrence is
 the function, not its rounding. A model's real sizes would make probing slow, so inputs may come with fewer batch rows

@@ -11,7 +11,7 @@ from kdacompile.patterns.recurrence.roles import Hypothesis, Placement
 
 @dataclass(frozen=True)
 class Fused:
-    """Arguments of the semantic op, as placements in the shadow and plain numbers."""
+    """Arguments of the semantic op, as placements in the functional graph and plain numbers."""
 
     candidate: Candidate
     inputs: dict[str, Placement]

@@ -1,7 +1,7 @@
 """Values that are the same by construction: the same cut of the same tensor, taken twice.
 
 Code that keeps a cache writes ``cache[:batch, :end]`` wherever it needs it. Each of them is a value of its own in the
-shadow, though all of them hold the same numbers.
+functional, though all of them hold the same numbers.
 """
 
 from __future__ import annotations

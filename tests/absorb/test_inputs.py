@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kdacompile import backend, compat
-from kdacompile.graph.build import make_shadow
+from kdacompile.graph.build import functional_graph
 from kdacompile.patterns.recurrence.absorb.scale import factor
 from kdacompile.report.findings import Match
 from tests.absorb.mixers import BATCH, HEADS, LENGTH, SIZE, draw, heads, mix, only, plain
@@ -82,7 +82,7 @@ def factors(fn: Map) -> list[tuple[str, float] | None]:
     found: list[tuple[str, float] | None] = []
 
     def look(gm: torch.fx.GraphModule, _: Any) -> Any:
-        for op in make_shadow(gm).ops:
+        for op in functional_graph(gm).ops:
             split = factor(op)
             found.append(split and (str(split[0].node), split[1]))
         return gm

@@ -140,7 +140,7 @@ def test_the_identity_includes_the_users_pass() -> None:
 
 def test_pickling_is_identity() -> None:
     first, second = backend.KdaPass(Settings()), backend.KdaPass(Settings())
-    second.reports.append(GraphReport(seconds={"shadow": 1.0}))
+    second.reports.append(GraphReport(seconds={"functional": 1.0}))
     assert pickle.dumps(first) == pickle.dumps(second)
     assert pickle.dumps(first) != pickle.dumps(backend.KdaPass(Settings(strict=True)))
     assert pickle.loads(pickle.dumps(first)).uuid() == first.uuid()

@@ -37,7 +37,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[An
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_graph_is_read_once_for_each_state_it_is_searched_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, arguments = PROGRAMS[name]()
-    reads = counting(monkeypatch, readings, "make_shadow")
+    reads = counting(monkeypatch, readings, "functional_graph")
     run = torch.compile(program, backend="kda", options={"kda.inner": "eager", "kda.lift": False})
     have = run(*arguments)
     assert worst_error(have, program(*arguments)) < 1e-5

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from kdacompile.graph.build import make_shadow
+from kdacompile.graph.build import functional_graph
 from kdacompile.patterns.engine.evaluate import Region
 from kdacompile.patterns.engine.lanes import LaneError
 
@@ -17,8 +17,8 @@ def region_of(function: Any, *inputs: Tensor) -> Region:
     regions: list[Region] = []
 
     def backend(gm: fx.GraphModule, _: list[Any]) -> Any:
-        shadow = make_shadow(gm)
-        regions.append(Region(shadow.ops, shadow.inputs, list(shadow.outputs)))
+        functional = functional_graph(gm)
+        regions.append(Region(functional.ops, functional.inputs, list(functional.outputs)))
         return gm.forward
 
     torch.compile(function, backend=backend, fullgraph=True)(*inputs)

@@ -60,15 +60,15 @@ MODELS: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
 
 
 @pytest.fixture
-def shadows(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """The graphs a shadow was built of."""
+def functional_graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """The graphs that functional ones were built of."""
     built: list[torch.fx.GraphModule] = []
 
     def counting(gm: torch.fx.GraphModule, *rest: Any, **options: Any) -> Any:
         built.append(gm)
-        return build.make_shadow(gm, *rest, **options)
+        return build.functional_graph(gm, *rest, **options)
 
-    monkeypatch.setattr(readings, "make_shadow", counting)
+    monkeypatch.setattr(readings, "functional_graph", counting)
     return built
 
 
@@ -86,7 +86,7 @@ def graphs_of(fn: Function, arguments: tuple[Tensor, ...], compiler: Any) -> tup
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bit_identical_to_inductor(name: str, shadows: list[torch.fx.GraphModule]) -> None:
+def test_bit_identical_to_inductor(name: str, functional_graphs: list[torch.fx.GraphModule]) -> None:
     fn, arguments = MODELS[name]
     if isinstance(fn, nn.Module):
         fn.eval()
@@ -97,7 +97,7 @@ def test_bit_identical_to_inductor(name: str, shadows: list[torch.fx.GraphModule
     assert our_graphs == their_graphs
     assert not report.matches
     if name not in ("eager_attention_with_rope", "attention"):  # products of activations deserve a look
-        assert not shadows
+        assert not functional_graphs
 
 
 @pytest.mark.parametrize("name", ["linear_attention", *MODELS])
@@ -126,10 +126,10 @@ def test_a_call_costs_nothing_more(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert len(given) == len(made)
 
 
-def test_a_shadow_is_built_where_a_look_pays(shadows: list[torch.fx.GraphModule]) -> None:
+def test_a_functional_graph_is_built_where_a_look_pays(functional_graphs: list[torch.fx.GraphModule]) -> None:
     with torch.no_grad():
         compiled(gated_delta_loop)(*delta_arguments())
-    assert len(shadows) == 1
+    assert len(functional_graphs) == 1
 
 
 def test_the_log_says_what_matched(caplog: pytest.LogCaptureFixture) -> None:
@@ -162,8 +162,8 @@ def test_structured_trace_artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad(), collecting() as report:
         compiled(gated_delta_loop)(*delta_arguments())
     assert patterns(report) == ["gated_delta_rule"]
-    assert set(written) == {f"kdacompile_{name}" for name in ("before", "shadow", "candidate", "after")}
+    assert set(written) == {f"kdacompile_{name}" for name in ("before", "functional", "candidate", "after")}
     assert "kdacompile.linear_attention" in written["kdacompile_after"]
     assert "kdacompile.linear_attention" not in written["kdacompile_before"]
-    assert "select" in written["kdacompile_shadow"]
+    assert "select" in written["kdacompile_functional"]
     assert "verdict: proven" in written["kdacompile_candidate"]

@@ -1,6 +1,6 @@
 """Graphs that have nothing or little to do with linear attention must go through the pass unharmed.
 
-A linear-attention region stands beside each oddity, so that the cheap test lets the graph through to the shadow.
+A linear-attention region stands beside each oddity, so that the cheap test lets the graph through.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def test_rows_are_worked_on_after_the_loop(fn: Callable[..., Tensor], grad: bool
 @pytest.fixture
 def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the search for layers within a group: it takes long, and there are none."""
-    monkeypatch.setattr(recurrence_pass, "inner_groups", lambda shadow, group: iter(()))  # type: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(recurrence_pass, "inner_groups", lambda graph, group: iter(()))  # type: ignore[reportUnknownLambdaType]
 
 
 @pytest.mark.usefixtures("shallow")

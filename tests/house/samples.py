@@ -29,8 +29,10 @@ NEAR_MISS = Rejection(
 
 
 def sample_report() -> Report:
-    first = GraphReport(matches=(MATCH,), rejections=(NEAR_MISS,), nodes=120, seconds={"shadow": 0.25, "proof": 0.5})
-    second = GraphReport(rejections=(NEAR_MISS,), nodes=7, seconds={"shadow": 0.25}, from_cache=True)
+    first = GraphReport(
+        matches=(MATCH,), rejections=(NEAR_MISS,), nodes=120, seconds={"functional": 0.25, "proof": 0.5}
+    )
+    second = GraphReport(rejections=(NEAR_MISS,), nodes=7, seconds={"functional": 0.25}, from_cache=True)
     report = Report(graphs=[first, second], graph_breaks=[GraphBreak("print was called", "model.py:3")], title="Tiny")
     report.captured = 2
     return report

@@ -48,7 +48,7 @@ def test_text_names_lines_reasons_and_sums() -> None:
     text = str(sample_report())
     for part in ("Tiny", "2 graphs", "1 x kda", MATCH.source, "3.1e-07", "q = query", "l2norm, scale"):
         assert part in text
-    for part in (NEAR_MISS.reason, NEAR_MISS.source, "model.py:3: print was called", "shadow 0.500, proof 0.500"):
+    for part in (NEAR_MISS.reason, NEAR_MISS.source, "model.py:3: print was called", "functional 0.500, proof 0.500"):
         assert part in text
     assert "no matches" in str(Report())
 

@@ -33,9 +33,9 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def absorb(fused: Fused, shadow: Graph, *, keep_upcasts: bool) -> Fused:
-    """The match with everything upstream taken over that the op can do itself; ``shadow`` is the graph it stands in."""
-    scope = Scope.of(fused, shadow, keep_upcasts=keep_upcasts)
+def absorb(fused: Fused, functional: Graph, *, keep_upcasts: bool) -> Fused:
+    """The match with everything upstream taken over that the op can do itself; ``functional`` holds it."""
+    scope = Scope.of(fused, functional, keep_upcasts=keep_upcasts)
     applied = True
     while applied:
         applied = False

@@ -21,9 +21,9 @@ HALVES = frozenset({torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True)
 class Scope:
-    """One match's surroundings: the shadow, the policy for upcasts and where the region ends."""
+    """One match's surroundings: the functional graph, the policy for upcasts and where the region ends."""
 
-    shadow: Graph
+    functional: Graph
     keep_upcasts: bool
     grad: bool
     """A result of the region wants a gradient, so gradients must get through whatever is absorbed too."""
@@ -33,14 +33,14 @@ class Scope:
     """Dynamo nodes whose writes come after the op has read its inputs."""
 
     @staticmethod
-    def of(fused: Fused, shadow: Graph, *, keep_upcasts: bool) -> Scope:
+    def of(fused: Fused, functional: Graph, *, keep_upcasts: bool) -> Scope:
         results = [fused.output, fused.final_state] if fused.final_state else [fused.output]
         return Scope(
-            shadow,
+            functional,
             keep_upcasts,
             grad=any(gradient.wants_gradient(placement.value.node) for placement in results),
             end=max(op.position for op in [*fused.candidate.core, *(user for p in results for user in p.value.users)]),
-            inside=frozenset([*(op.node for op in fused.candidate.ops), *_stores(fused, shadow)]),
+            inside=frozenset([*(op.node for op in fused.candidate.ops), *_stores(fused, functional)]),
         )
 
     def crosses(self, op: Op) -> bool:
@@ -49,7 +49,7 @@ class Scope:
 
     def lets_gradients_through(self, ops: Iterable[Op], inputs: Iterable[Value]) -> bool:
         """True if a gradient of ``inputs`` gets through ``ops`` on every path, or none is wanted."""
-        return not self.grad or not gradient.is_cut(ops, inputs, self.shadow.names)
+        return not self.grad or not gradient.is_cut(ops, inputs, self.functional.names)
 
     def cast_is_free(self, op: Op) -> bool:
         """Copies, and the upcast of a half-precision tensor to float32, which the op does anyway.
@@ -72,20 +72,20 @@ class Scope:
         node = value.node
         if node is None or not value.dtype.is_floating_point:
             return False
-        storage = self.shadow.storages.get(node)
+        storage = self.functional.storages.get(node)
         made = value.op.position if value.op is not None else -1
         return not any(
             write.storage == storage and write.node not in self.inside and made < write.position <= self.end
-            for write in self.shadow.mutations
+            for write in self.functional.mutations
         )
 
     def same_device(self, value: Value, other: Value) -> bool:
         return compat.example_value(value.node).device == compat.example_value(other.node).device
 
 
-def _stores(fused: Fused, shadow: Graph) -> list[object]:
+def _stores(fused: Fused, functional: Graph) -> list[object]:
     """Writes of the final state itself into a buffer."""
     if fused.final_state is None:
         return []
     node = fused.final_state.value.node
-    return [write.node for write in shadow.mutations if node in write.node.all_input_nodes]
+    return [write.node for write in functional.mutations if node in write.node.all_input_nodes]
