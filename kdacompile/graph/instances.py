@@ -108,8 +108,8 @@ class Instances:
         again = recognise(other, candidate)
         if again is None or _claim(again) != _claim(fused) or not self.same_decay(again.decay, fused.decay):
             return "the region computes something else at other sizes"
-        written = "*" in "".join(p.letters for p in fused.inputs.values()) or "A_log" in fused.inputs
-        if written and any(again.sizes[letter] != fused.sizes[letter] for letter in "HK"):
+        written = "*" in "".join(p.axes for p in fused.inputs.values()) or "A_log" in fused.inputs
+        if written and any(again.sizes[axis] != fused.sizes[axis] for axis in "HK"):
             return "the number of heads or channels is not fixed"
         return None
 
@@ -257,7 +257,7 @@ def _moved(candidate: Candidate, here: Graph, there: Graph, groups: list[Group])
 
 
 def _role(placement: Placement | None) -> tuple[str, Any, str, bool] | None:
-    return placement and (placement.role, placement.value.node, placement.letters, placement.backwards)
+    return placement and (placement.role, placement.value.node, placement.axes, placement.backwards)
 
 
 def _claims(hypothesis: Hypothesis) -> tuple[Any, ...]:

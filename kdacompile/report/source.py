@@ -15,10 +15,10 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 def describe(placement: Placement) -> str:
     """The tensor that plays a role: its node, the meaning of its dimensions, their sizes, its dtype."""
     value = compat.example_value(placement.value.node)
-    letters = " ".join(placement.letters.replace(".", "1").replace("*", "(HK)"))
-    turned = ", last token first" if placement.backwards and "T" in letters else ""
+    axes = " ".join(placement.axes.replace(".", "1").replace("*", "(HK)"))
+    turned = ", last token first" if placement.backwards and "T" in axes else ""
     dtype = str(value.dtype).removeprefix("torch.")
-    return f"{placement.value.node.name} [{letters}] {list(value.shape)} {dtype}{turned}"
+    return f"{placement.value.node.name} [{axes}] {list(value.shape)} {dtype}{turned}"
 
 
 def source_of(node: fx.Node | None) -> str:

@@ -132,20 +132,20 @@ class MlaSplice(Splice):
             one, other = self.part(rows, 1, None, size), self.part(rows, 1, size, None)
         return (other, one) if self.claim.values_first else (one, other)
 
-    def per_head(self, weight: fx.Node, letters: str) -> fx.Node:
-        """A weight with a dimension for its heads; each has as many rows as the letters say."""
+    def per_head(self, weight: fx.Node, axes: str) -> fx.Node:
+        """A weight with a dimension for its heads; each has as many rows as the axes say."""
         if compat.example_value(weight).dim() == 3:
             return weight
-        rows = sum(self.claim.sizes[letter] for letter in letters)
+        rows = sum(self.claim.sizes[axis] for axis in axes)
         return self.method(weight, "unflatten", 0, (self.claim.sizes["H"], rows))
 
     def operand(self, placement: MlaPlacement) -> fx.Node:
         """The tensor of a role in the role's own order."""
         if placement.role == "block_table":
             return placement.value.node
-        if placement.role == "lengths" and "T" in placement.letters:  # one a query: the last one's counts
-            node = self.method(placement.value.node, "narrow", placement.letters.index("T"), -1, 1)
-            for name, args in replace(placement, letters=placement.letters.replace("T", ".")).steps(self.claim.sizes):
+        if placement.role == "lengths" and "T" in placement.axes:  # one a query: the last one's counts
+            node = self.method(placement.value.node, "narrow", placement.axes.index("T"), -1, 1)
+            for name, args in replace(placement, axes=placement.axes.replace("T", ".")).steps(self.claim.sizes):
                 node = self.method(node, name, *args)
             return node
         node = self.canonical(placement)
@@ -155,7 +155,7 @@ class MlaSplice(Splice):
 
     def block_table(self, node: fx.Node, q: fx.Node, latent: fx.Node) -> fx.Node:
         """``[B, pages]``, all entries counted from the pool's front."""
-        if self.claim.inputs["block_table"].letters != "BM":
+        if self.claim.inputs["block_table"].axes != "BM":
             node = self.method(node, "reshape", self.size(q, 0), -1)
         if not self.claim.wraps:
             return node

@@ -12,7 +12,7 @@ from kdacompile import compat
 from kdacompile.graph import gradient
 from kdacompile.ops.definitions import linear_attention, linear_attention_step, linear_attention_step_
 from kdacompile.patterns.engine.match import Fused
-from kdacompile.patterns.recurrence.roles import LETTERS, Placement
+from kdacompile.patterns.recurrence.roles import AXES, Placement
 from kdacompile.rewrite.splice import Splice
 
 
@@ -48,14 +48,14 @@ class LinearAttentionSplice(Splice):
         node = super().canonical(placement)
         return self.method(node, "to", torch.float32) if placement.role in self.fused.upcast else node
 
-    def expanded(self, node: fx.Node, like: fx.Node, letters: str) -> fx.Node:
+    def expanded(self, node: fx.Node, like: fx.Node, axes: str) -> fx.Node:
         """Broadcast size-one dimensions of a gate or beta to v's batch, tokens and heads."""
-        order = LETTERS["v"]
+        order = AXES["v"]
         wanted: list[Any] = []
-        for index, letter in enumerate(letters):
+        for index, axis in enumerate(axes):
             have = compat.example_value(node).shape[index]
-            grows = letter in order and isinstance(have, int) and have == 1
-            wanted.append(self.size(like, order.index(letter)) if grows else -1)
+            grows = axis in order and isinstance(have, int) and have == 1
+            wanted.append(self.size(like, order.index(axis)) if grows else -1)
         return node if all(w == -1 or w == 1 for w in wanted) else self.method(node, "expand", *wanted)
 
     def gate(self, node: fx.Node | None, rate: fx.Node | None, v: fx.Node) -> fx.Node | None:
@@ -92,7 +92,7 @@ class LinearAttentionSplice(Splice):
 
     def full_state(self, node: fx.Node | None, v: fx.Node) -> fx.Node | None:
         """A state that all requests start from (a parameter) for each of them."""
-        return None if node is None else self.expanded(node, v, LETTERS["initial_state"])
+        return None if node is None else self.expanded(node, v, AXES["initial_state"])
 
     def overwrites_cache(self, before: fx.Node) -> bool:
         """True if the step's only use of the new state is to overwrite the old one: then it can be done in place."""
@@ -103,7 +103,7 @@ class LinearAttentionSplice(Splice):
         if state.role in self.fused.upcast or gradient.wants_gradient(cache):
             return False
         is_view = all(name == "permute" for name, _ in state.steps(self.fused.sizes))  # Mamba-2's has V before K
-        if not is_view or self.final.letters != state.letters or cache.op != "placeholder":
+        if not is_view or self.final.axes != state.axes or cache.op != "placeholder":
             return False
         if self.state_in_place:
             return self.final.value.node is cache
@@ -148,7 +148,7 @@ class LinearAttentionSplice(Splice):
         else:
             options["chunk_size"] = 0
             layout = self.memory_order(fused.output, compat.example_value(like))
-            if self.keep_strides and layout != LETTERS["o"]:
+            if self.keep_strides and layout != AXES["o"]:
                 options["o_layout"] = layout
             call = self.graph.call_function(linear_attention, (*tensors, None), options)
         call.meta[compat.ABSORBED] = fused.absorbed

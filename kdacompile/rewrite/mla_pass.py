@@ -191,10 +191,10 @@ def _chosen_by(mask: Value) -> str:
     return ""
 
 
-def _size(placement: MlaPlacement, letter: str) -> Any:
+def _size(placement: MlaPlacement, axis: str) -> Any:
     """The graph's own size of a dimension; 1 where the tensor lacks it."""
     shape = compat.example_value(placement.value.node).shape
-    return shape[placement.letters.index(letter)] if letter in placement.letters else 1
+    return shape[placement.axes.index(axis)] if axis in placement.axes else 1
 
 
 def _same_node(one: Value, other: Value) -> bool:

@@ -15,10 +15,10 @@ from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.patterns.engine.match import Fused
 from kdacompile.patterns.recurrence.candidates import Candidate
 from kdacompile.patterns.recurrence.regions import Group
-from kdacompile.patterns.recurrence.roles import LETTERS, Placement
+from kdacompile.patterns.recurrence.roles import AXES, Placement
 
 _OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
-_GATE_LETTERS = {"none": "", "head": "H", "token": "BTH", "channel": "BTHK"}
+_GATE_AXES = {"none": "", "head": "H", "token": "BTH", "channel": "BTHK"}
 
 
 def calls(functional: Graph) -> Iterator[Fused]:
@@ -37,7 +37,7 @@ def as_match(op: Op) -> Fused | None:
     if options.get("chunk_size", 0) or (len(op.args) > len(_OPERANDS) and op.args[-1] is not None):
         return None
     inputs = {
-        role: _place(role, value, _letters(role, options["gate"], value))
+        role: _place(role, value, _axes(role, options["gate"], value))
         for role, value in operands.items()
         if isinstance(value, Value)
     }
@@ -50,8 +50,8 @@ def as_match(op: Op) -> Fused | None:
     return Fused(
         candidate,
         inputs,
-        _place("o", op.outs[0], LETTERS["o"]),
-        None if state is None else _place("final_state", state, LETTERS["final_state"]),
+        _place("o", op.outs[0], AXES["o"]),
+        None if state is None else _place("final_state", state, AXES["final_state"]),
         sizes,
         gate=options["gate"],
         delta=options["delta"],
@@ -65,13 +65,13 @@ def as_match(op: Op) -> Fused | None:
 
 
 def tie_sizes(call: Fused) -> None:
-    """Guard what the op demands, equal sizes for equal letters: each input of a graph comes with symbols of its own."""
+    """Guard what the op demands, equal sizes for equal axes: each input of a graph comes with symbols of its own."""
     known: dict[str, Any] = {}
     for placement in call.inputs.values():
         shape = compat.example_value(placement.value.node).shape
-        for letter, size in zip(placement.letters, shape, strict=True):
-            if letter != ".":
-                compat.tie(known.setdefault(letter, size), size)
+        for axis, size in zip(placement.axes, shape, strict=True):
+            if axis != ".":
+                compat.tie(known.setdefault(axis, size), size)
 
 
 def same_call(candidate: Candidate, here: Graph, there: Graph, groups: list[Group]) -> Candidate | str:
@@ -83,13 +83,13 @@ def same_call(candidate: Candidate, here: Graph, there: Graph, groups: list[Grou
     return "the op is called otherwise at other sizes" if fused is None else fused.candidate
 
 
-def _letters(role: str, gate: str, value: Value) -> str:
+def _axes(role: str, gate: str, value: Value) -> str:
     if role == "g":
-        return _GATE_LETTERS[gate]
-    return LETTERS[role][: len(value.shape)]
+        return _GATE_AXES[gate]
+    return AXES[role][: len(value.shape)]
 
 
-def _place(role: str, value: Value, letters: str) -> Placement:
-    """Size-one dimensions have no letter."""
-    marked = "".join("." if size == 1 else letter for letter, size in zip(letters, value.shape, strict=True))
+def _place(role: str, value: Value, axes: str) -> Placement:
+    """Size-one dimensions have no axis."""
+    marked = "".join("." if size == 1 else axis for axis, size in zip(axes, value.shape, strict=True))
     return Placement(role, value, marked)

@@ -280,12 +280,12 @@ class Splice:
 
     def memory_order(self, placement: Placement, want: torch.Tensor) -> str:
         """The op's own dimensions in the order in which ``want`` has them in memory."""
-        strides = dict(zip(placement.letters, map(_hint, want.stride()), strict=True))
-        long = [letter for letter, size in zip(placement.letters, want.shape, strict=True) if _hint(size) > 1]
+        strides = dict(zip(placement.axes, map(_hint, want.stride()), strict=True))
+        long = [axis for axis, size in zip(placement.axes, want.shape, strict=True) if _hint(size) > 1]
         order = placement.order
-        kept = [letter for letter in order if letter in long]
-        moved = iter(sorted(kept, key=lambda letter: -strides[letter]))
-        return "".join(next(moved) if letter in kept else letter for letter in order)
+        kept = [axis for axis in order if axis in long]
+        moved = iter(sorted(kept, key=lambda axis: -strides[axis]))
+        return "".join(next(moved) if axis in kept else axis for axis in order)
 
     def laid_out(self, placement: Placement, node: fx.Node, like: fx.Node) -> fx.Node:
         """The op's result in the layout, dtype and strides of the value it stands for."""

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.engine.twins import Twins
+from kdacompile.patterns.engine.numbering import Numbering
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT, PICKING
 from kdacompile.patterns.mla.definition import Parts
 from kdacompile.patterns.mla.sources import MOVES, heads_of, scales, tokens_of, unexpanded
@@ -24,15 +24,15 @@ MAX_STEPS = 24
 TAKEN = LAYOUT | PICKING | {"repeat"}
 
 
-def read_absorbed(found: Attention, twins: Twins) -> Parts | None:
+def read_absorbed(found: Attention, numbering: Numbering) -> Parts | None:
     """The tensors of one attention over a latent itself; None if keys and values are not the same for all heads."""
-    return read_keys_of(found.values, found.value_width, found, twins)
+    return read_keys_of(found.values, found.value_width, found, numbering)
 
 
-def read_keys_of(values: Value, rank: int, found: Attention, twins: Twins) -> Parts | None:
+def read_keys_of(values: Value, rank: int, found: Attention, numbering: Numbering) -> Parts | None:
     """The same where the latent, of ``rank`` columns, stands at or above ``values``."""
     for batch in dict.fromkeys((found.softmax.out.shape[0], 1)):  # one request may have no dimension of its own
-        meeting = _Meeting(values, rank, found, twins, batch)
+        meeting = _Meeting(values, rank, found, numbering, batch)
         parts = None
         if len(found.terms) == 1:
             parts = meeting.one_product(found.terms[0])
@@ -47,10 +47,10 @@ def read_keys_of(values: Value, rank: int, found: Attention, twins: Twins) -> Pa
 class _Meeting:
     """Where the way up from the values meets that from the keys."""
 
-    def __init__(self, values: Value, rank: int, found: Attention, twins: Twins, batch: int) -> None:
-        self.found, self.twins, self.batch = found, twins, batch
+    def __init__(self, values: Value, rank: int, found: Attention, numbering: Numbering, batch: int) -> None:
+        self.found, self.numbering, self.batch = found, numbering, batch
         self.cached, self.rank = found.cached, rank
-        self.above = {twins.of(value): value for value in reversed(list(_climb(values)))}
+        self.above = {numbering.of(value): value for value in reversed(list(_climb(values)))}
 
     def one_product(self, term: Term) -> Parts | None:
         width = term.width
@@ -77,7 +77,7 @@ class _Meeting:
     def shared(self, operand: Value, width: int) -> Value | None:
         """The tensor of ``width`` columns and no heads that both this operand and the values are taken from."""
         for value in _climb(operand):
-            other = self.above.get(self.twins.of(value))
+            other = self.above.get(self.numbering.of(value))
             if other is not None and math.prod(value.shape) == self.batch * self.cached * width:
                 least = 3 if self.batch > 1 else 2
                 seen = (item for item in (value, other) if item.node is not None and len(item.shape) >= least)

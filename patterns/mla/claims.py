@@ -1,4 +1,4 @@
-"""Claims about one region: every assignment of letters to its tensors that the sizes allow, usual layouts first."""
+"""Claims about one region: every assignment of axes to its tensors that the sizes allow, usual layouts first."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ USUAL = ("BTHK", "BHTK", "BTHV", "BHTV", "BHTS", "BTHS", "BTHD", "BHTD")
 
 
 def labels(value: Value, role: str, sizes: dict[str, int]) -> Iterator[str]:
-    """Letters for the dimensions of ``value`` in ``role``: all that have more than one entry, and no others.
+    """Axes for the dimensions of ``value`` in ``role``: all that have more than one entry, and no others.
 
     A rotated key may have been expanded over heads before: ``=`` where it is the same for all of them.
     """
     order = order_of(role, value)
     dims = [(i, size) for i, size in enumerate(value.shape) if size != 1]
-    wanted = [letter for letter in order if sizes[letter] != 1]
+    wanted = [axis for axis in order if sizes[axis] != 1]
     text = ["."] * len(value.shape)
     if role == "k_rope" and len(dims) == len(wanted) + 1:
         same = next((i for i, size in dims if i in value.uniform and size == sizes["H"]), -1)
@@ -31,28 +31,28 @@ def labels(value: Value, role: str, sizes: dict[str, int]) -> Iterator[str]:
         text = ["=" if i == same else "." for i in range(len(value.shape))]
     if len(dims) != len(wanted):
         return
-    for letters in permutations(wanted):
-        if all(sizes[letter] == size for letter, (_, size) in zip(letters, dims, strict=True)):
-            for letter, (i, _) in zip(letters, dims, strict=True):
-                text[i] = letter
+    for axes in permutations(wanted):
+        if all(sizes[axis] == size for axis, (_, size) in zip(axes, dims, strict=True)):
+            for axis, (i, _) in zip(axes, dims, strict=True):
+                text[i] = axis
             yield "".join(text)
 
 
 def _merged(text: str, apart: str, sizes: dict[str, int]) -> tuple[int, ...]:
-    both = math.prod(sizes[letter] for letter in apart if letter not in text)
-    return tuple(sizes.get(letter, both) for letter in text)
+    both = math.prod(sizes[axis] for axis in apart if axis not in text)
+    return tuple(sizes.get(axis, both) for axis in text)
 
 
-def _oddity(letters: str) -> int:
-    bare = letters.replace(".", "")
-    usual = any("".join(letter for letter in order if letter in bare) == bare for order in USUAL)
-    return 0 if usual else 1 if letters[0] == "B" else 2
+def _oddity(axes: str) -> int:
+    bare = axes.replace(".", "")
+    usual = any("".join(axis for axis in order if axis in bare) == bare for order in USUAL)
+    return 0 if usual else 1 if axes[0] == "B" else 2
 
 
 def claims(
     tensors: dict[str, Value], output: Value, scores: Value, captured: dict[str, int], masks: Masks
 ) -> Iterator[Claim]:
-    """Every assignment of letters the sizes allow; ``scores``: the softmax's input without sinks."""
+    """Every assignment of axes the sizes allow; ``scores``: the softmax's input without sinks."""
     sizes = {**captured, "W": 0, "Y": 0}
     options: list[list[MlaPlacement]] = []
     for role, value in tensors.items():
@@ -86,7 +86,7 @@ def _oddity_of_all(choice: tuple[MlaPlacement | str, ...]) -> int:
 
 
 def _oddity_of(item: MlaPlacement | str) -> int:
-    return _oddity(item if isinstance(item, str) else item.letters)
+    return _oddity(item if isinstance(item, str) else item.axes)
 
 
 def _claim(
@@ -101,9 +101,9 @@ def _claim(
     if causal is None:
         return None
     for role, mask in masks.operands.items():
-        letters = aligned(mask.value, layout)
-        if letters is None:
+        axes = aligned(mask.value, layout)
+        if axes is None:
             return None
-        placed = {**placed, role: MlaPlacement(role, mask.value, letters)}
+        placed = {**placed, role: MlaPlacement(role, mask.value, axes)}
     hidings = tuple(Hiding(role, mask.keeps, mask.fill) for role, mask in masks.operands.items())
     return Claim(placed, out, sizes, layout, causal=causal, masks=hidings)

@@ -20,7 +20,7 @@ from kdacompile.patterns.recurrence.roles import Placement
 
 NAME = "mla"
 
-LETTERS = {
+AXES = {
     "q": "BTHK",
     "q_rope": "BTHD",
     "latent": "BCR",
@@ -50,14 +50,14 @@ VANISHING = -1e4
 
 def order_of(role: str, value: Value) -> str:
     """The op's own order of a role's dimensions; a weight may have one for heads, then Y counts the rows of each."""
-    return "HYR" if role in WEIGHTS and len(value.shape) == 3 else LETTERS[role]
+    return "HYR" if role in WEIGHTS and len(value.shape) == 3 else AXES[role]
 
 
 @dataclass(frozen=True)
 class MlaPlacement(Placement):
-    """A tensor of the graph in a role of MLA; ``=`` in its letters is a dimension along which it is the same.
+    """A tensor of the graph in a role of MLA; ``=`` in its axes is a dimension along which it is the same.
 
-    A cache that is a pool of pages has the letters P and G for tokens, and ``columns`` that are the cache's.
+    A cache that is a pool of pages has the axes P and G for tokens, and ``columns`` that are the cache's.
     """
 
     columns: tuple[int, int] | None = None
@@ -70,7 +70,7 @@ class MlaPlacement(Placement):
     @property
     def page(self) -> int:
         """Tokens of a page."""
-        return self.value.shape[self.letters.index("G")] if "G" in self.letters else 1
+        return self.value.shape[self.axes.index("G")] if "G" in self.axes else 1
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Claim:
     output: MlaPlacement
     sizes: dict[str, int]
     scores: str
-    """Letters of the softmax's input, less what a sink appends."""
+    """Axes of the softmax's input, less what a sink appends."""
     rope_first: bool = False
     """Whether a query in one piece, and the key, begin with the rotated part; also a cache of both."""
     values_first: bool = False
@@ -113,8 +113,8 @@ class Claim:
 
     def key(self) -> tuple[object, ...]:
         """All that a rewrite burns into the graph, comparable between instances of one graph."""
-        roles = {name: (p.value.node, p.letters, p.columns) for name, p in self.inputs.items()}
-        fixed = {letter: size for letter, size in self.sizes.items() if letter in "HNDRV"}
+        roles = {name: (p.value.node, p.axes, p.columns) for name, p in self.inputs.items()}
+        fixed = {axis: size for axis, size in self.sizes.items() if axis in "HNDRV"}
         options = (
             self.prefix,
             self.rope_first,
@@ -126,19 +126,19 @@ class Claim:
             self.wraps,
             f"{self.scale:.9g}",  # fitted, at each instance anew
         )
-        return roles, (self.output.value.node, self.output.letters), fixed, options
+        return roles, (self.output.value.node, self.output.axes), fixed, options
 
     def form(self) -> tuple[object, ...]:
         """The claim without the graph it is made about."""
-        letters = sorted((name, placement.letters) for name, placement in self.inputs.items())
+        axes = sorted((name, placement.axes) for name, placement in self.inputs.items())
         flags = self.rope_first, self.values_first, self.stacked, self.causal
-        return sorted(self.sizes.items()), letters, self.output.letters, self.scores, flags
+        return sorted(self.sizes.items()), axes, self.output.axes, self.scores, flags
 
     def laid_out_as(self, other: Claim) -> bool:
-        """Whether the tensors that both claims are about have the same letters."""
+        """Whether the tensors that both claims are about have the same axes."""
         pairs = [(placement, other.inputs[name]) for name, placement in self.inputs.items() if name in other.inputs]
         pairs.append((self.output, other.output))
-        return all(one.letters == two.letters for one, two in pairs if one.value.node is two.value.node)
+        return all(one.axes == two.axes for one, two in pairs if one.value.node is two.value.node)
 
     @property
     def prefix(self) -> bool:
@@ -188,7 +188,7 @@ def per_head(weight: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Parts:
-    """The tensors of one attention by role, masks and sinks left out, with the size behind every letter."""
+    """The tensors of one attention by role, masks and sinks left out, with the size behind every axis."""
 
     tensors: dict[str, Value]
     sizes: dict[str, int]
@@ -204,7 +204,7 @@ class MlaCandidate:
     output: Value
     scores: Value
     claims: list[Claim] = field(default_factory=list[Claim])
-    twins: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    duplicates: dict[Value, Value] = field(default_factory=dict[Value, Value])
     """Values of the cut that are the same by construction as another one, which has the role."""
     kept: set[Op] = field(default_factory=set[Op])
     """Operators of the region whose results are needed outside it as well."""

@@ -10,8 +10,8 @@ import math
 from itertools import product
 
 from kdacompile.graph.ir import Value
+from kdacompile.patterns.engine.numbering import Numbering
 from kdacompile.patterns.engine.obstacle import Obstacle
-from kdacompile.patterns.engine.twins import Twins
 from kdacompile.patterns.mla.claims import labels
 from kdacompile.patterns.mla.definition import Parts
 from kdacompile.patterns.mla.sources import CACHED, Projection, Sources, heads_of, is_part, tokens_of, unexpanded
@@ -22,23 +22,23 @@ Made = tuple[list[Projection], list[Value]]
 """What an operand is made of: projections, and tensors that are shared by all heads."""
 
 
-def read_expanded(found: Attention, twins: Twins) -> Parts | Obstacle | None:
+def read_expanded(found: Attention, numbering: Numbering) -> Parts | Obstacle | None:
     """The tensors of one attention over an expanded latent, or what is in the way; None: attention of another kind."""
     values, shared = Sources().of(found.values)
     if len(values) != 1 or shared or tokens_of(values[0].activation) is None:
         return _expanded_cache(found)
-    return read_keys_beside(values[0], found, twins)
+    return read_keys_beside(values[0], found, numbering)
 
 
-def read_keys_beside(values: Projection, found: Attention, twins: Twins) -> Parts | Obstacle | None:
+def read_keys_beside(values: Projection, found: Attention, numbering: Numbering) -> Parts | Obstacle | None:
     """The tensors of one attention whose keys are expanded from the latent that the values are made of."""
     latent = tokens_of(values.activation)
     if latent is None:
         return None
-    parts = [Sources(latent, twins=twins).of(term.keys) for term in found.terms]
+    parts = [Sources(latent, numbering=numbering).of(term.keys) for term in found.terms]
     keys = list(dict.fromkeys(projection for projections, _ in parts for projection in projections))
     shared = list(dict.fromkeys(value for _, values in parts for value in values))
-    if len(keys) != 1 or not _is_latent(keys[0], values, latent, shared, found, twins):
+    if len(keys) != 1 or not _is_latent(keys[0], values, latent, shared, found, numbering):
         return None
     return _bias(keys[0], values) or _parts(found, keys[0], values, shared, parts)
 
@@ -63,10 +63,10 @@ def _narrow(keys: Projection, values: Projection) -> bool:
 
 
 def _is_latent(
-    keys: Projection, values: Projection, latent: Value, shared: list[Value], found: Attention, twins: Twins
+    keys: Projection, values: Projection, latent: Value, shared: list[Value], found: Attention, numbering: Numbering
 ) -> bool:
     """True if keys and values are expanded from a latent, apart from what the queries are made of."""
-    made = Sources(latent, twins=twins)
+    made = Sources(latent, numbering=numbering)
     if any(projection.op is keys.op for term in found.terms for projection in made.of(term.queries)[0]):
         return False
     return any(value.shape[-1] for value in shared) or _narrow(keys, values)
@@ -126,7 +126,7 @@ def _sizes(
     batch: int,
     single: bool,
 ) -> dict[str, int] | None:
-    """The size behind every letter; None if the tensors do not agree on one."""
+    """The size behind every axis; None if the tensors do not agree on one."""
     width = plain.width
     nope = width - rope if single else width
     value, cached, rank = found.value_width, found.cached, keys.rank

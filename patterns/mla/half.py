@@ -12,8 +12,8 @@ import math
 from dataclasses import replace
 
 from kdacompile.graph.ir import Value
+from kdacompile.patterns.engine.numbering import Numbering
 from kdacompile.patterns.engine.obstacle import Obstacle
-from kdacompile.patterns.engine.twins import Twins
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT
 from kdacompile.patterns.mla.absorbed import is_per_head, product_behind, read_keys_of
 from kdacompile.patterns.mla.definition import Parts
@@ -35,19 +35,19 @@ FAR = 64
 """Operators above a key or value among which its projections are looked for."""
 
 
-def read_half(found: Attention, twins: Twins) -> tuple[Attention, Parts] | None:
+def read_half(found: Attention, numbering: Numbering) -> tuple[Attention, Parts] | None:
     """The tensors of one attention with one weight absorbed, and the attention with its product."""
-    parts = _keys_absorbed(found, twins)
-    return (found, parts) if parts is not None else _values_absorbed(found, twins)
+    parts = _keys_absorbed(found, numbering)
+    return (found, parts) if parts is not None else _values_absorbed(found, numbering)
 
 
-def _keys_absorbed(found: Attention, twins: Twins) -> Parts | None:
+def _keys_absorbed(found: Attention, numbering: Numbering) -> Parts | None:
     """Queries that have been taken through W_UK, beside values that are expanded."""
     made, shared = Sources().of(found.values)
     if len(made) != 1 or shared or made[0].bias:
         return None
     (values,) = made
-    parts = read_keys_of(values.activation, values.rank, found, twins)
+    parts = read_keys_of(values.activation, values.rank, found, numbering)
     if parts is None:
         return None
     query, sizes, rope = parts.tensors["q"], parts.sizes, parts.tensors.get("q_rope")
@@ -93,7 +93,7 @@ def _above(value: Value) -> Value:
     return value
 
 
-def _values_absorbed(found: Attention, twins: Twins) -> tuple[Attention, Parts] | None:
+def _values_absorbed(found: Attention, numbering: Numbering) -> tuple[Attention, Parts] | None:
     """Keys that are expanded, beside values that are the latent; the result is taken through W_UV."""
     after = product_behind(found.result)
     made = None if after is None else project(after)
@@ -102,7 +102,7 @@ def _values_absorbed(found: Attention, twins: Twins) -> tuple[Attention, Parts] 
     width = math.prod(after.out.shape) * made.rank // math.prod(found.result.shape)
     taken, latent = replace(found, result=after.out, taken=width), tokens_of(found.values)
     while latent is not None:
-        parts = read_keys_beside(replace(made, activation=latent), taken, twins)
+        parts = read_keys_beside(replace(made, activation=latent), taken, numbering)
         if isinstance(parts, Parts):
             return taken, parts
         op = latent.op
@@ -113,13 +113,13 @@ def _values_absorbed(found: Attention, twins: Twins) -> tuple[Attention, Parts] 
 # -- near misses -------------------------------------------------------------------------------------------------------
 
 
-def half_absorbed(found: Attention, twins: Twins) -> Obstacle | None:
+def half_absorbed(found: Attention, numbering: Numbering) -> Obstacle | None:
     """Why neither is read, of keys or values that are the latent itself beside others that are expanded from it."""
     for order in (found, found.swapped()):
         sides = {"keys": [term.keys for term in order.terms], "values": [order.values]}
         for expanded, itself in (("keys", "values"), ("values", "keys")):
-            made = {twins.of(latent) for value in sides[expanded] for latent in _latents(value)}
-            if any(twins.of(root(value)) in made for value in sides[itself]):
+            made = {numbering.of(latent) for value in sides[expanded] for latent in _latents(value)}
+            if any(numbering.of(root(value)) in made for value in sides[itself]):
                 reason = f"only the {expanded} are expanded from the latent: weights are absorbed by hand on one side"
                 return Obstacle("half_absorbed", reason, found.softmax)
     return None

@@ -40,9 +40,9 @@ def lengths_instead(claim: Claim) -> Claim:
         return claim
     (hiding,), sizes = claim.masks, claim.sizes
     mask = claim.inputs[hiding.role]
-    if "H" in mask.letters:
+    if "H" in mask.axes:
         return claim
-    causal = "T" in mask.letters
+    causal = "T" in mask.axes
     if causal and sizes["B"] == sizes["T"]:  # then nothing tells requests from queries
         return claim
     value, keeps, fill = mask.value, hiding.keeps, hiding.fill
@@ -100,12 +100,12 @@ def _counts(value: Value, many: int) -> bool:
 def _placed(limit: Value, sizes: dict[str, int], *, causal: bool) -> MlaPlacement | None:
     """Where the numbers stand: one a request, or with ``causal`` one a query, each one more than that before."""
     named = {sizes["B"]: "B"} | ({sizes["T"]: "T"} if causal else {})
-    letters = ["." if size == 1 else named.get(size, "") for size in limit.shape]
-    if limit.node is None or "" in letters or any(letters.count(letter) > 1 for letter in "BT"):
+    axes = ["." if size == 1 else named.get(size, "") for size in limit.shape]
+    if limit.node is None or "" in axes or any(axes.count(axis) > 1 for axis in "BT"):
         return None
-    if causal and not ("T" in letters and _rises(limit, sizes["T"])):
+    if causal and not ("T" in axes and _rises(limit, sizes["T"])):
         return None
-    return MlaPlacement("lengths", limit, "".join(letters))
+    return MlaPlacement("lengths", limit, "".join(axes))
 
 
 def _rises(limit: Value, tokens: int) -> bool:

@@ -69,14 +69,14 @@ class Masks:
 
 
 def aligned(mask: Value, layout: str) -> str | None:
-    """Letters of a mask, aligned from the right with the scores'."""
+    """Axes of a mask, aligned from the right with the scores'."""
     shape = mask.shape
     if len(shape) > len(layout):
         return None
-    letters = layout[len(layout) - len(shape) :]
-    if any(size != 1 and letter in ".*+" for size, letter in zip(shape, letters, strict=True)):
+    axes = layout[len(layout) - len(shape) :]
+    if any(size != 1 and axis in ".*+" for size, axis in zip(shape, axes, strict=True)):
         return None
-    return "".join("." if size == 1 else letter for size, letter in zip(shape, letters, strict=True))
+    return "".join("." if size == 1 else axis for size, axis in zip(shape, axes, strict=True))
 
 
 def _is_causal(mask: Tensor, layout: str, sizes: dict[str, int]) -> bool:
@@ -85,7 +85,7 @@ def _is_causal(mask: Tensor, layout: str, sizes: dict[str, int]) -> bool:
         return False
     keep = torch.arange(cached) <= torch.arange(tokens)[:, None] + cached - tokens
     keep = keep if layout.index("T") < layout.index("S") else keep.mT
-    keep = keep.view([sizes[letter] if letter in "TS" else 1 for letter in layout.lstrip("BH.*+")])
+    keep = keep.view([sizes[axis] if axis in "TS" else 1 for axis in layout.lstrip("BH.*+")])
     pairs = zip(reversed(mask.shape), reversed(keep.shape), strict=False)
     if any(one != other and 1 not in (one, other) for one, other in pairs):
         return False

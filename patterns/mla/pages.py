@@ -16,7 +16,7 @@ import torch
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.vocabulary import ORDERED
-from kdacompile.patterns.mla.definition import LETTERS, Claim, MlaPlacement
+from kdacompile.patterns.mla.definition import AXES, Claim, MlaPlacement
 from kdacompile.patterns.recurrence.regions import root
 
 CACHES = ("cache", "latent", "k_rope")
@@ -51,8 +51,8 @@ def pages_instead(claim: Claim) -> Claim:
     if None in placed.values() or pages != {tokens} or len({gather.pool.shape[0] for gather in gathers}) != 1:
         return claim
     pools = {role: placement for role, placement in placed.items() if placement is not None}
-    letters = "BM" if len(table.shape) == 2 and table.shape[0] == claim.sizes["B"] else "*" * len(table.shape)
-    block_table = MlaPlacement("block_table", table, letters)
+    axes = "BM" if len(table.shape) == 2 and table.shape[0] == claim.sizes["B"] else "*" * len(table.shape)
+    block_table = MlaPlacement("block_table", table, axes)
     inputs = claim.inputs | pools | {"block_table": block_table}
     return claim.with_(inputs=inputs, wraps=gathers[0].wraps)
 
@@ -63,17 +63,17 @@ def _pool(role: str, gather: _Gather) -> MlaPlacement | None:
     long = [index for index, size in enumerate(between, 1) if size > 1]
     if len(long) > 1:
         return None
-    letters = ["."] * len(shape)
-    letters[0], letters[-1] = "P", LETTERS[role][-1]
+    axes = ["."] * len(shape)
+    axes[0], axes[-1] = "P", AXES[role][-1]
     if between:
-        letters[long[0] if long else 1] = "G"
-    return MlaPlacement(role, gather.pool, "".join(letters), gather.columns)
+        axes[long[0] if long else 1] = "G"
+    return MlaPlacement(role, gather.pool, "".join(axes), gather.columns)
 
 
 def _gathered(placement: MlaPlacement) -> _Gather | None:
     """The gather that a cache is a view of, with all its tokens."""
-    bare = placement.letters.replace(".", "")
-    if bare != "".join(letter for letter in placement.order if letter in bare):
+    bare = placement.axes.replace(".", "")
+    if bare != "".join(axis for axis in placement.order if axis in bare):
         return None
     value, start, width = placement.value, 0, placement.value.shape[-1]
     while value.op is not None and value.op.name not in ("index", "index_select"):

@@ -53,8 +53,10 @@ class MlaVerdicts:
 
     def __call__(self, candidate: MlaCandidate, *, wide: bool = False) -> MlaVerdict:
         shapes = tuple(str(claim.form()) for claim in candidate.claims)
-        twins = tuple((candidate.cut.index(one), candidate.cut.index(other)) for one, other in candidate.twins.items())
-        key = structural_hash(candidate), shapes, twins, wide
+        same = tuple(
+            (candidate.cut.index(one), candidate.cut.index(other)) for one, other in candidate.duplicates.items()
+        )
+        key = structural_hash(candidate), shapes, same, wide
         if key not in self.known:
             self.known[key] = _prove(candidate, wide=wide)
         index, scale, error, reason = self.known[key]
@@ -117,7 +119,7 @@ class _Prover:
 
     def fewer_tokens(self) -> dict[str, int]:
         """As many queries and tokens of the cache as still show what is causal; equal where the captured ones are."""
-        tokens, cached, held = (self.claim.sizes[letter] for letter in "TSC")
+        tokens, cached, held = (self.claim.sizes[axis] for axis in "TSC")
         if held != cached or cached <= MANY:
             return {}
         queries = MANY if tokens == cached else min(tokens, MANY // 2)
@@ -128,8 +130,8 @@ class _Prover:
         for seed, kind in enumerate(KINDS * (3 if wide else 1)):
             given = dict(self.draws(kind, torch.Generator().manual_seed(seed)))
             factors = {placement.value: self.factors(placement) for placement in self.inputs}
-            for twin, value in self.candidate.twins.items():
-                given[twin], factors[twin] = given[value], factors[value]
+            for duplicate, value in self.candidate.duplicates.items():
+                given[duplicate], factors[duplicate] = given[value], factors[value]
             output, scores = self.region([given[value] for value in self.candidate.cut], factors)
             roles = {p.role: self.canonical(p, given[p.value]) for p in self.inputs}
             if seed == 0:
@@ -155,14 +157,14 @@ class _Prover:
         """Captured and probed size of every dimension; a weight's rows are heads times what each has."""
         captured, sizes = self.claim.sizes, self.sizes
         dims: list[Factors] = []
-        for letter, size in zip(placement.letters, placement.value.shape, strict=True):
-            if letter == "W":
+        for axis, size in zip(placement.axes, placement.value.shape, strict=True):
+            if axis == "W":
                 each = size // captured["H"]
                 dims.append(((captured["H"], sizes["H"]), (each, each)))
-            elif letter == "Y":
+            elif axis == "Y":
                 dims.append(((size, size),))
             else:
-                dims.append(((size, 1 if letter == "." else sizes["H" if letter == "=" else letter]),))
+                dims.append(((size, 1 if axis == "." else sizes["H" if axis == "=" else axis]),))
         return tuple(dims)
 
     def draws(self, kind: str, generator: torch.Generator) -> Iterator[tuple[Value, Tensor]]:
@@ -172,8 +174,8 @@ class _Prover:
                 yield placement.value, self.mask(placement, shape, kind, generator)
                 continue
             noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-            if "=" in placement.letters:
-                noise = noise.narrow(placement.letters.index("="), 0, 1).expand(shape)
+            if "=" in placement.axes:
+                noise = noise.narrow(placement.axes.index("="), 0, 1).expand(shape)
             if placement.role in WEIGHTS:
                 noise *= self.sizes["R"] ** -0.5
             elif placement.role in ("q", "q_rope") and kind == "peaked":
@@ -182,10 +184,10 @@ class _Prover:
 
     def mask(self, placement: MlaPlacement, shape: list[int], kind: str, generator: torch.Generator) -> Tensor:
         seen = torch.rand(shape, generator=generator) < (0.2 if kind == "hidden" else 0.7)
-        if "S" in placement.letters:  # every query sees the first token at least
-            seen = seen.movedim(placement.letters.index("S"), -1)
+        if "S" in placement.axes:  # every query sees the first token at least
+            seen = seen.movedim(placement.axes.index("S"), -1)
             seen[..., 0] = True
-            seen = seen.movedim(-1, placement.letters.index("S"))
+            seen = seen.movedim(-1, placement.axes.index("S"))
         if placement.value.dtype is torch.bool:
             keeps = next(mask.keeps for mask in self.claim.masks if mask.role == placement.role)
             return seen if keeps else ~seen
@@ -208,7 +210,7 @@ class _Prover:
         layout = self.claim.scores
         if layout in MERGED:
             dim, apart = MERGED[layout]
-            scores, layout = scores.unflatten(dim, [self.sizes[letter] for letter in apart[dim : dim + 2]]), apart
+            scores, layout = scores.unflatten(dim, [self.sizes[axis] for axis in apart[dim : dim + 2]]), apart
         have = MlaPlacement("mask", self.candidate.scores, layout).to_canonical(scores)
         if have.shape != products.shape:
             return math.nan

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from itertools import islice
 
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
+from kdacompile.patterns.engine.numbering import Numbering
 from kdacompile.patterns.engine.obstacle import Obstacle
-from kdacompile.patterns.engine.twins import Twins
 from kdacompile.patterns.engine.vocabulary import LAYOUT, REGION
 from kdacompile.patterns.mla.absorbed import read_absorbed
 from kdacompile.patterns.mla.claims import claims, labels
@@ -27,37 +27,39 @@ MAX_CLAIMS = 48
 
 def find_mla(graph: Graph) -> Iterator[MlaCandidate | Obstacle]:
     """Every region that could be MLA, and near misses with what stands in the way."""
-    twins = Twins()
+    numbering = Numbering()
     for either in find_attention(graph):
-        found, parts = _read(either, twins)
+        found, parts = _read(either, numbering)
         if parts is None:
             continue
         obstacle = parts if isinstance(parts, Obstacle) else next(iter(found.obstacles), None)
         if obstacle is None and isinstance(parts, Parts):
             masks = read_masks(found, parts.sizes)
-            yield masks if isinstance(masks, Obstacle) else _candidate(graph, found, parts, masks, twins)
+            yield masks if isinstance(masks, Obstacle) else _candidate(graph, found, parts, masks, numbering)
         elif obstacle is not None:
             yield obstacle
 
 
-def _read(found: Attention, twins: Twins) -> tuple[Attention, Parts | Obstacle | None]:
+def _read(found: Attention, numbering: Numbering) -> tuple[Attention, Parts | Obstacle | None]:
     """What the attention is made of, with queries before keys or the other way round."""
     for order in (found, found.swapped()):
-        parts = read_absorbed(order, twins) or read_expanded(order, twins)
+        parts = read_absorbed(order, numbering) or read_expanded(order, numbering)
         if isinstance(parts, Parts):
             return order, parts
-        half = read_half(order, twins)
+        half = read_half(order, numbering)
         if half is not None:
             return half
         if parts is not None:
-            return order, half_absorbed(found, twins) or parts
-    return found, half_absorbed(found, twins)
+            return order, half_absorbed(found, numbering) or parts
+    return found, half_absorbed(found, numbering)
 
 
 # -- the region --------------------------------------------------------------------------------------------------------
 
 
-def _candidate(graph: Graph, found: Attention, parts: Parts, masks: Masks, twins: Twins) -> MlaCandidate | Obstacle:
+def _candidate(
+    graph: Graph, found: Attention, parts: Parts, masks: Masks, numbering: Numbering
+) -> MlaCandidate | Obstacle:
     output = _output(graph, found.result, parts.sizes)
     if output is None or found.scores is None:
         return Obstacle("roles", "the result is never seen with its batch and heads", found.product)
@@ -65,10 +67,10 @@ def _candidate(graph: Graph, found: Attention, parts: Parts, masks: Masks, twins
     tensors = parts.tensors | {role: mask.value for role, mask in masks.operands.items()}
     tensors |= {} if sinks is None else {"sinks": sinks}
     cut = list(dict.fromkeys(tensors.values()))
-    numbers = {twins.of(value): value for value in cut}
-    ops = ancestors([output], lambda value: twins.of(value) in numbers)
-    reads = dict.fromkeys(read for op in ops for read in op.reads if twins.of(read) in numbers and read not in cut)
-    again = {read: numbers[twins.of(read)] for read in sorted(reads, key=lambda value: value.index)}
+    numbers = {numbering.of(value): value for value in cut}
+    ops = ancestors([output], lambda value: numbering.of(value) in numbers)
+    reads = dict.fromkeys(read for op in ops for read in op.reads if numbering.of(read) in numbers and read not in cut)
+    again = {read: numbers[numbering.of(read)] for read in sorted(reads, key=lambda value: value.index)}
     cut += again
     operands = [found.values, *(term.keys for term in found.terms)]
     expanding = ancestors(operands, cut.__contains__)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.engine.twins import Twins
+from kdacompile.patterns.engine.numbering import Numbering
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT, PICKING
 from kdacompile.patterns.recurrence.regions import is_weight, root
 
@@ -45,8 +45,10 @@ class Projection:
 class Sources:
     """What a key or value operand is made of: projections, of ``latent`` alone if it is given, and shared tensors."""
 
-    def __init__(self, latent: Value | None = None, moves: frozenset[str] = MOVES, twins: Twins | None = None) -> None:
-        self.latent, self.moves, self.twins = latent, moves, twins or Twins()
+    def __init__(
+        self, latent: Value | None = None, moves: frozenset[str] = MOVES, numbering: Numbering | None = None
+    ) -> None:
+        self.latent, self.moves, self.numbering = latent, moves, numbering or Numbering()
         self.reached: dict[Value, bool] = {}
 
     def of(self, value: Value) -> tuple[list[Projection], list[Value]]:
@@ -70,7 +72,7 @@ class Sources:
         if found is None or self.latent is None:
             return found
         own = tokens_of(found.activation)
-        return found if own is not None and self.twins.of(own) == self.twins.of(self.latent) else None
+        return found if own is not None and self.numbering.of(own) == self.numbering.of(self.latent) else None
 
     def _reaches(self, value: Value) -> bool:
         """True if rearrangements alone lie between ``value`` and a projection."""

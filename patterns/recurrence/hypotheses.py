@@ -26,11 +26,11 @@ MAX_HYPOTHESES = 240
 def _gate_kind(placement: Placement | None, sizes: dict[str, int]) -> str:
     if placement is None:
         return "none"
-    if "K" in placement.letters and sizes["K"] > 1:
+    if "K" in placement.axes and sizes["K"] > 1:
         return "channel"
-    if "T" in placement.letters or "B" in placement.letters:
+    if "T" in placement.axes or "B" in placement.axes:
         return "token"
-    per_head = "H" in placement.letters and "." not in placement.letters.split("H")[0]
+    per_head = "H" in placement.axes and "." not in placement.axes.split("H")[0]
     return "head" if per_head or sizes["T"] > 1 else "token"
 
 
@@ -107,14 +107,14 @@ class _Partial(NamedTuple):
 
 def _readings(output: Value, state: Value | None) -> Iterator[tuple[int, _Partial]]:
     """Every reading of the results, with its penalty."""
-    for letters, sizes in labelings(output, "o", {}):
-        start = Placement("o", output, letters)
+    for axes, sizes in labelings(output, "o", {}):
+        start = Placement("o", output, axes)
         if state is None:
-            yield oddity(letters), _Partial((), (start,), sizes)
+            yield oddity(axes), _Partial((), (start,), sizes)
             continue
-        for state_letters, known in labelings(state, "final_state", sizes):
-            ends = (start, Placement("final_state", state, state_letters))
-            yield oddity(letters) + oddity(state_letters), _Partial((), ends, known)
+        for state_axes, known in labelings(state, "final_state", sizes):
+            ends = (start, Placement("final_state", state, state_axes))
+            yield oddity(axes) + oddity(state_axes), _Partial((), ends, known)
 
 
 def _with_one_more(partial: _Partial, cut: Sequence[Value], gates: dict[Value, bool]) -> Iterator[tuple[int, _Partial]]:
@@ -124,14 +124,14 @@ def _with_one_more(partial: _Partial, cut: Sequence[Value], gates: dict[Value, b
     if len(MAIN - used) > len(cut) - partial.seen:
         return
     for role in _open_roles(gates[value], used):
-        for letters, known in labelings(value, role, partial.sizes):
+        for axes, known in labelings(value, role, partial.sizes):
             if not _may_lead_on(others, gates, {*used, role}, known):
                 continue
-            cost = oddity(letters) + (2 if role == "g" and not gates[value] else 0)
-            taken = (*partial.inputs, Placement(role, value, letters))
+            cost = oddity(axes) + (2 if role == "g" and not gates[value] else 0)
+            taken = (*partial.inputs, Placement(role, value, axes))
             yield cost, _Partial(taken, partial.ends, known, partial.seen + 1)
-            if role == "g" and not gates[value] and "beta" not in used and "K" not in letters:
-                both = (*taken, Placement("beta", value, letters))  # a step size: dt
+            if role == "g" and not gates[value] and "beta" not in used and "K" not in axes:
+                both = (*taken, Placement("beta", value, axes))  # a step size: dt
                 yield cost, _Partial(both, partial.ends, known, partial.seen + 1)
 
 
@@ -182,7 +182,7 @@ def _complete(
     if "rate" in by_role and "g" not in by_role:
         return
     main = (by_role["q"], by_role["k"], by_role["v"], ends[0])
-    orders = {p.letters.replace("V", "K").replace("G", "H").replace(".", "") for p in main}
+    orders = {p.axes.replace("V", "K").replace("G", "H").replace(".", "") for p in main}
     penalty += len(orders) - 1
     gate, factor = by_role.get("g"), by_role.get("rate")
     rates = units(gate.value, factor and factor.value) if gate else [1.0]

@@ -50,7 +50,7 @@ def is_layer(group: Group, candidate: Candidate, sizes: dict[str, int]) -> bool:
     other in the end. One chunk's share of the tokens is neither: it begins with the state that other chunks leave, they
     read its keys, or they add to its result.
     """
-    wanted = Counter(sizes[letter] for letter in "BTH" if sizes[letter] > 1)
+    wanted = Counter(sizes[axis] for axis in "BTH" if sizes[axis] > 1)
     if any(not wanted - Counter(value.shape) for value in group.exits[0].chain):
         return True
     others = group.ops - candidate.ops

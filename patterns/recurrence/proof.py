@@ -23,7 +23,7 @@ from kdacompile.patterns.engine.lanes import LaneError
 from kdacompile.patterns.recurrence import tables
 from kdacompile.patterns.recurrence.candidates import Candidate
 from kdacompile.patterns.recurrence.definition import token_recurrence
-from kdacompile.patterns.recurrence.roles import LETTERS, Hypothesis, Placement
+from kdacompile.patterns.recurrence.roles import AXES, Hypothesis, Placement
 
 TOLERANCE = 1e-8
 """Relative error per token, in float64, up to which two computations count as the same function."""
@@ -192,7 +192,7 @@ def _first_run(candidate: Candidate, hypothesis: Hypothesis, runner: _Runner, dr
     shapes = {placement.value: tuple(placement.run_shape(sizes)) for placement in hypothesis.inputs}
     full = {
         p.value: [
-            p.value.shape[i] if c == "=" else s for i, (c, s) in enumerate(zip(p.letters, shapes[p.value], strict=True))
+            p.value.shape[i] if c == "=" else s for i, (c, s) in enumerate(zip(p.axes, shapes[p.value], strict=True))
         ]
         for p in hypothesis.inputs
     }
@@ -335,7 +335,7 @@ def _response(hypothesis: Hypothesis, runner: _Runner) -> Tensor | None:
     head: ``[tokens, H]``.
     """
     sizes = runner.sizes(hypothesis, heads=True)
-    draws = {p.role: torch.ones([sizes[x] for x in LETTERS[p.role]], dtype=torch.float64) for p in hypothesis.inputs}
+    draws = {p.role: torch.ones([sizes[x] for x in AXES[p.role]], dtype=torch.float64) for p in hypothesis.inputs}
     for role in ("k", "v", "initial_state"):
         if role in draws and sizes["T"] > 1:
             draws[role] = draws[role] * 0 if role == "initial_state" else _only_first(draws[role])
@@ -413,8 +413,8 @@ def _draw(
     placement: Placement, hypothesis: Hypothesis, sizes: dict[str, int], kind: str, generator: torch.Generator
 ) -> Tensor:
     role = placement.role
-    shape = [sizes[letter] if letter in placement.letters else 1 for letter in LETTERS[role]]
-    full = [sizes[letter] for letter in LETTERS[role]]
+    shape = [sizes[axis] if axis in placement.axes else 1 for axis in AXES[role]]
+    full = [sizes[axis] for axis in AXES[role]]
     noise = torch.randn(shape, generator=generator, dtype=torch.float64)
     pick = torch.rand(shape, generator=generator, dtype=torch.float64)
     if role == "rate" or (role == "g" and hypothesis.role("rate")):

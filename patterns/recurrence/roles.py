@@ -1,4 +1,4 @@
-"""The recurrence's roles and letters: which a tensor of the graph could have by its sizes alone, never by a name."""
+"""The recurrence's roles and axes: which a tensor of the graph could have by its sizes alone, never by a name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Value
 
-LETTERS = {
+AXES = {
     "q": "BTGK",
     "k": "BTGK",
     "v": "BTHV",
@@ -32,52 +32,52 @@ BROADCAST = {"g": "BTHK", "beta": "H", "initial_state": "B"}
 
 @dataclass(frozen=True)
 class Placement:
-    """A tensor of the graph in a role; ``letters`` names its dimensions ('.' for size one, '=' for one that is uniform,
+    """A tensor of the graph in a role; ``axes`` names its dimensions ('.' for size one, '=' for one that is uniform,
     '*' for H and K merged)."""
 
     role: str
     value: Value
-    letters: str
+    axes: str
     backwards: bool = field(default=False, kw_only=True)
     """The last token comes first."""
 
     @property
     def order(self) -> str:
         """The role's own order of dimensions."""
-        return LETTERS[self.role]
+        return AXES[self.role]
 
     def steps(self, sizes: dict[str, int]) -> list[tuple[str, tuple[object, ...]]]:
-        """Tensor methods that turn the graph's tensor into the role's own order, size one for letters it lacks."""
+        """Tensor methods that turn the graph's tensor into the role's own order, size one for axes it lacks."""
         steps: list[tuple[str, tuple[object, ...]]] = []
-        letters = self.letters
-        if "*" in letters:
-            steps.append(("unflatten", (letters.index("*"), (sizes["H"], sizes["K"]))))
-            letters = letters.replace("*", "HK")
-        letters = _filled(letters, self.order)
-        for index in reversed(range(len(letters))):
-            if letters[index] in ".=":
+        axes = self.axes
+        if "*" in axes:
+            steps.append(("unflatten", (axes.index("*"), (sizes["H"], sizes["K"]))))
+            axes = axes.replace("*", "HK")
+        axes = _filled(axes, self.order)
+        for index in reversed(range(len(axes))):
+            if axes[index] in ".=":
                 steps.append(("select", (index, 0)))
-        letters = letters.replace(".", "").replace("=", "")
-        permutation = _permutation(letters, self.order)
+        axes = axes.replace(".", "").replace("=", "")
+        permutation = _permutation(axes, self.order)
         if permutation:
             steps.append(("permute", permutation))
-        missing = [i for i, letter in enumerate(self.order) if letter not in letters]
+        missing = [i for i, axis in enumerate(self.order) if axis not in axes]
         return [*steps, *(("unsqueeze", (index,)) for index in missing), *self._turn()]
 
     def _turn(self) -> list[tuple[str, tuple[object, ...]]]:
         """In the role's own order of dimensions."""
-        return [("flip", (self.order.index("T"),))] if self.backwards and "T" in self.letters else []
+        return [("flip", (self.order.index("T"),))] if self.backwards and "T" in self.axes else []
 
     def back_steps(self) -> list[tuple[str, tuple[object, ...]]]:
         """Tensor methods that lay a canonical tensor out as the graph has it."""
-        order, letters = self.order, _filled(self.letters, self.order)
+        order, axes = self.order, _filled(self.axes, self.order)
         steps = self._turn()
-        steps += [("squeeze", (index,)) for index in reversed(range(len(order))) if order[index] not in letters]
-        present = [letter for letter in order if letter in letters]
-        permutation = [present.index(letter) for letter in letters if letter not in ".="]
+        steps += [("squeeze", (index,)) for index in reversed(range(len(order))) if order[index] not in axes]
+        present = [axis for axis in order if axis in axes]
+        permutation = [present.index(axis) for axis in axes if axis not in ".="]
         if permutation != sorted(permutation):
             steps.append(("permute", tuple(permutation)))
-        return [*steps, *(("unsqueeze", (index,)) for index, letter in enumerate(letters) if letter in ".=")]
+        return [*steps, *(("unsqueeze", (index,)) for index, axis in enumerate(axes) if axis in ".=")]
 
     def to_canonical(self, tensor: Tensor) -> Tensor:
         for name, args in self.steps({}):
@@ -85,18 +85,18 @@ class Placement:
         return tensor
 
     def from_canonical(self, tensor: Tensor) -> Tensor:
-        """The inverse of ``to_canonical``; along letters the tensor lacks, index 0 is taken."""
-        for index, letter in enumerate(self.order):
-            if letter not in self.letters:
+        """The inverse of ``to_canonical``; along axes the tensor lacks, index 0 is taken."""
+        for index, axis in enumerate(self.order):
+            if axis not in self.axes:
                 tensor = tensor.narrow(index, 0, 1)
         for name, args in self.back_steps():
             tensor = getattr(tensor, name)(*args)
-        grown = [self.value.shape[i] if letter == "=" else -1 for i, letter in enumerate(self.letters)]
-        return tensor.expand(grown) if "=" in self.letters else tensor
+        grown = [self.value.shape[i] if axis == "=" else -1 for i, axis in enumerate(self.axes)]
+        return tensor.expand(grown) if "=" in self.axes else tensor
 
     def run_shape(self, sizes: dict[str, int]) -> list[int]:
         """Shape in a run with ``sizes``; uniform dimensions count one (they are expanded afterwards)."""
-        return [1 if letter in ".=" else sizes[letter] for letter in self.letters]
+        return [1 if axis in ".=" else sizes[axis] for axis in self.axes]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Hypothesis:
     def moved(self) -> int:
         """How many tensors must be permuted: where heads or batch are one, each can be taken for the other."""
         ends = (self.output,) if self.final_state is None else (self.output, self.final_state)
-        return sum(bool(_permutation(placement.letters, placement.order)) for placement in (*self.inputs, *ends))
+        return sum(bool(_permutation(placement.axes, placement.order)) for placement in (*self.inputs, *ends))
 
     def with_(self, **changes: object) -> Hypothesis:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -136,23 +136,23 @@ class Hypothesis:
 
 
 @cache
-def _permutation(letters: str, order: str) -> tuple[int, ...]:
-    """How a tensor with these letters must be permuted to be in the role's own order; empty if it is."""
-    bare = _filled(letters, order).replace(".", "").replace("=", "")
-    found = tuple(bare.index(letter) for letter in order if letter in bare)
+def _permutation(axes: str, order: str) -> tuple[int, ...]:
+    """How a tensor with these axes must be permuted to be in the role's own order; empty if it is."""
+    bare = _filled(axes, order).replace(".", "").replace("=", "")
+    found = tuple(bare.index(axis) for axis in order if axis in bare)
     return () if list(found) == sorted(found) else found
 
 
-def _filled(letters: str, order: str) -> str:
-    """``letters`` with what is missing of a role's letters in place of dimensions of size one, where there are any."""
-    for letter in order:
-        if letter not in letters:
-            letters = letters.replace(".", letter, 1)
-    return letters
+def _filled(axes: str, order: str) -> str:
+    """``axes`` with what is missing of a role's axes in place of dimensions of size one, where there are any."""
+    for axis in order:
+        if axis not in axes:
+            axes = axes.replace(".", axis, 1)
+    return axes
 
 
 def labelings(value: Value, role: str, sizes: dict[str, int]) -> Sequence[tuple[str, dict[str, int]]]:
-    """Letters for each dimension of ``value`` in ``role`` that agree with the sizes known so far, and all sizes."""
+    """Axes for each dimension of ``value`` in ``role`` that agree with the sizes known so far, and all sizes."""
     return labelings_of(value.shape, value.uniform, role, tuple(sizes.items()))
 
 
@@ -162,50 +162,50 @@ def labelings_of(
 ) -> Sequence[tuple[str, dict[str, int]]]:
     """Asked again and again of tensors of few shapes."""
     dims = [(i, size) for i, size in enumerate(shape) if size != 1 and i not in uniform]
-    order = LETTERS[role]
+    order = AXES[role]
     if len(dims) > len(order) or 0 in shape:
         return ()
     given = dict(sizes)
-    fitting = [[letter for letter in order if given.get(letter, size) == size] for _, size in dims]
+    fitting = [[axis for axis in order if given.get(axis, size) == size] for _, size in dims]
     found: list[tuple[str, dict[str, int]]] = []
-    for letters in _choices(fitting):
-        known = {**given, **{letter: size for letter, (_, size) in zip(letters, dims, strict=True)}}
-        missing = [letter for letter in order if letter not in letters]
+    for axes in _choices(fitting):
+        known = {**given, **{axis: size for axis, (_, size) in zip(axes, dims, strict=True)}}
+        missing = [axis for axis in order if axis not in axes]
         allowed = BROADCAST.get(role, "")
-        if any(letter not in allowed and known.setdefault(letter, 1) != 1 for letter in missing):
+        if any(axis not in allowed and known.setdefault(axis, 1) != 1 for axis in missing):
             continue
         if "H" in known and "G" in known and known["H"] % known["G"]:
             continue
         text = ["=" if i in uniform else "." for i in range(len(shape))]
-        for letter, (i, _) in zip(letters, dims, strict=True):
-            text[i] = letter
+        for axis, (i, _) in zip(axes, dims, strict=True):
+            text[i] = axis
         found.append(("".join(text), known))
     return tuple(found)
 
 
 def _choices(fitting: Sequence[Sequence[str]], taken: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """One letter for each dimension, none twice."""
+    """One axis for each dimension, none twice."""
     if len(taken) == len(fitting):
         yield taken
         return
-    for letter in fitting[len(taken)]:
-        if letter not in taken:
-            yield from _choices(fitting, (*taken, letter))
+    for axis in fitting[len(taken)]:
+        if axis not in taken:
+            yield from _choices(fitting, (*taken, axis))
 
 
 INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "rate")
 
 
 def frames(output: Value, state: Value | None, key_size: int, *, usual: bool) -> list[dict[str, int]]:
-    """Sizes of the letters, K included, under the readings of the results that come nearest to what people write, or
+    """Sizes of the axes, K included, under the readings of the results that come nearest to what people write, or
     under all others.
     """
-    found = [(oddity(letters), sizes) for letters, sizes in labelings(output, "o", {})]
+    found = [(oddity(axes), sizes) for axes, sizes in labelings(output, "o", {})]
     if state is not None:
         found = [
-            (odd + oddity(letters), known)
+            (odd + oddity(axes), known)
             for odd, sizes in found
-            for letters, known in labelings(state, "final_state", sizes)
+            for axes, known in labelings(state, "final_state", sizes)
         ]
     least = min((odd for odd, _ in found), default=0)
     return [{**sizes, "K": sizes.get("K", key_size)} for odd, sizes in found if (odd == least) == usual]
@@ -228,10 +228,10 @@ _USUAL = ("BTHK", "BHTK", "BTHV", "BHTV", "BHKV", "BHVK", "BTH", "BHT")
 
 
 @cache
-def oddity(letters: str) -> int:
+def oddity(axes: str) -> int:
     """0 for the layouts people write, more for the rest."""
-    bare = letters.replace(".", "").replace("=", "").replace("G", "H")
+    bare = axes.replace(".", "").replace("=", "").replace("G", "H")
     for usual in _USUAL:
-        if "".join(letter for letter in usual if letter in bare) == bare:
+        if "".join(axis for axis in usual if axis in bare) == bare:
             return 0
     return 3

@@ -17,7 +17,7 @@ import torch
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.match import Fused
 from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING
-from kdacompile.patterns.recurrence.absorb.letters import MOVES, above
+from kdacompile.patterns.recurrence.absorb.axes import MOVES, above
 from kdacompile.patterns.recurrence.absorb.scope import HALVES, Scope
 from kdacompile.patterns.recurrence.roles import Placement
 
@@ -30,10 +30,10 @@ def step_up(placement: Placement, scope: Scope, sizes: dict[str, int]) -> Placem
     op = placement.value.op
     if op is None or op.name not in MOVES or not scope.crosses(op):
         return None
-    letters = above(op, placement.letters, sizes)
-    if letters is None or ("*" in letters and placement.role not in MERGED):
+    axes = above(op, placement.axes, sizes)
+    if axes is None or ("*" in axes and placement.role not in MERGED):
         return None
-    return replace(placement, value=op.reads[0], letters=letters)
+    return replace(placement, value=op.reads[0], axes=axes)
 
 
 def climb(placement: Placement, scope: Scope, sizes: dict[str, int]) -> Placement | None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from kdacompile.graph.ir import Op, Value, ancestors
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.lanes import LaneError
-from kdacompile.patterns.recurrence.absorb.letters import MOVES, POINTWISE, above, broadcast
+from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE, above, broadcast
 from kdacompile.patterns.recurrence.absorb.scope import Scope
-from kdacompile.patterns.recurrence.roles import LETTERS, Placement
+from kdacompile.patterns.recurrence.roles import AXES, Placement
 
 MAX_VALUES = 48
 """Values looked at above a role; activations and norms are far smaller."""
@@ -79,19 +79,19 @@ def between(value: Value, sources: set[Value], allowed: Allowed) -> frozenset[Op
 
 
 def label(bottom: Placement, ops: frozenset[Op], sizes: dict[str, int]) -> dict[Value, str] | None:
-    """Letters of every value of a cone that layouts and pointwise operators lead to."""
-    found = {bottom.value: bottom.letters}
+    """Axes of every value of a cone that layouts and pointwise operators lead to."""
+    found = {bottom.value: bottom.axes}
     for op in sorted(ops, key=lambda op: -op.out.index):
         if op.out not in found:
             continue
-        letters = found[op.out]
+        axes = found[op.out]
         for read in op.reads:
             if op.name in MOVES:
-                text = above(op, letters, sizes)
+                text = above(op, axes, sizes)
                 if text is None:
                     return None
             elif op.name in POINTWISE:
-                text = broadcast(op, letters, read)
+                text = broadcast(op, axes, read)
             else:
                 continue
             if found.setdefault(read, text) != text:
@@ -114,11 +114,11 @@ def cones(
         for other in others:
             sources = [value] if other is None else [value, other]
             ops = between(bottom.value, set(sources), allowed) if other is not value else None
-            letters = label(bottom, ops, sizes) if ops else None
-            if not ops or letters is None or any(source not in letters for source in sources):
+            axes = label(bottom, ops, sizes) if ops else None
+            if not ops or axes is None or any(source not in axes for source in sources):
                 continue
             if scope.lets_gradients_through(ops, sources):
-                placements = tuple(replace(bottom, value=source, letters=letters[source]) for source in sources)
+                placements = tuple(replace(bottom, value=source, axes=axes[source]) for source in sources)
                 yield Cone(bottom, placements, ops)
 
 
@@ -142,13 +142,13 @@ class Runner:
             [cone.bottom.value],
         )
         self.full = sizes
-        self.sizes = {letter: min(size, lanes.get(letter, size)) for letter, size in sizes.items()}
+        self.sizes = {axis: min(size, lanes.get(axis, size)) for axis, size in sizes.items()}
 
     def shape(self, index: int) -> list[int]:
-        """Canonical shape of a source in this run: size one for letters it lacks."""
+        """Canonical shape of a source in this run: size one for axes it lacks."""
         placement = self.cone.sources[index]
-        letters = placement.letters.replace("*", "HK")
-        return [self.sizes[letter] if letter in letters else 1 for letter in LETTERS[placement.role]]
+        axes = placement.axes.replace("*", "HK")
+        return [self.sizes[axis] if axis in axes else 1 for axis in AXES[placement.role]]
 
     def whole(self) -> bool:
         """Give up on cutting lanes down; False if that is too much."""
@@ -168,16 +168,16 @@ class Runner:
 
     def _lay_out(self, placement: Placement, tensor: Tensor) -> Tensor:
         """A canonical tensor as the graph has the source."""
-        star = placement.letters.find("*")
-        apart = replace(placement, letters=placement.letters.replace("*", "HK"))
-        for index, letter in enumerate(LETTERS[placement.role]):
-            if letter not in apart.letters:
+        star = placement.axes.find("*")
+        apart = replace(placement, axes=placement.axes.replace("*", "HK"))
+        for index, axis in enumerate(AXES[placement.role]):
+            if axis not in apart.axes:
                 tensor = tensor.narrow(index, 0, 1)
         for name, args in apart.back_steps():
             tensor = getattr(tensor, name)(*args)
         if star >= 0:
             tensor = tensor.flatten(star, star + 1)
-        sizes = [placement.value.shape[i] if c == "=" else tensor.shape[i] for i, c in enumerate(placement.letters)]
+        sizes = [placement.value.shape[i] if c == "=" else tensor.shape[i] for i, c in enumerate(placement.axes)]
         return tensor.expand(sizes)
 
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.recurrence.absorb.axes import broadcast
 from kdacompile.patterns.recurrence.absorb.casts import climb
-from kdacompile.patterns.recurrence.absorb.letters import broadcast
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 from kdacompile.patterns.recurrence.roles import Placement
 
@@ -27,9 +27,9 @@ def absorb_dt_bias(fused: Fused, scope: Scope) -> Fused | None:
     left, right = op.args[:2]
     if not isinstance(left, Value) or not isinstance(right, Value) or not scope.lets_gradients_through([op], op.reads):
         return None
-    placed = [replace(g, value=value, letters=broadcast(op, g.letters, value)) for value in (left, right)]
+    placed = [replace(g, value=value, axes=broadcast(op, g.axes, value)) for value in (left, right)]
     for logit, bias in sorted(zip(placed, reversed(placed), strict=True), key=lambda pair: _likeness(pair[1].value)):
-        if not _is_bias(bias, fused) or not _same_letters(logit, g):
+        if not _is_bias(bias, fused) or not _same_axes(logit, g):
             continue
         x = climb(logit, scope, fused.sizes)
         parameter = climb(replace(bias, role="dt_bias"), scope, fused.sizes)
@@ -41,12 +41,12 @@ def absorb_dt_bias(fused: Fused, scope: Scope) -> Fused | None:
 def _is_bias(placement: Placement, fused: Fused) -> bool:
     """No batch row or token has a bias of its own, and a gate per head has none per channel."""
     legal = "H.=" if fused.gate == "token" else "HK*.="
-    return set(placement.letters) <= set(legal) and not placement.value.const
+    return set(placement.axes) <= set(legal) and not placement.value.const
 
 
-def _same_letters(logit: Placement, gate: Placement) -> bool:
+def _same_axes(logit: Placement, gate: Placement) -> bool:
     """The logit alone must be as large as the sum in heads and channels."""
-    return all(letter in logit.letters for letter in gate.letters if letter in "HK*")
+    return all(axis in logit.axes for axis in gate.axes if axis in "HK*")
 
 
 def _likeness(value: Value) -> tuple[bool, bool, int]:

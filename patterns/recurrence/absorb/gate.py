@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, allows, cones, holds_for, upstream
 from kdacompile.patterns.recurrence.absorb.constants import number
-from kdacompile.patterns.recurrence.absorb.letters import MOVES, POINTWISE
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 from kdacompile.patterns.recurrence.roles import Placement
 
@@ -73,10 +73,10 @@ def _plausible(cone: Cone, fused: Fused, activation: Activation) -> bool:
         return False
     if not all(is_flat(read) for op in cone.ops for read in op.reads if read.const):
         return False
-    logit = cone.sources[0].letters
+    logit = cone.sources[0].axes
     if fused.gate == "channel" and fused.sizes["K"] > 1 and not {"K", "*"} & set(logit):
         return False
-    return len(cone.sources) == 1 or set(cone.sources[1].letters) <= set("H.")
+    return len(cone.sources) == 1 or set(cone.sources[1].axes) <= set("H.")
 
 
 def is_flat(value: Value) -> bool:

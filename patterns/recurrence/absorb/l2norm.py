@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.recurrence.absorb.axes import MOVES
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, cones, holds_for
 from kdacompile.patterns.recurrence.absorb.constants import number
-from kdacompile.patterns.recurrence.absorb.letters import MOVES
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 from kdacompile.patterns.recurrence.roles import Placement
 
@@ -36,7 +36,7 @@ def absorb_l2norm(fused: Fused, scope: Scope) -> Fused | None:
 
 def _normalised(placement: Placement, scope: Scope, sizes: dict[str, int]) -> tuple[Placement, float] | None:
     """The tensor that ``placement`` is the l2norm of, and eps."""
-    if "K" not in placement.letters:
+    if "K" not in placement.axes:
         return None
     for cone in cones(placement, scope, sizes, NAMES):
         eps = _eps(cone, sizes)

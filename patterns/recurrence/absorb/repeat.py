@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.recurrence.absorb.axes import REGROUPS, one_head, split_heads
 from kdacompile.patterns.recurrence.absorb.casts import climb
-from kdacompile.patterns.recurrence.absorb.letters import REGROUPS, one_head, split_heads
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 from kdacompile.patterns.recurrence.roles import Placement
 
@@ -29,14 +29,14 @@ def absorb_repeat(fused: Fused, scope: Scope) -> Fused | None:
 def _before_repeat(placement: Placement, scope: Scope, sizes: dict[str, int]) -> tuple[Placement, int] | None:
     """The tensor with one head per group, and the number of copies made of each."""
     op = placement.value.op
-    if op is None or op.name not in REGROUPS | {"expand"} or "G" not in placement.letters:
+    if op is None or op.name not in REGROUPS | {"expand"} or "G" not in placement.axes:
         return None
-    found = (one_head if op.name == "expand" else split_heads)(op.out, placement.letters, op.reads[0])
+    found = (one_head if op.name == "expand" else split_heads)(op.out, placement.axes, op.reads[0])
     if found is None or not scope.lets_gradients_through([op], op.reads):
         return None
-    letters, copies = found
-    merged = replace(placement, value=op.reads[0], letters=letters)
+    axes, copies = found
+    merged = replace(placement, value=op.reads[0], axes=axes)
     higher = climb(merged, scope, sizes)
-    if higher is None or "=" in higher.letters:  # the copies themselves must be gone
+    if higher is None or "=" in higher.axes:  # the copies themselves must be gone
         return None
     return higher, copies

@@ -16,10 +16,10 @@ from functools import partial
 import torch
 
 from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE
 from kdacompile.patterns.recurrence.absorb.casts import climb
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, cones, holds_for
 from kdacompile.patterns.recurrence.absorb.gate import ENOUGH, is_flat, probes
-from kdacompile.patterns.recurrence.absorb.letters import MOVES, POINTWISE
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 
 NEEDS = tuple(frozenset(names.split()) for names in ("sigmoid", "tanh", "exp div", "exp reciprocal", "exp pow"))

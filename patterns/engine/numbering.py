@@ -12,8 +12,8 @@ from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING
 TAKEN = LAYOUT | PICKING
 
 
-class Twins:
-    """Numbers for values: the same for those that rearrange or pick the same of the same."""
+class Numbering:
+    """Value numbering: the same number for values that rearrange or pick the same of the same."""
 
     def __init__(self) -> None:
         self.known: dict[Value, int] = {}

@@ -1,6 +1,6 @@
-"""Which dimension is which, one operator further up: letters of an operand from the letters of the result.
+"""Which dimension is which, one operator further up: axes of an operand from the axes of the result.
 
-Letters are those of ``roles.Placement``: a role's letter, '.' for size one, '=' for a dimension along which the tensor
+Axes are those of ``roles.Placement``: a role's axis, '.' for size one, '=' for a dimension along which the tensor
 is the same, '*' for H and K merged into one.
 """
 
@@ -20,42 +20,42 @@ MOVES = SAME | REGROUPS | frozenset("transpose t permute expand select slice".sp
 """Operators that keep the data of their only tensor operand (select and slice: where they take all of it)."""
 
 
-def above(op: Op, letters: str, sizes: dict[str, int]) -> str | None:
-    """Letters of the only operand of one of ``MOVES``, None if they cannot be told."""
+def above(op: Op, axes: str, sizes: dict[str, int]) -> str | None:
+    """Axes of the only operand of one of ``MOVES``, None if they cannot be told."""
     source = op.reads[0]
     rank = len(source.shape)
     if op.name in SAME or (op.name == "slice" and source.shape == op.out.shape):
-        return letters
+        return axes
     if op.name in REGROUPS:
-        return regrouped(op.out, letters, source, sizes)
+        return regrouped(op.out, axes, source, sizes)
     if op.name == "select":
         dim = op.args[1] % rank
-        return f"{letters[:dim]}.{letters[dim:]}" if source.shape[dim] == 1 else None
+        return f"{axes[:dim]}.{axes[dim:]}" if source.shape[dim] == 1 else None
     if op.name in ("transpose", "t"):
         first, second = (d % rank for d in op.args[1:3]) if op.name == "transpose" else (0, rank - 1)
         order = list(range(rank))
         order[first], order[second] = order[second], order[first]
-        return "".join(letters[order.index(dim)] for dim in range(rank))
+        return "".join(axes[order.index(dim)] for dim in range(rank))
     if op.name == "permute":
         order = [d % rank for d in op.args[1]]
-        return "".join(letters[order.index(dim)] for dim in range(rank))
-    return _unexpanded(op.out, letters, source) if op.name == "expand" else None
+        return "".join(axes[order.index(dim)] for dim in range(rank))
+    return _unexpanded(op.out, axes, source) if op.name == "expand" else None
 
 
-def _unexpanded(out: Value, letters: str, source: Value) -> str | None:
-    """Only dimensions that carry no letter may have been expanded."""
+def _unexpanded(out: Value, axes: str, source: Value) -> str | None:
+    """Only dimensions that carry no axis may have been expanded."""
     offset = len(out.shape) - len(source.shape)
     grown = [d for d in range(len(out.shape)) if d < offset or out.shape[d] != source.shape[d - offset]]
-    if any(letters[d] not in ".=" for d in grown):
+    if any(axes[d] not in ".=" for d in grown):
         return None
-    return "".join("." if d in grown else letters[d] for d in range(offset, len(out.shape)))
+    return "".join("." if d in grown else axes[d] for d in range(offset, len(out.shape)))
 
 
-def regrouped(out: Value, letters: str, source: Value, sizes: dict[str, int]) -> str | None:
-    """Letters above a view: sizes of one come and go, H and K may be merged or split, nothing else may."""
+def regrouped(out: Value, axes: str, source: Value, sizes: dict[str, int]) -> str | None:
+    """Axes above a view: sizes of one come and go, H and K may be merged or split, nothing else may."""
     found = ["."] * len(source.shape)
     for outer, inner in _segments(out.shape, source.shape):
-        text = "".join(letters[d] for d in outer)
+        text = "".join(axes[d] for d in outer)
         if len(outer) == 1 and len(inner) == 1:
             found[inner[0]] = text
         elif len(inner) == 1 and text == "HK":
@@ -70,21 +70,21 @@ def regrouped(out: Value, letters: str, source: Value, sizes: dict[str, int]) ->
     return "".join(found)
 
 
-def one_head(out: Value, letters: str, source: Value) -> tuple[str, int] | None:
-    """Letters above an expand of a single key head, and how many it made of it."""
-    if len(out.shape) != len(source.shape) or letters.count("G") != 1:
+def one_head(out: Value, axes: str, source: Value) -> tuple[str, int] | None:
+    """Axes above an expand of a single key head, and how many it made of it."""
+    if len(out.shape) != len(source.shape) or axes.count("G") != 1:
         return None
-    dim = letters.index("G")
-    text = _unexpanded(out, letters.replace("G", "="), source)
+    dim = axes.index("G")
+    text = _unexpanded(out, axes.replace("G", "="), source)
     return (text, out.shape[dim]) if text is not None and source.shape[dim] == 1 else None
 
 
-def split_heads(out: Value, letters: str, source: Value) -> tuple[str, int] | None:
-    """Letters above a view that merges key heads with copies of each: ([.., G, r, ..] -> [.., G r, ..], r)."""
+def split_heads(out: Value, axes: str, source: Value) -> tuple[str, int] | None:
+    """Axes above a view that merges key heads with copies of each: ([.., G, r, ..] -> [.., G r, ..], r)."""
     found = ["."] * len(source.shape)
     copies = 1
     for outer, inner in _segments(out.shape, source.shape):
-        text = "".join(letters[d] for d in outer)
+        text = "".join(axes[d] for d in outer)
         if len(outer) != 1:
             return None
         if text == "G" and inner[-1] in source.uniform and len(inner) <= 2:
@@ -118,7 +118,7 @@ def _segments(out: Sequence[int], source: Sequence[int]) -> list[tuple[list[int]
     return segments
 
 
-def broadcast(op: Op, letters: str, operand: Value) -> str:
-    """Letters of an operand of a pointwise operator."""
+def broadcast(op: Op, axes: str, operand: Value) -> str:
+    """Axes of an operand of a pointwise operator."""
     offset = len(op.out.shape) - len(operand.shape)
-    return "".join("." if size == 1 else letters[offset + d] for d, size in enumerate(operand.shape))
+    return "".join("." if size == 1 else axes[offset + d] for d, size in enumerate(operand.shape))
