@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any, cast
 
@@ -16,8 +17,9 @@ import torch
 
 # Torch-private: the only count of breaks that come before a frame's first operator, and the recompile limits.
 from kdacompile import compat
+from kdacompile.report import trace
 from kdacompile.report.collect import collecting
-from kdacompile.report.findings import GraphBreak
+from kdacompile.report.findings import GraphBreak, Stage
 from kdacompile.report.report import Report
 from kdacompile.settings import Settings, parse
 
@@ -40,13 +42,15 @@ def explain(
     dynamic: bool | None = None,
     fullgraph: bool = False,
     backend: Backend | None = None,
+    stages: bool = False,
 ) -> Callable[..., Report]:
     """Explain what ``torch.compile(fn, backend="kda")`` does with one call.
 
     Returns a function: ``explain(model)(*args, **kwargs)`` runs the model once on those arguments and returns the
     :class:`~kdacompile.report.report.Report`, with the model's output as ``report.result``. What is not rewritten runs
     eagerly (``kda.inner="eager"``), which makes explaining cheap; pass ``options={"kda.inner": "inductor"}`` for the
-    full compilation. ``backend`` replaces the backend function itself, for tests.
+    full compilation. ``stages`` keeps every graph as text, from Dynamo's to the rewritten one (``report.stages``).
+    ``backend`` replaces the backend function itself, for tests.
     """
     target = _original(fn)
     settings = {"kda.inner": "eager", **(options or {})}
@@ -55,9 +59,11 @@ def explain(
         probe = _Probe(backend or _kda(), mode, settings)
         compiled = torch.compile(_fresh(target), backend=probe, dynamic=dynamic, fullgraph=fullgraph, **_ISOLATED)
         breaks_before = compat.graph_breaks()
-        with collecting() as report, compat.dynamo_settings(_NO_LIMIT):
+        kept: list[Stage] = []
+        keeping = trace.keeping(kept) if stages else nullcontext()
+        with collecting() as report, keeping, compat.dynamo_settings(_NO_LIMIT):
             report.result = compiled(*args, **kwargs)
-        report.title = _name(target)
+        report.title, report.stages = _name(target), kept
         report.captured = probe.graphs
         report.graph_breaks = probe.breaks + _unlocated_breaks(probe.breaks, breaks_before)
         return report

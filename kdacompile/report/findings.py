@@ -79,6 +79,17 @@ class GraphBreak:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A graph on its way through the pass: ``dynamo``, ``functional``, ``canonical``, ``match``, ``rewritten``."""
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.name}:\n{self.text}"
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """One graph through the pass."""
 
@@ -97,6 +108,7 @@ class Findings:
     graph_breaks: list[GraphBreak] = field(default_factory=list[GraphBreak])
     captured: int | None = None  # graphs Dynamo captured, where known; nested regions make more GraphReports
     title: str = ""
+    stages: list[Stage] = field(default_factory=list[Stage])  # every graph as text, where it was asked for
     result: Any = None  # what the explained call returned; not part of the JSON
 
     def add(self, graph: GraphReport) -> None:

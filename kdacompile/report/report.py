@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from kdacompile.errors import ReportFormatError, StrictError
-from kdacompile.report.findings import Findings, GraphBreak, GraphReport, Match, Rejection, merge
+from kdacompile.report.findings import Findings, GraphBreak, GraphReport, Match, Rejection, Stage, merge
 from kdacompile.report.page import render
 from kdacompile.settings import Settings
 
@@ -44,6 +44,7 @@ class Report(Findings):
             "captured": self.captured,
             "graphs": [asdict(graph) for graph in self.graphs],
             "graph_breaks": [asdict(graph_break) for graph_break in self.graph_breaks],
+            "stages": [asdict(stage) for stage in self.stages],
         }
         return json.dumps(payload, indent=2)
 
@@ -64,6 +65,7 @@ class Report(Findings):
                 graph_breaks=[GraphBreak(**graph_break) for graph_break in fields["graph_breaks"]],
                 captured=fields["captured"],
                 title=fields["title"],
+                stages=[Stage(**stage) for stage in fields.get("stages", [])],
             )
         except (KeyError, TypeError) as error:
             raise ReportFormatError(detail=f"{type(error).__name__}: {error}") from error

@@ -1,51 +1,65 @@
-"""Structured trace artifacts: with ``TORCH_TRACE`` set, tlparse shows what the pass saw and what it made of it.
+"""A graph at each stage as text, for tlparse, for ``TORCH_LOGS="+kdacompile"`` and for ``explain(..., stages=True)``.
 
-Nothing here costs anything unless a trace is being written: torch calls the payload functions only then.
+``dynamo`` is the graph as it came in, ``functional`` its functional copy, ``canonical`` that after a rule, ``match`` a
+region that was put to the proof with what came of it, ``rewritten`` the Dynamo graph with the ops in it. Text is made
+only while somebody asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.graph import text
 from kdacompile.graph.ir import Graph
 from kdacompile.patterns.mla.definition import MlaCandidate
 from kdacompile.patterns.recurrence.candidates import Candidate
+from kdacompile.report.findings import Stage
+
+log = logging.getLogger(__name__)
+
+_kept: ContextVar[list[Stage] | None] = ContextVar("kdacompile_stages", default=None)
 
 
-def before(gm: fx.GraphModule) -> None:
+@contextmanager
+def keeping(stages: list[Stage]) -> Generator[None]:
+    """Every stage of this block is added to ``stages``."""
+    token = _kept.set(stages)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def dynamo(gm: fx.GraphModule) -> None:
     """The Dynamo graph as it came in."""
-    _artifact("before", lambda: _readable(gm))
+    _stage("dynamo", lambda: text.dynamo_text(gm.graph))
 
 
-def after(gm: fx.GraphModule) -> None:
+def rewritten(gm: fx.GraphModule) -> None:
     """The Dynamo graph with the ops in it."""
-    _artifact("after", lambda: _readable(gm))
+    _stage("rewritten", lambda: text.dynamo_text(gm.graph))
 
 
 def functional(graph: Graph) -> None:
-    """The functional copy that regions are found in."""
-    _artifact(
-        "functional", lambda: "\n".join([f"inputs: {graph.inputs}", *map(repr, graph.ops), f"outputs: {graph.outputs}"])
-    )
+    """The functional graph that regions are found in."""
+    _stage("functional", lambda: text.to_text(graph))
 
 
-def candidate(found: Candidate | MlaCandidate, verdict: str) -> None:
+def match(found: Candidate | MlaCandidate, verdict: str) -> None:
     """A region that was put to the proof, and what came of it."""
-
-    def text() -> str:
-        ops = sorted(found.ops, key=lambda op: op.outs[0].index)
-        ends = [f"inputs: {found.cut}", f"outputs: {found.outputs}"]
-        return "\n".join([*ends, f"verdict: {verdict}", *map(repr, ops)])
-
-    _artifact("candidate", text)
+    _stage("match", lambda: f"{verdict}\n{text.region_text(found.ops, found.cut, found.outputs)}")
 
 
-def _readable(gm: fx.GraphModule) -> str:
-    return gm.print_readable(print_output=False)
-
-
-def _artifact(name: str, text: Callable[[], str]) -> None:
-    compat.trace_artifact(f"kdacompile_{name}", text)
+def _stage(name: str, made: Callable[[], str]) -> None:
+    compat.trace_artifact(f"kdacompile_{name}", made)
+    kept = _kept.get()
+    if kept is not None:
+        kept.append(Stage(name, made()))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s\n%s", name, made())

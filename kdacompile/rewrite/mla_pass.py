@@ -109,7 +109,7 @@ class MlaWork:
         """The proven region in every form the op could take it, best first, or why it is not proven."""
         with self.timed("proof"):
             verdict = verdicts(candidate, wide=self.settings.verify == "wide")
-        trace.candidate(candidate, verdict.reason or "proven")
+        trace.match(candidate, verdict.reason or "proven")
         if verdict.claim is None:
             return verdict.reason
         limited = lengths_instead(verdict.claim)

@@ -117,7 +117,7 @@ class RecurrenceWork:
                 obstacles.append(found)
                 continue
             verdict = self.judge(found)
-            trace.candidate(found, verdict.reason or "proven")
+            trace.match(found, verdict.reason or "proven")
             if verdict.hypothesis is None:
                 refused.append((found, verdict))
             elif within is None or is_layer(within, found, verdict.hypothesis.sizes):

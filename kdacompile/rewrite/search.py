@@ -57,14 +57,14 @@ class Search:
             reason = "inputs are tensor subclasses (DTensor); local tensors are rewritten (DTensor.to_local, local_map)"
             self.reject(reason, "unknown", "subclass")
             return
-        trace.before(self.gm)
+        trace.dynamo(self.gm)
         self.search()
         if self.has_recurrence and any(node.users for node in self.tables):
             self.search_with_tables()
         if self.found:
             self.gm.graph.lint()
             self.gm.recompile()
-            trace.after(self.gm)
+            trace.rewritten(self.gm)
 
     @property
     def found(self) -> bool:

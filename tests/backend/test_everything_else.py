@@ -162,8 +162,8 @@ def test_structured_trace_artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad(), collecting() as report:
         compiled(gated_delta_loop)(*delta_arguments())
     assert patterns(report) == ["gated_delta_rule"]
-    assert set(written) == {f"kdacompile_{name}" for name in ("before", "functional", "candidate", "after")}
-    assert "kdacompile.linear_attention" in written["kdacompile_after"]
-    assert "kdacompile.linear_attention" not in written["kdacompile_before"]
+    assert set(written) == {f"kdacompile_{name}" for name in ("dynamo", "functional", "match", "rewritten")}
+    assert "kdacompile.linear_attention" in written["kdacompile_rewritten"]
+    assert "kdacompile.linear_attention" not in written["kdacompile_dynamo"]
     assert "select" in written["kdacompile_functional"]
-    assert "verdict: proven" in written["kdacompile_candidate"]
+    assert "proven" in written["kdacompile_match"]
