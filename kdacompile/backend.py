@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ from torch import fx
 
 from kdacompile import capture, compat
 from kdacompile.capture import open_lengths, widened
+from kdacompile.containment import contain
 from kdacompile.errors import UnknownOptionError
 from kdacompile.graph import prefilter
 from kdacompile.report import remembered
+from kdacompile.report.collect import postpone
 from kdacompile.report.findings import GraphReport
 from kdacompile.rewrite import compiler_pass, held
 from kdacompile.settings import Settings, parse
@@ -80,17 +83,32 @@ def kda(
 ) -> Callable[..., Any]:
     """The backend function; ``mode`` and ``options`` as torch.compile hands them over (see ``settings.parse``)."""
     settings = parse(mode, options)
-    widened.keep(gm, settings)
-    open_lengths.open_lengths(gm, settings)
+    contain("choosing sizes to leave open", lambda: _open(gm, settings), _not_opened, strict=settings.strict)
     with widened.given_up_where_refused():
         return _compiled(gm, example_inputs, settings)
 
 
+def _open(gm: fx.GraphModule, settings: Settings) -> None:
+    """Does not return if the graph is to be captured once more, with other sizes open."""
+    widened.keep(gm, settings)
+    open_lengths.open_lengths(gm, settings)
+
+
+def _not_opened(reason: str) -> None:
+    postpone(reason)
+    widened.give_up()
+
+
 def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
-    tables = _tables(gm, example_inputs, settings)
+    def without_tables(reason: str) -> tuple[held.Tables, fx.GraphModule]:
+        postpone(reason)
+        return {}, gm
+
+    tables, plain = contain(
+        "looking for tables", lambda: _tables(gm, example_inputs, settings), without_tables, strict=settings.strict
+    )
     if settings.inner == "inductor" and not tables:
         return _inductor(gm, example_inputs, settings)
-    plain = held.copy_of(gm) if tables else gm
     reports = [
         compiler_pass.run(module, settings, tables if module is gm else None, complete=capture.complete)
         for module in gm.modules()
@@ -101,11 +119,16 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
     return held.guarded(compiled, plain, {node: tables[node] for node in tables if node.name in names})
 
 
-def _tables(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> held.Tables:
-    """Inputs whose values a match may hold. None beside passes of the user's own: those run first, inside Inductor."""
+def _tables(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
+) -> tuple[held.Tables, fx.GraphModule]:
+    """Inputs whose values a match may hold, and if there are some the graph as it is now. None beside passes of the
+    user's own: those run first, inside Inductor.
+    """
     if not prefilter.may_have_recurrence(gm.graph) or (settings.inner == "inductor" and _pass(settings).earlier):
-        return {}
-    return held.tables(gm, example_inputs)
+        return {}, gm
+    tables = held.tables(gm, example_inputs)
+    return tables, held.copy_of(gm) if tables else gm
 
 
 def _pass(settings: Settings) -> KdaPass:
@@ -133,14 +156,18 @@ _INNER = {"inductor": _rewritten, "eager": _eager, "aot_eager": _aot_eager}
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
     patches = settings.inductor_patches()
     run = _pass(settings)
-    memory = remembered.Memory(gm, run.identity())
+    memory = contain(
+        "looking for a report on disk",
+        lambda: remembered.Memory(gm, run.identity()),
+        lambda _: None,
+        strict=settings.strict,
+    )
     # torch 2.11 leaves the pass's uuid out of the AOT cache key; the tag is in it on every version.
     with compat.cache_key_tag(run.identity()):
         compiled = compat.compile_fx(gm, example_inputs, config_patches={**patches, compat.PASS_OPTION: run})
-    if run.reports:
-        memory.keep(run.reports)
-    else:
-        memory.emit()
+    if memory is not None:
+        tell = functools.partial(memory.keep, run.reports) if run.reports else memory.emit
+        contain("remembering a report", tell, postpone, strict=settings.strict)
     return compiled
 
 

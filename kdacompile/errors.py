@@ -95,6 +95,12 @@ class StrictError(CompileError, RuntimeError):
         return self.fields["reasons"]
 
 
+class InternalError(CompileError, RuntimeError):
+    """A mistake of kdacompile's own. Raised under ``kda.strict`` only: else the graph is left to Inductor."""
+
+    template = "internal error of kdacompile while {what} ({kind}: {detail}); please report it with this traceback"
+
+
 # -- machine ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,14 +1,19 @@
-"""For all tests: what Dynamo would do for someone who watches it, and nobody does here."""
+"""For all tests: an error of ours is raised, not contained; and Dynamo does nothing for someone who watches it."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 
 # Torch-private: where Dynamo measures how long a new graph's guards take, for its log.
 from torch._dynamo import guards
+
+from kdacompile import containment
+
+os.environ[containment.RAISE] = "1"  # processes that tests start inherit it
 
 # pytest listens to every logger that does not propagate, and torch writes its structured trace (each graph as text,
 # several times a compilation) once this one has a listener: a tenth of the time of a small test. With TORCH_TRACE set

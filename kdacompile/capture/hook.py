@@ -24,8 +24,10 @@ from kdacompile.capture.errors import Unliftable
 from kdacompile.capture.identity import Identity, has_loop, identify, is_trusted
 from kdacompile.capture.lifting import Lifted, Lifts
 from kdacompile.capture.store import Verdict
-from kdacompile.compat import dynamo
+from kdacompile.compat import dynamo, sizes
+from kdacompile.containment import contain
 from kdacompile.errors import KdaError
+from kdacompile.report.collect import postpone
 from kdacompile.settings import Settings, parse
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,11 @@ lifts = Lifts()
 _identities: WeakKeyDictionary[types.FunctionType, Identity] = WeakKeyDictionary()
 Find = Callable[[Any, dynamo.CallSite, Settings, "list[Any]"], Lifted]
 """The replacement of a function at a call; the variables to call it with go to the list. Raises ``Unliftable``."""
+
+Replacement = tuple[Lifted, "list[Any]"]
+"""What is called in a function's place, and the variables it is called with."""
+
+Look = Callable[[Any, dynamo.CallSite], "Replacement | None"]
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format)
 
@@ -51,23 +58,58 @@ _backends: list[Callable[..., Any]] = []
 
 def consult(fn: Any, site: dynamo.CallSite) -> Any:
     """The replaced call's result, or None to let Dynamo inline the function."""
+    return _contained(fn, site, _replacement)
+
+
+def consult_library(fn: Any, site: dynamo.CallSite) -> Any:
+    """The same for a function that a library keeps torch.compile out of."""
+    return _contained(fn, site, _library_replacement)
+
+
+def _contained(fn: Any, site: dynamo.CallSite, look: Look) -> Any:
+    """Call what ``look`` finds, if it finds something. After an error of ours the function is left to Dynamo for good;
+    where it had begun to capture the replacement, it captures the region once more.
+    """
+
+    def leave(reason: str) -> None:
+        refusals.leave(fn, reason)
+        postpone(reason, library.source_of(fn))
+
+    def again(reason: str) -> Any:
+        leave(reason)
+        raise sizes.capture_again("kdacompile: a replacement cannot be captured")
+
+    def strict() -> bool:
+        settings = _settings(site)
+        return settings is not None and settings.strict
+
+    def attempt() -> Replacement | None:
+        return None if refusals.is_left(fn) else look(fn, site)
+
+    found = contain("looking at a call", attempt, leave, strict=strict)
+    if found is None:
+        return None
+    lifted, tensors = found
+    return contain("capturing a replacement", lambda: site.call(lifted.run, tensors), again, strict=strict)
+
+
+def _replacement(fn: Any, site: dynamo.CallSite) -> Replacement | None:
     if site.begins_region() and (settings := _settings(site)) is not None:
         open_sizes.recall(settings)
     if library.of(fn) is not None:
-        return consult_library(fn, site)
+        return _library_replacement(fn, site)
     if not isinstance(fn, types.FunctionType) or not _plausible(fn.__code__) or is_trusted(str(fn.__module__)):
         return None
     return _attempt(fn, site, _find)
 
 
-def consult_library(fn: Any, site: dynamo.CallSite) -> Any:
-    """The same for a function that a library keeps torch.compile out of."""
+def _library_replacement(fn: Any, site: dynamo.CallSite) -> Replacement | None:
     documented = library.of(fn)
     return None if documented is None else _attempt(fn, site, functools.partial(_find_library, documented))
 
 
-def _attempt(fn: Any, site: dynamo.CallSite, find: Find) -> Any:
-    """Call what ``find`` finds in the function's place."""
+def _attempt(fn: Any, site: dynamo.CallSite, find: Find) -> Replacement | None:
+    """What ``find`` finds; None where it says why there is nothing."""
     settings = _settings(site)
     if settings is None or not settings.lift:
         return None
@@ -83,7 +125,7 @@ def _attempt(fn: Any, site: dynamo.CallSite, find: Find) -> Any:
         return None
     refusals.forget(fn)
     log.info("lifted %s at %s", found.verdict.function, found.verdict.source)
-    return site.call(found.run, tensors)
+    return found, tensors
 
 
 @functools.cache

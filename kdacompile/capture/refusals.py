@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import types
-from weakref import WeakKeyDictionary
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from kdacompile.report import loops
+
+_left: WeakSet[types.CodeType] = WeakSet()
 
 _reasons: WeakKeyDictionary[types.CodeType, str] = WeakKeyDictionary()
 
@@ -14,6 +19,18 @@ def note(fn: object, reason: str) -> None:
     """Remember why calls of this function were left to Dynamo."""
     if isinstance(fn, types.FunctionType):
         _reasons[fn.__code__] = reason
+
+
+def leave(fn: Callable[..., Any], reason: str) -> None:
+    """Leave calls of this function to Dynamo from here on: looking at one has failed."""
+    note(fn, reason)
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    if isinstance(code, types.CodeType):
+        _left.add(code)
+
+
+def is_left(fn: Callable[..., Any]) -> bool:
+    return bool(_left) and getattr(inspect.unwrap(fn), "__code__", None) in _left
 
 
 def object_argument(name: str) -> str:

@@ -25,6 +25,12 @@ def keep(gm: fx.GraphModule, settings: Settings) -> None:
         raise region.capture_as_ever()
 
 
+def give_up() -> None:
+    """Does not return if the graph was captured further than torch.compile does."""
+    if region.is_used():
+        raise region.capture_as_ever()
+
+
 def _is_rewritten(gm: fx.GraphModule, settings: Settings) -> bool:
     """True if a function was replaced in the graph, or something will be; the graph stays as it is."""
     if any(map(compat.is_own_op, gm.graph.nodes)):

@@ -30,6 +30,7 @@ from kdacompile.compat.nodes import (
     ABSORBED,
     OWN_OPS,
     attribute,
+    copy_of_graph,
     example_value,
     grad_mode_after,
     inference_mode_change,
@@ -52,6 +53,8 @@ from kdacompile.compat.nodes import (
     written_arguments,
 )
 from kdacompile.compat.reporting import (
+    CONTROL_FLOW,
+    DEVICE_ERRORS,
     ShortenTraceback,
     dynamo_settings,
     graph_breaks,
@@ -75,6 +78,8 @@ from kdacompile.compat.symbols import (
 
 __all__ = [
     "ABSORBED",
+    "CONTROL_FLOW",
+    "DEVICE_ERRORS",
     "OWN_OPS",
     "PASS_OPTION",
     "CustomGraphPass",
@@ -87,6 +92,7 @@ __all__ = [
     "backed_hints",
     "cache_key_tag",
     "compile_fx",
+    "copy_of_graph",
     "disk_caches",
     "dynamo_settings",
     "example_value",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import operator
 import re
@@ -23,6 +24,15 @@ def source_of_input(node: fx.Node) -> Any:
     """Where Dynamo found a graph input; None for inputs of other graphs."""
     argument = node.meta.get("grapharg")  # there while the graph is being captured
     return getattr(node, "_dynamo_source", getattr(argument, "source", None))
+
+
+def copy_of_graph(graph: fx.Graph) -> fx.Graph:
+    """The graph once more, to be put in its place; nodes share what their ``meta`` holds."""
+    made = copy.deepcopy(graph)
+    for node, other in zip(graph.nodes, made.nodes, strict=True):
+        if hasattr(node, "_dynamo_source"):
+            other._dynamo_source = node._dynamo_source
+    return made
 
 
 def source_name(node: fx.Node) -> str:

@@ -7,11 +7,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._dynamo import config
+from torch._dynamo import config, exc
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.utils import counters
 
-__all__ = ["ShortenTraceback", "dynamo_settings", "graph_breaks", "trace_artifact"]
+__all__ = ["CONTROL_FLOW", "DEVICE_ERRORS", "ShortenTraceback", "dynamo_settings", "graph_breaks", "trace_artifact"]
+
+CONTROL_FLOW: tuple[type[Exception], ...] = tuple(
+    getattr(exc, name)
+    for name in (
+        "RestartAnalysis",
+        "SkipFrame",
+        "SkipCodeRecursiveException",
+        "RecompileLimitExceeded",
+        "FailOnRecompileLimitHit",
+    )
+    if hasattr(exc, name)
+)
+"""What Dynamo steers itself with: capture anew, leave this frame alone. Not every version has each."""
+
+DEVICE_ERRORS: tuple[type[Exception], ...] = tuple(
+    getattr(torch, name) for name in ("AcceleratorError",) if hasattr(torch, name)
+)
+"""A device has failed: nothing that runs on it afterwards can be trusted."""
 
 
 def dynamo_settings(changes: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:

@@ -28,6 +28,11 @@ _FAR = 32
 """Operators between two projections, as a norm, a cut and a cache take them."""
 
 
+def is_interesting(graph: fx.Graph) -> bool:
+    """Whether there may be something to rewrite, or to say."""
+    return may_have_recurrence(graph) or may_have_attention(graph) or any(map(compat.is_own_op, graph.nodes))
+
+
 def may_have_recurrence(graph: fx.Graph) -> bool:
     """Linear attention has at least two products of activations, one of them summed."""
     found = summed = 0

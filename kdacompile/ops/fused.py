@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kdacompile.containment import contain
 from kdacompile.lowering.calls import Call, Implementation
 from kdacompile.lowering.recorded import Memory, Operands, Results, shares_memory
 from kdacompile.lowering.scratch import Scratch
@@ -29,6 +30,9 @@ class FusedKernels:
     def __init__(self, choose: Choose, prepare: Prepare | None = None, *, remember: bool = False) -> None:
         self._choose, self._prepare = choose, prepare
         self._memory = Memory() if remember else None
+
+        self._failed: set[str] = set()
+        """Kernels that met an error of ours: not asked again."""
 
     def serve(self, device: str) -> None:
         """Register on a device's dispatch key ("CUDA", "PrivateUse1")."""
@@ -82,10 +86,9 @@ class FusedKernels:
             cu_seqlens = cu_seqlens.to(q.device)
         dtype = v.dtype if out_dtype is None else out_dtype
         call = Call(q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens, out_dtype=dtype, **options)
-        chosen = self._choose(call) if q.shape[1] else None
-        if chosen is None:
-            return kernels.sequence_kernel(q, k, v, *others, out_dtype=out_dtype, **options)
-        return chosen.run(self._prepared(call), scratch)
+        chosen = self._chosen(call) if q.shape[1] else None
+        found = self._attempt(chosen, lambda it: it.run(self._prepared(call), scratch), scratch)
+        return found or kernels.sequence_kernel(q, k, v, *others, out_dtype=out_dtype, **options)
 
     def _step(
         self,
@@ -102,10 +105,9 @@ class FusedKernels:
             qk_l2norm_eps=options["qk_l2norm_eps"],
         )  # fmt: skip
         call = _step_call(q, k, v, others, out_dtype, options)
-        chosen = self._choose(call)
-        if chosen is None:
-            return kernels.step_kernel(q, k, v, *others, out_dtype=out_dtype, **options)
-        return chosen.step(self._prepared(call), None, scratch)
+        chosen = self._chosen(call)
+        found = self._attempt(chosen, lambda it: it.step(self._prepared(call), None, scratch), scratch)
+        return found or kernels.step_kernel(q, k, v, *others, out_dtype=out_dtype, **options)
 
     def _inplace_step(
         self,
@@ -131,10 +133,26 @@ class FusedKernels:
         call = _step_call(q, k, v, others, out_dtype, options)
         # A kernel's blocks overwrite the state while others still read.
         addresses = (x.data_ptr() for x in (q, k, v, *others) if x is not None)
-        chosen = None if shares_memory(state, addresses) else self._choose(call)
+        chosen = None if shares_memory(state, addresses) else self._chosen(call)
         if chosen is None:
             return (kernels.inplace_step_kernel(q, k, v, *others, out_dtype=out_dtype, **options),)
-        return chosen.step(self._prepared(call), state, scratch)
+        return chosen.step(self._prepared(call), state, scratch)  # from here on the state may have been written
+
+    def _chosen(self, call: Call) -> Implementation | None:
+        """What takes the call; None after an error of ours, too."""
+        chosen = contain("choosing a kernel", lambda: self._choose(call), lambda _: None)
+        return None if chosen is None or chosen.name in self._failed else chosen
+
+    def _attempt(self, chosen: Implementation | None, run: Callable[[Implementation], Any], scratch: Scratch) -> Any:
+        """What the kernels give; None without any and after an error of ours: only fresh tensors are written then."""
+        if chosen is None:
+            return None
+
+        def fail(_: str) -> None:
+            self._failed.add(chosen.name)
+            scratch.once()
+
+        return contain(f"running the {chosen.name} kernels", lambda: run(chosen), fail)
 
     def _prepared(self, call: Call) -> Call:
         return call if self._prepare is None else self._prepare(call)

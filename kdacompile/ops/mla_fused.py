@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from kdacompile.containment import contain
 from kdacompile.lowering.attention_calls import AttentionGradients, AttentionImplementation
 from kdacompile.lowering.recorded import Memory
 from kdacompile.lowering.run_attention import Attention
@@ -17,6 +18,8 @@ from kdacompile.ops.mla_checks import check_mla
 from kdacompile.ops.mla_kernels import execute, gradients_of, mla_backward_kernel
 
 ChooseAttention = Callable[[Attention], AttentionImplementation | None]
+Kernels = TypeVar("Kernels", AttentionImplementation, AttentionGradients)
+T = TypeVar("T")
 ChooseGradients = Callable[[Attention], AttentionGradients | None]
 
 
@@ -31,6 +34,8 @@ class FusedAttention:
     ) -> None:
         self._choose, self._gradients = choose, gradients
         self._memory = Memory() if remember else None
+        self._failed: set[str] = set()
+        """Kernels that met an error of ours: not asked again."""
 
     def serve(self, device: str) -> None:
         """Register on a device's dispatch key ("CUDA", "PrivateUse1")."""
@@ -62,9 +67,26 @@ class FusedAttention:
         check_mla(q, q_rope, latent, *others, form=form)
         dtype = q.dtype if out_dtype is None else out_dtype
         call = Attention(q, q_rope, latent, *others, scale=scale, causal=causal, form=form, out_dtype=dtype)
-        nothing = 0 in (q.numel(), latent.numel(), call.width)
-        chosen = None if nothing else self._choose(call)
-        return execute(call) if chosen is None else chosen.run(call, scratch)
+        if 0 in (q.numel(), latent.numel(), call.width):
+            return execute(call)
+        return self._attempt(lambda: self._choose(call), lambda it: it.run(call, scratch), scratch) or execute(call)
+
+    def _attempt(
+        self, choose: Callable[[], Kernels | None], run: Callable[[Kernels], T], scratch: Scratch | None = None
+    ) -> T | None:
+        """What the chosen kernels give; None if there are none, and after an error of ours: nothing but fresh tensors
+        has been written then.
+        """
+        chosen = contain("choosing a kernel", choose, lambda _: None)
+        if chosen is None or chosen.name in self._failed:
+            return None
+
+        def fail(_: str) -> None:
+            self._failed.add(chosen.name)
+            if scratch is not None:
+                scratch.once()
+
+        return contain(f"running the {chosen.name} kernels", lambda: run(chosen), fail)
 
     def backward(
         self,
@@ -82,11 +104,16 @@ class FusedAttention:
         wanted: list[bool],
     ) -> list[Tensor]:
         """``kdacompile::mla_backward``."""
-        if grad_o is not None and grad_lse is None and grad_o.numel() and self._gradients is not None:
-            call = Attention(q, q_rope, latent, *others, scale=scale, causal=causal, form=form, out_dtype=o.dtype)
-            chosen = self._gradients(call)
-            if chosen is not None:
-                operands = (q, q_rope, latent, *others)
+        choose = self._gradients
+        if grad_o is not None and grad_lse is None and grad_o.numel() and choose is not None:
+            operands = (q, q_rope, latent, *others)
+            call = Attention(*operands, scale=scale, causal=causal, form=form, out_dtype=o.dtype)
+
+            def gradients(chosen: AttentionGradients) -> list[Tensor]:
                 return gradients_of(operands, wanted, lambda names: chosen.gradients(call, o, lse, grad_o, names))
+
+            found = self._attempt(lambda: choose(call), gradients)
+            if found is not None:
+                return found
         options: dict[str, Any] = {"scale": scale, "causal": causal, "form": form, "wanted": wanted}
         return mla_backward_kernel(grad_o, grad_lse, o, lse, q, q_rope, latent, *others, **options)

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import local
 
-from kdacompile.report.findings import GraphReport
+from kdacompile.report.findings import GraphReport, Rejection, internal
 from kdacompile.report.report import Report
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,28 @@ def collecting() -> Generator[Report, None, None]:
         yield report
     finally:
         _collectors.reset(token)
+
+
+class _Postponed(local):
+    """Of one thread, as compilations are."""
+
+    rejections: tuple[Rejection, ...] = ()
+
+
+_postponed = _Postponed()
+
+
+def postpone(reason: str, source: str = "unknown") -> None:
+    """Tell this internal error with the thread's next report: where it happened there was none."""
+    rejection = internal(reason, source)
+    if rejection not in _postponed.rejections:
+        _postponed.rejections = (*_postponed.rejections, rejection)
+
+
+def postponed() -> tuple[Rejection, ...]:
+    """What was postponed, once."""
+    told, _postponed.rejections = _postponed.rejections, ()
+    return told
 
 
 def emit(graph: GraphReport) -> None:

@@ -67,6 +67,11 @@ class Rejection:
         return f"{self.pattern} at {self.source}: {self.reason} [{self.code}]{times}"
 
 
+def internal(reason: str, source: str) -> Rejection:
+    """What an error of ours is told as (see ``containment``)."""
+    return Rejection("kdacompile", reason, source, "internal")
+
+
 @dataclass(frozen=True)
 class GraphBreak:
     """A place where Dynamo cut the model in two; no pattern reaches across it."""

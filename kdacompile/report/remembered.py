@@ -33,7 +33,7 @@ class Memory:
         modules = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
         self.nodes = sum(len(module.graph.nodes) for module in modules)
         # Almost every graph of almost every model has nothing to report: for those nothing is hashed or written.
-        self.interesting = any(map(_is_interesting, modules))
+        self.interesting = any(prefilter.is_interesting(module.graph) for module in modules)
         self.path = _file(modules, identity) if self.interesting else None
 
     def keep(self, reports: Sequence[GraphReport]) -> None:
@@ -57,11 +57,6 @@ class Memory:
         except ReportFormatError as error:  # of another version
             log.info("%s is not used: %s", self.path, error)
             return []
-
-
-def _is_interesting(module: fx.GraphModule) -> bool:
-    recurrence, attention = prefilter.may_have_recurrence(module.graph), prefilter.may_have_attention(module.graph)
-    return recurrence or attention or any(map(compat.is_own_op, module.graph.nodes))
 
 
 def _file(modules: Sequence[fx.GraphModule], identity: str) -> Path:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
+import torch
 from torch import fx
 
 from kdacompile import compat
@@ -30,3 +33,11 @@ def source_of(node: fx.Node | None) -> str:
 def frames_of(trace: str) -> list[tuple[str, int]]:
     """(file, line) of each frame of a node's stack trace, the outermost first."""
     return [(file, int(line)) for file, line in _FRAME.findall(trace)]
+
+
+def first_own_line(graph: fx.Graph) -> str:
+    """ "file:line" of the first call that was not written in torch itself, or in this package."""
+    own = Path(__file__).parent.parent
+    libraries = tuple(f"{folder}{os.sep}" for folder in (own, Path(torch.__file__).parent))
+    sources = [source_of(node) for node in graph.nodes]
+    return next((source for source in sources if source != "unknown" and not source.startswith(libraries)), "unknown")

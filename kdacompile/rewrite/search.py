@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-
-import torch
-from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph import aliases, prefilter
@@ -16,7 +12,7 @@ from kdacompile.graph.ir import Graph
 from kdacompile.graph.readings import Readings
 from kdacompile.report import trace
 from kdacompile.report.findings import GraphReport, Rejection
-from kdacompile.report.source import source_of
+from kdacompile.report.source import first_own_line, source_of
 from kdacompile.rewrite.held import Tables
 from kdacompile.rewrite.mla_pass import MlaWork
 from kdacompile.rewrite.recurrence_pass import RecurrenceWork
@@ -51,7 +47,7 @@ class Search:
         if compat.transforms(self.gm.graph):
             reason = "the graph runs under a transform of torch.func (vmap, grad, jvp; associative_scan uses vmap)"
             if self.has_recurrence:
-                self.reject(reason, _first_own_line(self.gm.graph), "transform")
+                self.reject(reason, first_own_line(self.gm.graph), "transform")
             return
         if compat.wrapped_tensors(self.gm.graph):
             reason = "inputs are tensor subclasses (DTensor); local tensors are rewritten (DTensor.to_local, local_map)"
@@ -140,10 +136,3 @@ class Search:
         matches = (*self.recurrence.matches, *self.attention.matches)
         rejections = (*self.recurrence.rejections, *self.attention.rejections)
         return GraphReport(matches, rejections, self.nodes, self.seconds)
-
-
-def _first_own_line(graph: fx.Graph) -> str:
-    """ "file:line" of the first call that was not written in torch itself."""
-    library = os.path.dirname(torch.__file__)
-    sources = [source_of(node) for node in graph.nodes]
-    return next((source for source in sources if source != "unknown" and not source.startswith(library)), "unknown")

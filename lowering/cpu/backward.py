@@ -11,6 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kdacompile.containment import contain
+
 from ..layout import sequence_bounds
 from .compiler import CannotCompile, library, parallel_for
 from .recurrence import NAMES, address, in_rows, operand, runs_recurrence
@@ -53,11 +55,14 @@ def failed(problem: bytes) -> bool:
 
 @cache
 def _kernel(dtype: torch.dtype) -> _Kernel | None:
-    try:
-        return _Kernel(NAMES[dtype])
-    except CannotCompile as error:
-        log.info("the CPU differentiates linear attention through torch operators: %s", error)
-        return None
+    def load() -> _Kernel | None:
+        try:
+            return _Kernel(NAMES[dtype])
+        except CannotCompile as error:
+            log.info("the CPU differentiates linear attention through torch operators: %s", error)
+            return None
+
+    return contain("loading the CPU's kernel of the gradients", load, lambda _: None)
 
 
 def runs_backward(q: Tensor) -> bool:

@@ -10,6 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kdacompile.containment import contain
+
 from ..layout import sequence_bounds
 from .compiler import CannotCompile, library, parallel_for
 
@@ -48,11 +50,14 @@ class _Kernel:
 
 @cache
 def _kernel(dtype: torch.dtype) -> _Kernel | None:
-    try:
-        return _Kernel(NAMES[dtype])
-    except CannotCompile as error:
-        log.info("the CPU runs linear attention through torch operators: %s", error)
-        return None
+    def load() -> _Kernel | None:
+        try:
+            return _Kernel(NAMES[dtype])
+        except CannotCompile as error:
+            log.info("the CPU runs linear attention through torch operators: %s", error)
+            return None
+
+    return contain("loading the CPU's kernel", load, lambda _: None)
 
 
 def runs_recurrence(q: Tensor) -> bool:
