@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from .errors import ArgumentError
+from .operands import operands
 from .run_attention import Attention, expand, per_head, softmax_sums
 from .tiles import shared_product
 
-NAMES = ("q", "q_rope", "latent", "k_rope", "w_uk", "w_uv", "mask", "sinks")
+NAMES = tuple(operand.name for operand in operands(Attention) if operand.differentiable)
 """The operands that have gradients, in the op's order."""
 
 

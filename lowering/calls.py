@@ -6,49 +6,65 @@ them, so that every input is read once. An :class:`Implementation` is a set of k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Annotated, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from .operands import Kind, Operand, Result
 from .scratch import Scratch
 
 GATE_FNS = ("log", "factor", "softplus", "sigmoid", "logsigmoid")
 """Gate functions of ``kdacompile.ops.semantics`` that CUDA kernels compute as they load g; they decline all others."""
 
+_GATES = {"head": "[HV]", "token": "[B, T, HV]", "channel": "[B, T, HV, K]"}
+_PACKED_STATES = "[N, HV, K, V], N sequences in cu_seqlens"
+
+
+def _gate_layout(call: Call) -> str:
+    return _GATES[call.gate]
+
+
+def _bias_layout(call: Call) -> str:
+    return "[HV, K]" if call.gate == "channel" else "[HV]"
+
+
+def _state_layout(call: Call) -> str:
+    return "[B, HV, K, V]" if call.cu_seqlens is None else _PACKED_STATES
+
 
 @dataclass(frozen=True)
 class Call:
-    """The operands and options of ``kdacompile::linear_attention``, checked by the op.
+    """The operand table of ``kdacompile::linear_attention`` and its steps, and one call of them.
 
-    q, k ``[B, T, H, K]``, v ``[B, T, HV, V]``, any strides; g by ``gate``: None | ``[HV]`` | ``[B, T, HV]`` |
-    ``[B, T, HV, K]``, before its gate function; beta ``[B, T, HV]``; initial_state ``[N, HV, K, V]``; A_log ``[HV]``;
-    dt_bias ``[HV]`` or ``[HV, K]``; cu_seqlens ``[N + 1]`` on q's device. ``out_dtype`` is that of o.
+    q, k, v and g may have any strides; g is what its gate function is applied to. cu_seqlens packs N sequences in one
+    batch entry. ``out_dtype`` is the dtype of o, v's by default.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor | None
-    beta: Tensor | None
-    initial_state: Tensor | None
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-    cu_seqlens: Tensor | None
+    q: Annotated[Tensor, Operand("[B, T, H, K]")]
+    k: Annotated[Tensor, Operand("[B, T, H, K]")]
+    v: Annotated[Tensor, Operand("[B, T, HV, V]")]
+    g: Annotated[Tensor | None, Operand(_gate_layout)]
+    beta: Annotated[Tensor | None, Operand("[B, T, HV]")]
+    initial_state: Annotated[Tensor | None, Operand(_state_layout, Kind.ANY_FLOAT)]
+    A_log: Annotated[Tensor | None, Operand("[HV]")] = None
+    dt_bias: Annotated[Tensor | None, Operand(_bias_layout)] = None
+    cu_seqlens: Annotated[Tensor | None, Operand("[N + 1]", Kind.INDEX, host=True)] = None
+    _: KW_ONLY
     scale: float
     delta: bool
     gate: str
-    gate_fn: str
-    gate_scale: float
-    sigmoid_beta: bool
-    qk_l2norm_eps: float
-    chunk_size: int
-    out_dtype: torch.dtype
+    gate_fn: str = "log"
+    gate_scale: float = 1.0
+    sigmoid_beta: bool = False
+    qk_l2norm_eps: float = 0.0
+    chunk_size: int = 0
+    out_dtype: torch.dtype = field(default=cast("torch.dtype", None))
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.A_log, self.dt_bias)
+    def __post_init__(self) -> None:
+        if cast("torch.dtype | None", self.out_dtype) is None:
+            object.__setattr__(self, "out_dtype", self.v.dtype)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -56,8 +72,26 @@ class Call:
         return torch.promote_types(torch.promote_types(self.q.dtype, self.k.dtype), self.v.dtype)
 
     @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of sums and of the state: float64 when q, k or v is, else float32."""
+        return torch.float64 if torch.float64 in (self.q.dtype, self.k.dtype, self.v.dtype) else torch.float32
+
+    @property
     def sequences(self) -> int:
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def results(self) -> tuple[Result, Result]:
+        """Shape and dtype of o and of the final state."""
+        batch, _, heads, width = self.v.shape
+        sequences = batch if self.cu_seqlens is None else self.sequences
+        state = (sequences, heads, self.k.shape[3], width)
+        return (tuple(self.v.shape), self.out_dtype), (state, self.state_dtype)
+
+    def with_bounds_at_hand(self) -> Call:
+        """The call with cu_seqlens, which may be given on the CPU, on the device of the others."""
+        bounds, device = self.cu_seqlens, self.q.device
+        return self if bounds is None or bounds.device == device else replace(self, cu_seqlens=bounds.to(device))
 
 
 class Implementation(Protocol):

@@ -11,12 +11,14 @@ read and masked by ``-inf`` afterwards: NaN there never meets a product.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Annotated, cast
 
 import torch
 from torch import Tensor
 
 from .attention import attention_program, choose_form
+from .operands import Kind, Operand, Result
 from .straight import compiled
 
 QUERY_BLOCK = 256
@@ -32,30 +34,54 @@ MASKED = 1.5
 """How much longer a token takes where requests of different lengths are walked together."""
 
 
+def _query_layout(call: Attention) -> str:
+    return "[B, T, H, R]" if call.w_uk is None else "[B, T, H, N]"
+
+
+def _latent_layout(call: Attention) -> str:
+    return "[B, S, R]" if call.block_table is None else "[P, page, R]"
+
+
+def _rope_layout(call: Attention) -> str:
+    return "[B, S, D]" if call.block_table is None else "[P, page, D]"
+
+
 @dataclass(frozen=True)
 class Attention:
-    """One call. q ``[B, T, H, N]``, q_rope ``[B, T, H, D]``, latent ``[B, S, R]`` or pages ``[P, page, R]``, k_rope
-    alike with D, w_uk ``[H, N, R]`` and w_uv ``[H, V, R]`` (both None: q and the result are ``[B, T, H, R]``), mask
-    bool or additive ``[B|1, H|1, T|1, S]``, sinks ``[H]``, lengths ``[B]``, block_table ``[B, pages]``. ``out_dtype``
-    is what o is wanted in.
+    """The operand table of ``kdacompile::mla``, and one call of it.
+
+    latent and k_rope are the cache, whole or in pages. Without w_uk and w_uv, q and the result are as wide as the
+    latent. A float mask is added to the scores. ``out_dtype`` is what o is wanted in, q's by default.
     """
 
-    q: Tensor
-    q_rope: Tensor | None
-    latent: Tensor
-    k_rope: Tensor | None
-    w_uk: Tensor | None
-    w_uv: Tensor | None
-    mask: Tensor | None
-    sinks: Tensor | None
-    lengths: Tensor | None
-    block_table: Tensor | None
+    q: Annotated[Tensor, Operand(_query_layout)]
+    q_rope: Annotated[Tensor | None, Operand("[B, T, H, D]")]
+    latent: Annotated[Tensor, Operand(_latent_layout)]
+    k_rope: Annotated[Tensor | None, Operand(_rope_layout)]
+    w_uk: Annotated[Tensor | None, Operand("[H, N, R]")]
+    w_uv: Annotated[Tensor | None, Operand("[H, V, R]")]
+    mask: Annotated[Tensor | None, Operand("broadcasting to [B, H, T, S]", Kind.MASK, broadcast=True)]
+    sinks: Annotated[Tensor | None, Operand("[H]")]
+    lengths: Annotated[Tensor | None, Operand("[B]", Kind.INDEX)]
+    block_table: Annotated[Tensor | None, Operand("[B, pages]", Kind.INDEX)]
+    _: KW_ONLY
     scale: float
     causal: bool
     form: str
-    out_dtype: torch.dtype
+    out_dtype: torch.dtype = field(default=cast("torch.dtype", None))
     length: int | None = None
     """Tokens of the only request: there may be room for more."""
+
+    def __post_init__(self) -> None:
+        if cast("torch.dtype | None", self.out_dtype) is None:
+            object.__setattr__(self, "out_dtype", self.q.dtype)
+
+    @property
+    def results(self) -> tuple[Result, Result]:
+        """Shape and dtype of o and of lse."""
+        batch, tokens, heads, width = self.q.shape
+        value = width if self.w_uv is None else self.w_uv.shape[1]
+        return ((batch, tokens, heads, value), self.out_dtype), ((batch, heads, tokens), self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:

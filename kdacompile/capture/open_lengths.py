@@ -18,7 +18,7 @@ from kdacompile import compat
 from kdacompile.capture import open_sizes
 from kdacompile.compat import sizes
 from kdacompile.graph import prefilter
-from kdacompile.ops.mla_definitions import mla
+from kdacompile.ops.definitions import mla
 from kdacompile.rewrite import compiler_pass, held
 from kdacompile.rewrite.fresh_caches import CONCATENATIONS
 from kdacompile.settings import Settings

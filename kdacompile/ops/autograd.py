@@ -8,8 +8,8 @@ step once per layer and token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,49 +27,45 @@ from kdacompile.ops.dispatch import (
 )
 from kdacompile.ops.dtensor import refuse_dtensors
 from kdacompile.ops.errors import DoubleBackwardError
+from kdacompile.ops.signature import OF_THE_OUTPUT, Signature
 
-Op = Callable[..., Any]
 Kernels = Mapping[DispatchKey, Kernel]
 
-# The leading arguments of every op: q, k, v, g, beta, state, A_log, dt_bias; or q, q_rope, latent, k_rope, w_uk, w_uv,
-# mask, sinks.
-_OF_THE_OUTPUT = ("out_dtype", "o_layout")  # options that gradients do not depend on
-DIFFERENTIABLE = 8
+
+class Differentiated(NamedTuple):
+    """A functional op and the op that has its gradients."""
+
+    op: Any
+    backward_op: Any
+    signature: Signature
 
 
 class _Recorded(torch.autograd.Function):
-    """Run ``op`` below autograd and remember its inputs for ``backward_op``."""
+    """Run an op below autograd and remember its inputs, and its results where they are wanted, for the backward op."""
 
     # forward and setup_context are separate because functorch (torch.func.grad, torch.func.vjp) needs them so.
     @staticmethod
-    def forward(op: Any, backward_op: Any, options: dict[str, Any], *tensors: Tensor | None) -> Any:
+    def forward(differentiated: Differentiated, options: dict[str, Any], *tensors: Tensor | None) -> Any:
         with inside_function():
-            return op(*tensors, **options)
+            return differentiated.op(*tensors, **options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, ctx.backward_op, options, *tensors = inputs
-        ctx.save_for_backward(*tensors)
+        ctx.differentiated, options, *tensors = inputs
+        results = output if ctx.differentiated.signature.keeps_results else ()
+        ctx.save_for_backward(*results, *tensors)
         ctx.set_materialize_grads(False)  # an unused final state must not cost a backward pass over zeros
-        ctx.options = {name: value for name, value in options.items() if name not in _OF_THE_OUTPUT}
+        ctx.options = {name: value for name, value in options.items() if name not in OF_THE_OUTPUT}
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[3:]
+        needed = ctx.needs_input_grad[2:]
         if all(grad is None for grad in grads):
-            return (None,) * (3 + len(needed))
-        wanted = list(needed[:DIFFERENTIABLE])
-        gradients = iter(ctx.backward_op(*grads, *ctx.saved_tensors, wanted=wanted, **ctx.options))
-        return (None, None, None, *(next(gradients) if want else None for want in needed))
-
-
-class _RecordedWithResults(_Recorded):
-    """The same for a backward op that wants the op's results too, between the gradients and the inputs."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _Recorded.setup_context(ctx, inputs, output)
-        ctx.save_for_backward(*output, *inputs[3:])
+            return (None,) * (2 + len(needed))
+        _, backward_op, signature = ctx.differentiated
+        wanted = list(needed[: signature.differentiable])
+        gradients = iter(backward_op(*grads, *ctx.saved_tensors, wanted=wanted, **ctx.options))
+        return (None, None, *(next(gradients) if want else None for want in needed))
 
 
 class _Gradients(torch.autograd.Function):
@@ -93,14 +89,14 @@ class _Gradients(torch.autograd.Function):
         raise DoubleBackwardError(op=ctx.backward_op.name())
 
 
-def functional_autograd(op: Any, backward_op: Any, kernels: Kernels, *, keeps_results: bool = False) -> Kernel:
-    """The autograd kernel of a functional op; ``keeps_results``: its backward op reads them."""
-    recorded = _RecordedWithResults if keeps_results else _Recorded
+def functional_autograd(differentiated: Differentiated, kernels: Kernels) -> Kernel:
+    """The autograd kernel of a functional op."""
+    op = differentiated.op
 
     def autograd(keyset: DispatchKeySet, *tensors: Tensor | None, **options: Any) -> Any:
         if needs_derivative(tensors):
             refuse_dtensors(op, tensors)
-            return record(recorded, op, backward_op, options, *tensors)
+            return record(_Recorded, differentiated, options, *tensors)
         kernel, below = next_kernel(keyset, kernels)
         with below_autograd():
             if kernel is not None:
@@ -111,33 +107,32 @@ def functional_autograd(op: Any, backward_op: Any, kernels: Kernels, *, keeps_re
     return autograd
 
 
-def inplace_autograd(op: Any, functional_op: Any, kernels: Kernels) -> Kernel:
-    """The autograd kernel of the in-place step.
+def inplace_autograd(count_and_run: Kernel, writes: int, functional_op: Any) -> Kernel:
+    """The autograd kernel of an op that overwrites operand ``writes``, which ``count_and_run`` does.
 
-    Where a derivative is needed the call becomes the functional step and a ``copy_``, both of which autograd knows.
+    Where a derivative is needed the call becomes the functional op and a ``copy_``, both of which autograd knows.
     """
-    count_and_run = inplace_version_bump(op, kernels)
 
     def autograd(keyset: DispatchKeySet, *tensors: Any, **options: Any) -> Tensor:
         if not needs_derivative(tensors):
             return count_and_run(keyset, *tensors, **options)
         # The clone is what autograd saves: the state itself is about to change.
-        state: Tensor = tensors[5]
-        o, new_state = functional_op(*tensors[:5], state.clone(), *tensors[6:], **options)
+        state: Tensor = tensors[writes]
+        o, new_state = functional_op(*tensors[:writes], state.clone(), *tensors[writes + 1 :], **options)
         state.copy_(new_state)
         return o
 
     return autograd
 
 
-def inplace_version_bump(op: Any, kernels: Kernels) -> Kernel:
-    """Count the mutation, then run the op below the version counter's key.
+def inplace_version_bump(op: Any, writes: int, kernels: Kernels) -> Kernel:
+    """Count the mutation of operand ``writes``, then run the op below the version counter's key.
 
     Registered for that key as well: in inference mode autograd is off altogether, and a normal tensor still counts.
     """
 
     def bump(keyset: DispatchKeySet, *tensors: Any, **options: Any) -> Tensor:
-        torch.autograd.graph.increment_version(tensors[5])
+        torch.autograd.graph.increment_version(tensors[writes])
         kernel, below = next_kernel(keyset, kernels, mutates=True)
         with below_version_counter():
             if kernel is not None:

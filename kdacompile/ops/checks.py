@@ -7,11 +7,14 @@ would put a guard on the user's graph: there only sizes that are plain integers 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kdacompile.lowering.calls import Call
+from kdacompile.lowering.operands import Operand, dimensions, operands
 from kdacompile.ops.errors import (
     CuSeqlensError,
     DeviceError,
@@ -30,73 +33,52 @@ GATES = ("none", "head", "token", "channel")
 GATE_FNS = ("log", "factor", "softplus", "sigmoid", "logsigmoid")
 PARAMETRIC_GATE_FNS = ("softplus", "sigmoid")  # those that read A_log and dt_bias
 
-FLOATS = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
-FLOAT_NAMES = "bfloat16, float16, float32 or float64"
-
 Size = int | torch.SymInt
-Shape = Sequence[Size]
 
 
-def check_sequence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    gate: str,
-    gate_fn: str,
-    gate_scale: float,
-    qk_l2norm_eps: float,
-    chunk_size: int,
-    symbolic: bool = False,
-) -> None:
+def check_sequence(call: Call, *, symbolic: bool = False) -> None:
     """Raise the typed error of the first argument of ``linear_attention`` that is wrong."""
-    if chunk_size < 0:
-        raise OptionError(name="chunk_size", expected="positive, or 0 for automatic", actual=chunk_size)
-    sequences: Size | None = None
-    if cu_seqlens is not None:
-        if cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise DtypeError(name="cu_seqlens", expected="int32 or int64", actual=cu_seqlens.dtype)
-        if cu_seqlens.dim() != 1:
-            raise RankError(name="cu_seqlens", expected=1, layout="[N + 1]", actual=tuple(cu_seqlens.shape))
-        sequences = cu_seqlens.shape[0] - 1
-    _check_operands(
-        q, k, v, g, beta, initial_state, A_log, dt_bias, "initial_state", sequences, gate, gate_fn, gate_scale,
-        qk_l2norm_eps, symbolic,
-    )  # fmt: skip
-    if cu_seqlens is not None:
-        _check_packing(cu_seqlens, q, symbolic)
+    if call.chunk_size < 0:
+        raise OptionError(name="chunk_size", expected="positive, or 0 for automatic", actual=call.chunk_size)
+    bounds = call.cu_seqlens
+    sizes: dict[str, Size] = {} if bounds is None or bounds.dim() != 1 else {"N": bounds.shape[0] - 1}
+    _check_linear_attention(call, sizes, symbolic)
+    if bounds is None:
+        return
+    if differ(call.q.shape[0], 1, symbolic):
+        raise CuSeqlensError(problem=f"packs its sequences along T and needs B = 1, got B = {call.q.shape[0]}")
+    if (not symbolic or type(bounds.shape[0]) is int) and bounds.shape[0] < 2:
+        raise CuSeqlensError(problem="needs at least two entries, 0 and T")
 
 
-def check_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    *,
-    state_name: str = "initial_state",
-    gate: str,
-    gate_fn: str,
-    gate_scale: float,
-    qk_l2norm_eps: float,
-    symbolic: bool = False,
-) -> None:
+def check_bounds(call: Call) -> None:
+    """Raise the error of the first value of cu_seqlens that is wrong, where reading them costs no synchronisation."""
+    if call.cu_seqlens is None or call.cu_seqlens.device.type != "cpu":
+        return
+    bounds, length = call.cu_seqlens.tolist(), call.q.shape[1]
+    if bounds[0] != 0:
+        raise CuSeqlensError(problem=f"must start at 0, starts at {bounds[0]}")
+    for i, (start, end) in enumerate(itertools.pairwise(bounds)):
+        if end < start:
+            raise CuSeqlensError(problem=f"must not decrease, but entry {i + 1} is {end} after {start}")
+    if bounds[-1] != length:
+        raise CuSeqlensError(problem=f"must end at T = {length}, ends at {bounds[-1]}")
+
+
+def check_step(call: Call, *, symbolic: bool = False, state_name: str = "initial_state") -> None:
     """Raise the typed error of the first argument of a step op that is wrong."""
-    _check_operands(
-        q, k, v, g, beta, state, A_log, dt_bias, state_name, None, gate, gate_fn, gate_scale, qk_l2norm_eps, symbolic
-    )
-    length = q.shape[1]
+    _check_linear_attention(call, {}, symbolic, state_name)
+    length = call.q.shape[1]
     if differ(length, 1, symbolic):
         raise StepLengthError(length=length)
+
+
+def check_writable(call: Call) -> None:
+    """The in-place step needs one memory cell per element of the state."""
+    assert call.initial_state is not None
+    shape, strides = call.initial_state.shape, call.initial_state.stride()
+    if 0 in strides and any(n > 1 and s == 0 for n, s in zip(shape, strides, strict=True)):
+        raise StateError(problem=f"the state is written in place, but its strides {strides} make elements share memory")
 
 
 def check_layout(o_layout: str) -> None:
@@ -105,68 +87,23 @@ def check_layout(o_layout: str) -> None:
         raise OptionError(name="o_layout", expected="the letters of BTHV in any order", actual=o_layout)
 
 
-def check_writable(state: Tensor) -> None:
-    """The in-place step needs one memory cell per element of the state."""
-    strides = state.stride()
-    if 0 in strides and any(n > 1 and s == 0 for n, s in zip(state.shape, strides, strict=True)):
-        raise StateError(problem=f"the state is written in place, but its strides {strides} make elements share memory")
-
-
-def _check_operands(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    state_name: str,
-    sequences: Size | None,
-    gate: str,
-    gate_fn: str,
-    gate_scale: float,
-    qk_l2norm_eps: float,
-    symbolic: bool,
+def _check_linear_attention(
+    call: Call, sizes: dict[str, Size], symbolic: bool, state_name: str = "initial_state"
 ) -> None:
-    device = q.device
-    if q.dim() != 4:
-        raise RankError(name="q", expected=4, layout="[B, T, H, K]", actual=tuple(q.shape))
-    if v.dim() != 4:
-        raise RankError(name="v", expected=4, layout="[B, T, HV, V]", actual=tuple(v.shape))
-    if q.dtype not in FLOATS:
-        raise DtypeError(name="q", expected=FLOAT_NAMES, actual=q.dtype)
-    batch, length, heads, key_dim = q.shape
-    _, _, value_heads, value_dim = v.shape
-    check_tensor(k, "k", (batch, length, heads, key_dim), "[B, T, H, K]", device, symbolic)
-    check_tensor(v, "v", (batch, length, value_heads, value_dim), "[B, T, HV, V]", device, symbolic)
+    has_g, has_A_log, has_dt_bias = (x is not None for x in (call.g, call.A_log, call.dt_bias))
+    check_gate(has_g, has_A_log, has_dt_bias, call.gate, call.gate_fn, call.gate_scale)
+    eps = call.qk_l2norm_eps
+    if eps and not eps > 0.0:  # written so that NaN is refused too
+        raise OptionError(name="qk_l2norm_eps", expected="0 (off) or positive", actual=eps)
+    if call.q.dim() == call.v.dim() == 4:
+        _check_heads(call.q.shape[2], call.v.shape[2], symbolic)
+    check_operands(call, sizes, symbolic, {"initial_state": state_name})
+
+
+def _check_heads(heads: int, value_heads: int, symbolic: bool) -> None:
     known = not symbolic or (type(heads) is int and type(value_heads) is int)
     if known and (heads < 1 or value_heads < 1 or value_heads % heads):
         raise HeadGroupError(heads=heads, value_heads=value_heads)
-    if beta is not None:
-        check_tensor(beta, "beta", (batch, length, value_heads), "[B, T, HV]", device, symbolic)
-    if state is not None:
-        expected = (batch if sequences is None else sequences, value_heads, key_dim, value_dim)
-        layout = "[B, HV, K, V]" if sequences is None else "[N, HV, K, V], N sequences in cu_seqlens"
-        check_tensor(state, state_name, expected, layout, device, symbolic, any_float=True)
-    check_gate(g is not None, A_log is not None, dt_bias is not None, gate, gate_fn, gate_scale)
-    if qk_l2norm_eps and not qk_l2norm_eps > 0.0:  # written so that NaN is refused too
-        raise OptionError(name="qk_l2norm_eps", expected="0 (off) or positive", actual=qk_l2norm_eps)
-    if g is None:
-        return
-    if gate == "channel":
-        check_tensor(g, "g", (batch, length, value_heads, key_dim), "[B, T, HV, K]", device, symbolic)
-    elif gate == "token":
-        check_tensor(g, "g", (batch, length, value_heads), "[B, T, HV]", device, symbolic)
-    else:
-        check_tensor(g, "g", (value_heads,), "[HV]", device, symbolic)
-    if A_log is not None:
-        check_tensor(A_log, "A_log", (value_heads,), "[HV]", device, symbolic)
-    if dt_bias is not None:
-        if gate == "channel":
-            check_tensor(dt_bias, "dt_bias", (value_heads, key_dim), "[HV, K]", device, symbolic)
-        else:
-            check_tensor(dt_bias, "dt_bias", (value_heads,), "[HV]", device, symbolic)
 
 
 def check_gate(has_g: bool, has_A_log: bool, has_dt_bias: bool, gate: str, gate_fn: str, gate_scale: float) -> None:
@@ -188,55 +125,55 @@ def check_gate(has_g: bool, has_A_log: bool, has_dt_bias: bool, gate: str, gate_
         raise GateParameterError(gate_fn=gate_fn, problem=f"gate_scale must be >= 0, got {gate_scale}")
 
 
-def check_tensor(
+def check_operands(call: Any, sizes: dict[str, Size], symbolic: bool, names: Mapping[str, str] | None = None) -> None:
+    """Dtype, device and shape of every operand, by the operand table.
+
+    The first operand says the device, the first with a dimension its size, and those after it must agree; ``sizes``
+    are known before, and completed. ``names``: what a message calls an operand if not by its own name.
+    """
+    declared = operands(type(call))
+    device = getattr(call, declared[0].name).device
+    for operand in declared:
+        x: Tensor | None = getattr(call, operand.name)
+        if x is None:
+            continue
+        layout = operand.layout if isinstance(operand.layout, str) else operand.layout(call)
+        dims, actual = dimensions(layout), x.shape
+        right = x.dtype in operand.kind.dtypes and x.device == device and len(actual) == len(dims)
+        expected = tuple(map(sizes.setdefault, dims, actual)) if right else ()
+        if not right or symbolic or actual != expected:
+            name = operand.name if names is None else names.get(operand.name, operand.name)
+            _check_operand(operand, x, name, layout, expected, device, symbolic)
+
+
+def _check_operand(
+    operand: Operand,
     x: Tensor,
     name: str,
-    expected: Shape,
     layout: str,
+    expected: Sequence[Size],
     device: torch.device,
     symbolic: bool,
-    any_float: bool = False,
 ) -> None:
-    """Dtype, device and shape of one tensor."""
-    if x.dtype not in FLOATS and not (any_float and x.dtype.is_floating_point):
-        raise DtypeError(name=name, expected="floating point" if any_float else FLOAT_NAMES, actual=x.dtype)
-    if x.device != device:
-        raise DeviceError(name=name, expected=device, actual=x.device)
-    if symbolic:
-        wrong = x.dim() != len(expected) or any(map(_static_mismatch, x.shape, expected))
-    else:
-        wrong = x.shape != expected
-    if wrong:
-        actual = tuple(x.shape)
-        if len(actual) != len(expected):
-            raise RankError(name=name, expected=len(expected), layout=layout, actual=actual)
-        raise SizeError(name=name, expected=tuple(expected), layout=layout, actual=actual)
+    """Say what is wrong with an operand, if it is more than a size that is not known or may be 1."""
+    if x.dtype not in operand.kind.dtypes:
+        raise DtypeError(name=name, expected=operand.kind.described, actual=x.dtype)
+    if x.device != device and not (operand.host and x.device.type == "cpu"):
+        raise DeviceError(name=name, expected=f"{device} (or the CPU)" if operand.host else device, actual=x.device)
+    dims, actual = dimensions(layout), x.shape
+    if len(actual) != len(dims):
+        raise RankError(name=name, expected=len(dims), layout=layout, actual=tuple(actual))
+    if expected and not _fits(actual, expected, operand.broadcast, symbolic):
+        raise SizeError(name=name, expected=tuple(expected), layout=layout, actual=tuple(actual))
 
 
-def _check_packing(cu_seqlens: Tensor, q: Tensor, symbolic: bool) -> None:
-    """Sizes always; the values where reading them costs no synchronisation, that is on the CPU."""
-    batch, length = q.shape[:2]
-    if differ(batch, 1, symbolic):
-        raise CuSeqlensError(problem=f"packs its sequences along T and needs B = 1, got B = {batch}")
-    on_cpu = cu_seqlens.device.type == "cpu"
-    if not on_cpu and cu_seqlens.device != q.device:
-        raise DeviceError(name="cu_seqlens", expected=f"{q.device} (or the CPU)", actual=cu_seqlens.device)
-    if symbolic:
-        if type(cu_seqlens.shape[0]) is int and cu_seqlens.shape[0] < 2:
-            raise CuSeqlensError(problem="needs at least two entries, 0 and T")
-        return
-    if cu_seqlens.shape[0] < 2:
-        raise CuSeqlensError(problem="needs at least two entries, 0 and T")
-    if not on_cpu:
-        return
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0:
-        raise CuSeqlensError(problem=f"must start at 0, starts at {bounds[0]}")
-    for i, (start, end) in enumerate(itertools.pairwise(bounds)):
-        if end < start:
-            raise CuSeqlensError(problem=f"must not decrease, but entry {i + 1} is {end} after {start}")
-    if bounds[-1] != length:
-        raise CuSeqlensError(problem=f"must end at T = {length}, ends at {bounds[-1]}")
+def _fits(actual: Sequence[Size], expected: Sequence[Size], broadcast: bool, symbolic: bool) -> bool:
+    last = len(expected) - 1
+    for place, (size, whole) in enumerate(zip(actual, expected, strict=True)):
+        one = broadcast and place < last and not differ(size, 1, symbolic)
+        if differ(size, whole, symbolic) and not one:
+            return False
+    return True
 
 
 def differ(a: Size, b: Size, symbolic: bool) -> bool:

@@ -13,7 +13,7 @@ from kdacompile.lowering.calls import Call, Implementation
 from kdacompile.lowering.recorded import Memory, Operands, Results, shares_memory
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.ops import definitions, kernels
-from kdacompile.ops.checks import check_sequence, check_step, check_writable
+from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_
 
 Choose = Callable[[Call], Implementation | None]
 Prepare = Callable[[Call], Call]
@@ -30,15 +30,14 @@ class FusedKernels:
     def __init__(self, choose: Choose, prepare: Prepare | None = None, *, remember: bool = False) -> None:
         self._choose, self._prepare = choose, prepare
         self._memory = Memory() if remember else None
-
         self._failed: set[str] = set()
         """Kernels that met an error of ours: not asked again."""
 
     def serve(self, device: str) -> None:
         """Register on a device's dispatch key ("CUDA", "PrivateUse1")."""
-        definitions.add_kernel("linear_attention", device, self.sequence)
-        definitions.add_kernel("linear_attention_step", device, self.step)
-        definitions.add_kernel("linear_attention_step_", device, self.inplace_step)
+        definitions.add_kernel(LINEAR_ATTENTION.name, device, self.sequence)
+        definitions.add_kernel(LINEAR_ATTENTION_STEP.name, device, self.step)
+        definitions.add_kernel(LINEAR_ATTENTION_STEP_.name, device, self.inplace_step)
 
     def sequence(self, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """``kdacompile::linear_attention``."""
@@ -52,91 +51,42 @@ class FusedKernels:
 
     def inplace_step(self, *operands: Any, **options: Any) -> Tensor:
         """``kdacompile::linear_attention_step_``: the state is read and written once, where it lies."""
-        return self._run(self._inplace_step, operands, options, written=5)[0]
+        return self._run(self._inplace_step, operands, options, written=LINEAR_ATTENTION_STEP_.writes)[0]
 
     def _run(
         self,
-        call: Callable[..., Results],
+        run: Callable[[Scratch, Operands, dict[str, Any]], Results],
         operands: Operands,
         options: dict[str, Any],
         precision: str | None = None,
         written: int | None = None,
     ) -> Any:
         if self._memory is None:
-            return call(Scratch(), *operands, **options)
-        decides = (call.__name__, precision, *options.items())
-        return self._memory.run(decides, operands, lambda scratch: call(scratch, *operands, **options), written)
+            return run(Scratch(), operands, options)
+        decides = (run.__name__, precision, *options.items())
+        return self._memory.run(decides, operands, lambda scratch: run(scratch, operands, options), written)
 
-    def _sequence(
-        self,
-        scratch: Scratch,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *others: Tensor | None,
-        out_dtype: torch.dtype | None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        check_sequence(
-            q, k, v, *others, gate=options["gate"], gate_fn=options["gate_fn"], gate_scale=options["gate_scale"],
-            qk_l2norm_eps=options["qk_l2norm_eps"], chunk_size=options["chunk_size"],
-        )  # fmt: skip
-        g, beta, initial_state, A_log, dt_bias, cu_seqlens = others
-        if cu_seqlens is not None and cu_seqlens.device != q.device:
-            cu_seqlens = cu_seqlens.to(q.device)
-        dtype = v.dtype if out_dtype is None else out_dtype
-        call = Call(q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens, out_dtype=dtype, **options)
-        chosen = self._chosen(call) if q.shape[1] else None
+    def _sequence(self, scratch: Scratch, operands: Operands, options: dict[str, Any]) -> Results:
+        call: Call = LINEAR_ATTENTION.checked(operands, options).with_bounds_at_hand()
+        chosen = self._chosen(call) if call.q.shape[1] else None
         found = self._attempt(chosen, lambda it: it.run(self._prepared(call), scratch), scratch)
-        return found or kernels.sequence_kernel(q, k, v, *others, out_dtype=out_dtype, **options)
+        return found or kernels.run_sequence(call)
 
-    def _step(
-        self,
-        scratch: Scratch,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *others: Tensor | None,
-        out_dtype: torch.dtype | None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        check_step(
-            q, k, v, *others, gate=options["gate"], gate_fn=options["gate_fn"], gate_scale=options["gate_scale"],
-            qk_l2norm_eps=options["qk_l2norm_eps"],
-        )  # fmt: skip
-        call = _step_call(q, k, v, others, out_dtype, options)
+    def _step(self, scratch: Scratch, operands: Operands, options: dict[str, Any]) -> Results:
+        call: Call = LINEAR_ATTENTION_STEP.checked(operands, options)
         chosen = self._chosen(call)
         found = self._attempt(chosen, lambda it: it.step(self._prepared(call), None, scratch), scratch)
-        return found or kernels.step_kernel(q, k, v, *others, out_dtype=out_dtype, **options)
+        return found or kernels.run_step(call)
 
-    def _inplace_step(
-        self,
-        scratch: Scratch,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        beta: Tensor | None,
-        state: Tensor,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        *,
-        out_dtype: torch.dtype | None,
-        **options: Any,
-    ) -> Results:
-        others = (g, beta, state, A_log, dt_bias)
-        check_step(
-            q, k, v, *others, state_name="state", gate=options["gate"], gate_fn=options["gate_fn"],
-            gate_scale=options["gate_scale"], qk_l2norm_eps=options["qk_l2norm_eps"],
-        )  # fmt: skip
-        check_writable(state)
-        call = _step_call(q, k, v, others, out_dtype, options)
+    def _inplace_step(self, scratch: Scratch, operands: Operands, options: dict[str, Any]) -> Results:
+        call: Call = LINEAR_ATTENTION_STEP_.checked(operands, options)
         # A kernel's blocks overwrite the state while others still read.
-        addresses = (x.data_ptr() for x in (q, k, v, *others) if x is not None)
-        chosen = None if shares_memory(state, addresses) else self._chosen(call)
+        addresses = (x.data_ptr() for x in operands if x is not None)
+        chosen = None if shares_memory(call.initial_state, addresses) else self._chosen(call)
         if chosen is None:
-            return (kernels.inplace_step_kernel(q, k, v, *others, out_dtype=out_dtype, **options),)
-        return chosen.step(self._prepared(call), state, scratch)  # from here on the state may have been written
+            return (kernels.run_inplace_step(call),)
+        # From here on the state may have been written.
+        return chosen.step(self._prepared(call), call.initial_state, scratch)
 
     def _chosen(self, call: Call) -> Implementation | None:
         """What takes the call; None after an error of ours, too."""
@@ -156,16 +106,3 @@ class FusedKernels:
 
     def _prepared(self, call: Call) -> Call:
         return call if self._prepare is None else self._prepare(call)
-
-
-def _step_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    others: tuple[Tensor | None, ...],
-    out_dtype: torch.dtype | None,
-    options: dict[str, Any],
-) -> Call:
-    g, beta, state, A_log, dt_bias = others
-    dtype = v.dtype if out_dtype is None else out_dtype
-    return Call(q, k, v, g, beta, state, A_log, dt_bias, None, out_dtype=dtype, chunk_size=0, **options)

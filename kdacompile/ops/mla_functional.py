@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kdacompile.ops import mla_definitions
+from kdacompile.ops import definitions
 from kdacompile.ops.errors import OptionError, RankError, SizeError
 
 
@@ -69,7 +69,7 @@ def mla(
         if w_uk is None:
             raise OptionError(name="scale", expected="a number: without w_uk it has no default", actual=None)
         scale = (q.shape[-1] + (0 if q_rope is None else q_rope.shape[-1])) ** -0.5
-    o, lse = mla_definitions.mla(
+    o, lse = definitions.mla(
         q,
         q_rope,
         latent,

@@ -19,7 +19,7 @@ Gate functions, ``g`` as given to the log decay it stands for:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kdacompile import lowering
+from kdacompile.lowering.calls import Call
 
-
-def compute_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic and of the state: float64 when q, k or v is, else float32."""
-    double = torch.float64
-    return double if q.dtype is double or k.dtype is double or v.dtype is double else torch.float32
+RECURRENT: tuple[str, ...] = ("q", "k", "v", "g", "beta", "initial_state")
+"""The operands of the recurrence itself: those with a gate function or a parameter of it are applied before."""
 
 
 def log_gate(
@@ -56,150 +54,82 @@ def log_gate(
     return gate_scale * torch.sigmoid(g if rate is None else rate * g)
 
 
-def sequence_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    scale: float,
-    delta: bool,
-    gate: str,
-    gate_fn: str,
-    gate_scale: float,
-    sigmoid_beta: bool,
-    qk_l2norm_eps: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+def sequence_forward(call: Call) -> tuple[Tensor, Tensor]:
     """o ``[B, T, HV, V]`` and the final state ``[N, HV, K, V]``, both in the compute dtype."""
-    q, k, v, g, beta, initial_state = prepare(
-        q, k, v, g, beta, initial_state, A_log, dt_bias, gate, gate_fn, gate_scale, sigmoid_beta
-    )
-    if q.shape[1] == 0:
-        return _no_tokens(k, v, initial_state, cu_seqlens)
-    if cu_seqlens is not None and cu_seqlens.device != q.device:
-        cu_seqlens = cu_seqlens.to(q.device)  # bounds may be given on the CPU; the lowering wants one device
-    return lowering.run_linear_attention(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        scale=scale,
-        delta=delta,
-        gate=gate,
-        gate_form="factor" if gate_fn == "factor" else "log",
-        norm_eps=qk_l2norm_eps,
-        chunk_size=chunk_size,
-        cu_seqlens=cu_seqlens,
-    )
+    call = call.with_bounds_at_hand()
+    operands = prepared_operands(call)
+    if call.q.shape[1] == 0:
+        return _no_tokens(call, operands)
+    more: dict[str, Any] = {"chunk_size": call.chunk_size, "cu_seqlens": call.cu_seqlens}
+    return lowering.run_linear_attention(**operands, **_options(call), **more)
 
 
-def step_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    *,
-    scale: float,
-    delta: bool,
-    gate: str,
-    gate_fn: str,
-    gate_scale: float,
-    sigmoid_beta: bool,
-    qk_l2norm_eps: float,
-    overwrite: bool = False,
-) -> tuple[Tensor, Tensor]:
+def step_forward(call: Call, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:
     """One token: o ``[B, 1, HV, V]`` and the state after it ``[B, HV, K, V]``, both in the compute dtype.
 
     With ``overwrite`` the state returned may be ``initial_state`` itself.
     """
-    q, k, v, g, beta, initial_state = prepare(
-        q, k, v, g, beta, initial_state, A_log, dt_bias, gate, gate_fn, gate_scale, sigmoid_beta
-    )
-    return lowering.run_linear_attention_step(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        scale=scale,
-        delta=delta,
-        gate=gate,
-        gate_form="factor" if gate_fn == "factor" else "log",
-        norm_eps=qk_l2norm_eps,
-        overwrite=overwrite,
-    )
+    return lowering.run_linear_attention_step(**prepared_operands(call), **_options(call), overwrite=overwrite)
 
 
-def sequence_backward(
-    grads: Sequence[Tensor | None],
-    tensors: Sequence[Tensor | None],
-    wanted: Sequence[bool],
-    *,
-    factor: bool,
-    qk_l2norm_eps: float,
-    cu_seqlens: Tensor | None = None,
-    **options: Any,
-) -> list[Tensor | None]:
-    """Gradients of the wanted ones of q, k, v, g, beta and state as :func:`prepare` returns them, from those of o and
-    the final state; ``factor``: g is the gate's factor.
-    """
-    device = next(x.device for x in tensors if x is not None)
-    if cu_seqlens is not None and cu_seqlens.device != device:
-        cu_seqlens = cu_seqlens.to(device)
-    form = "factor" if factor else "log"
-    return lowering.run_linear_attention_backward(
-        grads, tensors, wanted, gate_form=form, norm_eps=qk_l2norm_eps, cu_seqlens=cu_seqlens, **options
-    )
+def backward(
+    grads: Sequence[Tensor | None], call: Call, operands: Mapping[str, Tensor], wanted: Collection[str], *, step: bool
+) -> dict[str, Tensor | None]:
+    """Gradients of the wanted ones of the prepared ``operands`` of a call, from those of o and the final state."""
+    call = call.with_bounds_at_hand()
+    more: dict[str, Any] = {"step": True}
+    if not step:
+        more = {"chunk_size": call.chunk_size, "cu_seqlens": call.cu_seqlens}
+    tensors, flags = [operands.get(name) for name in RECURRENT], [name in wanted for name in RECURRENT]
+    found = lowering.run_linear_attention_backward(grads, tensors, flags, **_options(call), **more)
+    return dict(zip(RECURRENT, found, strict=True))
 
 
-def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    gate: str,
-    gate_fn: str,
-    gate_scale: float,
-    sigmoid_beta: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """What the lowering takes: one dtype, the gate function and beta's sigmoid applied."""
-    dtype = compute_dtype(q, k, v)
-    q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
-    if g is not None:
-        A_log = None if A_log is None else _cast(A_log, dtype)
-        dt_bias = None if dt_bias is None else _cast(dt_bias, dtype)
-        g = log_gate(_cast(g, dtype), A_log, dt_bias, gate=gate, gate_fn=gate_fn, gate_scale=gate_scale)
+def _options(call: Call) -> dict[str, Any]:
+    return {
+        "scale": call.scale,
+        "delta": call.delta,
+        "gate": call.gate,
+        "gate_form": "factor" if call.gate_fn == "factor" else "log",
+        "norm_eps": call.qk_l2norm_eps,
+    }
+
+
+def prepared_operands(call: Call) -> dict[str, Any]:
+    """What the lowering takes, by name in the order of ``RECURRENT``: one dtype, gates and beta as they are used."""
+    dtype, beta, state = call.state_dtype, call.beta, call.initial_state
     if beta is not None:
         beta = _cast(beta, dtype)
-        if sigmoid_beta:
-            beta = torch.sigmoid(beta)
-    return q, k, v, g, beta, None if state is None else _cast(state, dtype)
+        beta = torch.sigmoid(beta) if call.sigmoid_beta else beta
+    return {
+        "q": _cast(call.q, dtype),
+        "k": _cast(call.k, dtype),
+        "v": _cast(call.v, dtype),
+        "g": prepared_gate(call, dtype),
+        "beta": beta,
+        "initial_state": None if state is None else _cast(state, dtype),
+    }
+
+
+def prepared_gate(call: Call, dtype: torch.dtype) -> Tensor | None:
+    """The log gate; under ``factor`` the factor, whose logarithm is the lowering's business."""
+    if call.g is None:
+        return None
+    A_log = None if call.A_log is None else _cast(call.A_log, dtype)
+    dt_bias = None if call.dt_bias is None else _cast(call.dt_bias, dtype)
+    return log_gate(
+        _cast(call.g, dtype), A_log, dt_bias, gate=call.gate, gate_fn=call.gate_fn, gate_scale=call.gate_scale
+    )  # fmt: skip
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)  # asking is cheaper than a cast that does nothing
 
 
-def _no_tokens(k: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def _no_tokens(call: Call, operands: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """T = 0: no output, and the state passes through (as a copy: an op's output may not alias its input)."""
-    if initial_state is not None:
-        return torch.empty_like(v), initial_state.clone(memory_format=torch.contiguous_format)
-    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return torch.empty_like(v), v.new_zeros(sequences, v.shape[2], k.shape[3], v.shape[3])
+    o, state = torch.empty_like(operands["v"]), operands["initial_state"]
+    if state is not None:
+        return o, state.clone(memory_format=torch.contiguous_format)
+    _, (shape, dtype) = call.results
+    return o, o.new_zeros(shape, dtype=dtype)

@@ -12,7 +12,7 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph.ir import Graph
-from kdacompile.ops.mla_definitions import mla
+from kdacompile.ops.definitions import mla
 from kdacompile.patterns.mla.definition import VANISHING, Claim, FusedMla, Hiding, MlaPlacement
 from kdacompile.rewrite.splice import CannotSplice, Splice
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.hopper import HopperKernels, run, schedule
+from kdacompile.lowering.operands import tensors
 from kdacompile.lowering.run import l2norm
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.verify import relative_error
@@ -77,7 +78,7 @@ def log_gates(call: Call, strong: float = 0.0) -> Call:
 
 def expect(call: Call) -> tuple[Tensor, Tensor]:
     """The fp64 token recurrence."""
-    q, k, v, g, beta, state, A_log, dt_bias = (None if x is None else x.double() for x in call.tensors)
+    q, k, v, g, beta, state, A_log, dt_bias = (None if x is None else x.double() for x in tensors(call)[:8])
     assert q is not None and k is not None and v is not None and g is not None
     q, k = l2norm(q, call.qk_l2norm_eps), l2norm(k, call.qk_l2norm_eps)
     gates = semantics.log_gate(g, A_log, dt_bias, gate=call.gate, gate_fn=call.gate_fn, gate_scale=call.gate_scale)

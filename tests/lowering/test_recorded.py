@@ -19,6 +19,7 @@ from torch import Tensor
 from kdacompile.lowering import recorded
 from kdacompile.lowering.hopper import mla_run as hopper_mla
 from kdacompile.lowering.hopper import run as hopper
+from kdacompile.lowering.operands import tensors
 from kdacompile.lowering.recorded import Memory, Recorder
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
@@ -266,7 +267,7 @@ def test_the_op_validates_and_chooses_once(monkeypatch: pytest.MonkeyPatch) -> N
         name: getattr(call, name)
         for name in ("scale", "delta", "gate", "gate_fn", "gate_scale", "sigmoid_beta", "qk_l2norm_eps", "out_dtype")
     }
-    operands = [None if x is None else moved(x) for x in call.tensors]
+    operands = [None if x is None else moved(x) for x in tensors(call)[:8]]
     operands[5] = torch.zeros(1, 2, 128, 128)
     for _ in range(3):
         kernels.inplace_step(*operands, **options)

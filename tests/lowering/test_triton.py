@@ -103,9 +103,7 @@ def test_schedules_fit_the_device(device: Device, width: int, item: int) -> None
 
 def _call(**changes: object) -> Call:
     q = torch.zeros(1, 8, 1, 16, dtype=torch.bfloat16)
-    call = Call(
-        q, q, q, None, None, None, None, None, None, 1.0, True, "none", "log", 1.0, False, 0.0, 0, torch.bfloat16
-    )
+    call = Call(q, q, q, None, None, None, scale=1.0, delta=True, gate="none")
     return replace(call, **changes)  # type: ignore[arg-type]
 
 
