@@ -112,6 +112,13 @@ def is_mode_switch(node: fx.Node) -> bool:
     return name in _AUTOCAST or name in ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 
+def switches_modes(graph: fx.Graph) -> bool:
+    """True if autocast, a grad mode or what asks for a gradient is not the same all along: a call that stands for
+    several would be made under the mode of one of them.
+    """
+    return any(is_mode_switch(node) or node.target == "requires_grad_" for node in graph.nodes)
+
+
 def grad_mode_after(node: fx.Node, before: bool) -> bool:
     """Grad mode once ``node`` has run."""
     if getattr(node.target, "__name__", "") == "_set_grad_enabled":

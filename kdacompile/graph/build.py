@@ -172,7 +172,7 @@ class _Replay:
                 elif node.op == "output":
                     self.finish(node)
                 self.name_value(node)
-        _drop_unread(graph)
+        drop_unread(graph)
         mark_uniform(graph)
         _mark_weights(graph)
         return graph
@@ -215,7 +215,7 @@ class _Replay:
                 graph.written[storage.base] = (storage.source, before)
 
 
-def _drop_unread(graph: Graph) -> None:
+def drop_unread(graph: Graph) -> None:
     """Remove what nothing reads: re-taken views, autograd's own copies, writes to a buffer no longer read."""
     keep: list[Op] = []
     dropped: set[Any] = set()

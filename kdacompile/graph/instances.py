@@ -55,6 +55,8 @@ class Instances:
 
     def __init__(self, gm: fx.GraphModule, held: Held | None = None) -> None:
         self.gm = gm
+        self.rewritten: Callable[[Graph], object] = lambda functional: None
+        """Applies the canonical rules that the captured instance has seen."""
         self.held = held
         self.nodes = list(gm.graph.nodes)
         self.known: dict[tuple[tuple[str, int], ...], tuple[Graph, list[Group]]] = {}
@@ -123,6 +125,7 @@ class Instances:
         key = tuple(sorted((str(symbol), size) for symbol, size in sizes.items()))
         if key not in self.known:
             functional = functional_graph(self.gm, lambda size: compat.size_at(size, sizes), self.held)
+            self.rewritten(functional)
             self.known[key] = functional, find_groups(functional)
         return self.known[key]
 

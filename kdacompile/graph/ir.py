@@ -96,6 +96,8 @@ class Graph:
     """What a call that nobody looked into yields -> what it reads."""
     dead: set[Any] = field(default_factory=set)
     """Dynamo nodes none of whose results is read."""
+    calls: Any = None
+    """Calls that canonical rules have added (``edit.NewCalls``); None as long as there are none."""
     names: dict[Value, list[tuple[Any, int]]] = field(default_factory=dict)
     """Every Dynamo node that stands for a value, with the position from which it does (buffers: their last write)."""
 

@@ -51,6 +51,11 @@ def functional(graph: Graph) -> None:
     _stage("functional", lambda: text.to_text(graph))
 
 
+def canonical(graph: Graph) -> None:
+    """The functional graph after a canonical rule."""
+    _stage("canonical", lambda: text.to_text(graph))
+
+
 def match(found: Candidate | MlaCandidate, verdict: str) -> None:
     """A region that was put to the proof, and what came of it."""
     _stage("match", lambda: f"{verdict}\n{text.region_text(found.ops, found.cut, found.outputs)}")

@@ -11,7 +11,7 @@ from kdacompile import compat
 from kdacompile.containment import contain
 from kdacompile.graph import prefilter
 from kdacompile.graph.readings import Readings
-from kdacompile.patterns.canonical import packed, row_sums
+from kdacompile.patterns.canonical import packed
 from kdacompile.patterns.canonical.attempt import attempt, may_help
 from kdacompile.patterns.canonical.change import Change
 from kdacompile.report.collect import emit, postponed
@@ -74,9 +74,8 @@ def rewrite(
             search.run()
             if helps and search.wanting:
                 search = _again(settings, search)
-            for other_text in (row_sums.attempt, packed.attempt):
-                if search.wanting:
-                    search = _with(other_text(gm.graph, search.read), settings, search) or search
+            if search.wanting:
+                search = _with(packed.attempt(gm.graph, search.read), settings, search) or search
     return search.report()
 
 

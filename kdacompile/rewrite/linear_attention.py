@@ -107,7 +107,7 @@ class LinearAttentionSplice(Splice):
             return False
         if self.state_in_place:
             return self.final.value.node is cache
-        copies = {user for _, user in self.later_users(self.final)} | {copy for copy, _ in self.stores}
+        copies = {user for _, user in self.later_users(self.final.value)} | {copy for copy, _ in self.stores}
         stores = all(copy.target == "copy_" and copy.args[0] is cache and not copy.users for copy in copies)
         if not copies or not stores:
             return False

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 
 from kdacompile import compat
 from kdacompile.graph import aliases, prefilter
+from kdacompile.graph.edit import NewCalls
 from kdacompile.graph.ir import Graph
 from kdacompile.graph.readings import Readings
+from kdacompile.patterns import canonical
 from kdacompile.report import trace
 from kdacompile.report.findings import GraphReport, Rejection
 from kdacompile.report.source import first_own_line, source_of
@@ -28,6 +30,8 @@ class Search:
         self.gm = gm
         self.tables = tables
         self.trial = trial
+        self.applied: list[canonical.Rule] = []
+        """Canonical rules that the functional graph has seen."""
         self.seconds: dict[str, float] = {}
         self.nodes = len(gm.graph.nodes)
         self.has_recurrence = prefilter.may_have_recurrence(gm.graph) or any(map(compat.is_own_op, gm.graph.nodes))
@@ -57,6 +61,9 @@ class Search:
         self.search()
         if self.has_recurrence and any(node.users for node in self.tables):
             self.search_with_tables()
+        for rule in canonical.RULES:
+            if self.wanting and not compat.switches_modes(self.gm.graph):
+                self.canonicalise(rule)
         if self.found:
             self.gm.graph.lint()
             self.gm.recompile()
@@ -88,6 +95,22 @@ class Search:
         functional = self.recurrence.run(functional, self.read)
         if not (self.attention.matches or self.attention.rejections):
             self.recurrence.reject_blocked(functional)
+
+    def canonicalise(self, rule: canonical.Rule) -> None:
+        """Search once more with ``rule`` applied to the functional graph, where that changes it."""
+        self.recurrence.hold({})
+        functional = self.read()
+        calls = functional.calls or NewCalls()
+        rules = [*self.applied, rule] if functional.calls else [rule]
+        with self.timed("canonicalise"):
+            if not canonical.apply([rule], functional, calls, self.gm.graph):
+                return
+        trace.canonical(functional)
+        graph = self.gm.graph
+        self.applied = rules
+        self.recurrence.instances.rewritten = lambda other: canonical.apply(rules, other, calls, graph)
+        self.recurrence.missed = False
+        self.search()
 
     def find_attention(self, functional: Graph) -> None:
         known = self.readings.without_attention

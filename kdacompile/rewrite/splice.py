@@ -17,10 +17,11 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph import gradient
-from kdacompile.graph.ir import Graph, ancestors
+from kdacompile.graph.ir import Graph, Value, ancestors
 from kdacompile.patterns.engine.match import Fused
 from kdacompile.patterns.mla.definition import FusedMla
 from kdacompile.patterns.recurrence.roles import Placement
+from kdacompile.rewrite.derived import Derived
 
 
 class CannotSplice(Exception):
@@ -54,8 +55,10 @@ class Splice:
             functional.written[self.final.value][0] if self.final and self.final.value in functional.written else None
         )
         self.state_in_place = self.final is not None and self.final.value.node is buffer
-        redirect_state = self.final is not None and not self.state_in_place
-        self.redirected = [fused.output, self.final] if self.final and redirect_state else [fused.output]
+        results = [fused.output, self.final] if self.final and not self.state_in_place else [fused.output]
+        self.derived = Derived(self, [placement.value for placement in results])
+        self.redirected = self.derived.values
+        self.dying |= self.derived.replaced()
         self.stores: list[tuple[fx.Node, fx.Node]] = []
         """Copies of the final state into a buffer that are made again after the op: (copy, buffer)."""
 
@@ -84,12 +87,13 @@ class Splice:
     def check(self) -> fx.Node:
         """The node to insert before; raises ``CannotSplice``."""
         self.check_grad()
-        inputs = [placement.value.node for placement in self.fused.inputs.values()]
+        read = [placement.value.node for placement in self.fused.inputs.values()]
+        inputs = [source for node in read for source in self.derived.calls.sources(node)]
         if any(node not in self.place for node in inputs):
             raise CannotSplice("overlap", "an input was rewritten by an earlier match")
         ready = max((self.place[node] for node in inputs), default=-1)
         self.collect_stores(ready)
-        uses = [self.place[user] for placement in self.redirected for _, user in self.later_users(placement)]
+        uses = [self.place[user] for value in self.redirected for _, user in self.later_users(value)]
         first_use = min([*uses, *self.state_reads()], default=len(self.place) - 1)
         written = [self.place[m.node] for m in self.functional.mutations if m.node in self.dying]
         if ready >= first_use:
@@ -99,13 +103,26 @@ class Splice:
         self.check_stores(first_use)
         self.check_inputs(first_use)
         self.check_aliases(first_use, written)
+        self.check_derived()
         return target
+
+    def check_derived(self) -> None:
+        """What follows from a result in the canonical graph must be there in time, and what the region writes in place
+        must not be read by what only the model's graph still computes.
+        """
+        if self.derived.too_late():
+            raise CannotSplice("order", "what is computed from the results comes too late")
+        writes = any(mutation.node in self.dying for mutation in self.functional.mutations)
+        if self.functional.calls is not None and writes:
+            for node in self.dying - self.derived.names().keys():
+                if any(user not in self.dying for user in node.users):
+                    raise CannotSplice("escape", f"{node} is read outside the region")
 
     def collect_stores(self, ready: int) -> None:
         """Take over ``cache.copy_(final_state)`` where a model stores the state before all inputs exist."""
         if self.final is None or self.state_in_place:
             return
-        for name, user in self.later_users(self.final):
+        for name, user in self.later_users(self.final.value):
             stores = user.op == "call_method" and user.target == "copy_" and user.args[1] is name and not user.users
             if stores and self.place[user] <= ready:
                 buffer = user.args[0]
@@ -154,35 +171,36 @@ class Splice:
 
     def insertion_point(self, ready: int, first_use: int) -> int:
         """The last place up to the first use of a result where the op lets gradients through as the region did."""
-        zone = self.zones[self.fused.output.value.node]
+        names = [node for value in self.redirected for node, _ in self.names(value)]
+        zone = self.zones[names[0]] if names else self.zones[list(self.place)[first_use]]
         for node in reversed(list(self.place)[ready + 1 : first_use + 1]):
             grad, inference = self.zones[node]
             if inference <= zone[1] and (grad or self.detached or not zone[0]):
                 return self.place[node]
         raise CannotSplice("grad", "gradients are switched off where all inputs of the region exist")
 
-    def names(self, placement: Placement) -> list[tuple[fx.Node, int]]:
+    def names(self, value: Value) -> list[tuple[fx.Node, int]]:
         """The nodes through which a value of the region is read, with the position from which they stand for it."""
-        names = self.functional.names.get(placement.value, [])
+        names = self.functional.names.get(value, [])
         return [(node, self.now(since)) for node, since in names if node in self.place]
 
-    def later_users(self, placement: Placement) -> list[tuple[fx.Node, fx.Node]]:
+    def later_users(self, value: Value) -> list[tuple[fx.Node, fx.Node]]:
         """Uses of an output outside the region: (name, user)."""
         return [
             (name, user)
-            for name, since in self.names(placement)
+            for name, since in self.names(value)
             for user in name.users
             if user not in self.dying
             and self.place.get(user, -1) > since
-            and not self.is_copy_apart(placement, name, since, user)
+            and not self.is_copy_apart(value, name, since, user)
         ]
 
-    def is_copy_apart(self, placement: Placement, name: fx.Node, since: int, user: fx.Node) -> bool:
+    def is_copy_apart(self, value: Value, name: fx.Node, since: int, user: fx.Node) -> bool:
         """True if ``name`` is a copy of the output (a cache it was stored in) and, when ``user`` comes, either was
         written to: from then on ``user`` must read the copy itself.
         """
         storages = self.functional.storages
-        ends = {storages.get(name), storages.get(placement.value.node)}
+        ends = {storages.get(name), storages.get(value.node)}
         return len(ends) == 2 and any(
             mutation.storage in ends
             and mutation.node not in self.dying
@@ -214,14 +232,14 @@ class Splice:
         if dying_writes & outside_writes:
             raise CannotSplice("mutation", "a buffer of the region is also written outside it")
         lost = {self.functional.storages.get(source) for source, _ in self.functional.written.values()} & dying_writes
-        redirected = {use for placement in self.redirected for use in self.later_users(placement)}
+        redirected = {use for value in self.redirected for use in self.later_users(value)}
         state_storage = (
             self.functional.storages.get(self.final.value.node) if self.final and self.state_in_place else None
         )
         if lost - {state_storage}:
             raise CannotSplice("mutation", "the region overwrites an input that is not its state")
         rebased = self.rebased(redirected)
-        results = {self.functional.storages.get(placement.value.node) for placement in self.redirected}
+        results = {self.functional.storages.get(value.node) for value in self.redirected}
         watched = dying_writes | results & {m.storage for m in self.functional.mutations if m.node not in self.dying}
         for node, storage in self.functional.storages.items():
             if storage not in watched or storage == state_storage or node in rebased:
@@ -252,7 +270,7 @@ class Splice:
         return new
 
     def canonical(self, placement: Placement) -> fx.Node:
-        node = placement.value.node
+        node = self.derived.node(placement.value.node)
         if self.detached and gradient.wants_gradient(node):
             node = self.method(node, "detach")
         elif self.records_gradient() and self.is_overwritten(node):
@@ -291,6 +309,10 @@ class Splice:
         """The op's result in the layout, dtype and strides of the value it stands for."""
         for name, args in placement.back_steps():
             node = self.method(node, name, *args)
+        return self.as_it_was(node, like)
+
+    def as_it_was(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        """``node`` in the dtype and strides of the value it stands for."""
         want = compat.example_value(like)
         if compat.example_value(node).dtype != want.dtype:
             node = self.method(node, "to", want.dtype)
@@ -305,7 +327,10 @@ class Splice:
         return self.method(node, "permute", *(order.index(d) for d in range(want.dim())))
 
     def redirect(self, placement: Placement, node: fx.Node, like: fx.Node) -> None:
-        users = self.later_users(placement)
+        if self.derived.of[placement.value] != [placement.value]:
+            self.derived.define(placement.value, self.laid_out(placement, node, like))
+            return
+        users = self.later_users(placement.value)
         if users:
             new = self.laid_out(placement, node, like)
             for name, user in users:

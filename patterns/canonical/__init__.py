@@ -1,5 +1,31 @@
-"""Other texts of the same graph, each put back if nothing new is recognised in it.
+"""Rules that write a functional graph in another way: one a file, its equation first.
 
-What a loop does to every token alike in front of it or behind it, sequences of a packed batch apart, row sums of scores
-as a column.
+A rule redefines values: what the graph computes stays the same, and the model's own graph is not touched. It is given
+an ``Edit`` of the functional graph and the model's graph, whose calls are easier to read than their operators.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import fx
+
+from kdacompile.graph.edit import Edit, NewCalls
+from kdacompile.graph.ir import Graph
+from kdacompile.patterns.canonical import row_sums
+
+Rule = Callable[[Edit, fx.Graph], None]
+
+RULES: tuple[Rule, ...] = (row_sums.apply,)
+"""In the order in which they are tried, each on what the ones before it have left."""
+
+
+def apply(rules: Iterable[Rule], functional: Graph, calls: NewCalls, graph: fx.Graph) -> bool:
+    """Apply rules to the functional graph of ``graph``; True if one changed it."""
+    changed = False
+    for rule in rules:
+        edit = Edit(functional, calls)
+        rule(edit, graph)
+        edit.finish()
+        changed |= edit.changed
+    return changed

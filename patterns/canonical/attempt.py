@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from kdacompile import compat
 from kdacompile.graph.ir import Graph
 from kdacompile.patterns.canonical import rules
-from kdacompile.patterns.canonical.change import Change, overwritten, switches_modes
+from kdacompile.patterns.canonical.change import Change, overwritten
 from kdacompile.patterns.canonical.pieces import Piece, piece_of
 from kdacompile.patterns.canonical.proof import agrees, readers_fit, results_share_memory
 from kdacompile.patterns.canonical.rules import (
@@ -44,7 +44,7 @@ REPEATED = POINTWISE | MOVES
 
 def may_help(graph: fx.Graph) -> bool:
     """True if there is something to bring together, as far as the calls alone tell."""
-    return not switches_modes(graph) and Hoist(graph).worth_it
+    return not compat.switches_modes(graph) and Hoist(graph).worth_it
 
 
 def attempt(graph: fx.Graph, functional: Callable[[], Graph]) -> Hoist | None:

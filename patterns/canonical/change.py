@@ -11,13 +11,6 @@ from kdacompile import compat
 from kdacompile.graph.ir import Graph
 
 
-def switches_modes(graph: fx.Graph) -> bool:
-    """True if autocast, a grad mode or what asks for a gradient is not the same all along: a call that stands for
-    several would be made under the mode of one of them.
-    """
-    return any(compat.is_mode_switch(node) or node.target == "requires_grad_" for node in graph.nodes)
-
-
 def overwritten(functional: Graph) -> set[fx.Node]:
     """Nodes that share memory with something the graph writes."""
     written = {mutation.storage for mutation in functional.mutations}

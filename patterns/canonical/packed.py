@@ -21,7 +21,7 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.graph.ir import Graph
 from kdacompile.patterns.canonical.assigned import Writes, written
-from kdacompile.patterns.canonical.change import Change, overwritten, switches_modes
+from kdacompile.patterns.canonical.change import Change, overwritten
 from kdacompile.patterns.canonical.pieces import Piece, piece_of
 from kdacompile.patterns.canonical.proof import RUN_ERRORS
 from kdacompile.patterns.canonical.sink import gathered
@@ -46,7 +46,7 @@ class Rows:
 def attempt(graph: fx.Graph, functional: Callable[[], Graph]) -> Packed | None:
     """What comes apart in ``graph``; None if nothing does."""
     rows = [item for item in _rows(graph) if len(item.nodes) >= LEAST]
-    if not rows or switches_modes(graph):
+    if not rows or compat.switches_modes(graph):
         return None
     found = functional()
     fixed = overwritten(found)

@@ -10,7 +10,7 @@ scores are read by one product only, and that is linear attention with one more 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,13 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from kdacompile import compat
-from kdacompile.graph.ir import Graph
-from kdacompile.patterns.canonical.change import Change, overwritten, switches_modes
+from kdacompile.graph.edit import CannotEdit, Edit
+from kdacompile.graph.ir import Value
 from kdacompile.patterns.canonical.proof import RUN_ERRORS, TOLERANCE
-from kdacompile.patterns.canonical.rules import MOVES, POINTWISE, name_of
+from kdacompile.patterns.canonical.rules import name_of
 
 PRODUCTS = frozenset("matmul bmm".split())
 FACTORS = frozenset("div truediv mul".split())
-REARRANGED = MOVES | POINTWISE | frozenset("transpose permute movedim swapaxes getattr".split())
-"""Calls on the values that may be made once more in front of the sums."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +57,6 @@ class Site:
         """What must not be written to: it is read elsewhere afterwards."""
         read = {arg for factor in self.factors for arg in factor.all_input_nodes}
         return {self.product, self.scores, self.values, *self.sums, *read}
-
-
-def attempt(graph: fx.Graph, functional: Callable[[], Graph]) -> RowSums | None:
-    """Every product with scores whose rows are summed; None if there is none."""
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    sites = [site for site in map(_site, place) if site is not None]
-    if not sites or switches_modes(graph):
-        return None
-    fixed = overwritten(functional())
-    kept = [site for site in sites if fixed.isdisjoint(site.touched())]
-    return RowSums(graph, kept, place, fixed) if kept else None
 
 
 def _site(node: fx.Node) -> Site | None:
@@ -211,92 +198,49 @@ def _holds(site: Site) -> bool:
     return all(torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE) for x, y in zip(have, (want, sums), strict=True))
 
 
-class RowSums(Change):
-    """Products that take the row sums along."""
+@dataclass(frozen=True)
+class _OnValues:
+    """Makes calls on values of the functional graph, for a node of the model's."""
 
-    def __init__(self, graph: fx.Graph, sites: list[Site], place: dict[fx.Node, int], fixed: set[fx.Node]) -> None:
-        """``fixed``: nodes that share memory with something the graph writes."""
-        super().__init__(graph)
-        self.sites = sites
-        self.place = place
-        self.fixed = fixed
+    edit: Edit
 
-    def apply(self, functional: Callable[[], Graph]) -> bool:
-        """False, with nothing changed, if no product takes the sums along or if the results lie otherwise."""
-        try:
-            pairs = [pair for site in self.sites for pair in self.rewrite(site)]
-        except RUN_ERRORS:
-            pairs = []
-        if pairs and all(_lie_alike(new, old) for new, old in pairs):
-            return True
-        self.undo()
-        return False
+    def method(self, like: fx.Node, one: Value, name: str, *args: object) -> Value:
+        return self.edit.call(name, one, *args, like=like)
 
-    def rewrite(self, site: Site) -> list[tuple[fx.Node, fx.Node]]:
-        """(new, old) for the product and the row sums; nothing if the values are not there in time."""
-        first = min((site.product, *site.sums), key=self.place.__getitem__)
-        again = self.again(site.values, first)
-        if again is None:
-            return []
-        width = compat.example_value(site.values).shape[site.letters.values.index(site.letters.column)]
-        with self.graph.inserting_before(first):
-            whole, column = _with_sums(self, site, site.scores, self.copied(again, site.values), width)
-            pairs = [(self.as_summed(column, old), old) for old in site.sums]
-        with self.graph.inserting_before(site.product):
-            result = _result(self, site, whole, [factor.args[1] for factor in site.factors], width)
-            pairs.append((self.laid_out(result, site.product), site.product))
-        for new, old in pairs:
-            self.replace(old, new, list(old.users))
-        return pairs
+    def call(self, like: fx.Node, *args: object) -> Value:
+        return self.edit.call(like.target, *args, like=like)
 
-    def again(self, values: fx.Node, before: fx.Node) -> list[fx.Node] | None:
-        """What must be made once more to have the values in front of ``before``; None if that cannot be."""
-        found: dict[fx.Node, None] = {}
-        stack = [values]
-        while stack:
-            node = stack.pop()
-            if self.place[node] > self.place[before]:
-                if name_of(node) not in REARRANGED or node.op not in ("call_function", "call_method"):
-                    return None
-                if not self.fixed.isdisjoint(node.all_input_nodes):
-                    return None  # it may hold something else in front of ``before``
-                found[node] = None
-                stack.extend(node.all_input_nodes)
-        return sorted(found, key=self.place.__getitem__)
-
-    def copied(self, nodes: list[fx.Node], values: fx.Node) -> fx.Node:
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in nodes:
-            copies[node] = self.made(self.graph.node_copy(node, lambda arg: copies.get(arg, arg)), node)
-        return copies.get(values, values)
-
-    def with_ones(self, values: fx.Node, along: int) -> fx.Node:
-        column = self.method(values, values, "narrow", along, 0, 1)
-        ones = self.made(self.graph.call_function(torch.ones_like, (column,)), values)
-        return self.made(self.graph.call_function(torch.cat, ([values, ones], along)), values)
-
-    def as_summed(self, column: fx.Node, old: fx.Node) -> fx.Node:
-        """The column as the sum had it."""
-        keeps = compat.example_value(old).dim() == compat.example_value(column).dim()
-        return self.laid_out(column if keeps else self.method(old, column, "squeeze", -1), old)
-
-    def laid_out(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        """In memory of its own, in the order in which ``like`` lies."""
-        if _lie_alike(node, like):
-            return node
-        strides = [int(compat.size_hint(stride)) for stride in compat.example_value(like).stride()]
-        order = sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))
-        node = self.method(like, self.method(like, node, "permute", *order), "contiguous")
-        return self.method(like, node, "permute", *(order.index(dim) for dim in range(len(order))))
-
-    def call(self, like: fx.Node, *args: Any) -> fx.Node:
-        return self.made(self.graph.create_node(like.op, like.target, args, {}), like)
-
-    def finish(self) -> None:
-        self.erase_unread(node for site in self.sites for node in (site.product, *site.factors, *site.sums))
+    def with_ones(self, values: Value, along: int) -> Value:
+        like = values.node
+        ones = self.edit.call(torch.ones_like, self.method(like, values, "narrow", along, 0, 1), like=like)
+        return self.edit.call(torch.cat, [values, ones], along, like=like)
 
 
-def _lie_alike(new: fx.Node, old: fx.Node) -> bool:
-    one, other = compat.example_value(new), compat.example_value(old)
-    strides = zip(other.shape, one.stride(), other.stride(), strict=True)
-    return all(compat.is_one(size) or str(ours) == str(theirs) for size, ours, theirs in strides)
+def apply(edit: Edit, graph: fx.Graph) -> None:
+    """Redefine every product of scores whose rows are summed, and the sums."""
+    for site in filter(None, map(_site, graph.nodes)):
+        if edit.fixed.isdisjoint(site.touched()) and all(node in edit.values for node in site.touched()):
+            with contextlib.suppress(CannotEdit):
+                _rewrite(edit, site)
+
+
+def _rewrite(edit: Edit, site: Site) -> None:
+    on, node, value = _OnValues(edit), site.product, edit.values
+    if any(value[each] in edit.above(value[site.values]) for each in site.sums):
+        return  # the values follow from the sums
+    width = compat.example_value(site.values).shape[site.letters.values.index(site.letters.column)]
+    whole, column = _with_sums(on, site, value[site.scores], value[site.values], width)
+    factors = [value[_node(factor.args[1])] for factor in site.factors]
+    result = _result(on, site, whole, factors, width)
+    sums = [column if _keeps(old, site.scores) else on.method(old, column, "squeeze", -1) for old in site.sums]
+    for old, new in zip((*site.sums, node), (*sums, result), strict=True):
+        edit.redefine(value[old], new)
+
+
+def _node(arg: Any) -> fx.Node:
+    assert isinstance(arg, fx.Node)  # a factor is one of two tensors
+    return arg
+
+
+def _keeps(total: fx.Node, scores: fx.Node) -> bool:
+    return compat.example_value(total).dim() == compat.example_value(scores).dim()

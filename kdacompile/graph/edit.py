@@ -1,0 +1,202 @@
+"""New calls on values of a functional graph, and values that are defined by them: what canonical rules are written in.
+
+The model's own graph is not touched. A new call is a node of a graph of its own, whose placeholders stand for nodes of
+the model's. It is written down as ATen operators like any other node. Only the splice moves nodes from there into the
+model's graph: those that a match reads, and those that compute results of the model from the match's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from kdacompile import compat
+from kdacompile.graph.build import drop_unread
+from kdacompile.graph.ir import Graph, Op, Value, ancestors, map_values, walk_values
+from kdacompile.graph.recorder import Recorder
+from kdacompile.patterns.engine.uniform import mark_uniform
+
+CALL_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError, KeyError)
+
+
+class CannotEdit(Exception):
+    """A call does not take what it is given, or would read memory that the graph writes; nothing was changed."""
+
+
+class NewCalls:
+    """Calls that canonical rules have made on nodes of one model graph, whatever sizes it is read at."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.stand_ins: dict[fx.Node, fx.Node] = {}
+        """Node of the model's graph -> the placeholder for it."""
+        self.originals: dict[fx.Node, fx.Node] = {}
+        self.known: dict[str, fx.Node] = {}
+
+    def owns(self, node: Any) -> bool:
+        return isinstance(node, fx.Node) and node.graph is self.graph
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: fx.Node) -> fx.Node:
+        """The node of a call, whose arguments are nodes of either graph; the same call is made once."""
+        given, named = (map_arg(tree, self.stand_in) for tree in (args, dict(kwargs)))
+        text = f"{target} {given} {named}"
+        if text not in self.known:
+            op = "call_method" if isinstance(target, str) else "call_function"
+            node = self.graph.create_node(op, target, given, named)  # type: ignore[arg-type]
+            for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+                if key in like.meta:
+                    node.meta[key] = like.meta[key]
+            try:
+                compat.propagate_fake(node, like)
+            except CALL_ERRORS as error:
+                self.graph.erase_node(node)
+                raise CannotEdit(str(error)) from error
+            self.known[text] = node
+        return self.known[text]
+
+    def stand_in(self, node: fx.Node) -> fx.Node:
+        if self.owns(node):
+            return node
+        if node not in self.stand_ins:
+            new = self.graph.placeholder(node.name)
+            new.meta = node.meta
+            self.stand_ins[node], self.originals[new] = new, node
+        return self.stand_ins[node]
+
+    def sources(self, node: fx.Node, known: Collection[fx.Node] = ()) -> set[fx.Node]:
+        """Nodes of the model's graph that a call is computed from, given those ``known``; itself for such a node."""
+        if node in known:
+            return set()
+        if not self.owns(node):
+            return {node}
+        if node in self.originals:
+            return {self.originals[node]}
+        return {source for arg in node.all_input_nodes for source in self.sources(arg, known)}
+
+    def copy_into(self, graph: fx.Graph, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
+        """``node`` in the model's graph, made at its insertion point with all that it needs; ``known`` grows."""
+        if not self.owns(node):
+            return node
+        if node not in known and node in self.originals:
+            return self.originals[node]
+        if node not in known:
+            made = {arg: self.copy_into(graph, arg, known) for arg in node.all_input_nodes}
+            known[node] = graph.node_copy(node, made.__getitem__)
+        return known[node]
+
+
+class Edit:
+    """Changes to one functional graph. ``finish`` puts it in order again."""
+
+    def __init__(self, functional: Graph, calls: NewCalls) -> None:
+        self.functional = functional
+        self.calls = calls
+        functional.calls = calls
+        written = {mutation.storage for mutation in functional.mutations}
+        self.fixed = {node for node, storage in functional.storages.items() if storage in written}
+        """Nodes that share memory with something the graph writes: what they hold depends on when they are read."""
+        self.recorder = Recorder()
+        self.recorder.graph = functional
+        self.recorder.values = max((value.index for op in functional.ops for value in op.outs), default=0)
+        self.recorder.values += len(functional.inputs) + 1
+        self.tensors: dict[Value, torch.Tensor] = {}
+        self.made: dict[fx.Node, Value] = {}
+        self.values = {node: value for value, names in functional.names.items() for node, _ in names}
+        """What each node of the model's graph stands for (of a buffer, the last that was written down)."""
+        self.changed = False
+
+    def call(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> Value:
+        """The value of ``target(*args, **kwargs)``: a function, or a method by its name. ``like`` is the node whose
+        line of code it stands for. ``CannotEdit`` if the call refuses its arguments.
+        """
+        read = list(walk_values((args, kwargs)))
+        if any(value.node is None or value.node in self.fixed for value in read):
+            raise CannotEdit("a value has no name in the model's graph, or is overwritten there")
+        nodes = map_values((args, kwargs), lambda value: value.node)
+        node = self.calls.call(target, nodes[0], nodes[1], like)
+        if node not in self.made:
+            self.made[node] = self.recorded(
+                node, target, map_values(args, self.tensor), map_values(kwargs, self.tensor), read
+            )
+        return self.made[node]
+
+    def recorded(self, node: fx.Node, target: Any, args: Any, kwargs: Any, read: list[Value]) -> Value:
+        recorder, mark = self.recorder, self.recorder.mark()
+        recorder.node = node
+        recorder.position = max((value.op.position for value in read if value.op is not None), default=0)
+        function: Callable[..., Any] = target
+        if isinstance(target, str):
+            function = lambda first, *rest, **named: getattr(first, target)(*rest, **named)  # noqa: E731
+        try:
+            with torch.no_grad(), compat.no_fake_modes(), recorder:
+                result = function(*args, **kwargs)
+        except CALL_ERRORS as error:
+            recorder.roll_back(mark)
+            raise CannotEdit(str(error)) from error
+        value = recorder.value_of(result)
+        if value.node is not None:  # nothing was done: contiguous() of what is
+            value = recorder.emit(torch.ops.aten.alias.default, (value,), {}, [(value.shape, value.dtype)])[0]
+        value.node = node
+        self.functional.names[value] = [(node, recorder.position)]
+        self.tensors[value] = result
+        return value
+
+    def tensor(self, value: Value) -> torch.Tensor:
+        """A tensor that stands for ``value`` while a call is recorded."""
+        if value not in self.tensors:
+            with compat.no_fake_modes():
+                self.tensors[value] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            self.recorder.track(self.tensors[value], value)
+        return self.tensors[value]
+
+    def redefine(self, old: Value, new: Value) -> None:
+        """From here on ``old`` is what ``new`` is. What computed it is dropped, if nothing else reads that."""
+        op, before = new.op, old.op
+        if op is None or before is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise CannotEdit("a value cannot be defined as another one of other sizes")
+        before.outs[before.outs.index(old)] = Value(new.index, old.shape, old.dtype, before)
+        op.outs[op.outs.index(new)] = old
+        old.op = op
+        for user in new.users:
+            user.args, user.kwargs = (
+                map_values(tree, lambda v: old if v is new else v) for tree in (user.args, user.kwargs)
+            )
+            user.reads = [old if value is new else value for value in user.reads]
+            old.users.append(user)
+        del self.functional.names[new]
+        self.made[op.node] = old
+        self.changed = True
+
+    def above(self, value: Value) -> set[Value]:
+        """What ``value`` follows from."""
+        return {read for op in ancestors([value], lambda _: False) for read in op.reads}
+
+    def finish(self) -> None:
+        """Operators in an order in which each comes after what it reads, values numbered by it."""
+        graph = self.functional
+        order: list[Op] = []
+        done: set[Op] = set()
+        for last in graph.ops:
+            stack = [last]
+            while stack:
+                op = stack[-1]
+                waiting = [value.op for value in op.reads if value.op is not None and value.op not in done]
+                if waiting and op not in done:
+                    stack += waiting
+                    continue
+                stack.pop()
+                if op not in done:
+                    done.add(op)
+                    order.append(op)
+        graph.ops = order
+        dead = graph.dead
+        drop_unread(graph)
+        graph.dead = dead  # nodes of the model's graph live on until a splice has put something in their place
+        made = [value for op in graph.ops for value in op.outs]
+        for index, value in enumerate([*graph.inputs, *made], 1):
+            value.index = index
+        mark_uniform(graph)
