@@ -15,9 +15,6 @@ from torch import Tensor
 from .operands import Kind, Operand, Result
 from .scratch import Scratch
 
-GATE_FNS = ("log", "factor", "softplus", "sigmoid", "logsigmoid")
-"""Gate functions of ``kdacompile.ops.semantics`` that CUDA kernels compute as they load g; they decline all others."""
-
 _GATES = {"head": "[HV]", "token": "[B, T, HV]", "channel": "[B, T, HV, K]"}
 _PACKED_STATES = "[N, HV, K, V], N sequences in cu_seqlens"
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering.calls import Call
+from kdacompile.lowering.gates import GATE_FUNCTIONS
 from kdacompile.lowering.operands import Operand, dimensions, operands
 from kdacompile.ops.errors import (
     CuSeqlensError,
@@ -30,9 +31,6 @@ from kdacompile.ops.errors import (
 )
 
 GATES = ("none", "head", "token", "channel")
-GATE_FNS = ("log", "factor", "softplus", "sigmoid", "logsigmoid")
-PARAMETRIC_GATE_FNS = ("softplus", "sigmoid")  # those that read A_log and dt_bias
-
 Size = int | torch.SymInt
 
 
@@ -110,18 +108,19 @@ def check_gate(has_g: bool, has_A_log: bool, has_dt_bias: bool, gate: str, gate_
     """The gate's kind, function and parameters must fit together; no tensor is read."""
     if gate not in GATES:
         raise GateError(problem=f"gate must be one of {', '.join(GATES)}; got {gate!r}")
-    if gate_fn not in GATE_FNS:
-        raise GateError(problem=f"gate_fn must be one of {', '.join(GATE_FNS)}; got {gate_fn!r}")
+    function = GATE_FUNCTIONS.get(gate_fn)
+    if function is None:
+        raise GateError(problem=f"gate_fn must be one of {', '.join(GATE_FUNCTIONS)}; got {gate_fn!r}")
     if has_g == (gate == "none"):
         raise GateError(problem=f"gate={gate!r} {'takes no g' if has_g else 'needs a tensor g'}")
-    if (has_A_log or has_dt_bias) and not (has_g and gate_fn in PARAMETRIC_GATE_FNS):
+    if (has_A_log or has_dt_bias) and not (has_g and function.parametric):
         name = "A_log" if has_A_log else "dt_bias"
         reason = "does not read" if has_g else "has no g to apply to, and needs no"
         raise GateParameterError(gate_fn=gate_fn, problem=f"{reason} {name}")
-    # A log decay above 0 would be growth: the scale's sign is what keeps these two functions at or below 0.
-    if gate_fn == "sigmoid" and not gate_scale <= 0.0:
+    # A log decay above 0 would be growth: the scale's sign is what keeps these functions at or below 0.
+    if function.scale == "lower bound" and not gate_scale <= 0.0:
         raise GateParameterError(gate_fn=gate_fn, problem=f"gate_scale is its lower bound, <= 0; got {gate_scale}")
-    if gate_fn == "logsigmoid" and not gate_scale >= 0.0:
+    if function.scale == "factor" and not gate_scale >= 0.0:
         raise GateParameterError(gate_fn=gate_fn, problem=f"gate_scale must be >= 0, got {gate_scale}")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kdacompile.lowering.gates import GATE_FUNCTIONS
 from kdacompile.ops import definitions
-from kdacompile.ops.checks import PARAMETRIC_GATE_FNS
 from kdacompile.ops.errors import GateParameterError, OptionError, RankError, StateError
 
 DEFAULT_L2NORM_EPS = 1e-6
@@ -185,11 +185,14 @@ def _gate_kind(g: Tensor | None) -> str:
 
 def _check_gate_parameters(gate_fn: str, A_log: Tensor | None, gate_scale: float | None) -> None:
     """What the op has neutral defaults for and a person would rather be told about."""
-    if gate_fn in PARAMETRIC_GATE_FNS and A_log is None:
+    function = GATE_FUNCTIONS.get(gate_fn)
+    if function is None:
+        return  # the op says so
+    if function.parametric and A_log is None:
         raise GateParameterError(gate_fn=gate_fn, problem="A_log is missing (zeros [HV] mean a factor of 1)")
-    if gate_fn == "sigmoid" and gate_scale is None:
+    if function.scale == "lower bound" and gate_scale is None:
         raise GateParameterError(gate_fn=gate_fn, problem="gate_scale, the lower bound on the log decay, is missing")
-    if gate_scale is not None and gate_fn not in ("sigmoid", "logsigmoid"):
+    if gate_scale is not None and not function.scale:
         raise GateParameterError(gate_fn=gate_fn, problem="does not read gate_scale")
 
 

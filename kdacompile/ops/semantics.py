@@ -6,15 +6,7 @@ and the recurrence itself are :mod:`kdacompile.lowering`'s. Nothing here is in p
 and nothing reads a value on the host, so ``torch.func.vjp`` differentiates it (the backward ops do, but for the
 recurrence where there is a kernel) and CUDA graphs capture it.
 
-Gate functions, ``g`` as given to the log decay it stands for:
-
-==============  ========================================================  ===================================
-``log``         ``g``                                                     RetNet, Mamba-2, GLA with a log gate
-``factor``      ``log g``, never formed: alpha = 0 stays exact            models that multiply by alpha
-``softplus``    ``-exp(A_log) * softplus(g + dt_bias)``                   Gated DeltaNet, KDA, Mamba-2
-``sigmoid``     ``gate_scale * sigmoid(exp(A_log) * (g + dt_bias))``      KDA with a lower bound on the decay
-``logsigmoid``  ``gate_scale * logsigmoid(g)``                            GLA
-==============  ========================================================  ===================================
+The gate functions are those of the table in :mod:`kdacompile.lowering.gates`.
 """
 
 from __future__ import annotations
@@ -23,11 +15,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kdacompile import lowering
 from kdacompile.lowering.calls import Call
+from kdacompile.lowering.gates import FORMS, log_decay
 
 RECURRENT: tuple[str, ...] = ("q", "k", "v", "g", "beta", "initial_state")
 """The operands of the recurrence itself: those with a gate function or a parameter of it are applied before."""
@@ -36,22 +28,15 @@ RECURRENT: tuple[str, ...] = ("q", "k", "v", "g", "beta", "initial_state")
 def log_gate(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, *, gate: str, gate_fn: str, gate_scale: float
 ) -> Tensor:
-    """Apply the gate function; ``factor`` passes through, its logarithm is the lowering's business."""
-    if gate_fn in ("log", "factor"):
+    """The log decay that g stands for; a factor passes through, its logarithm is the lowering's business."""
+    if gate_fn in FORMS:
         return g
-    if gate_fn == "logsigmoid":
-        return gate_scale * F.logsigmoid(g)
-    if dt_bias is not None:
-        g = g + dt_bias
-    rate = None
+    rate: Tensor | float = 1.0
     if A_log is not None:
         rate = A_log.exp()
         if gate == "channel":
             rate = rate.unsqueeze(-1)  # [HV] against g's [B, T, HV, K]
-    if gate_fn == "softplus":
-        softplus = F.softplus(g)
-        return -softplus if rate is None else -rate * softplus
-    return gate_scale * torch.sigmoid(g if rate is None else rate * g)
+    return log_decay(g if dt_bias is None else g + dt_bias, rate, gate_fn, gate_scale)
 
 
 def sequence_forward(call: Call) -> tuple[Tensor, Tensor]:

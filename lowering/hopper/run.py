@@ -13,7 +13,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from ..calls import GATE_FNS, Call
+from ..calls import Call
+from ..gates import GATE_FUNCTIONS
 from ..scratch import Scratch
 from .schedules import CHUNK, WIDTHS, Schedule, padded, schedule, tile_factors, tile_rows
 
@@ -75,7 +76,7 @@ def _row(call: Call) -> str | None:
     """Whether these kernels compute this row of the family."""
     if not call.delta or call.gate not in ("channel", "token"):
         return "only the delta rule with a gate per channel or per token"
-    if call.gate_fn not in GATE_FNS:
+    if call.gate_fn not in GATE_FUNCTIONS:
         return f"no kernels with the gate function {call.gate_fn!r}"
     if not call.qk_l2norm_eps:
         return "keys are not known to be unit vectors: the inverse in fp16 could overflow"

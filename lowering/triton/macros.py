@@ -8,43 +8,18 @@
 import triton
 import triton.language as tl
 
-from .decays import exp
+from .activations import sigmoid as sigmoid  # emitted kernels import it from here
+from .gates import source
+from .load import load_source
 
-# exp() of this is exactly 0, and 64 of them still fit fp16's range of sums; a stronger log gate is the same gate.
-LOG_FLOOR: tl.constexpr = tl.constexpr(-512.0)
+_generated = load_source("gates", source())
+LOG_FLOOR, log_gate, gate_slopes = _generated.LOG_FLOOR, _generated.log_gate, _generated.gate_slopes
 
 
 @triton.jit
 def l2norm_vector(x, eps):
     """x * rsqrt(sum(x * x) + eps)."""
     return x * tl.rsqrt(tl.sum(x * x, 0) + eps)
-
-
-@triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + exp(-x))
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + exp x), linear where exp x would swallow the 1."""
-    return tl.where(x > 20.0, x, tl.log(1.0 + exp(tl.minimum(x, 20.0))))
-
-
-@triton.jit
-def log_gate(x, rate, FN: tl.constexpr, gate_scale):
-    """The log decay that x (dt_bias added) stands for; ``rate`` is exp(A_log)."""
-    if FN == "softplus":
-        x = -rate * softplus(x)
-    elif FN == "sigmoid":
-        x = gate_scale * sigmoid(rate * x)
-    elif FN == "logsigmoid":
-        x = gate_scale * (tl.minimum(x, 0.0) - tl.log(1.0 + exp(-tl.abs(x))))
-    elif FN == "factor":
-        x = tl.log(x)
-    else:
-        tl.static_assert(FN == "log")
-    return tl.where(x < LOG_FLOOR, LOG_FLOOR, x)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..gates import GATE_FUNCTIONS
 from ..ir import Op
 from .text import Lines
 from .variant import Variant
@@ -88,7 +89,7 @@ class PortText:
 
     def gate_parameters(self) -> None:
         """Load exp(A_log) and dt_bias of the head where the gate has them."""
-        if self.variant.gate_fn not in ("softplus", "sigmoid"):
+        if not GATE_FUNCTIONS[self.variant.gate_fn].parametric:
             return
         rate = "tl.exp(tl.load(A_log_ptr + head).to(tl.float32))" if self.variant.rate else "1.0"
         self.lines.add(f"rate = {rate}")
@@ -124,7 +125,7 @@ class PortText:
 
     def gate(self, x: str) -> str:
         """The gate's log decay."""
-        parametric = self.variant.gate_fn in ("softplus", "sigmoid")
+        parametric = GATE_FUNCTIONS[self.variant.gate_fn].parametric
         x = f"{x} + bias" if parametric and self.variant.bias else x
         return f'log_gate({x}, {"rate" if parametric else "1.0"}, "{self.variant.gate_fn}", gate_scale)'
 

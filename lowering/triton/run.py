@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import GATE_FNS, Call
+from ..calls import Call
+from ..gates import GATE_FUNCTIONS
 from ..scratch import Scratch
 from .configs import Config, Device, choose, padded, step_columns
 from .kernels import chunk_source
@@ -37,7 +38,7 @@ class TritonKernels:
             return "GPUs before Ampere have neither bf16 nor TF32 tensor cores"
         if call.compute_dtype not in _DTYPES:
             return f"no {call.compute_dtype} kernels"
-        if call.gate_fn not in GATE_FNS:
+        if call.gate_fn not in GATE_FUNCTIONS:
             return f"no kernels with the gate function {call.gate_fn!r}"
         if max(call.q.shape[3], call.v.shape[3]) > MAX_WIDTH:
             return f"K or V above {MAX_WIDTH}"
@@ -199,9 +200,8 @@ def _bounded_block(call: Call) -> int:
     if call.gate != "channel" or call.qk_l2norm_eps <= 0.0 or call.compute_dtype is torch.float16:
         return 1
     unknown = 0 if call.compute_dtype is torch.bfloat16 else 1
-    if call.gate_fn != "sigmoid":
-        return unknown
-    return next((block for block in (32, 16) if abs(call.gate_scale) * block / 2 <= _EXPONENT_LIMIT), unknown)
+    strongest = -GATE_FUNCTIONS[call.gate_fn].lower_bound(call.gate_scale)
+    return next((block for block in (32, 16) if strongest * block / 2 <= _EXPONENT_LIMIT), unknown)
 
 
 @cache

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering.calls import Call
+from kdacompile.lowering.gates import GATE_FUNCTIONS, log_decay, slopes
 from kdacompile.lowering.linear_attention import ROWS
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton import TritonKernels
 from kdacompile.lowering.triton import run as launch
+from kdacompile.lowering.triton.load import load_source
 from kdacompile.lowering.verify import Case, as_implementation, relative_error, verify
 from tests.lowering.planned import triton_scratch
 from tests.ops import cases
@@ -116,7 +118,43 @@ def shapes() -> None:
     assert torch.equal(KERNELS.run(call_of(case.with_tensors(**later)))[0][:, :11], o[:, :11])
 
 
+def gates() -> None:
+    """Every gate function and its derivatives in Triton, against the table's formulas in float64."""
+    from kdacompile.lowering.triton import macros
+
+    kernel = load_source("gates_probe", PROBE).probe
+    x, rate, scale = torch.linspace(-30.0, 30.0, 256), 1.3, {"lower bound": -4.0}
+    for name, function in GATE_FUNCTIONS.items():
+        at = x.sigmoid() if name == "factor" else x
+        gate_scale = scale.get(function.scale, 0.4)
+        out = [torch.full_like(x, float("nan")) for _ in range(3)]
+        kernel[(1,)](at, *out, rate, gate_scale, FN=name, N=256)
+        wide = at.double()
+        want = (log_decay(wide, rate, name, gate_scale), *slopes(wide, rate, name, gate_scale))
+        floor = float(macros.LOG_FLOOR.value)
+        check((out[0], out[1]), (want[0].clamp(min=floor), want[1]), name)
+        assert torch.allclose(out[2].double(), want[2], rtol=1e-4, atol=1e-6), name
+
+
+PROBE = """
+import triton
+import triton.language as tl
+
+from kdacompile.lowering.triton.macros import gate_slopes, log_gate
+
+
+@triton.jit
+def probe(x, d, by_x, by_rate, rate, gate_scale, FN: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = tl.load(x + i)
+    tl.store(d + i, log_gate(at, rate, FN, gate_scale))
+    first, second = gate_slopes(at, rate, FN, gate_scale)
+    tl.store(by_x + i, first)
+    tl.store(by_rate + i, second)
+"""
+
 PARTS = {
+    "gates": gates,
     "rows": rows, "preparations": preparations, "bounds": bounds, "limits": limits, "steps": steps, "shapes": shapes,
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from kdacompile.lowering.verify import relative_error
 from kdacompile.ops.fused import FusedKernels
 from kdacompile.ops.npu import prepare
 from kdacompile.patterns.recurrence.definition import token_recurrence
-from tests.ops.cases import TENSORS, Case, make_case, oracle
+from tests.ops.cases import GATE_FNS, TENSORS, Case, make_case, oracle
 
 NAMESPACE = "kdacompile_test_npu"
 
@@ -134,7 +134,7 @@ def test_emitted_kernels_take_the_rest() -> None:
     assert choose(call_of(bf16_case())) is None  # not a call on an NPU
 
 
-@pytest.mark.parametrize("gate_fn", ["log", "factor", "softplus", "sigmoid", "logsigmoid"])
+@pytest.mark.parametrize("gate_fn", GATE_FNS)
 def test_prepared_calls_mean_the_same(gate_fn: str) -> None:
     """Through the device-independent op, before and after."""
     case = make_case(gate_fn=gate_fn)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from kdacompile.lowering.calls import GATE_FNS, Call
+from kdacompile.lowering.calls import Call
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
 from kdacompile.lowering.triton import TritonKernels
 from kdacompile.lowering.triton.configs import Device, choose, step_columns
@@ -25,7 +25,6 @@ from kdacompile.lowering.triton.load import load_source
 from kdacompile.lowering.triton.placement import place
 from kdacompile.lowering.triton.step import step_source
 from kdacompile.lowering.triton.variant import Variant
-from kdacompile.ops import checks
 from tests.lowering.test_program import check_golden
 
 ROOT = Path(__file__).parents[2]
@@ -120,10 +119,6 @@ def test_what_is_declined() -> None:
     assert kernels.declines(_call(gate_fn="new")) == "no kernels with the gate function 'new'"
 
 
-def test_every_gate_function_of_the_op_has_kernels() -> None:
-    assert set(GATE_FNS) == set(checks.GATE_FNS)
-
-
 def test_a_generated_source_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KDACOMPILE_CACHE_DIR", str(tmp_path / "kernels"))
     module = load_source("probe", "answer = 42\n")
@@ -144,7 +139,7 @@ def test_a_broken_source_is_written_anew(tmp_path: Path, monkeypatch: pytest.Mon
 
 @needs_triton
 @no_interpreter
-@pytest.mark.parametrize("parts", ["rows steps shapes", "preparations bounds limits"])
+@pytest.mark.parametrize("parts", ["rows steps shapes", "preparations bounds limits gates"])
 def test_numbers_in_the_interpreter(parts: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "KDACOMPILE_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.lowering.interpreted", *parts.split()]

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kdacompile.lowering.gates import GATE_FUNCTIONS
 from kdacompile.patterns.recurrence.definition import token_recurrence
 
 GATES = ("none", "head", "token", "channel")
-GATE_FNS = ("log", "factor", "softplus", "sigmoid", "logsigmoid")
+GATE_FNS = tuple(GATE_FUNCTIONS)
 TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 
 
@@ -74,7 +75,7 @@ def make_case(
         g = -g.abs()
     if g is not None and gate_fn == "factor":
         g = torch.sigmoid(g)
-    parametric = gate != "none" and gate_fn in ("softplus", "sigmoid")
+    parametric = gate != "none" and GATE_FUNCTIONS[gate_fn].parametric
     return Case(
         {
             "q": normal(batch, length, heads, key_dim),
@@ -91,7 +92,7 @@ def make_case(
             "delta": delta,
             "gate": gate,
             "gate_fn": gate_fn,
-            "gate_scale": -2.0 if gate_fn == "sigmoid" else 0.25,
+            "gate_scale": -2.0 if GATE_FUNCTIONS[gate_fn].scale == "lower bound" else 0.25,
             "sigmoid_beta": True,
             "qk_l2norm_eps": 1e-6,
             "out_dtype": None,

@@ -1,0 +1,62 @@
+"""The table of gate functions: formulas, derivatives, bounds, and that every part of the house knows every entry.
+
+Their Triton form is run by ``interpreted.py``, their kernels by the tests that go over ``GATE_FNS``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import kdacompile.ops
+from kdacompile.lowering.gates import GATE_FUNCTIONS, log_decay, slopes
+from tests.ops.cases import decay_factor, make_case
+
+ROWS = [(name, gate) for name in GATE_FUNCTIONS for gate in ("token", "channel")]
+
+
+def arguments(name: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """x over the range that matters, a rate and a scale with the sign that the function wants."""
+    x = torch.linspace(-30.0, 30.0, 121, dtype=torch.float64)
+    gate_scale = -4.0 if GATE_FUNCTIONS[name].scale == "lower bound" else 0.4
+    return x.sigmoid() if name == "factor" else x, torch.tensor(0.3, dtype=torch.float64), gate_scale
+
+
+@pytest.mark.parametrize("name", GATE_FUNCTIONS)
+def test_derivatives(name: str) -> None:
+    x, A_log, gate_scale = arguments(name)
+    A_log = A_log.expand_as(x).clone().requires_grad_()
+    leaf = x.clone().requires_grad_()
+    d = log_decay(leaf, A_log.exp(), name, gate_scale)
+    by_x, by_rate = torch.autograd.grad(d.sum(), (leaf, A_log), allow_unused=True, materialize_grads=True)
+    have = slopes(x, A_log.detach().exp(), name, gate_scale)
+    torch.testing.assert_close(have[0], by_x)
+    torch.testing.assert_close(have[1], by_rate)
+
+
+@pytest.mark.parametrize("name", GATE_FUNCTIONS)
+def test_bounds(name: str) -> None:
+    x, A_log, gate_scale = arguments(name)
+    d = log_decay(-x.abs() if name == "log" else x, A_log.exp(), name, gate_scale)
+    low = GATE_FUNCTIONS[name].lower_bound(gate_scale)
+    assert d.max() <= 0.0 and d.min() >= low
+    assert math.isinf(low) or d.min() < 0.999 * low  # as tight as it can be
+
+
+@pytest.mark.parametrize(("name", "gate"), ROWS)
+def test_the_op_computes_it(name: str, gate: str) -> None:
+    """One token: the state is decayed by what an independent formula says."""
+    case = make_case(gate=gate, gate_fn=name, delta=False, length=1, groups=1)
+    case = case.with_tensors(k=torch.zeros_like(case.tensors["k"]))
+    _, state = case.run_step()
+    decay: Any = decay_factor(case)
+    want = case.tensors["initial_state"].double() * decay[:, 0].unsqueeze(-1)
+    torch.testing.assert_close(state.double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_people_are_told_of_every_function() -> None:
+    documented = str(kdacompile.ops.linear_attention.__doc__)
+    assert [name for name in GATE_FUNCTIONS if f'"{name}"' not in documented] == []
