@@ -11,19 +11,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph.build import Held, functional_graph
-from kdacompile.graph.ir import Graph, Op, Value, ancestors
-from kdacompile.patterns.engine.match import Fused
-from kdacompile.patterns.engine.obstacle import Obstacle
-from kdacompile.patterns.recurrence.candidates import Candidate, read_region
-from kdacompile.patterns.recurrence.regions import Group, find_groups
-from kdacompile.patterns.recurrence.roles import Hypothesis, Placement
+from kdacompile.graph.ir import Graph
 
 Sizes = dict[Any, int]
 """A value for each symbol."""
@@ -32,12 +26,6 @@ Ties = Mapping[Any, Any]
 """Symbols that have the size of another one."""
 
 NO_TIES: Ties = {}
-
-Recognise = Callable[[Graph, Candidate], "Fused | None"]
-"""Proof and absorption of a candidate, as for the captured instance."""
-
-Move = Callable[[Candidate, Graph, Graph, "list[Group]"], "Candidate | str"]
-"""A candidate of one functional graph in another (here, there, there's groups); else the reason it is not there."""
 
 FARTHEST = 4096
 """The largest number in a region's code beyond which another instance is still tried."""
@@ -59,18 +47,7 @@ class Instances:
         """Applies the canonical rules that the captured instance has seen."""
         self.held = held
         self.nodes = list(gm.graph.nodes)
-        self.known: dict[tuple[tuple[str, int], ...], tuple[Graph, list[Group]]] = {}
-
-    def disagreement(
-        self, functional: Graph, fused: Fused, recognise: Recognise, move: Move | None = None
-    ) -> str | None:
-        """Why the match does not hold at all sizes; None if it does, as far as other instances can tell.
-
-        ``move`` finds the candidate again in another functional graph.
-        """
-        return self.anywhere(
-            _nodes(fused), lambda sizes: self.compare(functional, fused, sizes, recognise, move or _moved)
-        )
+        self.known: dict[tuple[tuple[str, int], ...], Graph] = {}
 
     def anywhere(
         self, nodes: Collection[fx.Node], disagreement: Callable[[Sizes], str | None], tied: Ties = NO_TIES
@@ -102,31 +79,12 @@ class Instances:
             return str(error)
         return None
 
-    def compare(self, functional: Graph, fused: Fused, sizes: Sizes, recognise: Recognise, move: Move) -> str | None:
-        other, groups = self.at(sizes)
-        candidate = move(fused.candidate, functional, other, groups)
-        if isinstance(candidate, str):
-            return candidate
-        again = recognise(other, candidate)
-        if again is None or _claim(again) != _claim(fused) or not self.same_decay(again.decay, fused.decay):
-            return "the region computes something else at other sizes"
-        written = "*" in "".join(p.axes for p in fused.inputs.values()) or "A_log" in fused.inputs
-        if written and any(again.sizes[axis] != fused.sizes[axis] for axis in "HK"):
-            return "the number of heads or channels is not fixed"
-        return None
-
-    def same_decay(self, one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-        """Decays read off rounded tables come out slightly different at each length; others do not."""
-        if not self.held or len(one) != len(other):
-            return one == other
-        return all(math.isclose(math.log(a), math.log(b), rel_tol=1e-4) for a, b in zip(one, other, strict=True))
-
-    def at(self, sizes: Sizes) -> tuple[Graph, list[Group]]:
+    def at(self, sizes: Sizes) -> Graph:
         key = tuple(sorted((str(symbol), size) for symbol, size in sizes.items()))
         if key not in self.known:
             functional = functional_graph(self.gm, lambda size: compat.size_at(size, sizes), self.held)
             self.rewritten(functional)
-            self.known[key] = functional, find_groups(functional)
+            self.known[key] = functional
         return self.known[key]
 
 
@@ -208,71 +166,3 @@ def numbers_in(nodes: Iterable[fx.Node]) -> set[int]:
         if node.op in ("call_function", "call_method"):
             visit([*node.args, *node.kwargs.values()])
     return found
-
-
-# -- the same region in another functional graph ------------------------------------------------------------------
-
-
-def _region(fused: Fused) -> set[Op]:
-    inputs = {placement.value for placement in fused.inputs.values()}
-    return fused.candidate.ops | ancestors(fused.candidate.cut, inputs.__contains__)
-
-
-def _nodes(fused: Fused) -> set[fx.Node]:
-    """The region's Dynamo nodes and what they read: tensors, sizes and other numbers."""
-    own = {op.node for op in _region(fused) if op.node is not None}
-    own |= {placement.value.node for placement in fused.inputs.values()}
-    return own | {arg for node in own for arg in node.all_input_nodes if node.op != "placeholder"}
-
-
-def _versions(functional: Graph) -> dict[Any, list[Value]]:
-    """The values each Dynamo node stands for, in order: a buffer has one per write."""
-    found: dict[Any, list[Value]] = {}
-    made = itertools.chain(functional.inputs, (value for op in functional.ops for value in op.outs))
-    for value in sorted(made, key=lambda value: value.index):
-        if value.node is not None:
-            found.setdefault(value.node, []).append(value)
-    return found
-
-
-def _moved(candidate: Candidate, here: Graph, there: Graph, groups: list[Group]) -> Candidate | str:
-    """The candidate between the same Dynamo nodes of another instance, with the same hypothesis; else the reason."""
-    versions, others = _versions(here), _versions(there)
-
-    def move(value: Value) -> Value | None:
-        own, other = versions.get(value.node, []), others.get(value.node, [])
-        return other[own.index(value)] if value in own and len(own) == len(other) else None
-
-    cut = [move(value) for value in candidate.cut]
-    outputs = [move(value) for value in candidate.outputs]
-    if any(value is None for value in (*cut, *outputs)):
-        return "the region looks different at other sizes"
-    output, state = outputs[0], outputs[1] if len(outputs) > 1 else None
-    group = next((group for group in groups if output is not None and output.op in group.ops), None)
-    if group is None or output is None:
-        return "there is no such region at other sizes"
-    found = next(read_region(group, [value for value in cut if value is not None], output, state), None)
-    if found is None or isinstance(found, Obstacle):
-        return found.reason if found else "the roles do not fit at other sizes"
-    claims = {_claims(hypothesis) for hypothesis in candidate.hypotheses}
-    same = [hypothesis for hypothesis in found.hypotheses if _claims(hypothesis) in claims]
-    return replace(found, hypotheses=same) if same else "the roles do not fit at other sizes"
-
-
-def _role(placement: Placement | None) -> tuple[str, Any, str, bool] | None:
-    return placement and (placement.role, placement.value.node, placement.axes, placement.backwards)
-
-
-def _claims(hypothesis: Hypothesis) -> tuple[Any, ...]:
-    roles = tuple(_role(placement) for placement in hypothesis.inputs)
-    gate = hypothesis.gate_form, hypothesis.gate_rate
-    return roles, _role(hypothesis.output), _role(hypothesis.final_state), hypothesis.delta, gate
-
-
-def _claim(fused: Fused) -> tuple[Any, ...]:
-    """All that the rewrite burns into the graph."""
-    roles = {name: _role(placement) for name, placement in fused.inputs.items()}
-    ends = _role(fused.output), _role(fused.final_state)
-    options = (fused.delta, f"{fused.scale:.9g}", fused.sigmoid_beta)  # a fitted scale carries rounding
-    gate = (fused.gate, fused.gate_rate, fused.gate_fn, fused.gate_scale)
-    return roles, ends, gate, options, fused.qk_l2norm_eps, fused.mode

@@ -11,20 +11,17 @@ from torch import fx
 
 from kdacompile.graph.build import functional_graph
 from kdacompile.graph.ir import Graph, Op
-from kdacompile.patterns.recurrence.regions import Group
 from kdacompile.report.findings import Rejection
 from kdacompile.rewrite.held import Tables
 
 
 class Readings:
-    """Functional graphs of one graph by its text, and the groups in them that were rejected, with the reasons."""
+    """Functional graphs of one graph by its text, and the regions in them that were rejected, with the reasons."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
         self.graphs: dict[str, tuple[list[fx.Node], Tables, Graph]] = {}
         self.rejected: dict[AbstractSet[Op], list[Rejection]] = {}
-        self.without_attention: tuple[Graph, list[Rejection]] | None = None
-        """A functional graph that was searched for latent attention in vain, and the near misses."""
 
     def functional(self, held: Tables) -> tuple[Graph, bool]:
         """The graph as it is now; True if it is read for the first time."""
@@ -36,9 +33,9 @@ class Readings:
         self.graphs[text] = nodes, held, functional
         return functional, True
 
-    def reject(self, group: Group, reasons: list[Rejection]) -> None:
-        self.rejected[frozenset(group.ops)] = reasons
+    def reject(self, region: AbstractSet[Op], reasons: list[Rejection]) -> None:
+        self.rejected[frozenset(region)] = reasons
 
-    def reasons(self, group: Group) -> list[Rejection] | None:
-        """Why the same group of the same functional graph was rejected; None if it was not."""
-        return self.rejected.get(frozenset(group.ops))
+    def reasons(self, region: AbstractSet[Op]) -> list[Rejection] | None:
+        """Why the same region of the same functional graph was rejected; None if it was not."""
+        return self.rejected.get(frozenset(region))

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.patterns.recurrence.roles import Placement
+from kdacompile.patterns.engine.placement import Placement
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 

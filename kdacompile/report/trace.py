@@ -11,14 +11,14 @@ import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph import text
 from kdacompile.graph.ir import Graph
-from kdacompile.patterns.mla.definition import MlaCandidate
-from kdacompile.patterns.recurrence.candidates import Candidate
+from kdacompile.patterns.engine.match import Candidate
 from kdacompile.report.findings import Stage
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def canonical(graph: Graph) -> None:
     _stage("canonical", lambda: text.to_text(graph))
 
 
-def match(found: Candidate | MlaCandidate, verdict: str) -> None:
+def match(found: Candidate[Any], verdict: str) -> None:
     """A region that was put to the proof, and what came of it."""
     _stage("match", lambda: f"{verdict}\n{text.region_text(found.ops, found.cut, found.outputs)}")
 

@@ -11,37 +11,32 @@ import torch
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.graph.ir import Graph
 from kdacompile.ops.definitions import mla
-from kdacompile.patterns.mla.definition import VANISHING, Claim, FusedMla, Hiding, MlaPlacement
+from kdacompile.patterns.engine.placement import Placement
+from kdacompile.patterns.mla.definition import VANISHING, Hiding, LatentAttention
 from kdacompile.rewrite.splice import CannotSplice, Splice
 
 
-class MlaSplice(Splice):
+class MlaSplice(Splice[LatentAttention]):
     """One rewrite: ``check`` everything, then ``apply``."""
-
-    def __init__(self, gm: fx.GraphModule, functional: Graph, fused: FusedMla) -> None:
-        self.candidate = fused.candidate
-        super().__init__(gm, functional, fused)
-        self.claim: Claim = fused.claim
 
     def check_grad(self) -> None:
         super().check_grad()
-        if "block_table" in self.claim.inputs and self.records_gradient():
+        if "block_table" in self.match.binding.inputs and self.records_gradient():
             raise CannotSplice("grad", "a paged cache has no gradients")
-        added = [mask for mask in self.claim.masks if not self.is_selection(mask) and mask.fill == 0.0]
+        added = [mask for mask in self.match.binding.masks if not self.is_selection(mask) and mask.fill == 0.0]
         if self.stops_gradients and added:
             raise CannotSplice("grad", "rows may be hidden by several masks, some of which stop a gradient")
 
     def is_selection(self, mask: Hiding) -> bool:
-        return self.claim.inputs[mask.role].value.dtype is torch.bool
+        return self.match.binding.inputs[mask.role].value.dtype is torch.bool
 
     @property
     def stops_gradients(self) -> bool:
         """Whether a mask replaces scores by a finite number: a row hidden as a whole averages, and its scores, which
         are gone, get no gradient. A number added lets it through.
         """
-        finite = any(self.is_selection(mask) and math.isfinite(mask.fill) for mask in self.claim.masks)
+        finite = any(self.is_selection(mask) and math.isfinite(mask.fill) for mask in self.match.binding.masks)
         return finite and self.records_gradient()
 
     def region_nodes(self) -> set[fx.Node]:
@@ -54,18 +49,19 @@ class MlaSplice(Splice):
         writes = {write.node for write in functional.mutations if write.storage in filled}
         views = {node for node, storage in functional.storages.items() if storage in filled}
         nodes |= {node for node in writes | views if node in self.place}
-        kept = {op.node for op in self.candidate.kept}
-        kept |= {node for op in self.candidate.kept for value in op.outs for node, _ in functional.names.get(value, [])}
+        left = self.match.candidate.kept
+        kept = {op.node for op in left}
+        kept |= {node for op in left for value in op.outs for node, _ in functional.names.get(value, [])}
         buffers = {functional.storages[node] for node in kept if node in functional.storages} - {None}
         return {node for node in nodes if node not in kept and functional.storages.get(node) not in buffers}
 
     def apply(self, before: fx.Node) -> str:
         """Insert the op before ``before``, redirect the output, erase the region. Returns the op's name."""
-        claim, like = self.claim, self.fused.output.value.node
+        binding, like = self.match.binding, self.match.output.value.node
         with self.graph.inserting_before(before):
-            given = {role: self.operand(placement) for role, placement in claim.inputs.items()}
+            given = {role: self.operand(placement) for role, placement in binding.inputs.items()}
             q, q_rope = self.queries(given)
-            if claim.prefix:
+            if binding.prefix:
                 tokens = self.size(q, 1)
                 given |= {n: self.part(given[n], 1, None, tokens) for n in ("latent", "k_rope", "cache") if n in given}
             latent, k_rope = self.cache(given)
@@ -78,11 +74,11 @@ class MlaSplice(Splice):
             lengths = self.lengths(given["lengths"], q, latent, table) if "lengths" in given else None
             tensors = (q, q_rope, latent, None if q_rope is None else k_rope, w_uk, w_uv, mask, given.get("sinks"))
             dtype = compat.example_value(like).dtype
-            options: dict[str, Any] = {"scale": claim.scale, "causal": claim.causal, "form": "auto"}
+            options: dict[str, Any] = {"scale": binding.scale, "causal": binding.causal, "form": "auto"}
             # Left out where it is q's own, as for linear attention.
             options["out_dtype"] = None if dtype == compat.example_value(q).dtype else dtype
             call = self.with_meta(self.graph.call_function(mla, (*tensors, lengths, table), options), like)
-            self.redirect(self.fused.output, self.getitem(call, 0, like), like)
+            self.redirect(self.match.output, self.getitem(call, 0, like), like)
         self.erase()
         return "kdacompile::mla"
 
@@ -94,10 +90,10 @@ class MlaSplice(Splice):
 
     def queries(self, given: dict[str, fx.Node]) -> tuple[fx.Node, fx.Node | None]:
         """The plain and the rotated part of the queries."""
-        q, rope = given["q"], self.claim.sizes["D"]
+        q, rope = given["q"], self.match.binding.sizes["D"]
         if "q_rope" in given or not rope:
             return q, given.get("q_rope")
-        if self.claim.rope_first:
+        if self.match.binding.rope_first:
             return self.part(q, -1, rope, None), self.part(q, -1, None, rope)
         return self.part(q, -1, None, -rope), self.part(q, -1, -rope, None)
 
@@ -110,42 +106,42 @@ class MlaSplice(Splice):
         """The latent and the rotated key, which may be columns of one tensor."""
         if "cache" not in given:
             return given["latent"], given.get("k_rope")
-        cache, rope = given["cache"], self.claim.sizes["D"]
-        if self.claim.rope_first:
+        cache, rope = given["cache"], self.match.binding.sizes["D"]
+        if self.match.binding.rope_first:
             return self.part(cache, -1, rope, None), self.part(cache, -1, None, rope)
         return self.part(cache, -1, None, -rope), self.part(cache, -1, -rope, None)
 
     def weights(self, given: dict[str, fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
         """Views of the projection's weight: ``[H, N, R]`` and ``[H, V, R]``; none where the model absorbed them."""
-        if not self.claim.weights:
+        if not self.match.binding.weights:
             return None, None
         if "w" not in given:
             return self.per_head(given["w_k"], "N"), self.per_head(given["w_v"], "V")
-        first, second = "VN" if self.claim.values_first else "NV"
-        size = self.claim.sizes[first]
-        if self.claim.stacked:
-            size *= self.claim.sizes["H"]
+        first, second = "VN" if self.match.binding.values_first else "NV"
+        size = self.match.binding.sizes[first]
+        if self.match.binding.stacked:
+            size *= self.match.binding.sizes["H"]
             one = self.per_head(self.part(given["w"], 0, None, size), first)
             other = self.per_head(self.part(given["w"], 0, size, None), second)
         else:
             rows = self.per_head(given["w"], "NV")
             one, other = self.part(rows, 1, None, size), self.part(rows, 1, size, None)
-        return (other, one) if self.claim.values_first else (one, other)
+        return (other, one) if self.match.binding.values_first else (one, other)
 
     def per_head(self, weight: fx.Node, axes: str) -> fx.Node:
         """A weight with a dimension for its heads; each has as many rows as the axes say."""
         if compat.example_value(weight).dim() == 3:
             return weight
-        rows = sum(self.claim.sizes[axis] for axis in axes)
-        return self.method(weight, "unflatten", 0, (self.claim.sizes["H"], rows))
+        rows = sum(self.match.binding.sizes[axis] for axis in axes)
+        return self.method(weight, "unflatten", 0, (self.match.binding.sizes["H"], rows))
 
-    def operand(self, placement: MlaPlacement) -> fx.Node:
+    def operand(self, placement: Placement) -> fx.Node:
         """The tensor of a role in the role's own order."""
         if placement.role == "block_table":
             return placement.value.node
         if placement.role == "lengths" and "T" in placement.axes:  # one a query: the last one's counts
             node = self.method(placement.value.node, "narrow", placement.axes.index("T"), -1, 1)
-            for name, args in replace(placement, axes=placement.axes.replace("T", ".")).steps(self.claim.sizes):
+            for name, args in replace(placement, axes=placement.axes.replace("T", ".")).steps(self.match.binding.sizes):
                 node = self.method(node, name, *args)
             return node
         node = self.canonical(placement)
@@ -155,9 +151,9 @@ class MlaSplice(Splice):
 
     def block_table(self, node: fx.Node, q: fx.Node, latent: fx.Node) -> fx.Node:
         """``[B, pages]``, all entries counted from the pool's front."""
-        if self.claim.inputs["block_table"].axes != "BM":
+        if self.match.binding.inputs["block_table"].axes != "BM":
             node = self.method(node, "reshape", self.size(q, 0), -1)
-        if not self.claim.wraps:
+        if not self.match.binding.wraps:
             return node
         below = self.method(node, "lt", 0)
         counted = self.method(node, "add", self.size(latent, 0))
@@ -168,8 +164,8 @@ class MlaSplice(Splice):
 
         Written out where one number counts for all: the compiler does that beside the clamp, the op at every call.
         """
-        if self.claim.lengths_plus:
-            node = self.method(node, "add", self.claim.lengths_plus)
+        if self.match.binding.lengths_plus:
+            node = self.method(node, "add", self.match.binding.lengths_plus)
         held = self.size(latent, 1)
         if table is not None:
             pages = self.size(table, 1)
@@ -189,7 +185,7 @@ class MlaSplice(Splice):
         Where the model gives hidden scores a finite number, a row hidden as a whole averages over those of the highest
         number; so it does with that number added, if it is so low that the scores are lost beside it.
         """
-        masks = self.claim.masks
+        masks = self.match.binding.masks
         if not masks:
             return None
         first, wide = given[masks[0].role], torch.float64 if dtype is torch.float64 else torch.float32

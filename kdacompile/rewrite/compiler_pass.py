@@ -70,7 +70,7 @@ def rewrite(
     if search.has_recurrence or search.has_attention:
         with compat.no_python_dispatcher(), compat.no_saved_tensors_hooks():
             helps = search.has_recurrence and may_help(gm.graph)
-            search.recurrence.inside = not helps
+            search.context.inside = not helps
             search.run()
             if helps and search.wanting:
                 search = _again(settings, search)

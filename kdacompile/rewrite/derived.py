@@ -7,7 +7,7 @@ from it are computed after the op, and their readers read them there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Derived:
     """The results of one splice, and what follows from each of them."""
 
-    def __init__(self, splice: Splice, results: list[Value]) -> None:
+    def __init__(self, splice: Splice[Any], results: list[Value]) -> None:
         self.splice = splice
         self.calls: NewCalls = splice.functional.calls or NewCalls()
         self.copies: dict[fx.Node, fx.Node] = {}
@@ -39,7 +39,7 @@ class Derived:
         stack, seen = [result], {result}
         while stack:
             for op in stack.pop().users:
-                if op not in self.splice.fused.candidate.ops and self.calls.owns(op.node):
+                if op not in self.splice.match.candidate.ops and self.calls.owns(op.node):
                     found.update(value for value in op.outs if self.splice.names(value))
                     stack += [value for value in op.outs if value not in seen]
                     seen.update(op.outs)
@@ -55,7 +55,7 @@ class Derived:
         values = [value for value in self.values if self.definition(value) is not None]
         if not values:
             return set()
-        read = [placement.value.node for placement in splice.fused.inputs.values()]
+        read = [placement.value.node for placement in splice.match.inputs.values()]
         kept = {source for node in read for source in self.calls.sources(node)}
         kept |= {source for value in values for source in self.sources(value)}
         dying = {node for node in names if names[node] in values}

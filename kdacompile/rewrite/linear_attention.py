@@ -11,22 +11,20 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.graph import gradient
 from kdacompile.ops.definitions import linear_attention, linear_attention_step, linear_attention_step_
-from kdacompile.patterns.engine.match import Fused
-from kdacompile.patterns.recurrence.roles import AXES, Placement
+from kdacompile.patterns.engine.placement import Placement
+from kdacompile.patterns.recurrence.roles import AXES, Recurrence
 from kdacompile.rewrite.splice import Splice
 
 
-class LinearAttentionSplice(Splice):
+class LinearAttentionSplice(Splice[Recurrence]):
     """One rewrite: ``check`` everything, then ``apply``."""
-
-    fused: Fused
 
     def apply(self, before: fx.Node) -> str:
         """Insert the op before ``before``, redirect the outputs, erase the region. Returns the op's name."""
-        fused, like = self.fused, self.fused.output.value.node
+        match, like = self.match, self.match.output.value.node
         with self.graph.inserting_before(before):
-            v = self.canonical(fused.inputs["v"])
-            others = {role: placement for role, placement in fused.inputs.items() if role != "v"}
+            v = self.canonical(match.inputs["v"])
+            others = {role: placement for role, placement in match.inputs.items() if role != "v"}
             args: dict[str, fx.Node | None] = {role: self.canonical(item) for role, item in others.items()}
             args["v"] = v
             args["g"] = self.gate(args.get("g"), args.pop("rate", None), v)
@@ -35,10 +33,10 @@ class LinearAttentionSplice(Splice):
             args.update(self.gate_parameters(args))
             if self.overwrites_cache(before):
                 call = self.call_in_place(args, like)
-                self.redirect(fused.output, call, like)
+                self.redirect(match.output, call, like)
             else:
                 call = self.call_op(args, like)
-                self.redirect(fused.output, self.getitem(call, 0, like), like)
+                self.redirect(match.output, self.getitem(call, 0, like), like)
                 if self.final is not None:
                     self.place_state(self.getitem(call, 1, like), self.final)
         self.erase()
@@ -46,7 +44,7 @@ class LinearAttentionSplice(Splice):
 
     def canonical(self, placement: Placement) -> fx.Node:
         node = super().canonical(placement)
-        return self.method(node, "to", torch.float32) if placement.role in self.fused.upcast else node
+        return self.method(node, "to", torch.float32) if placement.role in self.match.upcast else node
 
     def expanded(self, node: fx.Node, like: fx.Node, axes: str) -> fx.Node:
         """Broadcast size-one dimensions of a gate or beta to v's batch, tokens and heads."""
@@ -59,33 +57,33 @@ class LinearAttentionSplice(Splice):
         return node if all(w == -1 or w == 1 for w in wanted) else self.method(node, "expand", *wanted)
 
     def gate(self, node: fx.Node | None, rate: fx.Node | None, v: fx.Node) -> fx.Node | None:
-        fused = self.fused
+        match = self.match
         if node is not None and rate is not None:
             rate = self.method(rate, "unsqueeze", -1)
             node = self.with_meta(self.graph.call_function(operator.mul, (node, rate)), v)
-        if fused.decay:
+        if match.binding.decay:
             device = compat.example_value(v).device
-            logs = torch.tensor(fused.decay, dtype=torch.float64).log().tolist()
+            logs = torch.tensor(match.binding.decay, dtype=torch.float64).log().tolist()
             new = self.graph.call_function(torch.tensor, (logs,), {"dtype": torch.float32, "device": device})
             return self.with_meta(new, v)
         if node is None:
             return None
         node = self.in_unit(node)
-        if fused.gate == "head":  # [1, 1, H, 1]
+        if match.binding.gate == "head":  # [1, 1, H, 1]
             node = self.expanded(node, v, "..H.")
             return self.method(node, "flatten")
         node = self.expanded(node, v, "BTHK")
-        return self.method(node, "squeeze", 3) if fused.gate == "token" and _rank(node) == 4 else node
+        return self.method(node, "squeeze", 3) if match.binding.gate == "token" and _rank(node) == 4 else node
 
     def in_unit(self, node: fx.Node) -> fx.Node:
         """The log gate from a tensor that holds it with another sign or to another base."""
-        if self.fused.gate_rate == 1.0:
+        if self.match.binding.gate_rate == 1.0:
             return node
-        if self.fused.gate_rate == -1.0:
+        if self.match.binding.gate_rate == -1.0:
             return self.method(node, "neg")
         if compat.example_value(node).dtype.itemsize < 4:  # the product is not rounded again
             node = self.method(node, "to", torch.float32)
-        return self.method(node, "mul", self.fused.gate_rate)
+        return self.method(node, "mul", self.match.binding.gate_rate)
 
     def full_beta(self, node: fx.Node | None, v: fx.Node) -> fx.Node | None:
         return None if node is None else self.expanded(node, v, "BTH")
@@ -96,13 +94,13 @@ class LinearAttentionSplice(Splice):
 
     def overwrites_cache(self, before: fx.Node) -> bool:
         """True if the step's only use of the new state is to overwrite the old one: then it can be done in place."""
-        state = self.fused.inputs.get("initial_state")
-        if state is None or self.final is None or self.fused.mode != "step" or self.records_gradient():
+        state = self.match.inputs.get("initial_state")
+        if state is None or self.final is None or self.match.mode != "step" or self.records_gradient():
             return False
         cache = state.value.node
-        if state.role in self.fused.upcast or gradient.wants_gradient(cache):
+        if state.role in self.match.upcast or gradient.wants_gradient(cache):
             return False
-        is_view = all(name == "permute" for name, _ in state.steps(self.fused.sizes))  # Mamba-2's has V before K
+        is_view = all(name == "permute" for name, _ in state.steps(self.match.sizes))  # Mamba-2's has V before K
         if not is_view or self.final.axes != state.axes or cache.op != "placeholder":
             return False
         if self.state_in_place:
@@ -127,12 +125,12 @@ class LinearAttentionSplice(Splice):
 
     def gate_parameters(self, args: dict[str, Any]) -> dict[str, fx.Node]:
         """A_log as [H] and dt_bias as [H] or, for a gate per channel, [H, K]."""
-        sizes, found = self.fused.sizes, {}
+        sizes, found = self.match.sizes, {}
         if "A_log" in args:
             found["A_log"] = self.method(args["A_log"], "expand", sizes["H"])
         if "dt_bias" in args:
             bias = args["dt_bias"]
-            per_channel = self.fused.gate == "channel"
+            per_channel = self.match.binding.gate == "channel"
             bias = bias if per_channel else self.method(bias, "squeeze", 1)
             found["dt_bias"] = self.method(
                 bias, "expand", *((sizes["H"], sizes["K"]) if per_channel else (sizes["H"],))
@@ -140,31 +138,31 @@ class LinearAttentionSplice(Splice):
         return found
 
     def call_op(self, args: dict[str, Any], like: fx.Node) -> fx.Node:
-        fused = self.fused
+        match = self.match
         tensors = [args.get(name) for name in ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")]
         options = self.options(like)
-        if fused.mode == "step":
+        if match.mode == "step":
             call = self.graph.call_function(linear_attention_step, tuple(tensors), options)
         else:
             options["chunk_size"] = 0
-            layout = self.memory_order(fused.output, compat.example_value(like))
+            layout = self.memory_order(match.output, compat.example_value(like))
             if self.keep_strides and layout != AXES["o"]:
                 options["o_layout"] = layout
             call = self.graph.call_function(linear_attention, (*tensors, None), options)
-        call.meta[compat.ABSORBED] = fused.absorbed
+        call.meta[compat.ABSORBED] = match.absorbed
         return self.with_meta(call, like)
 
     def options(self, like: fx.Node) -> dict[str, Any]:
-        fused, dtype = self.fused, compat.example_value(like).dtype
-        given = torch.float32 if "v" in fused.upcast else compat.example_value(fused.inputs["v"].value.node).dtype
+        match, dtype = self.match, compat.example_value(like).dtype
+        given = torch.float32 if "v" in match.upcast else compat.example_value(match.inputs["v"].value.node).dtype
         return {
-            "scale": fused.scale,
-            "delta": fused.delta,
-            "gate": fused.gate,
-            "gate_fn": fused.gate_fn,
-            "gate_scale": fused.gate_scale,
-            "sigmoid_beta": fused.sigmoid_beta,
-            "qk_l2norm_eps": fused.qk_l2norm_eps,
+            "scale": match.binding.scale,
+            "delta": match.binding.delta,
+            "gate": match.binding.gate,
+            "gate_fn": match.binding.gate_fn,
+            "gate_scale": match.binding.gate_scale,
+            "sigmoid_beta": match.binding.sigmoid_beta,
+            "qk_l2norm_eps": match.binding.qk_l2norm_eps,
             # Left out where it is v's own: AOTInductor of torch 2.11 hands dtypes to Python ops under the wrong number.
             "out_dtype": None if dtype == given else dtype,
         }

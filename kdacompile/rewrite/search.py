@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,13 +13,19 @@ from kdacompile.graph.edit import NewCalls
 from kdacompile.graph.ir import Graph
 from kdacompile.graph.readings import Readings
 from kdacompile.patterns import canonical
+from kdacompile.patterns.mla.spec import LATENT_ATTENTION
+from kdacompile.patterns.recurrence.calls import CALLS
+from kdacompile.patterns.recurrence.spec import RECURRENCE
 from kdacompile.report import trace
 from kdacompile.report.findings import GraphReport, Rejection
 from kdacompile.report.source import first_own_line, source_of
+from kdacompile.rewrite.attention import MlaSplice
 from kdacompile.rewrite.held import Tables
-from kdacompile.rewrite.mla_pass import MlaWork
-from kdacompile.rewrite.recurrence_pass import RecurrenceWork
+from kdacompile.rewrite.linear_attention import LinearAttentionSplice
+from kdacompile.rewrite.matching import Context, Matching
 from kdacompile.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 class Search:
@@ -36,8 +43,11 @@ class Search:
         self.nodes = len(gm.graph.nodes)
         self.has_recurrence = prefilter.may_have_recurrence(gm.graph) or any(map(compat.is_own_op, gm.graph.nodes))
         self.has_attention = not trial and prefilter.may_have_attention(gm.graph)  # what is lifted is a recurrence
-        self.recurrence = RecurrenceWork(readings, settings, self.timed, trial=trial)
-        self.attention = MlaWork(gm, settings, self.recurrence.instances, self.timed)
+        self.context = Context(readings, settings, self.timed, trial=trial)
+        self.recurrence = Matching(RECURRENCE, LinearAttentionSplice, self.context)
+        self.calls = Matching(CALLS, LinearAttentionSplice, self.context)
+        """Ops that were there already: what they absorb is told of nobody."""
+        self.attention = Matching(LATENT_ATTENTION, MlaSplice, self.context)
 
     @contextmanager
     def timed(self, phase: str) -> Generator[None]:
@@ -72,7 +82,7 @@ class Search:
     @property
     def found(self) -> bool:
         """True if the graph was rewritten."""
-        return bool(self.recurrence.matches or self.attention.matches or self.recurrence.changed)
+        return bool(self.recurrence.matches or self.attention.matches or self.calls.matches)
 
     @property
     def wanting(self) -> bool:
@@ -86,19 +96,22 @@ class Search:
         functional = self.read()
         if self.shares_memory(functional):
             return
-        if self.has_attention and not self.recurrence.held:
-            self.find_attention(functional)
+        if self.has_attention and not self.context.held:
+            self.attention.run(functional, self.read)
         if not self.has_recurrence:
             return
         if self.attention.matches:
             functional = self.read()
         functional = self.recurrence.run(functional, self.read)
+        self.calls.run(functional, self.read)
+        for rejection in self.calls.rejections:
+            log.info("nothing above an op is absorbed: %s", rejection)
         if not (self.attention.matches or self.attention.rejections):
             self.recurrence.reject_blocked(functional)
 
     def canonicalise(self, rule: canonical.Rule) -> None:
         """Search once more with ``rule`` applied to the functional graph, where that changes it."""
-        self.recurrence.hold({})
+        self.context.hold({})
         functional = self.read()
         calls = functional.calls or NewCalls()
         rules = [*self.applied, rule] if functional.calls else [rule]
@@ -108,18 +121,9 @@ class Search:
         trace.canonical(functional)
         graph = self.gm.graph
         self.applied = rules
-        self.recurrence.instances.rewritten = lambda other: canonical.apply(rules, other, calls, graph)
+        self.context.instances.rewritten = lambda other: canonical.apply(rules, other, calls, graph)
         self.recurrence.missed = False
         self.search()
-
-    def find_attention(self, functional: Graph) -> None:
-        known = self.readings.without_attention
-        if known is not None and known[0] is functional:
-            self.attention.rejections = known[1]
-            return
-        self.attention.run(functional)
-        if not self.attention.matches:
-            self.readings.without_attention = functional, self.attention.rejections
 
     def shares_memory(self, functional: Graph) -> bool:
         """True, with a rejection, if the graph overwrites what another of its inputs reads."""
@@ -133,7 +137,7 @@ class Search:
 
     def read(self) -> Graph:
         with self.timed("functional"):
-            functional, news = self.readings.functional(self.recurrence.held)
+            functional, news = self.readings.functional(self.context.held)
         if news:
             trace.functional(functional)
         return functional
@@ -142,7 +146,7 @@ class Search:
         """Once more with the values of tables, for what does not hold without them."""
         without = self.recurrence.rejections
         matched = len(self.recurrence.matches)
-        self.recurrence.hold(self.tables)
+        self.context.hold(self.tables)
         self.search()
         if len(self.recurrence.matches) == matched:
             self.recurrence.rejections = without

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import fx
@@ -18,9 +18,8 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.graph import gradient
 from kdacompile.graph.ir import Graph, Value, ancestors
-from kdacompile.patterns.engine.match import Fused
-from kdacompile.patterns.mla.definition import FusedMla
-from kdacompile.patterns.recurrence.roles import Placement
+from kdacompile.patterns.engine.match import B, Match
+from kdacompile.patterns.engine.placement import Placement
 from kdacompile.rewrite.derived import Derived
 
 
@@ -33,29 +32,27 @@ class CannotSplice(Exception):
         self.reason = reason
 
 
-class Splice:
+class Splice(Generic[B]):
     """One rewrite: ``check`` everything, then (in a subclass) insert the op, ``redirect`` its results and ``erase``."""
 
-    def __init__(
-        self, gm: fx.GraphModule, functional: Graph, fused: Fused | FusedMla, *, keep_strides: bool = True
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, functional: Graph, match: Match[B], *, keep_strides: bool = True) -> None:
         self.gm = gm
         self.keep_strides = keep_strides
         self.graph = gm.graph
         self.functional = functional
-        self.fused = fused
+        self.match = match
         self.place = {node: index for index, node in enumerate(self.graph.nodes)}
         self.timeline = _timeline(functional, self.place)
         self.dying = self.region_nodes()
         self.zones = gradient.zones(gm.graph)
         self.detached = False
         """No result of the region wants a gradient although an input does: the op gets its inputs detached."""
-        self.final = fused.final_state
+        self.final = match.final_state
         buffer = (
             functional.written[self.final.value][0] if self.final and self.final.value in functional.written else None
         )
         self.state_in_place = self.final is not None and self.final.value.node is buffer
-        results = [fused.output, self.final] if self.final and not self.state_in_place else [fused.output]
+        results = [match.output] if self.state_in_place else match.binding.ends
         self.derived = Derived(self, [placement.value for placement in results])
         self.redirected = self.derived.values
         self.dying |= self.derived.replaced()
@@ -66,7 +63,7 @@ class Splice:
         """Nodes whose work the op takes over, with those that only pass a value of the region on (a cast to its own
         dtype).
         """
-        ops = self.fused.candidate.ops
+        ops = self.match.candidate.ops
         nodes = {op.node for op in ops}
         writes = {mutation.node for mutation in self.functional.mutations}
         names = {node for op in ops for value in op.outs for node, _ in self.functional.names.get(value, [])}
@@ -84,10 +81,14 @@ class Splice:
         return self.timeline[index - 1][1] if index else -1
 
     # -- checks ---------------------------------------------------------------------------------------------------
+    def apply(self, before: fx.Node) -> str:
+        """Insert the op before ``before``, redirect its results, erase the region. Returns the op's name."""
+        raise NotImplementedError
+
     def check(self) -> fx.Node:
         """The node to insert before; raises ``CannotSplice``."""
         self.check_grad()
-        read = [placement.value.node for placement in self.fused.inputs.values()]
+        read = [placement.value.node for placement in self.match.inputs.values()]
         inputs = [source for node in read for source in self.derived.calls.sources(node)]
         if any(node not in self.place for node in inputs):
             raise CannotSplice("overlap", "an input was rewritten by an earlier match")
@@ -156,15 +157,15 @@ class Splice:
 
     def check_grad(self) -> None:
         """Gradients must get through the region everywhere or nowhere; then ``detached`` says which."""
-        if not any(gradient.wants_gradient(placement.value.node) for placement in self.fused.inputs.values()):
+        if not any(gradient.wants_gradient(placement.value.node) for placement in self.match.inputs.values()):
             return
-        results = [self.fused.output, self.final] if self.final else [self.fused.output]
+        results = self.match.binding.ends
         self.detached = not any(gradient.wants_gradient(placement.value.node) for placement in results)
         if self.detached:
             return
         writes = [m.node for m in self.functional.mutations if m.node in self.dying]
-        inputs = {placement.value for placement in self.fused.inputs.values()}
-        ops = self.fused.candidate.ops | ancestors(self.fused.candidate.cut, inputs.__contains__)
+        inputs = {placement.value for placement in self.match.inputs.values()}
+        ops = self.match.candidate.ops | ancestors(self.match.candidate.cut, inputs.__contains__)
         cut = gradient.is_cut(ops, inputs, self.functional.names)
         if cut or not all(self.zones[node][0] for node in writes):
             raise CannotSplice("grad", "gradients are cut in part of the region")
@@ -210,7 +211,7 @@ class Splice:
 
     def check_inputs(self, before: int) -> None:
         """Every input must still hold, where the op is inserted, what it held when the region read it."""
-        for placement in self.fused.inputs.values():
+        for placement in self.match.inputs.values():
             node = placement.value.node
             made = self.place[node] if placement.value.op is None else self.now(placement.value.op.position)
             for mutation in self.functional.mutations:
@@ -260,7 +261,7 @@ class Splice:
     # -- the new nodes --------------------------------------------------------------------------------------------
     def method(self, node: fx.Node, name: str, *args: Any, **kwargs: Any) -> fx.Node:
         new = self.graph.call_method(name, (node, *args), kwargs)
-        return self.with_meta(new, self.fused.output.value.node)
+        return self.with_meta(new, self.match.output.value.node)
 
     def with_meta(self, new: fx.Node, like: fx.Node) -> fx.Node:
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
@@ -275,7 +276,7 @@ class Splice:
             node = self.method(node, "detach")
         elif self.records_gradient() and self.is_overwritten(node):
             node = self.method(node, "clone")  # autograd keeps what the op reads
-        for name, args in placement.steps(self.fused.sizes):
+        for name, args in placement.steps(self.match.sizes):
             node = self.method(node, name, *args)
         return node
 
@@ -290,7 +291,7 @@ class Splice:
 
     def records_gradient(self) -> bool:
         """True if autograd sees the op. Parameters want a gradient in inference too, where nothing is recorded."""
-        inputs = self.fused.inputs.values()
+        inputs = self.match.inputs.values()
         return not self.detached and any(gradient.wants_gradient(placement.value.node) for placement in inputs)
 
     def getitem(self, call: fx.Node, index: int, like: fx.Node) -> fx.Node:
@@ -338,8 +339,8 @@ class Splice:
 
     def absorbed_nodes(self) -> set[fx.Node]:
         """Nodes between the op's inputs and the region."""
-        inputs = {placement.value for placement in self.fused.inputs.values()}
-        ops = ancestors(self.fused.candidate.cut, inputs.__contains__)
+        inputs = {placement.value for placement in self.match.inputs.values()}
+        ops = ancestors(self.match.candidate.cut, inputs.__contains__)
         nodes = {op.node for op in ops}
         return {node for node in nodes if node in self.place and node.op in ("call_function", "call_method")}
 

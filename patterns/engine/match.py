@@ -1,66 +1,187 @@
-"""A proven region, with everything upstream that the semantic op takes over: what the rewrite needs to know."""
+"""What the engine hands from stage to stage, whatever the pattern.
+
+A *candidate* is a region of the functional graph with the *bindings* it may have: who is who of what enters and leaves
+it. The check turns it into a *verdict*. A binding that holds, with what stands upstream and is taken over, is a
+*match*. What forbids one is an *obstacle*.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, TypeVar
 
-from kdacompile.patterns.recurrence.candidates import Candidate
-from kdacompile.patterns.recurrence.family import Pattern, pattern_of
-from kdacompile.patterns.recurrence.roles import Hypothesis, Placement
+from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.placement import Placement
+
+Code = Literal[
+    "alias",  # a buffer or a view of the region is read or written elsewhere
+    "bias",  # the projection that expands the latent has one
+    "constant",  # a number is added that probes could miss
+    "disabled",  # switched off by kda.disable
+    "dropout",  # active on the attention weights
+    "dynamic",  # it does not hold at all sizes that the graph allows
+    "escape",  # a value within the region is read outside it
+    "expanded_cache",  # keys and values are cached one by one
+    "grad",  # gradients get through part of the region only
+    "half_absorbed",  # weights are absorbed by hand on one side
+    "mask",  # a mask is not understood
+    "mutation",  # an input is overwritten before the result is used
+    "operator",  # an operator stands in the way
+    "order",  # a result is used before all inputs exist
+    "overlap",  # an input was rewritten by an earlier match
+    "per_head_rope",  # every head has a rotated key of its own
+    "proof",  # it does not compute the same numbers
+    "roles",  # what enters and leaves does not fit
+    "rounding",  # it rounds between its steps
+    "scores",  # something stands between the scores and the softmax
+    "subclass",  # inputs are tensor subclasses
+    "transform",  # it runs under torch.func
+    "weights",  # the attention weights are used elsewhere
+]
+"""The kinds of reasons for which a region is left alone."""
 
 
 @dataclass(frozen=True)
-class Fused:
-    """Arguments of the semantic op, as placements in the functional graph and plain numbers."""
+class Obstacle:
+    """Why a region was left alone: ``code`` for machines, ``reason`` for people, ``op`` where it stands."""
 
-    candidate: Candidate
+    code: Code
+    reason: str
+    op: Op | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """Who is who in a region: the claim that it is the pattern, with these tensors in these roles."""
+
     inputs: dict[str, Placement]
     output: Placement
-    final_state: Placement | None
+    final_state: Placement | None = None
     sizes: dict[str, int]
-    gate: str
-    delta: bool
-    scale: float
+    """The size behind every axis."""
+    scale: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The pattern's name, as reports and settings have it."""
+        raise NotImplementedError
+
+    @property
+    def ends(self) -> list[Placement]:
+        return [self.output] if self.final_state is None else [self.output, self.final_state]
+
+    def with_(self: B, **changes: Any) -> B:
+        return replace(self, **changes)
+
+    def moved(self: B, swap: dict[Value, Value]) -> B:
+        """The same claim about the values of a region like this one."""
+
+        def move(placement: Placement) -> Placement:
+            return replace(placement, value=swap[placement.value])
+
+        return self.with_(
+            inputs={role: move(placement) for role, placement in self.inputs.items()},
+            output=move(self.output),
+            final_state=move(self.final_state) if self.final_state else None,
+        )
+
+    def assignment(self) -> tuple[object, ...]:
+        """Who is who as it was claimed, comparable between instances of one graph at other sizes."""
+        inputs = {role: placement.key() for role, placement in self.inputs.items()}
+        return inputs, [placement.key() for placement in self.ends]
+
+    def key(self) -> tuple[object, ...]:
+        """All that a rewrite burns into the graph, comparable in the same way."""
+        raise NotImplementedError
+
+    def same_as(self, other: Binding) -> bool:
+        """Whether the same rewrite is right at the sizes of both."""
+        return self.key() == other.key()
+
+    def form(self) -> str:
+        """The claim without the graph it is made about."""
+        fields = {name: item for name, item in vars(self).items() if name not in ("inputs", "output", "final_state")}
+        axes = [(placement.role, placement.axes) for placement in (*self.inputs.values(), *self.ends)]
+        return f"{axes}{fields}"
+
+
+B = TypeVar("B", bound=Binding)
+
+
+@dataclass
+class Candidate(Generic[B]):
+    """A region between ``cut`` and ``outputs`` (the result first), with every binding it may have."""
+
+    anchor: Op
+    """An operator of the region's heart: where reports say it stands."""
+    ops: set[Op]
+    cut: list[Value]
+    outputs: list[Value]
+    bindings: Iterable[B]
+    """A list, or found one by one as they are asked for."""
+    core: set[Op] = field(default_factory=set[Op])
+    """What surely belongs to the region."""
+    duplicates: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    """Values of the cut that are the same by construction as another one, which has the role."""
+    kept: set[Op] = field(default_factory=set[Op])
+    """Operators of the region whose results are needed outside it as well."""
+
+    @property
+    def output(self) -> Value:
+        return self.outputs[0]
+
+
+@dataclass(frozen=True)
+class Verdict(Generic[B]):
+    """A binding that holds with the largest error met, or the reason why none does."""
+
+    binding: B | None
     max_error: float
-    gate_rate: float = 1.0
-    """What the gate is multiplied by before the op gets it."""
-    gate_fn: str = "log"
-    gate_scale: float = 1.0
-    sigmoid_beta: bool = False
-    qk_l2norm_eps: float = 0.0
-    decay: tuple[float, ...] = ()
-    absorbed: tuple[str, ...] = field(default=())
+    reason: str = ""
+    probes: int = 0
+
+
+@dataclass(frozen=True)
+class Match(Generic[B]):
+    """A binding that holds: what the rewrite needs to know."""
+
+    candidate: Candidate[B]
+    checked: B
+    """The binding as it was checked."""
+    binding: B
+    """The same, moved up to what the op takes."""
+    max_error: float
+    absorbed: tuple[str, ...] = ()
+    """What stands upstream and is taken over."""
     upcast: frozenset[str] = frozenset()
     """Roles whose half-precision tensors the op gets in float32, where the model's own upcasts are to be kept."""
 
     @property
-    def pattern(self) -> Pattern:
-        return pattern_of(self.gate, delta=self.delta)
+    def inputs(self) -> dict[str, Placement]:
+        return self.binding.inputs
+
+    @property
+    def output(self) -> Placement:
+        return self.binding.output
+
+    @property
+    def final_state(self) -> Placement | None:
+        return self.binding.final_state
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return self.binding.sizes
 
     @property
     def mode(self) -> str:
         return "step" if self.sizes["T"] == 1 else "sequence"
 
-    def taking(self, what: str, inputs: dict[str, Placement], **changes: object) -> Fused:
-        """This, with ``what`` absorbed: roles moved to ``inputs`` and options changed."""
+    def moved_up(self, inputs: dict[str, Placement], **options: Any) -> Match[B]:
+        """This, with roles moved to ``inputs`` and options of the binding changed."""
+        return replace(self, binding=self.binding.with_(inputs={**self.inputs, **inputs}, **options))
+
+    def taking(self, what: str, inputs: dict[str, Placement], **options: Any) -> Match[B]:
+        """This, with ``what`` absorbed."""
         absorbed = self.absorbed if what in self.absorbed else (*self.absorbed, what)
-        return replace(self, inputs={**self.inputs, **inputs}, absorbed=absorbed, **changes)  # type: ignore[arg-type]
-
-
-def from_hypothesis(candidate: Candidate, proven: Hypothesis, max_error: float) -> Fused:
-    """The match before anything upstream is absorbed."""
-    gate = proven.gate
-    return Fused(
-        candidate=candidate,
-        inputs={placement.role: placement for placement in proven.inputs},
-        output=proven.output,
-        final_state=proven.final_state,
-        sizes=proven.sizes,
-        gate=gate,
-        delta=proven.delta,
-        scale=proven.scale,
-        max_error=max_error,
-        gate_rate=proven.gate_rate,
-        gate_fn="factor" if gate != "none" and not proven.decay and proven.gate_form == "factor" else "log",
-        decay=proven.decay,
-    )
+        return replace(self.moved_up(inputs, **options), absorbed=absorbed)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Value, map_values
-from kdacompile.patterns.mla.definition import MlaCandidate
-from kdacompile.patterns.recurrence.candidates import Candidate
-from kdacompile.patterns.recurrence.proof import Verdict, prove
-from kdacompile.patterns.recurrence.roles import Placement
+from kdacompile.patterns.engine.match import B, Candidate, Verdict
 
 
-def structural_hash(candidate: Candidate | MlaCandidate) -> str:
+def structural_hash(candidate: Candidate[Any]) -> str:
     """The same for regions that differ only in which tensors of the model they read."""
     numbers: dict[Value, str] = {value: f"in{i}" for i, value in enumerate(candidate.cut)}
     digest = hashlib.sha256()
@@ -43,29 +43,22 @@ def _bytes(data: Tensor) -> bytes:
     return data.flatten().view(torch.uint8).numpy().tobytes()
 
 
-class Verdicts:
-    """Verdicts of this process, by structure: the layers of a model share one."""
+class Verdicts(Generic[B]):
+    """Verdicts of this process, by structure; ``check`` finds the binding that holds."""
 
-    def __init__(self) -> None:
-        self.known: dict[tuple[str, bool], tuple[Verdict, list[Value]]] = {}
+    def __init__(self, check: Callable[..., Verdict[B]]) -> None:
+        self.check = check
+        self.known: dict[tuple[object, ...], tuple[Verdict[B], list[Value]]] = {}
 
-    def __call__(self, candidate: Candidate, *, wide: bool = False) -> Verdict:
-        key = structural_hash(candidate), wide
+    def __call__(self, candidate: Candidate[B], *, wide: bool = False) -> Verdict[B]:
+        bindings = candidate.bindings  # those that are looked for when they are asked for follow from the structure
+        forms = tuple(binding.form() for binding in bindings) if isinstance(bindings, list) else ()
+        duplicates = tuple(map(candidate.cut.index, chain.from_iterable(candidate.duplicates.items())))
+        key = structural_hash(candidate), forms, duplicates, wide
         values = [*candidate.cut, *candidate.outputs]
         if key not in self.known:
-            self.known[key] = prove(candidate, wide=wide), values
+            self.known[key] = self.check(candidate, wide=wide), values
         verdict, theirs = self.known[key]
-        if verdict.hypothesis is None or theirs is values:
+        if verdict.binding is None or theirs is values:
             return verdict
-        swap = dict(zip(theirs, values, strict=True))
-        hypothesis = verdict.hypothesis
-
-        def move(placement: Placement) -> Placement:
-            return replace(placement, value=swap[placement.value])
-
-        moved = hypothesis.with_(
-            inputs=tuple(move(p) for p in hypothesis.inputs),
-            output=move(hypothesis.output),
-            final_state=move(hypothesis.final_state) if hypothesis.final_state else None,
-        )
-        return Verdict(moved, verdict.max_error, verdict.reason, verdict.probes)
+        return replace(verdict, binding=verdict.binding.moved(dict(zip(theirs, values, strict=True))))

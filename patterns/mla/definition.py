@@ -11,12 +11,13 @@ nothing is believed before the proof.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.recurrence.roles import Placement
+from kdacompile.graph.ir import Value
+from kdacompile.patterns.engine.match import Binding, Candidate, Match
+from kdacompile.patterns.engine.placement import Placement
 
 NAME = "mla"
 
@@ -53,24 +54,12 @@ def order_of(role: str, value: Value) -> str:
     return "HYR" if role in WEIGHTS and len(value.shape) == 3 else AXES[role]
 
 
-@dataclass(frozen=True)
-class MlaPlacement(Placement):
-    """A tensor of the graph in a role of MLA; ``=`` in its axes is a dimension along which it is the same.
-
-    A cache that is a pool of pages has the axes P and G for tokens, and ``columns`` that are the cache's.
+def place(role: str, value: Value, axes: str, columns: tuple[int, int] | None = None) -> Placement:
+    """A tensor in a role of MLA; a cache that is a pool of pages has the axes P and G for tokens, and ``columns`` that
+    are the cache's.
     """
-
-    columns: tuple[int, int] | None = None
-
-    @property
-    def order(self) -> str:
-        order = order_of(self.role, self.value)
-        return order if self.columns is None else "PG" + order[-1]
-
-    @property
-    def page(self) -> int:
-        """Tokens of a page."""
-        return self.value.shape[self.axes.index("G")] if "G" in self.axes else 1
+    order = order_of(role, value)
+    return Placement(role, value, axes, order if columns is None else "PG" + order[-1], columns)
 
 
 @dataclass(frozen=True)
@@ -85,13 +74,10 @@ class Hiding:
     added: -inf if it adds nothing else, 0 if nobody knows."""
 
 
-@dataclass(frozen=True)
-class Claim:
-    """The claim "this region is MLA with these roles", not yet proven."""
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(Binding):
+    """The claim "this region is MLA with these roles". There is no state: the cache is an input like any other."""
 
-    inputs: dict[str, MlaPlacement]
-    output: MlaPlacement
-    sizes: dict[str, int]
     scores: str
     """Axes of the softmax's input, less what a sink appends."""
     rope_first: bool = False
@@ -106,39 +92,19 @@ class Claim:
     """What is added to ``lengths``: the graph may hold the last position instead."""
     wraps: bool = False
     """Whether an entry of the block table below zero counts from the pool's end, as an index does."""
-    scale: float = 1.0
 
-    def with_(self, **changes: object) -> Claim:
-        return replace(self, **changes)  # type: ignore[arg-type]
+    @property
+    def name(self) -> str:
+        return NAME
+
+    def assignment(self) -> tuple[object, ...]:
+        flags = self.prefix, self.rope_first, self.values_first, self.stacked, self.causal
+        return super().assignment(), flags, self.masks
 
     def key(self) -> tuple[object, ...]:
-        """All that a rewrite burns into the graph, comparable between instances of one graph."""
-        roles = {name: (p.value.node, p.axes, p.columns) for name, p in self.inputs.items()}
         fixed = {axis: size for axis, size in self.sizes.items() if axis in "HNDRV"}
-        options = (
-            self.prefix,
-            self.rope_first,
-            self.values_first,
-            self.stacked,
-            self.causal,
-            self.masks,
-            self.lengths_plus,
-            self.wraps,
-            f"{self.scale:.9g}",  # fitted, at each instance anew
-        )
-        return roles, (self.output.value.node, self.output.axes), fixed, options
-
-    def form(self) -> tuple[object, ...]:
-        """The claim without the graph it is made about."""
-        axes = sorted((name, placement.axes) for name, placement in self.inputs.items())
-        flags = self.rope_first, self.values_first, self.stacked, self.causal
-        return sorted(self.sizes.items()), axes, self.output.axes, self.scores, flags
-
-    def laid_out_as(self, other: Claim) -> bool:
-        """Whether the tensors that both claims are about have the same axes."""
-        pairs = [(placement, other.inputs[name]) for name, placement in self.inputs.items() if name in other.inputs]
-        pairs.append((self.output, other.output))
-        return all(one.axes == two.axes for one, two in pairs if one.value.node is two.value.node)
+        scale = f"{self.scale:.9g}"  # fitted, at each instance anew
+        return self.assignment(), fixed, self.lengths_plus, self.wraps, scale
 
     @property
     def prefix(self) -> bool:
@@ -181,6 +147,12 @@ class Claim:
         return (q[..., rope:], q[..., :rope]) if self.rope_first else (q[..., :-rope], q[..., -rope:])
 
 
+LatentCandidate = Candidate[LatentAttention]
+"""Its outputs are the attention's result and the scores: the softmax's input, less what a sink appends."""
+
+LatentMatch = Match[LatentAttention]
+
+
 def per_head(weight: Tensor, heads: int) -> Tensor:
     """A weight with a dimension for its heads."""
     return weight if weight.dim() == 3 else weight.unflatten(0, (heads, -1))
@@ -192,52 +164,3 @@ class Parts:
 
     tensors: dict[str, Value]
     sizes: dict[str, int]
-
-
-@dataclass
-class MlaCandidate:
-    """A region between ``cut`` and ``output``; ``scores`` is the softmax's input (less what a sink appends)."""
-
-    anchor: Op
-    ops: set[Op]
-    cut: list[Value]
-    output: Value
-    scores: Value
-    claims: list[Claim] = field(default_factory=list[Claim])
-    duplicates: dict[Value, Value] = field(default_factory=dict[Value, Value])
-    """Values of the cut that are the same by construction as another one, which has the role."""
-    kept: set[Op] = field(default_factory=set[Op])
-    """Operators of the region whose results are needed outside it as well."""
-
-    @property
-    def outputs(self) -> list[Value]:
-        return [self.output, self.scores]
-
-
-@dataclass(frozen=True)
-class FusedMla:
-    """A proven region: what the rewrite needs to know. There is no state: the cache is an input like any other."""
-
-    candidate: MlaCandidate
-    claim: Claim
-    max_error: float
-
-    @property
-    def inputs(self) -> dict[str, MlaPlacement]:
-        return self.claim.inputs
-
-    @property
-    def output(self) -> MlaPlacement:
-        return self.claim.output
-
-    @property
-    def final_state(self) -> None:
-        return None
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return self.claim.sizes
-
-    @property
-    def mode(self) -> str:
-        return "step" if self.sizes["T"] == 1 else "sequence"

@@ -10,9 +10,9 @@ import math
 from itertools import product
 
 from kdacompile.graph.ir import Value
+from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.numbering import Numbering
-from kdacompile.patterns.engine.obstacle import Obstacle
-from kdacompile.patterns.mla.claims import labels
+from kdacompile.patterns.mla.bindings import labels
 from kdacompile.patterns.mla.definition import Parts
 from kdacompile.patterns.mla.sources import CACHED, Projection, Sources, heads_of, is_part, tokens_of, unexpanded
 from kdacompile.patterns.mla.walk import Attention, Term

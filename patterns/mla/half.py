@@ -12,8 +12,8 @@ import math
 from dataclasses import replace
 
 from kdacompile.graph.ir import Value
+from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.numbering import Numbering
-from kdacompile.patterns.engine.obstacle import Obstacle
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT
 from kdacompile.patterns.mla.absorbed import is_per_head, product_behind, read_keys_of
 from kdacompile.patterns.mla.definition import Parts

@@ -22,8 +22,9 @@ import torch
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.vocabulary import ORDERED
-from kdacompile.patterns.mla.definition import Claim, MlaPlacement
+from kdacompile.patterns.mla.definition import LatentAttention, place
 from kdacompile.patterns.mla.masks import selection
 
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
@@ -34,37 +35,37 @@ PLUS = {"lt": 0, "le": 1}
 INTEGERS = (torch.int32, torch.int64)
 
 
-def lengths_instead(claim: Claim) -> Claim:
-    """The claim with ``lengths`` in place of its mask, where the mask says nothing else."""
-    if len(claim.masks) != 1 or claim.causal or claim.prefix:
-        return claim
-    (hiding,), sizes = claim.masks, claim.sizes
-    mask = claim.inputs[hiding.role]
+def lengths_instead(binding: LatentAttention) -> LatentAttention:
+    """The binding with ``lengths`` in place of its mask, where the mask says nothing else."""
+    if len(binding.masks) != 1 or binding.causal or binding.prefix:
+        return binding
+    (hiding,), sizes = binding.masks, binding.sizes
+    mask = binding.inputs[hiding.role]
     if "H" in mask.axes:
-        return claim
+        return binding
     causal = "T" in mask.axes
     if causal and sizes["B"] == sizes["T"]:  # then nothing tells requests from queries
-        return claim
+        return binding
     value, keeps, fill = mask.value, hiding.keeps, hiding.fill
     if value.dtype is not torch.bool:
         read = selection(value)
         if read is None:
-            return claim
+            return binding
         value, keeps, fill = read.value, read.keeps, read.fill
     found = _limit(value, keeps=keeps, tokens=sizes["S"])
     if found is None:
-        return claim
+        return binding
     limit, plus = found
     placed = _placed(limit, sizes, causal=causal)
     if placed is None:
-        return claim
+        return binding
     written = list(_written(limit, sizes["S"])) if causal or fill != -math.inf else []
     if fill != -math.inf and not any(bounds.seen_at_least(plus) >= 1 for bounds in written):
-        return claim
+        return binding
     if causal and not any(bounds.past_the_end(plus) <= 0 for bounds in written):
-        return claim
-    inputs = {role: placement for role, placement in claim.inputs.items() if role != hiding.role}
-    return claim.with_(inputs=inputs | {"lengths": placed}, masks=(), lengths_plus=plus, causal=causal)
+        return binding
+    inputs = {role: placement for role, placement in binding.inputs.items() if role != hiding.role}
+    return binding.with_(inputs=inputs | {"lengths": placed}, masks=(), lengths_plus=plus, causal=causal)
 
 
 def _limit(mask: Value, *, keeps: bool, tokens: int) -> tuple[Value, int] | None:
@@ -97,7 +98,7 @@ def _counts(value: Value, many: int) -> bool:
         return False
 
 
-def _placed(limit: Value, sizes: dict[str, int], *, causal: bool) -> MlaPlacement | None:
+def _placed(limit: Value, sizes: dict[str, int], *, causal: bool) -> Placement | None:
     """Where the numbers stand: one a request, or with ``causal`` one a query, each one more than that before."""
     named = {sizes["B"]: "B"} | ({sizes["T"]: "T"} if causal else {})
     axes = ["." if size == 1 else named.get(size, "") for size in limit.shape]
@@ -105,7 +106,7 @@ def _placed(limit: Value, sizes: dict[str, int], *, causal: bool) -> MlaPlacemen
         return None
     if causal and not ("T" in axes and _rises(limit, sizes["T"])):
         return None
-    return MlaPlacement("lengths", limit, "".join(axes))
+    return place("lengths", limit, "".join(axes))
 
 
 def _rises(limit: Value, tokens: int) -> bool:

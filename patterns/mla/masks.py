@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
-from kdacompile.patterns.engine.obstacle import Obstacle
+from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.vocabulary import LAYOUT, ORDERED
 from kdacompile.patterns.mla.definition import MASKS, VANISHING
 from kdacompile.patterns.mla.sources import named

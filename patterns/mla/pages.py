@@ -15,8 +15,9 @@ import torch
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.vocabulary import ORDERED
-from kdacompile.patterns.mla.definition import AXES, Claim, MlaPlacement
+from kdacompile.patterns.mla.definition import AXES, LatentAttention, place
 from kdacompile.patterns.recurrence.regions import root
 
 CACHES = ("cache", "latent", "k_rope")
@@ -33,31 +34,31 @@ class _Gather:
     columns: tuple[int, int]
 
 
-def pages_instead(claim: Claim) -> Claim:
-    """The claim on pools and a block table in place of caches gathered from them, if all of them are.
+def pages_instead(binding: LatentAttention) -> LatentAttention:
+    """The binding on pools and a block table in place of caches gathered from them, if all of them are.
 
     Only where every call attends to the latent itself: a prefill would rather expand what is gathered.
     """
-    caches = {role: placement for role, placement in claim.inputs.items() if role in CACHES}
-    if claim.prefix or (claim.weights and claim.sizes["T"] > 1):
-        return claim
+    caches = {role: placement for role, placement in binding.inputs.items() if role in CACHES}
+    if binding.prefix or (binding.weights and binding.sizes["T"] > 1):
+        return binding
     found = {role: _gathered(placement) for role, placement in caches.items()}
     gathers = [gather for gather in found.values() if gather is not None]
     if len(gathers) != len(caches) or len({(gather.table, gather.wraps) for gather in gathers}) != 1:
-        return claim
+        return binding
     placed = {role: _pool(role, gather) for role, gather in found.items() if gather is not None}
-    table, tokens = gathers[0].table, claim.sizes["B"] * claim.sizes["S"]
-    pages = {placement.page * math.prod(table.shape) for placement in placed.values() if placement is not None}
+    table, tokens = gathers[0].table, binding.sizes["B"] * binding.sizes["S"]
+    pages = {_page(placement) * math.prod(table.shape) for placement in placed.values() if placement is not None}
     if None in placed.values() or pages != {tokens} or len({gather.pool.shape[0] for gather in gathers}) != 1:
-        return claim
+        return binding
     pools = {role: placement for role, placement in placed.items() if placement is not None}
-    axes = "BM" if len(table.shape) == 2 and table.shape[0] == claim.sizes["B"] else "*" * len(table.shape)
-    block_table = MlaPlacement("block_table", table, axes)
-    inputs = claim.inputs | pools | {"block_table": block_table}
-    return claim.with_(inputs=inputs, wraps=gathers[0].wraps)
+    axes = "BM" if len(table.shape) == 2 and table.shape[0] == binding.sizes["B"] else "*" * len(table.shape)
+    block_table = place("block_table", table, axes)
+    inputs = binding.inputs | pools | {"block_table": block_table}
+    return binding.with_(inputs=inputs, wraps=gathers[0].wraps)
 
 
-def _pool(role: str, gather: _Gather) -> MlaPlacement | None:
+def _pool(role: str, gather: _Gather) -> Placement | None:
     """The pool in the role of the cache gathered from it; a page has one dimension at most."""
     _, *between, _ = shape = gather.pool.shape
     long = [index for index, size in enumerate(between, 1) if size > 1]
@@ -67,10 +68,15 @@ def _pool(role: str, gather: _Gather) -> MlaPlacement | None:
     axes[0], axes[-1] = "P", AXES[role][-1]
     if between:
         axes[long[0] if long else 1] = "G"
-    return MlaPlacement(role, gather.pool, "".join(axes), gather.columns)
+    return place(role, gather.pool, "".join(axes), gather.columns)
 
 
-def _gathered(placement: MlaPlacement) -> _Gather | None:
+def _page(pool: Placement) -> int:
+    """Tokens of a page."""
+    return pool.value.shape[pool.axes.index("G")] if "G" in pool.axes else 1
+
+
+def _gathered(placement: Placement) -> _Gather | None:
     """The gather that a cache is a view of, with all its tokens."""
     bare = placement.axes.replace(".", "")
     if bare != "".join(axis for axis in placement.order if axis in bare):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,9 +17,10 @@ from torch import Tensor
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.lanes import Factors, LaneError
-from kdacompile.patterns.engine.verdicts import structural_hash
-from kdacompile.patterns.mla.claims import MERGED
-from kdacompile.patterns.mla.definition import MASKS, VANISHING, WEIGHTS, Claim, MlaCandidate, MlaPlacement
+from kdacompile.patterns.engine.match import Verdict
+from kdacompile.patterns.engine.placement import Placement
+from kdacompile.patterns.mla.bindings import MERGED
+from kdacompile.patterns.mla.definition import MASKS, VANISHING, WEIGHTS, LatentAttention, LatentCandidate, place
 from kdacompile.patterns.mla.oracle import latent_attention
 from kdacompile.patterns.recurrence.proof import TOLERANCE, one_thread, token_error
 
@@ -36,51 +36,23 @@ MANY = 256
 KINDS = ("ordinary", "hidden", "peaked")
 
 
-@dataclass(frozen=True)
-class MlaVerdict:
-    """A proven claim with the largest error met, or the reason why none was proven."""
-
-    claim: Claim | None
-    max_error: float
-    reason: str = ""
-
-
-class MlaVerdicts:
-    """Verdicts of this process, by structure: the layers of a model share one."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[object, ...], tuple[int, float, float, str]] = {}
-
-    def __call__(self, candidate: MlaCandidate, *, wide: bool = False) -> MlaVerdict:
-        shapes = tuple(str(claim.form()) for claim in candidate.claims)
-        same = tuple(
-            (candidate.cut.index(one), candidate.cut.index(other)) for one, other in candidate.duplicates.items()
-        )
-        key = structural_hash(candidate), shapes, same, wide
-        if key not in self.known:
-            self.known[key] = _prove(candidate, wide=wide)
-        index, scale, error, reason = self.known[key]
-        claim = candidate.claims[index].with_(scale=scale) if index >= 0 else None
-        return MlaVerdict(claim, error, reason)
-
-
-def _prove(candidate: MlaCandidate, *, wide: bool) -> tuple[int, float, float, str]:
-    """Which claim holds (-1 for none), its scale, the largest error, and why none holds."""
+def prove(candidate: LatentCandidate, *, wide: bool = False) -> Verdict[LatentAttention]:
+    """The first binding that holds, with the scale that its scores have."""
     best, reason = float("inf"), ""
-    for index, claim in enumerate(candidate.claims):
+    for binding in candidate.bindings:
         try:
             with one_thread():
-                scale, error = _Prover(candidate, claim).run(wide=wide)
+                scale, error = _Prover(candidate, binding).run(wide=wide)
         except EvaluationError as failure:
             reason = reason or f"the region does not run on probes: {failure}"
             continue
         except TooLarge as failure:
-            return -1, 0.0, best, str(failure)
+            return Verdict(None, best, str(failure))
         if error <= TOLERANCE:
-            return index, scale, error, ""
+            return Verdict(binding.with_(scale=scale), error)
         best = min(best, error)
         reason = f"the region does not compute attention over a latent (relative error {best:.1e})"
-    return -1, 0.0, best, reason
+    return Verdict(None, best, reason)
 
 
 class TooLarge(Exception):
@@ -88,23 +60,23 @@ class TooLarge(Exception):
 
 
 class _Prover:
-    """Probes one claim."""
+    """Probes one binding."""
 
-    def __init__(self, candidate: MlaCandidate, claim: Claim) -> None:
-        self.candidate, self.claim = candidate, claim
-        tokens = frozenset((claim.sizes["T"], claim.sizes["S"])) - {1}
+    def __init__(self, candidate: LatentCandidate, binding: LatentAttention) -> None:
+        self.candidate, self.binding = candidate, binding
+        tokens = frozenset((binding.sizes["T"], binding.sizes["S"])) - {1}
         self.region = Region(list(candidate.ops), candidate.cut, candidate.outputs, tails=tokens)
-        self.sizes = dict(claim.sizes)
+        self.sizes = dict(binding.sizes)
 
     def run(self, *, wide: bool) -> tuple[float, float]:
-        """The scale read off the first probe, and the largest error of any; infinite if the claim does not fit."""
+        """The scale read off the first probe, and the largest error of any; infinite if the binding does not fit."""
         batch, heads = {"B": min(self.sizes["B"], 2)}, {"H": min(self.sizes["H"], 2)}
-        if self.claim.stacked:
+        if self.binding.stacked:
             heads = {}  # the weight's rows are not heads times what each has
         tokens, large = self.fewer_tokens(), False
         # Heads that share a key are merged with the batch where the key is copied for each.
         for cut_down in (batch | heads | tokens, batch | tokens, batch | heads, {}):
-            sizes = {**self.claim.sizes, **cut_down}
+            sizes = {**self.binding.sizes, **cut_down}
             if sizes["B"] * sizes["H"] * sizes["S"] * max(sizes["T"], sizes["K"] + sizes["V"]) > LARGEST:
                 large = True
                 continue
@@ -119,7 +91,7 @@ class _Prover:
 
     def fewer_tokens(self) -> dict[str, int]:
         """As many queries and tokens of the cache as still show what is causal; equal where the captured ones are."""
-        tokens, cached, held = (self.claim.sizes[axis] for axis in "TSC")
+        tokens, cached, held = (self.binding.sizes[axis] for axis in "TSC")
         if held != cached or cached <= MANY:
             return {}
         queries = MANY if tokens == cached else min(tokens, MANY // 2)
@@ -139,7 +111,7 @@ class _Prover:
                 if not math.isfinite(scale) or scale == 0.0:
                     return 0.0, float("inf")
             want = self.reference(roles, scale)
-            have = self.claim.output.to_canonical(output)
+            have = self.binding.output.to_canonical(output)
             if have.shape != want.shape or not bool(have.isfinite().all()):
                 return scale, float("inf")
             worst = max(worst, token_error(have, want))
@@ -148,14 +120,14 @@ class _Prover:
         return scale, worst
 
     @property
-    def inputs(self) -> list[MlaPlacement]:
-        return list(self.claim.inputs.values())
+    def inputs(self) -> list[Placement]:
+        return list(self.binding.inputs.values())
 
     # ---- probes
 
-    def factors(self, placement: MlaPlacement) -> tuple[Factors, ...]:
+    def factors(self, placement: Placement) -> tuple[Factors, ...]:
         """Captured and probed size of every dimension; a weight's rows are heads times what each has."""
-        captured, sizes = self.claim.sizes, self.sizes
+        captured, sizes = self.binding.sizes, self.sizes
         dims: list[Factors] = []
         for axis, size in zip(placement.axes, placement.value.shape, strict=True):
             if axis == "W":
@@ -182,21 +154,21 @@ class _Prover:
                 noise *= 20.0
             yield placement.value, noise
 
-    def mask(self, placement: MlaPlacement, shape: list[int], kind: str, generator: torch.Generator) -> Tensor:
+    def mask(self, placement: Placement, shape: list[int], kind: str, generator: torch.Generator) -> Tensor:
         seen = torch.rand(shape, generator=generator) < (0.2 if kind == "hidden" else 0.7)
         if "S" in placement.axes:  # every query sees the first token at least
             seen = seen.movedim(placement.axes.index("S"), -1)
             seen[..., 0] = True
             seen = seen.movedim(-1, placement.axes.index("S"))
         if placement.value.dtype is torch.bool:
-            keeps = next(mask.keeps for mask in self.claim.masks if mask.role == placement.role)
+            keeps = next(mask.keeps for mask in self.binding.masks if mask.role == placement.role)
             return seen if keeps else ~seen
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         return torch.where(seen, noise, -torch.inf)
 
-    # ---- the claim's own numbers
+    # ---- the binding's own numbers
 
-    def canonical(self, placement: MlaPlacement, tensor: Tensor) -> Tensor:
+    def canonical(self, placement: Placement, tensor: Tensor) -> Tensor:
         tensor = placement.to_canonical(tensor)
         return tensor[:, : self.sizes["S"]] if placement.role in ("latent", "k_rope", "cache") else tensor
 
@@ -207,11 +179,11 @@ class _Prover:
         products = torch.einsum("bthn,bhsn->bhts", q, keys.expand(-1, q.shape[2], -1, -1))
         if q_rope is not None and k_rope is not None:
             products = products + torch.einsum("bthd,bsd->bhts", q_rope, k_rope)
-        layout = self.claim.scores
+        layout = self.binding.scores
         if layout in MERGED:
             dim, apart = MERGED[layout]
             scores, layout = scores.unflatten(dim, [self.sizes[axis] for axis in apart[dim : dim + 2]]), apart
-        have = MlaPlacement("mask", self.candidate.scores, layout).to_canonical(scores)
+        have = place("mask", self.candidate.outputs[1], layout).to_canonical(scores)
         if have.shape != products.shape:
             return math.nan
         for role in MASKS:
@@ -224,21 +196,21 @@ class _Prover:
         return _tidy(float((x * y).sum() / (x * x).sum()))
 
     def operands(self, roles: dict[str, Tensor]) -> Operands:
-        claim = self.claim.with_(sizes={**self.claim.sizes, **self.sizes})
-        q, q_rope = claim.split_queries(roles)
-        latent, k_rope = claim.split_cache(roles)
-        return q, q_rope, latent, None if q_rope is None else k_rope, *claim.split_weights(roles)
+        binding = self.binding.with_(sizes={**self.binding.sizes, **self.sizes})
+        q, q_rope = binding.split_queries(roles)
+        latent, k_rope = binding.split_cache(roles)
+        return q, q_rope, latent, None if q_rope is None else k_rope, *binding.split_weights(roles)
 
     def reference(self, roles: dict[str, Tensor], scale: float) -> Tensor:
-        mask = self.added(roles) if self.claim.masks else None
-        causal = self.claim.causal
+        mask = self.added(roles) if self.binding.masks else None
+        causal = self.binding.causal
         o, _ = latent_attention(*self.operands(roles), mask, roles.get("sinks"), scale=scale, causal=causal)
         return o
 
     def added(self, roles: dict[str, Tensor]) -> Tensor:
         """What all masks together add to the scores; every query sees a token, so that no finite number matters."""
         total = torch.zeros((), dtype=torch.float64)
-        for mask in self.claim.masks:
+        for mask in self.binding.masks:
             given = roles[mask.role]
             hides = given.dtype is torch.bool
             total = torch.where(given != mask.keeps, -math.inf, total) if hides else total + given

@@ -5,39 +5,35 @@ Attention of other kinds is passed over in silence: ``expanded.py`` and ``absorb
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import islice
 
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
+from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.numbering import Numbering
-from kdacompile.patterns.engine.obstacle import Obstacle
 from kdacompile.patterns.engine.vocabulary import LAYOUT, REGION
 from kdacompile.patterns.mla.absorbed import read_absorbed
-from kdacompile.patterns.mla.claims import claims, labels
-from kdacompile.patterns.mla.definition import MlaCandidate, Parts
+from kdacompile.patterns.mla.bindings import bindings, labels
+from kdacompile.patterns.mla.definition import LatentCandidate, Parts
 from kdacompile.patterns.mla.expanded import read_expanded
 from kdacompile.patterns.mla.half import half_absorbed, read_half
 from kdacompile.patterns.mla.masks import Masks, read_masks
 from kdacompile.patterns.mla.softmax import LOG, WHOLE
-from kdacompile.patterns.mla.walk import Attention, find_attention
+from kdacompile.patterns.mla.walk import Attention
 
 ALLOWED = REGION | WHOLE | frozenset({LOG, "max", "amax", "logsumexp"})
-MAX_CLAIMS = 48
+MAX_BINDINGS = 48
 
 
-def find_mla(graph: Graph) -> Iterator[MlaCandidate | Obstacle]:
-    """Every region that could be MLA, and near misses with what stands in the way."""
+def read_attention(graph: Graph, attention: Attention) -> LatentCandidate | Obstacle | None:
+    """What could be MLA, or of a near miss what stands in the way; None for attention of another kind."""
     numbering = Numbering()
-    for either in find_attention(graph):
-        found, parts = _read(either, numbering)
-        if parts is None:
-            continue
-        obstacle = parts if isinstance(parts, Obstacle) else next(iter(found.obstacles), None)
-        if obstacle is None and isinstance(parts, Parts):
-            masks = read_masks(found, parts.sizes)
-            yield masks if isinstance(masks, Obstacle) else _candidate(graph, found, parts, masks, numbering)
-        elif obstacle is not None:
-            yield obstacle
+    found, parts = _read(attention, numbering)
+    if parts is None or isinstance(parts, Obstacle):
+        return parts
+    if found.obstacles:
+        return found.obstacles[0]
+    masks = read_masks(found, parts.sizes)
+    return masks if isinstance(masks, Obstacle) else _candidate(graph, found, parts, masks, numbering)
 
 
 def _read(found: Attention, numbering: Numbering) -> tuple[Attention, Parts | Obstacle | None]:
@@ -59,7 +55,7 @@ def _read(found: Attention, numbering: Numbering) -> tuple[Attention, Parts | Ob
 
 def _candidate(
     graph: Graph, found: Attention, parts: Parts, masks: Masks, numbering: Numbering
-) -> MlaCandidate | Obstacle:
+) -> LatentCandidate | Obstacle:
     output = _output(graph, found.result, parts.sizes)
     if output is None or found.scores is None:
         return Obstacle("roles", "the result is never seen with its batch and heads", found.product)
@@ -80,10 +76,11 @@ def _candidate(
     obstacle = _forbidden(graph, ops, cut, output, expanding, kept)
     if obstacle is not None:
         return obstacle
-    claimed = list(islice(claims(tensors, output, found.scores, parts.sizes, masks), MAX_CLAIMS))
-    if not claimed:
+    found_bindings = list(islice(bindings(tensors, output, found.scores, parts.sizes, masks), MAX_BINDINGS))
+    if not found_bindings:
         return Obstacle("roles", "the layout of a tensor does not fit its role", found.softmax)
-    return MlaCandidate(found.softmax, ops, cut, output, found.scores, claimed, again, kept)
+    outputs = [output, found.scores]
+    return LatentCandidate(found.softmax, ops, cut, outputs, found_bindings, duplicates=again, kept=kept)
 
 
 def _kept(graph: Graph, ops: set[Op], cut: list[Value], expanding: set[Op]) -> set[Op]:

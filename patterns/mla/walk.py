@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from kdacompile.graph.ir import Graph, Op, Value
-from kdacompile.patterns.engine.obstacle import Obstacle
+from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT
 from kdacompile.patterns.mla.softmax import Softmax, divides, find_softmaxes
 from kdacompile.patterns.mla.sources import SCALES, is_scalar_factor
@@ -77,6 +77,10 @@ class Attention:
     scores: Value | None = None
     """The softmax's input without sinks."""
     obstacles: list[Obstacle] = field(default_factory=list[Obstacle])
+
+    @property
+    def ops(self) -> set[Op]:
+        return {self.softmax}
 
     @property
     def values(self) -> Value:

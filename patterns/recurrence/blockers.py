@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kdacompile.graph.ir import Graph, Op
-from kdacompile.patterns.engine.obstacle import Obstacle
+from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.vocabulary import REGION
 from kdacompile.patterns.recurrence.regions import is_anchor, is_soft
 

@@ -1,12 +1,12 @@
 """From a group of anchors to candidates: a region with its inputs, its output, its final state, and what it may be.
 
-This file decides *where*; ``hypotheses.py`` lists *what* it may be; nothing is believed before the proof.
+This file decides *where*; ``bindings.py`` lists *what* it may be; nothing is believed before the proof.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -14,12 +14,12 @@ import torch
 
 from kdacompile.graph.ir import Op, Value, ancestors
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
-from kdacompile.patterns.engine.obstacle import Obstacle
+from kdacompile.patterns.engine.match import Candidate, Obstacle
 from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING, PLACING
+from kdacompile.patterns.recurrence.bindings import Bindings
 from kdacompile.patterns.recurrence.cuts import NoCut, Surroundings
-from kdacompile.patterns.recurrence.hypotheses import Hypotheses
-from kdacompile.patterns.recurrence.regions import Exit, Group, is_soft
-from kdacompile.patterns.recurrence.roles import Hypothesis, frames, role_test
+from kdacompile.patterns.recurrence.regions import Exit, Group, is_soft, keeps_tokens_apart
+from kdacompile.patterns.recurrence.roles import RecurrenceCandidate, frames, role_test
 
 SMALLEST_VISIBLE = 1e-2
 """Additive constants below this could hide from random probes (an eps), so a region may not hold one."""
@@ -33,26 +33,6 @@ MAX_EXITS = 4
 
 MAX_RUNS = 3
 """How far past the last anchor an exit is looked for."""
-
-
-@dataclass
-class Candidate:
-    """A region between ``cut`` and its outputs, with every hypothesis about it."""
-
-    group: Group
-    ops: set[Op]
-    cut: list[Value]
-    output: Value
-    final_state: Value | None
-    hypotheses: Iterable[Hypothesis]
-
-    @property
-    def core(self) -> set[Op]:
-        return self.ops & self.group.ops
-
-    @property
-    def outputs(self) -> list[Value]:
-        return [self.output] if self.final_state is None else [self.output, self.final_state]
 
 
 @dataclass
@@ -72,11 +52,18 @@ class Effort:
         return self.ways >= 0 or self.operators >= 0
 
 
-def candidates(group: Group, effort: Effort | None = None) -> Iterator[Candidate | Obstacle]:
+def candidates(group: Group, effort: Effort | None = None) -> Iterator[RecurrenceCandidate | Obstacle]:
     """Candidates of one group, most plausible first, with the obstacles met on the way."""
-    if not group.exits:
-        return
-    effort = effort or Effort()
+    nothing = True
+    for item in _candidates(group, effort or Effort()):
+        nothing = False
+        yield item
+    if nothing and len(group.anchors) > 2 and not keeps_tokens_apart(group):
+        reason = "what enters and leaves does not fit the roles of the recurrence"
+        yield Obstacle("roles", reason, group.anchors[-1])
+
+
+def _candidates(group: Group, effort: Effort) -> Iterator[RecurrenceCandidate | Obstacle]:
     tried: set[tuple[int, ...]] = set()
     for out_exit, state_exit in _exit_pairs(group.exits):
         for output in _carried_on(out_exit, last_first=False):
@@ -235,16 +222,19 @@ def _pushed(cut: list[Value], group: Group, eligible: Callable[[Value], bool], *
     return moved
 
 
-def read_region(group: Group, cut: list[Value], output: Value, state: Value | None) -> Iterator[Candidate | Obstacle]:
+def read_region(
+    group: Group, cut: list[Value], output: Value, state: Value | None
+) -> Iterator[RecurrenceCandidate | Obstacle]:
     stop = set(cut)
     outputs = [output] if state is None else [output, state]
     ops = ancestors(outputs, stop.__contains__)
-    if not any(anchor in ops for anchor in group.anchors):
+    anchor = next((anchor for anchor in group.anchors if anchor in ops), None)
+    if anchor is None:
         return
-    found = Hypotheses(cut, output, state, ops)
+    found = Bindings(cut, output, state, ops)
     if found:
         obstacle = _obstacle(ops, group, outputs) or _rounding(ops, group, cut, outputs)
-        yield obstacle or Candidate(group, ops, cut, output, state, found)
+        yield obstacle or Candidate(anchor, ops, cut, outputs, found, core=ops & group.ops)
 
 
 def _obstacle(ops: set[Op], group: Group, outputs: list[Value]) -> Obstacle | None:

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kdacompile.graph.ir import Graph, Op, Value
-from kdacompile.patterns.recurrence.candidates import MOVES, Candidate
+from kdacompile.patterns.recurrence.candidates import MOVES
 from kdacompile.patterns.recurrence.regions import Group, exits_of
+from kdacompile.patterns.recurrence.roles import RecurrenceCandidate
 
 MAX_GROUPS = 12
 """Smaller groups tried within one."""
@@ -45,7 +46,7 @@ def inner_groups(graph: Graph, group: Group) -> Iterator[Group]:
         yield inner
 
 
-def is_layer(group: Group, candidate: Candidate, sizes: dict[str, int]) -> bool:
+def is_layer(group: Group, candidate: RecurrenceCandidate, sizes: dict[str, int]) -> bool:
     """True if a match of these sizes is a layer of ``group``, or one of several sequences that are only put beside each
     other in the end. One chunk's share of the tokens is neither: it begins with the state that other chunks leave, they
     read its keys, or they add to its result.

@@ -20,35 +20,26 @@ from torch import Tensor
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.lanes import LaneError
+from kdacompile.patterns.engine.match import Verdict
+from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence import tables
-from kdacompile.patterns.recurrence.candidates import Candidate
 from kdacompile.patterns.recurrence.definition import token_recurrence
-from kdacompile.patterns.recurrence.roles import AXES, Hypothesis, Placement
+from kdacompile.patterns.recurrence.roles import AXES, Recurrence, RecurrenceCandidate
 
 TOLERANCE = 1e-8
 """Relative error per token, in float64, up to which two computations count as the same function."""
 
 ALIKE = 1e-2
-"""Relative error of the first token up to which a hypothesis is looked at further: what it lacks may be a decay."""
+"""Relative error of the first token up to which a binding is looked at further: what it lacks may be a decay."""
 
 WHOLE_LIMIT = 1 << 26
 """Largest tensor (elements) for which a region whose heads cannot be cut down is still run whole."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A proven hypothesis with the largest error met, or the reason why none was proven."""
-
-    hypothesis: Hypothesis | None
-    max_error: float
-    reason: str = ""
-    probes: int = 0
-
-
 class _Runner:
     """Runs a candidate's region, with few lanes if it allows that, else whole."""
 
-    def __init__(self, candidate: Candidate) -> None:
+    def __init__(self, candidate: RecurrenceCandidate) -> None:
         self.candidate = candidate
         self.region = Region(list(candidate.ops), candidate.cut, candidate.outputs)
         self.whole = False
@@ -73,8 +64,8 @@ class _Runner:
         other.whole = self.whole
         return other
 
-    def sizes(self, hypothesis: Hypothesis, *, heads: bool = False) -> dict[str, int]:
-        sizes = dict(hypothesis.sizes)
+    def sizes(self, binding: Recurrence, *, heads: bool = False) -> dict[str, int]:
+        sizes = dict(binding.sizes)
         if not self.whole:
             sizes["B"] = min(sizes["B"], 2)
             groups = sizes["H"] // sizes["G"]
@@ -94,8 +85,8 @@ class _Runner:
         return True
 
 
-def prove(candidate: Candidate, *, wide: bool = False) -> Verdict:
-    """The first hypothesis that survives, fully probed."""
+def prove(candidate: RecurrenceCandidate, *, wide: bool = False) -> Verdict[Recurrence]:
+    """The first binding that survives, fully probed."""
     runner = _Runner(candidate)
     while True:
         try:
@@ -124,20 +115,20 @@ def one_thread() -> Generator[None]:
         torch.set_num_threads(threads)
 
 
-def _prove(candidate: Candidate, runner: _Runner, *, wide: bool) -> Verdict:
+def _prove(candidate: RecurrenceCandidate, runner: _Runner, *, wide: bool) -> Verdict[Recurrence]:
     best, closest = float("inf"), ""
     drawn: _Drawn = {}
     refused: LaneError | EvaluationError | None = None
-    for hypothesis in candidate.hypotheses:
+    for binding in candidate.bindings:
         try:
-            verdict = _judge(candidate, hypothesis, runner, drawn, wide=wide)
+            verdict = _judge(candidate, binding, runner, drawn, wide=wide)
         except (LaneError, EvaluationError) as error:
             refused = refused or error  # a wrong reading cuts down what is no batch and no head
             continue
-        if verdict.hypothesis is not None:
+        if verdict.binding is not None:
             return verdict
         if verdict.max_error < best or verdict.reason:
-            best, closest = verdict.max_error, _describe(hypothesis) + (verdict.reason and f": {verdict.reason}")
+            best, closest = verdict.max_error, _describe(binding) + (verdict.reason and f": {verdict.reason}")
     if refused is not None:
         raise refused
     return Verdict(
@@ -145,16 +136,18 @@ def _prove(candidate: Candidate, runner: _Runner, *, wide: bool) -> Verdict:
     )
 
 
-def _judge(candidate: Candidate, hypothesis: Hypothesis, runner: _Runner, drawn: _Drawn, *, wide: bool) -> Verdict:
-    """One hypothesis: most are refuted by a first run that many share; without a reason, if they are."""
-    first = _first_run(candidate, hypothesis, runner, drawn)
+def _judge(
+    candidate: RecurrenceCandidate, binding: Recurrence, runner: _Runner, drawn: _Drawn, *, wide: bool
+) -> Verdict[Recurrence]:
+    """One binding: most are refuted by a first run that many share; without a reason, if they are."""
+    first = _first_run(candidate, binding, runner, drawn)
     inputs, results = first.inputs, first.results
-    query = next(placement.value for placement in hypothesis.inputs if placement.role == "q")
+    query = next(placement.value for placement in binding.inputs.values() if placement.role == "q")
     least = float("inf")
     if first.doubles.get(query) is False:
         return Verdict(None, least)
     region = runner
-    for claim in (hypothesis, hypothesis.backwards()) if hypothesis.sizes["T"] > 1 else (hypothesis,):
+    for claim in (binding, binding.backwards()) if binding.sizes["T"] > 1 else (binding,):
         start = _first_token_error(claim, inputs, results)
         fitted, error = _fit(claim, inputs, results) if start < ALIKE else (None, start)
         least = min(least, error)
@@ -167,8 +160,8 @@ def _judge(candidate: Candidate, hypothesis: Hypothesis, runner: _Runner, drawn:
     return Verdict(None, least)
 
 
-def _describe(hypothesis: Hypothesis) -> str:
-    return f"gate {hypothesis.gate}, delta term {'on' if hypothesis.delta else 'off'}"
+def _describe(binding: Recurrence) -> str:
+    return f"gate {binding.gate}, delta term {'on' if binding.delta else 'off'}"
 
 
 # -- the first, role-free run --------------------------------------------------------------------------------------
@@ -186,24 +179,24 @@ _Shapes = tuple[tuple[int, ...], ...]
 _Drawn = dict[_Shapes, _FirstRun | LaneError | EvaluationError]
 
 
-def _first_run(candidate: Candidate, hypothesis: Hypothesis, runner: _Runner, drawn: _Drawn) -> _FirstRun:
-    """Region outputs on inputs that suit any role, shared by the hypotheses that agree on batch and heads."""
-    sizes = runner.sizes(hypothesis)
-    shapes = {placement.value: tuple(placement.run_shape(sizes)) for placement in hypothesis.inputs}
+def _first_run(candidate: RecurrenceCandidate, binding: Recurrence, runner: _Runner, drawn: _Drawn) -> _FirstRun:
+    """Region outputs on inputs that suit any role, shared by the bindings that agree on batch and heads."""
+    sizes = runner.sizes(binding)
+    shapes = {placement.value: tuple(placement.run_shape(sizes)) for placement in binding.inputs.values()}
     full = {
         p.value: [
             p.value.shape[i] if c == "=" else s for i, (c, s) in enumerate(zip(p.axes, shapes[p.value], strict=True))
         ]
-        for p in hypothesis.inputs
+        for p in binding.inputs.values()
     }
     key = tuple(shapes[value] for value in candidate.cut)
     if key not in drawn:
         generator = torch.Generator().manual_seed(len(drawn))
-        gate = hypothesis.role("g") if hypothesis.gate_form == "log" else None
+        gate = binding.inputs.get("g") if binding.gate_fn == "log" else None
         inputs: dict[Value, Tensor] = {}
         for value in candidate.cut:
             noise = torch.randn(shapes[value], generator=generator, dtype=torch.float64)
-            log_gate = -0.3 / hypothesis.gate_rate * noise.abs()
+            log_gate = -0.3 / binding.gate_rate * noise.abs()
             inputs[value] = (log_gate if gate and value is gate.value else 0.4 * noise).expand(full[value])
         try:
             drawn[key] = _FirstRun(inputs, runner(inputs))
@@ -218,62 +211,62 @@ def _first_run(candidate: Candidate, hypothesis: Hypothesis, runner: _Runner, dr
 def _doubles(query: Value, first: _FirstRun, runner: _Runner) -> bool:
     """True if the output doubles with this input, as ``scale * S_t^T q_t`` does with the query whatever the rest is.
 
-    What it does not double with is the query under no hypothesis: this run of the region saves many of the recurrence.
+    What it does not double with is the query under no binding: this run of the region saves many of the recurrence.
     """
     once, twice = first.results[0], runner({**first.inputs, query: 2 * first.inputs[query]})[0]
     size = float(once.nan_to_num(posinf=0.0, neginf=0.0).abs().max())
     return torch.allclose(twice, 2 * once, rtol=1e-6, atol=1e-6 * size, equal_nan=True)
 
 
-def _reference(hypothesis: Hypothesis, inputs: dict[Value, Tensor], steps: int | None = None) -> tuple[Tensor, Tensor]:
+def _reference(binding: Recurrence, inputs: dict[Value, Tensor], steps: int | None = None) -> tuple[Tensor, Tensor]:
     """What the recurrence computes from the region's inputs."""
-    given = {p.role: p.to_canonical(inputs[p.value]) for p in hypothesis.inputs}
+    given = {p.role: p.to_canonical(inputs[p.value]) for p in binding.inputs.values()}
     return token_recurrence(
         given["q"],
         given["k"],
         given["v"],
-        _decay(hypothesis, given),
+        _decay(binding, given),
         given.get("beta"),
         given.get("initial_state"),
-        delta=hypothesis.delta,
-        scale=hypothesis.scale,
+        delta=binding.delta,
+        scale=binding.scale,
         steps=steps,
     )
 
 
-def _decay(hypothesis: Hypothesis, given: dict[str, Tensor]) -> Tensor | None:
+def _decay(binding: Recurrence, given: dict[str, Tensor]) -> Tensor | None:
     """The decay factor per token, head and channel (broadcast where the gate is)."""
-    if hypothesis.decay:
+    if binding.decay:
         heads = given["v"].shape[2]
-        return torch.tensor(hypothesis.decay, dtype=torch.float64)[:heads].reshape(1, 1, -1, 1)
+        return torch.tensor(binding.decay, dtype=torch.float64)[:heads].reshape(1, 1, -1, 1)
     g = given.get("g")
     if g is None:
         return None
     if "rate" in given:
         g = g * given["rate"][:, None]
-    return (g * hypothesis.gate_rate).exp() if hypothesis.gate_form == "log" else g
+    return (g * binding.gate_rate).exp() if binding.gate_fn == "log" else g
 
 
-def _first_token_error(hypothesis: Hypothesis, inputs: dict[Value, Tensor], results: list[Tensor]) -> float:
-    """How far the first token, which no decay has touched yet, is from what the hypothesis has it be, up to a scale.
+def _first_token_error(binding: Recurrence, inputs: dict[Value, Tensor], results: list[Tensor]) -> float:
+    """How far the first token, which no decay has touched yet, is from what the binding has it be, up to a scale.
 
     This alone refutes most. 0 where a state is given, which decays before the first token.
     """
-    if hypothesis.role("initial_state"):
+    if binding.inputs.get("initial_state"):
         return 0.0
-    want, _ = _reference(hypothesis, inputs, 1)
-    have = hypothesis.output.to_canonical(results[0])[:, :1]
+    want, _ = _reference(binding, inputs, 1)
+    have = binding.output.to_canonical(results[0])[:, :1]
     _check_sizes(have, want)
     scale = (have * want).sum() / (want * want).sum()
     return token_error(have, want * scale)
 
 
-def _fit(hypothesis: Hypothesis, inputs: dict[Value, Tensor], results: list[Tensor]) -> tuple[Hypothesis | None, float]:
-    """The hypothesis with its scale, if the first tokens agree with it."""
-    output = hypothesis.output.to_canonical(results[0])
+def _fit(binding: Recurrence, inputs: dict[Value, Tensor], results: list[Tensor]) -> tuple[Recurrence | None, float]:
+    """The binding with its scale, if the first tokens agree with it."""
+    output = binding.output.to_canonical(results[0])
     error = float("inf")
     for steps in (3, 80):
-        want, _ = _reference(hypothesis, inputs, steps)
+        want, _ = _reference(binding, inputs, steps)
         have = output[:, : want.shape[1]]
         _check_sizes(have, want)
         power = (want * want).sum()
@@ -283,11 +276,11 @@ def _fit(hypothesis: Hypothesis, inputs: dict[Value, Tensor], results: list[Tens
         error = token_error(have, want * scale)
         if error > TOLERANCE:
             return None, error
-    return hypothesis.with_(scale=_tidy(hypothesis.scale * scale, hypothesis.sizes["K"])), error
+    return binding.with_(scale=_tidy(binding.scale * scale, binding.sizes["K"])), error
 
 
 def _check_sizes(have: Tensor, want: Tensor) -> None:
-    """LaneError where a result is not cut down as the hypothesis has it: sizes may be equal by chance."""
+    """LaneError where a result is not cut down as the binding has it: sizes may be equal by chance."""
     if have.shape != want.shape:
         raise LaneError(f"a result has the sizes {list(have.shape)}, that of the recurrence {list(want.shape)}")
 
@@ -314,39 +307,39 @@ def token_error(have: Tensor, want: Tensor) -> float:
 # -- constant decays --------------------------------------------------------------------------------------------------
 
 
-def _with_constant_decay(hypothesis: Hypothesis, runner: _Runner) -> tuple[Hypothesis | None, _Runner]:
-    """The hypothesis with a decay per head that the graph makes from constants, and the runner it holds for: the
+def _with_constant_decay(binding: Recurrence, runner: _Runner) -> tuple[Recurrence | None, _Runner]:
+    """The binding with a decay per head that the graph makes from constants, and the runner it holds for: the
     constants may be decay tables, rounded to the dtype they are kept in.
     """
-    response = _response(hypothesis, runner)
+    response = _response(binding, runner)
     if response is None:
         return None, runner
-    fitted = _with_decay(hypothesis, response[0], runner)
+    fitted = _with_decay(binding, response[0], runner)
     if fitted is None and runner.tables() and bool((response[0] > 0).all()):
         logs = _log_decay(response)
         exact = runner.with_exact_tables(logs) if torch.isfinite(logs).all() else None
         if exact is not None:
-            return _with_decay(hypothesis, logs.exp(), exact), exact
+            return _with_decay(binding.with_(rounded=True), logs.exp(), exact), exact
     return fitted, runner
 
 
-def _response(hypothesis: Hypothesis, runner: _Runner) -> Tensor | None:
+def _response(binding: Recurrence, runner: _Runner) -> Tensor | None:
     """What is left of the first token's write (one-token steps: of the given state) one, two, .. tokens later, per
     head: ``[tokens, H]``.
     """
-    sizes = runner.sizes(hypothesis, heads=True)
-    draws = {p.role: torch.ones([sizes[x] for x in AXES[p.role]], dtype=torch.float64) for p in hypothesis.inputs}
+    sizes = runner.sizes(binding, heads=True)
+    draws = {p.role: torch.ones([sizes[x] for x in AXES[p.role]], dtype=torch.float64) for p in binding.inputs.values()}
     for role in ("k", "v", "initial_state"):
         if role in draws and sizes["T"] > 1:
             draws[role] = draws[role] * 0 if role == "initial_state" else _only_first(draws[role])
         elif role in draws and role != "initial_state":
             draws[role] = draws[role] * 0
-    results = runner({p.value: p.from_canonical(draws[p.role]) for p in hypothesis.inputs})
+    results = runner({p.value: p.from_canonical(draws[p.role]) for p in binding.inputs.values()})
     if sizes["T"] > 1:
-        output = hypothesis.output.to_canonical(results[0])
+        output = binding.output.to_canonical(results[0])
         return output[0, 1:, :, 0] / output[0, :1, :, 0]
-    if hypothesis.final_state is not None and "initial_state" in draws:
-        return hypothesis.final_state.to_canonical(results[1])[:1, :, 0, 0]
+    if binding.final_state is not None and "initial_state" in draws:
+        return binding.final_state.to_canonical(results[1])[:1, :, 0, 0]
     return None
 
 
@@ -359,13 +352,13 @@ def _log_decay(response: Tensor) -> Tensor:
     return (response.clamp_min(1e-30).log() / tokens * weight).where(clear, 0.0).sum(0) / weight.sum(0)
 
 
-def _with_decay(hypothesis: Hypothesis, decay: Tensor, runner: _Runner) -> Hypothesis | None:
-    """The hypothesis with this decay per head, if the first tokens agree with it."""
+def _with_decay(binding: Recurrence, decay: Tensor, runner: _Runner) -> Recurrence | None:
+    """The binding with this decay per head, if the first tokens agree with it."""
     in_range = bool(torch.isfinite(decay).all()) and bool((decay >= 0).all()) and bool((decay <= 1 + 1e-9).all())
     if not in_range or (decay - 1).abs().max() < 1e-12 or not decay.any():
         return None  # nothing decays, or each token stands alone
-    claim = hypothesis.with_(gate="head", decay=tuple(decay.tolist()))
-    probe = next(_probes(claim, runner.sizes(hypothesis, heads=True), wide=False))
+    claim = binding.with_(gate="head", decay=tuple(decay.tolist()))
+    probe = next(_probes(claim, runner.sizes(binding, heads=True), wide=False))
     fitted, _ = _fit(claim, probe, runner(probe))
     return fitted
 
@@ -379,53 +372,53 @@ def _only_first(tensor: Tensor) -> Tensor:
 # -- full probing -----------------------------------------------------------------------------------------------------
 
 
-def _probe_fully(hypothesis: Hypothesis, runner: _Runner, *, wide: bool) -> Verdict:
+def _probe_fully(binding: Recurrence, runner: _Runner, *, wide: bool) -> Verdict[Recurrence]:
     worst, count = 0.0, 0
-    sizes = runner.sizes(hypothesis, heads=bool(hypothesis.decay))
-    for count, inputs in enumerate(_probes(hypothesis, sizes, wide=wide), 1):
+    sizes = runner.sizes(binding, heads=bool(binding.decay))
+    for count, inputs in enumerate(_probes(binding, sizes, wide=wide), 1):
         results = runner(inputs)
-        want, state = _reference(hypothesis, inputs)
-        have = hypothesis.output.to_canonical(results[0])
+        want, state = _reference(binding, inputs)
+        have = binding.output.to_canonical(results[0])
         if count == 1 and not torch.isfinite(have).all():
             return Verdict(None, float("inf"), "not finite on ordinary inputs")
         errors = [token_error(have, want)] if torch.isfinite(have).any() else [0.0]
-        if hypothesis.final_state is not None:
-            last = hypothesis.final_state.to_canonical(results[1])
+        if binding.final_state is not None:
+            last = binding.final_state.to_canonical(results[1])
             _check_sizes(last, state)
             if torch.isfinite(last).any():
                 errors.append(token_error(last.flatten(2), state.flatten(2)))
         worst = max(worst, *errors)
         if worst > TOLERANCE:
             return Verdict(None, worst, f"probe {count} differs")
-    return Verdict(hypothesis, worst, probes=count)
+    return Verdict(binding, worst, probes=count)
 
 
-def _probes(hypothesis: Hypothesis, sizes: dict[str, int], *, wide: bool) -> Iterator[dict[Value, Tensor]]:
+def _probes(binding: Recurrence, sizes: dict[str, int], *, wide: bool) -> Iterator[dict[Value, Tensor]]:
     """Region inputs: ordinary, strong gates, gates of 0 and -inf with zero keys and open or closed beta, large v."""
     kinds = ("ordinary", "strong", "edges", "large")
     for seed, kind in enumerate(kinds * (4 if wide else 1)):
         generator = torch.Generator().manual_seed(100 + seed)
-        draw = {p.role: _draw(p, hypothesis, sizes, kind, generator) for p in hypothesis.inputs}
-        yield {p.value: p.from_canonical(draw[p.role]) for p in hypothesis.inputs}
+        draw = {p.role: _draw(p, binding, sizes, kind, generator) for p in binding.inputs.values()}
+        yield {p.value: p.from_canonical(draw[p.role]) for p in binding.inputs.values()}
 
 
 def _draw(
-    placement: Placement, hypothesis: Hypothesis, sizes: dict[str, int], kind: str, generator: torch.Generator
+    placement: Placement, binding: Recurrence, sizes: dict[str, int], kind: str, generator: torch.Generator
 ) -> Tensor:
     role = placement.role
     shape = [sizes[axis] if axis in placement.axes else 1 for axis in AXES[role]]
     full = [sizes[axis] for axis in AXES[role]]
     noise = torch.randn(shape, generator=generator, dtype=torch.float64)
     pick = torch.rand(shape, generator=generator, dtype=torch.float64)
-    if role == "rate" or (role == "g" and hypothesis.role("rate")):
-        noise = noise.exp() * (-1.0 / hypothesis.gate_rate if role == "rate" else 0.2)
+    if role == "rate" or (role == "g" and binding.inputs.get("rate")):
+        noise = noise.exp() * (-1.0 / binding.gate_rate if role == "rate" else 0.2)
     elif role == "g":
         gate = -noise.exp() * 0.2
         if kind == "strong":
             gate = torch.where(pick < 0.2, torch.where(pick < 0.03, -1000.0, -20.0 * pick * 5), gate)
         elif kind == "edges":
             gate = torch.where(pick < 0.2, 0.0, torch.where(pick > 0.97, -torch.inf, gate))
-        noise = gate / hypothesis.gate_rate if hypothesis.gate_form == "log" else gate.exp()
+        noise = gate / binding.gate_rate if binding.gate_fn == "log" else gate.exp()
     elif role == "beta":
         noise = noise.sigmoid()
         if kind == "edges":

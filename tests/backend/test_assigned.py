@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdacompile.rewrite import recurrence_pass
+from kdacompile.patterns.recurrence import spec
 from tests.backend.test_hoist import explained, read
 from tests.backend.test_sink import rows
 from tests.compare import worst_error
@@ -148,6 +148,6 @@ def not_a_recurrence(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tenso
 )  # fmt: skip
 @pytest.mark.parametrize("grad", [False, True])
 def test_what_differs_is_left_alone(fn: Callable[..., Tensor], grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrence_pass, "inner_groups", lambda graph, group: iter(()))  # type: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(spec, "inner_groups", lambda graph, group: iter(()))  # type: ignore[reportUnknownLambdaType]
     ours, expected, _ = explained(fn, grad)
     assert worst_error(ours, expected) <= 1e-5

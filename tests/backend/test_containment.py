@@ -16,7 +16,7 @@ from kdacompile.ops import fused
 from kdacompile.report.report import Report
 from kdacompile.rewrite import fresh_caches, held
 from kdacompile.rewrite.linear_attention import LinearAttentionSplice
-from kdacompile.rewrite.recurrence_pass import RecurrenceWork
+from kdacompile.rewrite.matching import Matching
 from tests.backend.layers import delta_arguments, gated_delta_loop, gated_linear_parallel
 
 
@@ -42,7 +42,7 @@ def explained(inner: str = "aot_eager", **options: Any) -> Report:
 
 
 PLACES = [
-    (RecurrenceWork, "judge"),
+    (Matching, "judge"),
     (LinearAttentionSplice, "erase"),  # the op is in the graph by then
     (fresh_caches, "settle"),
     (held, "tables"),

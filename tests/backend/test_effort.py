@@ -15,7 +15,7 @@ from kdacompile.graph import readings
 from kdacompile.patterns.engine.verdicts import Verdicts
 from kdacompile.patterns.recurrence import proof as region
 from kdacompile.patterns.recurrence.cuts import Surroundings
-from kdacompile.rewrite import recurrence_pass
+from kdacompile.patterns.recurrence.spec import RECURRENCE
 from tests.compare import worst_error
 
 LOOPS = ("tanh on the state", "norm of the state", "tanh between chunks", "softmax block by block")
@@ -58,7 +58,7 @@ def test_a_function_whose_chunks_are_recognised_one_by_one_is_given_up_soon(monk
 def test_nothing_is_tried_again_that_was_tried_already(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, arguments = PROGRAMS[name]()
     monkeypatch.setattr(hook, "lifts", lifting.Lifts())
-    monkeypatch.setattr(recurrence_pass, "verdicts", Verdicts())
+    monkeypatch.setattr(RECURRENCE, "verdicts", Verdicts(region.prove))
     cuts = counting(monkeypatch, Surroundings, "minimum_cut")
     recurrences = counting(monkeypatch, region, "token_recurrence")
     with torch.no_grad():

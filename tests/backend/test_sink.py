@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kdacompile.patterns.canonical import rules
-from kdacompile.rewrite import recurrence_pass
+from kdacompile.patterns.recurrence import spec
 from tests.backend.test_hoist import BATCH, HEADS, SIZE, VALUES, explained, read
 from tests.compare import worst_error
 
@@ -79,7 +79,7 @@ def test_rows_are_worked_on_after_the_loop(fn: Callable[..., Tensor], grad: bool
 @pytest.fixture
 def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the search for layers within a group: it takes long, and there are none."""
-    monkeypatch.setattr(recurrence_pass, "inner_groups", lambda graph, group: iter(()))  # type: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(spec, "inner_groups", lambda graph, group: iter(()))  # type: ignore[reportUnknownLambdaType]
 
 
 @pytest.mark.usefixtures("shallow")

@@ -8,7 +8,6 @@ what one uncovers, the next may take.
 from __future__ import annotations
 
 from kdacompile.graph.ir import Graph
-from kdacompile.patterns.engine.match import Fused
 from kdacompile.patterns.recurrence.absorb.casts import Rule, absorb_casts
 from kdacompile.patterns.recurrence.absorb.dt_bias import absorb_dt_bias
 from kdacompile.patterns.recurrence.absorb.gate_logsigmoid import absorb_logsigmoid_gate
@@ -19,6 +18,7 @@ from kdacompile.patterns.recurrence.absorb.repeat import absorb_repeat
 from kdacompile.patterns.recurrence.absorb.scale import absorb_scale
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 from kdacompile.patterns.recurrence.absorb.sigmoid_beta import absorb_sigmoid_beta
+from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 
 RULES: tuple[Rule, ...] = (
     absorb_casts,
@@ -33,17 +33,17 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def absorb(fused: Fused, functional: Graph, *, keep_upcasts: bool) -> Fused:
+def absorb(match: RecurrenceMatch, functional: Graph, *, keep_upcasts: bool) -> RecurrenceMatch:
     """The match with everything upstream taken over that the op can do itself; ``functional`` holds it."""
-    scope = Scope.of(fused, functional, keep_upcasts=keep_upcasts)
+    scope = Scope.of(match, functional, keep_upcasts=keep_upcasts)
     applied = True
     while applied:
         applied = False
         for rule in RULES:
-            taken = rule(fused, scope)
+            taken = rule(match, scope)
             if taken is not None:
-                fused, applied = taken, True
-    return fused
+                match, applied = taken, True
+    return match
 
 
 __all__ = ["RULES", "absorb"]

@@ -15,11 +15,11 @@ from dataclasses import replace
 import torch
 
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING
 from kdacompile.patterns.recurrence.absorb.axes import MOVES, above
 from kdacompile.patterns.recurrence.absorb.scope import HALVES, Scope
-from kdacompile.patterns.recurrence.roles import Placement
+from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 
 MERGED = frozenset({"g", "dt_bias"})
 """Roles that may come with H and K merged."""
@@ -53,26 +53,26 @@ def climb(placement: Placement, scope: Scope, sizes: dict[str, int]) -> Placemen
     return found
 
 
-def absorb_casts(fused: Fused, scope: Scope) -> Fused | None:
+def absorb_casts(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch | None:
     moved: dict[str, Placement] = {}
-    for role, placement in fused.inputs.items():
-        higher = climb(placement, scope, fused.sizes)
+    for role, placement in match.inputs.items():
+        higher = climb(placement, scope, match.sizes)
         if higher is not None and higher.value is not placement.value:
             moved[role] = higher
     if not moved:
         return None
-    upcast = any(moved[role].value.dtype != fused.inputs[role].value.dtype for role in moved)
-    return fused.taking("upcast", moved) if upcast else replace(fused, inputs={**fused.inputs, **moved})
+    upcast = any(moved[role].value.dtype != match.inputs[role].value.dtype for role in moved)
+    return match.taking("upcast", moved) if upcast else match.moved_up(moved)
 
 
-def kept_upcasts(fused: Fused) -> frozenset[str]:
+def kept_upcasts(match: RecurrenceMatch) -> frozenset[str]:
     """Roles of half-precision tensors that the region itself casts to float32 before it computes with them."""
-    ops = fused.candidate.ops
+    ops = match.candidate.ops
     return frozenset(
         role
-        for role, placement in fused.inputs.items()
+        for role, placement in match.inputs.items()
         if placement.value.dtype in HALVES
-        and placement.value in fused.candidate.cut
+        and placement.value in match.candidate.cut
         and _all_upcast(placement.value, ops)
     )
 
@@ -91,5 +91,5 @@ def _all_upcast(value: Value, ops: set[Op]) -> bool:
     return True
 
 
-Rule = Callable[[Fused, Scope], "Fused | None"]
+Rule = Callable[[RecurrenceMatch, Scope], "RecurrenceMatch | None"]
 """One absorption: the match with something upstream taken over, or None."""

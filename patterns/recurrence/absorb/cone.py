@@ -18,9 +18,9 @@ from torch import Tensor
 from kdacompile.graph.ir import Op, Value, ancestors
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.lanes import LaneError
+from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE, above, broadcast
 from kdacompile.patterns.recurrence.absorb.scope import Scope
-from kdacompile.patterns.recurrence.roles import AXES, Placement
 
 MAX_VALUES = 48
 """Values looked at above a role; activations and norms are far smaller."""
@@ -148,7 +148,7 @@ class Runner:
         """Canonical shape of a source in this run: size one for axes it lacks."""
         placement = self.cone.sources[index]
         axes = placement.axes.replace("*", "HK")
-        return [self.sizes[axis] if axis in axes else 1 for axis in AXES[placement.role]]
+        return [self.sizes[axis] if axis in axes else 1 for axis in placement.order]
 
     def whole(self) -> bool:
         """Give up on cutting lanes down; False if that is too much."""
@@ -170,7 +170,7 @@ class Runner:
         """A canonical tensor as the graph has the source."""
         star = placement.axes.find("*")
         apart = replace(placement, axes=placement.axes.replace("*", "HK"))
-        for index, axis in enumerate(AXES[placement.role]):
+        for index, axis in enumerate(placement.order):
             if axis not in apart.axes:
                 tensor = tensor.narrow(index, 0, 1)
         for name, args in apart.back_steps():

@@ -10,17 +10,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kdacompile.graph.ir import Value
-from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.absorb.axes import broadcast
 from kdacompile.patterns.recurrence.absorb.casts import climb
 from kdacompile.patterns.recurrence.absorb.scope import Scope
-from kdacompile.patterns.recurrence.roles import Placement
+from kdacompile.patterns.recurrence.roles import RecurrenceMatch, in_role
 
 
-def absorb_dt_bias(fused: Fused, scope: Scope) -> Fused | None:
-    if fused.gate_fn not in ("softplus", "sigmoid") or "dt_bias" in fused.inputs:
+def absorb_dt_bias(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch | None:
+    if match.binding.gate_fn not in ("softplus", "sigmoid") or "dt_bias" in match.inputs:
         return None
-    g = fused.inputs["g"]
+    g = match.inputs["g"]
     op = g.value.op
     if op is None or op.name != "add" or op.kwargs.get("alpha", 1) != 1 or not scope.computes(op):
         return None
@@ -29,18 +29,18 @@ def absorb_dt_bias(fused: Fused, scope: Scope) -> Fused | None:
         return None
     placed = [replace(g, value=value, axes=broadcast(op, g.axes, value)) for value in (left, right)]
     for logit, bias in sorted(zip(placed, reversed(placed), strict=True), key=lambda pair: _likeness(pair[1].value)):
-        if not _is_bias(bias, fused) or not _same_axes(logit, g):
+        if not _is_bias(bias, match) or not _same_axes(logit, g):
             continue
-        x = climb(logit, scope, fused.sizes)
-        parameter = climb(replace(bias, role="dt_bias"), scope, fused.sizes)
+        x = climb(logit, scope, match.sizes)
+        parameter = climb(in_role(bias, "dt_bias"), scope, match.sizes)
         if x is not None and parameter is not None and scope.same_device(parameter.value, x.value):
-            return fused.taking("dt_bias", {"g": x, "dt_bias": parameter})
+            return match.taking("dt_bias", {"g": x, "dt_bias": parameter})
     return None
 
 
-def _is_bias(placement: Placement, fused: Fused) -> bool:
+def _is_bias(placement: Placement, match: RecurrenceMatch) -> bool:
     """No batch row or token has a bias of its own, and a gate per head has none per channel."""
-    legal = "H.=" if fused.gate == "token" else "HK*.="
+    legal = "H.=" if match.binding.gate == "token" else "HK*.="
     return set(placement.axes) <= set(legal) and not placement.value.const
 
 

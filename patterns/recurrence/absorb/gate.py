@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Value
-from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, allows, cones, holds_for, upstream
 from kdacompile.patterns.recurrence.absorb.constants import number
 from kdacompile.patterns.recurrence.absorb.scope import Scope
-from kdacompile.patterns.recurrence.roles import Placement
+from kdacompile.patterns.recurrence.roles import RecurrenceMatch, in_role
 
 NAMES = MOVES | POINTWISE
 FLAT = frozenset("zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor".split())
@@ -41,20 +41,20 @@ class Activation:
     """What the scale must be: 0 for exactly one, -1 for negative, +1 for positive."""
 
 
-def absorb_activation(fused: Fused, scope: Scope, activation: Activation) -> Fused | None:
-    g = fused.inputs.get("g")
-    if g is None or fused.gate not in ("token", "channel") or fused.gate_fn not in ("log", "factor"):
+def absorb_activation(match: RecurrenceMatch, scope: Scope, activation: Activation) -> RecurrenceMatch | None:
+    g = match.inputs.get("g")
+    if g is None or match.binding.gate not in ("token", "channel") or match.binding.gate_fn not in ("log", "factor"):
         return None
-    if "rate" in fused.inputs or fused.decay:
+    if "rate" in match.inputs or match.binding.decay:
         return None
-    for cone in _cones(g, scope, fused.sizes, activation):
-        scale = _scale(cone, fused, activation) if _plausible(cone, fused, activation) else None
+    for cone in _cones(g, scope, match.sizes, activation):
+        scale = _scale(cone, match, activation) if _plausible(cone, match, activation) else None
         if scale is not None:
             moved = {"g": cone.sources[0]}
             if len(cone.sources) > 1:
-                moved["A_log"] = replace(cone.sources[1], role="A_log")
+                moved["A_log"] = in_role(cone.sources[1], "A_log")
             options = {"gate_fn": activation.gate_fn, "gate_scale": scale, "gate_rate": 1.0}
-            return fused.taking(f"gate_{activation.gate_fn}", moved, **options)
+            return match.taking(f"gate_{activation.gate_fn}", moved, **options)
     return None
 
 
@@ -68,13 +68,13 @@ def _cones(gate: Placement, scope: Scope, sizes: dict[str, int], activation: Act
     yield from cones(gate, scope, sizes, NAMES)
 
 
-def _plausible(cone: Cone, fused: Fused, activation: Activation) -> bool:
+def _plausible(cone: Cone, match: RecurrenceMatch, activation: Activation) -> bool:
     if not any(names <= cone.names for names in activation.needs):
         return False
     if not all(is_flat(read) for op in cone.ops for read in op.reads if read.const):
         return False
     logit = cone.sources[0].axes
-    if fused.gate == "channel" and fused.sizes["K"] > 1 and not {"K", "*"} & set(logit):
+    if match.binding.gate == "channel" and match.sizes["K"] > 1 and not {"K", "*"} & set(logit):
         return False
     return len(cone.sources) == 1 or set(cone.sources[1].axes) <= set("H.")
 
@@ -86,12 +86,12 @@ def is_flat(value: Value) -> bool:
     return math.prod(value.shape) == 1 or (value.op is not None and value.op.name in FLAT)
 
 
-def _scale(cone: Cone, fused: Fused, activation: Activation) -> float | None:
+def _scale(cone: Cone, match: RecurrenceMatch, activation: Activation) -> float | None:
     """The scale with which the cone is the activation, if it is."""
-    heads = fused.sizes["H"] * (fused.sizes["K"] if fused.gate == "channel" else 1)
+    heads = match.sizes["H"] * (match.sizes["K"] if match.binding.gate == "channel" else 1)
     tokens = -(-ENOUGH // heads)
-    rows = -(-tokens // fused.sizes["T"])
-    runner = Runner(cone, fused.sizes, lanes={"B": rows, "T": tokens})
+    rows = -(-tokens // match.sizes["T"])
+    runner = Runner(cone, match.sizes, lanes={"B": rows, "T": tokens})
     found: list[float] = []
 
     def check(run: Runner) -> bool:
@@ -100,7 +100,7 @@ def _scale(cone: Cone, fused: Fused, activation: Activation) -> float | None:
         for start in range(0, len(points), _numel(run.shape(0))):
             x, rate = _draw(run, points, start)
             have = run(x) if rate is None else run(x, rate.log())
-            have = have.log() if fused.gate_fn == "factor" else have * fused.gate_rate
+            have = have.log() if match.binding.gate_fn == "factor" else have * match.binding.gate_rate
             want = activation.shape(x, None if rate is None else rate.reshape(1, 1, -1, 1))
             if not found:
                 found.append(_fitted(have, want, activation.sign))

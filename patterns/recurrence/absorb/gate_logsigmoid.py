@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdacompile.patterns.engine.match import Fused
 from kdacompile.patterns.recurrence.absorb.gate import Activation, absorb_activation
 from kdacompile.patterns.recurrence.absorb.scope import Scope
+from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 
 
 def _definition(x: Tensor, rate: Tensor | None) -> Tensor:
@@ -32,5 +32,5 @@ LOGSIGMOID = Activation(
 )
 
 
-def absorb_logsigmoid_gate(fused: Fused, scope: Scope) -> Fused | None:
-    return absorb_activation(fused, scope, LOGSIGMOID)
+def absorb_logsigmoid_gate(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch | None:
+    return absorb_activation(match, scope, LOGSIGMOID)

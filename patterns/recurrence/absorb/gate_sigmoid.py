@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kdacompile.patterns.engine.match import Fused
 from kdacompile.patterns.recurrence.absorb.gate import Activation, absorb_activation
 from kdacompile.patterns.recurrence.absorb.scope import Scope
+from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 
 
 def _definition(x: Tensor, rate: Tensor | None) -> Tensor:
@@ -29,5 +29,5 @@ SIGMOID = Activation(
 )
 
 
-def absorb_sigmoid_gate(fused: Fused, scope: Scope) -> Fused | None:
-    return absorb_activation(fused, scope, SIGMOID)
+def absorb_sigmoid_gate(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch | None:
+    return absorb_activation(match, scope, SIGMOID)

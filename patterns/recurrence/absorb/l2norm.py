@@ -13,25 +13,25 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.absorb.axes import MOVES
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, cones, holds_for
 from kdacompile.patterns.recurrence.absorb.constants import number
 from kdacompile.patterns.recurrence.absorb.scope import Scope
-from kdacompile.patterns.recurrence.roles import Placement
+from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 
 NAMES = MOVES | frozenset("mul div add sum mean pow square sqrt rsqrt reciprocal linalg_vector_norm".split())
 ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
 LARGEST_EPS = 1e-2
 
 
-def absorb_l2norm(fused: Fused, scope: Scope) -> Fused | None:
-    if fused.qk_l2norm_eps:
+def absorb_l2norm(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch | None:
+    if match.binding.qk_l2norm_eps:
         return None
-    q, k = (_normalised(fused.inputs[role], scope, fused.sizes) for role in ("q", "k"))
+    q, k = (_normalised(match.inputs[role], scope, match.sizes) for role in ("q", "k"))
     if q is None or k is None or q[1] != k[1]:
         return None
-    return fused.taking("l2norm", {"q": q[0], "k": k[0]}, qk_l2norm_eps=q[1])
+    return match.taking("l2norm", {"q": q[0], "k": k[0]}, qk_l2norm_eps=q[1])
 
 
 def _normalised(placement: Placement, scope: Scope, sizes: dict[str, int]) -> tuple[Placement, float] | None:

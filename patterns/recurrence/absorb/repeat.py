@@ -11,19 +11,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kdacompile.patterns.engine.match import Fused
+from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.absorb.axes import REGROUPS, one_head, split_heads
 from kdacompile.patterns.recurrence.absorb.casts import climb
 from kdacompile.patterns.recurrence.absorb.scope import Scope
-from kdacompile.patterns.recurrence.roles import Placement
+from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 
 
-def absorb_repeat(fused: Fused, scope: Scope) -> Fused | None:
-    q, k = (_before_repeat(fused.inputs[role], scope, fused.sizes) for role in ("q", "k"))
+def absorb_repeat(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch | None:
+    q, k = (_before_repeat(match.inputs[role], scope, match.sizes) for role in ("q", "k"))
     if q is None or k is None or q[1] != k[1]:
         return None
-    heads = fused.sizes["G"] // q[1]
-    return fused.taking("repeat", {"q": q[0], "k": k[0]}, sizes={**fused.sizes, "G": heads})
+    heads = match.sizes["G"] // q[1]
+    return match.taking("repeat", {"q": q[0], "k": k[0]}, sizes={**match.sizes, "G": heads})
 
 
 def _before_repeat(placement: Placement, scope: Scope, sizes: dict[str, int]) -> tuple[Placement, int] | None:

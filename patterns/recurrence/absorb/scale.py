@@ -12,16 +12,16 @@ import math
 from dataclasses import replace
 
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.engine.match import Fused
 from kdacompile.patterns.recurrence.absorb.casts import climb
 from kdacompile.patterns.recurrence.absorb.constants import number
 from kdacompile.patterns.recurrence.absorb.scope import Scope
+from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 
 
-def absorb_scale(fused: Fused, scope: Scope) -> Fused | None:
-    q = fused.inputs["q"]
+def absorb_scale(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch | None:
+    q = match.inputs["q"]
     op = q.value.op
-    if op is None or fused.qk_l2norm_eps or not scope.computes(op):
+    if op is None or match.binding.qk_l2norm_eps or not scope.computes(op):
         return None
     found = factor(op)
     if found is None:
@@ -29,10 +29,10 @@ def absorb_scale(fused: Fused, scope: Scope) -> Fused | None:
     source, scale = found
     if (source.shape, source.dtype) != (op.out.shape, op.out.dtype) or not scope.lets_gradients_through([op], [source]):
         return None
-    higher = climb(replace(q, value=source), scope, fused.sizes)
+    higher = climb(replace(q, value=source), scope, match.sizes)
     if higher is None or not scope.same_device(higher.value, q.value):
         return None
-    return fused.taking("scale", {"q": higher}, scale=fused.scale * scale)
+    return match.taking("scale", {"q": higher}, scale=match.binding.scale * scale)
 
 
 def factor(op: Op) -> tuple[Value, float] | None:

@@ -10,8 +10,8 @@ import torch
 from kdacompile import compat
 from kdacompile.graph import gradient
 from kdacompile.graph.ir import Graph, Op, Value
-from kdacompile.patterns.engine.match import Fused
 from kdacompile.patterns.engine.vocabulary import LAYOUT
+from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 
 FULL_PRECISION = 4
 """Bytes of float32: arithmetic below it rounds, and that rounding is the model's own."""
@@ -33,14 +33,14 @@ class Scope:
     """Dynamo nodes whose writes come after the op has read its inputs."""
 
     @staticmethod
-    def of(fused: Fused, functional: Graph, *, keep_upcasts: bool) -> Scope:
-        results = [fused.output, fused.final_state] if fused.final_state else [fused.output]
+    def of(match: RecurrenceMatch, functional: Graph, *, keep_upcasts: bool) -> Scope:
+        results = match.binding.ends
         return Scope(
             functional,
             keep_upcasts,
             grad=any(gradient.wants_gradient(placement.value.node) for placement in results),
-            end=max(op.position for op in [*fused.candidate.core, *(user for p in results for user in p.value.users)]),
-            inside=frozenset([*(op.node for op in fused.candidate.ops), *_stores(fused, functional)]),
+            end=max(op.position for op in [*match.candidate.core, *(user for p in results for user in p.value.users)]),
+            inside=frozenset([*(op.node for op in match.candidate.ops), *_stores(match, functional)]),
         )
 
     def crosses(self, op: Op) -> bool:
@@ -83,9 +83,9 @@ class Scope:
         return compat.example_value(value.node).device == compat.example_value(other.node).device
 
 
-def _stores(fused: Fused, functional: Graph) -> list[object]:
+def _stores(match: RecurrenceMatch, functional: Graph) -> list[object]:
     """Writes of the final state itself into a buffer."""
-    if fused.final_state is None:
+    if match.final_state is None:
         return []
-    node = fused.final_state.value.node
+    node = match.final_state.value.node
     return [write.node for write in functional.mutations if node in write.node.all_input_nodes]

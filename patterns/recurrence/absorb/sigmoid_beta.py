@@ -15,30 +15,30 @@ from functools import partial
 
 import torch
 
-from kdacompile.patterns.engine.match import Fused
 from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE
 from kdacompile.patterns.recurrence.absorb.casts import climb
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, cones, holds_for
 from kdacompile.patterns.recurrence.absorb.gate import ENOUGH, is_flat, probes
 from kdacompile.patterns.recurrence.absorb.scope import Scope
+from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 
 NEEDS = tuple(frozenset(names.split()) for names in ("sigmoid", "tanh", "exp div", "exp reciprocal", "exp pow"))
 """Operators one of which (all of one set) every spelling has."""
 
 
-def absorb_sigmoid_beta(fused: Fused, scope: Scope) -> Fused | None:
-    beta = fused.inputs.get("beta")
-    if beta is None or fused.sigmoid_beta:
+def absorb_sigmoid_beta(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch | None:
+    beta = match.inputs.get("beta")
+    if beta is None or match.binding.sigmoid_beta:
         return None
     op = beta.value.op
     if op is not None and op.name == "sigmoid":
         if not scope.lets_gradients_through([op], op.reads) or (scope.keep_upcasts and not scope.computes(op)):
             return None
-        logit = climb(replace(beta, value=op.reads[0]), scope, fused.sizes)
-        return None if logit is None else fused.taking("sigmoid_beta", {"beta": logit}, sigmoid_beta=True)
-    for cone in cones(beta, scope, fused.sizes, MOVES | POINTWISE):
-        if any(names <= cone.names for names in NEEDS) and _is_sigmoid(cone, fused.sizes):
-            return fused.taking("sigmoid_beta", {"beta": cone.sources[0]}, sigmoid_beta=True)
+        logit = climb(replace(beta, value=op.reads[0]), scope, match.sizes)
+        return None if logit is None else match.taking("sigmoid_beta", {"beta": logit}, sigmoid_beta=True)
+    for cone in cones(beta, scope, match.sizes, MOVES | POINTWISE):
+        if any(names <= cone.names for names in NEEDS) and _is_sigmoid(cone, match.sizes):
+            return match.taking("sigmoid_beta", {"beta": cone.sources[0]}, sigmoid_beta=True)
     return None
 
 

@@ -1,7 +1,7 @@
 """Who is who: every way the tensors entering and leaving a region could be the recurrence's q, k, v, g, beta and state.
 
 Roles come from sizes (``roles.py``) and from how a tensor is used. What is still ambiguous after that (T equal to K,
-two tensors of one shape) is listed most plausible first; the proof takes the first hypothesis that computes the same
+two tensors of one shape) is listed most plausible first; the proof takes the first binding that computes the same
 numbers.
 """
 
@@ -14,12 +14,14 @@ from itertools import count, groupby, islice
 from typing import NamedTuple
 
 from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.axes import labelings, oddity
+from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.gates import Units
 from kdacompile.patterns.recurrence.regions import is_anchor
-from kdacompile.patterns.recurrence.roles import INPUTS, Hypothesis, Placement, labelings, labelings_of, oddity
+from kdacompile.patterns.recurrence.roles import AXES, BROADCAST, INPUTS, Recurrence, labelings_of, place
 
 MAIN = frozenset({"q", "k", "v"})
-MAX_HYPOTHESES = 240
+MAX_BINDINGS = 240
 """Claims looked at before a region is given up."""
 
 
@@ -34,7 +36,7 @@ def _gate_kind(placement: Placement | None, sizes: dict[str, int]) -> str:
     return "head" if per_head or sizes["T"] > 1 else "token"
 
 
-class Hypotheses:
+class Bindings:
     """Consistent role assignments, most plausible first; true if there is one. They are looked for when they are asked
     for: a proof often takes one of the first, and a region like another that was proven needs none.
     """
@@ -48,51 +50,51 @@ class Hypotheses:
             for cost, partial in _readings(output, state)
             if _may_lead_on(cut, self.gates, set(), partial.sizes)
         ]
-        found = islice(self._by_penalty(), MAX_HYPOTHESES)
-        equal = groupby(found, key=lambda hypothesis: hypothesis.penalty)
-        self.coming = (h for _, group in equal for h in sorted(group, key=lambda hypothesis: hypothesis.moved))
-        self.known: list[Hypothesis] = []
+        found = islice(self._by_penalty(), MAX_BINDINGS)
+        equal = groupby(found, key=lambda binding: binding.penalty)
+        self.coming = (h for _, group in equal for h in sorted(group, key=lambda binding: binding.permuted))
+        self.known: list[Recurrence] = []
 
     def __bool__(self) -> bool:
         return any(self._leads_on(partial, cost) for cost, partial in self.readings)
 
-    def __iter__(self) -> Iterator[Hypothesis]:
-        for place in count():
-            if place == len(self.known):
+    def __iter__(self) -> Iterator[Recurrence]:
+        for known in count():
+            if known == len(self.known):
                 self.known.extend(islice(self.coming, 1))
-            if place == len(self.known):
+            if known == len(self.known):
                 return
-            yield self.known[place]
+            yield self.known[known]
 
-    def _leads_on(self, partial: _Partial | Hypothesis, penalty: int) -> bool:
-        """True if there is a hypothesis beyond this one: whichever is met first will do."""
-        return isinstance(partial, Hypothesis) or any(
+    def _leads_on(self, partial: _Partial | Recurrence, penalty: int) -> bool:
+        """True if there is a binding beyond this one: whichever is met first will do."""
+        return isinstance(partial, Recurrence) or any(
             self._leads_on(further, total) for total, further in self._onward(partial, penalty)
         )
 
-    def _by_penalty(self) -> Iterator[Hypothesis]:
+    def _by_penalty(self) -> Iterator[Recurrence]:
         """Cheapest first: where all sizes are equal there are millions of assignments, and the first are wanted."""
         # Ties go to the path that was found first, so that the order is that of a sorted full list.
-        queue: list[tuple[int, tuple[int, ...], _Partial | Hypothesis]] = [
-            (cost, (place,), partial) for place, (cost, partial) in enumerate(self.readings)
+        queue: list[tuple[int, tuple[int, ...], _Partial | Recurrence]] = [
+            (cost, (rank,), partial) for rank, (cost, partial) in enumerate(self.readings)
         ]
         heapify(queue)
         while queue:
             penalty, path, item = heappop(queue)
-            if isinstance(item, Hypothesis):
+            if isinstance(item, Recurrence):
                 yield item
                 continue
-            for place, (total, found) in enumerate(self._onward(item, penalty)):
-                heappush(queue, (total, (*path, place), found))
+            for rank, (total, found) in enumerate(self._onward(item, penalty)):
+                heappush(queue, (total, (*path, rank), found))
 
-    def _onward(self, partial: _Partial, penalty: int) -> Iterator[tuple[int, _Partial | Hypothesis]]:
+    def _onward(self, partial: _Partial, penalty: int) -> Iterator[tuple[int, _Partial | Recurrence]]:
         """What follows from roles for some of the cut, each with its penalty."""
         if partial.seen < len(self.cut):
             for cost, further in _with_one_more(partial, self.cut, self.gates):
                 yield penalty + cost, further
         else:
-            for hypothesis in _complete(partial.inputs, partial.ends, partial.sizes, penalty, self.units):
-                yield hypothesis.penalty, hypothesis
+            for binding in _complete(partial.inputs, partial.ends, partial.sizes, penalty, self.units):
+                yield binding.penalty, binding
 
 
 class _Partial(NamedTuple):
@@ -107,13 +109,13 @@ class _Partial(NamedTuple):
 
 def _readings(output: Value, state: Value | None) -> Iterator[tuple[int, _Partial]]:
     """Every reading of the results, with its penalty."""
-    for axes, sizes in labelings(output, "o", {}):
-        start = Placement("o", output, axes)
+    for axes, sizes in labelings_of(output, "o", {}):
+        start = place("o", output, axes)
         if state is None:
             yield oddity(axes), _Partial((), (start,), sizes)
             continue
-        for state_axes, known in labelings(state, "final_state", sizes):
-            ends = (start, Placement("final_state", state, state_axes))
+        for state_axes, known in labelings_of(state, "final_state", sizes):
+            ends = (start, place("final_state", state, state_axes))
             yield oddity(axes) + oddity(state_axes), _Partial((), ends, known)
 
 
@@ -124,14 +126,14 @@ def _with_one_more(partial: _Partial, cut: Sequence[Value], gates: dict[Value, b
     if len(MAIN - used) > len(cut) - partial.seen:
         return
     for role in _open_roles(gates[value], used):
-        for axes, known in labelings(value, role, partial.sizes):
+        for axes, known in labelings_of(value, role, partial.sizes):
             if not _may_lead_on(others, gates, {*used, role}, known):
                 continue
             cost = oddity(axes) + (2 if role == "g" and not gates[value] else 0)
-            taken = (*partial.inputs, Placement(role, value, axes))
+            taken = (*partial.inputs, place(role, value, axes))
             yield cost, _Partial(taken, partial.ends, known, partial.seen + 1)
             if role == "g" and not gates[value] and "beta" not in used and "K" not in axes:
-                both = (*taken, Placement("beta", value, axes))  # a step size: dt
+                both = (*taken, place("beta", value, axes))  # a step size: dt
                 yield cost, _Partial(both, partial.ends, known, partial.seen + 1)
 
 
@@ -155,7 +157,7 @@ def _may_lead_on(values: Sequence[Value], gates: dict[Value, bool], used: set[st
 def _fitting_roles(
     shape: tuple[int, ...], uniform: frozenset[int], sizes: tuple[tuple[str, int], ...]
 ) -> frozenset[str]:
-    return frozenset(role for role in INPUTS if labelings_of(shape, uniform, role, sizes))
+    return frozenset(role for role in INPUTS if labelings(shape, uniform, AXES[role], sizes, BROADCAST.get(role, "")))
 
 
 def _open_roles(is_gate: bool, used: set[str]) -> list[str]:
@@ -175,7 +177,7 @@ def _complete(
     sizes: dict[str, int],
     penalty: int,
     units: Units,
-) -> Iterator[Hypothesis]:
+) -> Iterator[Recurrence]:
     by_role = {placement.role: placement for placement in inputs}
     if not set(by_role) >= MAIN:
         return
@@ -191,14 +193,14 @@ def _complete(
     first = sizes.get("T", 1) > 1 or "initial_state" in by_role or _erases(units.region)
     for turn, rate in enumerate(rates or [1.0]):
         for delta in (first, not first):
-            yield Hypothesis(
-                inputs,
-                output,
-                final,
-                {**dict.fromkeys("BTHGKV", 1), **sizes},
-                _gate_kind(gate, sizes),
-                form,
-                delta,
-                rate,
+            yield Recurrence(
+                inputs=by_role,
+                output=output,
+                final_state=final,
+                sizes={**dict.fromkeys("BTHGKV", 1), **sizes},
+                gate=_gate_kind(gate, sizes),
+                gate_fn=form,
+                delta=delta,
+                gate_rate=rate,
                 penalty=penalty + turn,
             )

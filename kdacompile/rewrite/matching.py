@@ -1,0 +1,316 @@
+"""One pattern in one graph: find where it could be, check it, look at other sizes, rewrite it, and say why not.
+
+What differs between patterns is in their ``Spec``; this is the same for all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Generic
+
+from torch import fx
+
+from kdacompile import compat
+from kdacompile.graph.instances import NO_TIES, Instances, Sizes, Ties
+from kdacompile.graph.ir import Graph, Op, Value, ancestors
+from kdacompile.graph.readings import Readings
+from kdacompile.patterns.engine.match import B, Candidate, Match, Obstacle, Verdict
+from kdacompile.patterns.engine.spec import Inner, R, Spec
+from kdacompile.report import findings, loops, trace
+from kdacompile.report.findings import Rejection
+from kdacompile.report.source import describe, source_of
+from kdacompile.rewrite.held import Tables
+from kdacompile.rewrite.splice import CannotSplice, Splice
+from kdacompile.settings import Settings
+
+log = logging.getLogger(__name__)
+
+MAX_CANDIDATES = 24
+"""Candidates checked per region before it is left alone."""
+
+NEAR = 64
+"""Operators above a mask among which the one that chooses tokens is looked for."""
+
+Timed = Callable[[str], AbstractContextManager[None]]
+
+
+class Context:
+    """What the patterns share while one graph is searched."""
+
+    def __init__(self, readings: Readings, settings: Settings, timed: Timed, *, trial: bool) -> None:
+        self.readings, self.settings, self.timed, self.trial = readings, settings, timed, trial
+        self.inside = True
+        """Regions within others are looked for. That takes long: what can be taken out of loops goes first."""
+        self.hold({})
+
+    def hold(self, tables: Tables) -> None:
+        """Rely on the values of these inputs from here on."""
+        self.held = tables
+        self.instances = Instances(self.readings.gm, tables)
+        self.regions: dict[tuple[int, str], list[Any]] = {}
+
+    def at(self, sizes: Sizes, spec: Spec[R, Any]) -> tuple[Graph, list[R]]:
+        """The functional graph at other sizes, and where the pattern could be there."""
+        graph = self.instances.at(sizes)
+        key = id(graph), type(spec).__name__
+        if key not in self.regions:
+            self.regions[key] = list(spec.regions(graph))
+        return graph, self.regions[key]
+
+
+class Matching(Generic[R, B]):
+    """The regions of one pattern; ``matches`` and ``rejections`` are the outcome."""
+
+    def __init__(self, spec: Spec[R, B], splice: type[Splice[B]], context: Context) -> None:
+        self.spec, self.splice, self.context = spec, splice, context
+        self.settings, self.timed = context.settings, context.timed
+        self.missed = False
+        """Something that looks like the pattern was left alone, be it without a word."""
+        self.matches: list[findings.Match] = []
+        self.rejections: list[Rejection] = []
+
+    # -- regions
+
+    def run(self, graph: Graph, read: Callable[[], Graph]) -> Graph:
+        """Visit every region; where one within another was rewritten, the graph is read again. Returns what was read
+        last.
+        """
+        while self.visit_all(graph):
+            self.context.hold(self.context.held)
+            graph = read()
+        return graph
+
+    def visit_all(self, graph: Graph) -> bool:
+        """True if there may be more to find once the graph is read again."""
+        self.rejections = []
+        with self.timed("match"):
+            regions = list(self.spec.regions(graph))
+        again = False
+        for region in regions:
+            again |= not self.visit_whole(graph, region) and self.context.inside and self.visit_inside(graph, region)
+        return again
+
+    def visit_whole(self, graph: Graph, region: R) -> bool:
+        """Visit a region, unless an earlier search came to nothing there."""
+        reasons = self.context.readings.reasons(region.ops)
+        if reasons is not None:
+            self.rejections += reasons
+        else:
+            told = len(self.rejections)
+            if self.visit(graph, Inner(region, lambda candidate, binding: True)):
+                return True
+            self.context.readings.reject(region.ops, self.rejections[told:])
+        self.missed |= self.spec.is_near(region)
+        return False
+
+    def visit_inside(self, graph: Graph, region: R) -> bool:
+        """Rewrite one region within another; what is wrong with the others is not told here."""
+        told = len(self.rejections)
+        found = any(self.visit(graph, inner) for inner in self.spec.inner(graph, region, trial=self.context.trial))
+        del self.rejections[told:]
+        return found
+
+    def visit(self, graph: Graph, inner: Inner[R, B]) -> bool:
+        """Rewrite the first candidate of a region that holds and can be spliced; else report the most telling
+        reason.
+        """
+        obstacles: list[Obstacle] = []
+        refused: list[tuple[Candidate[B], Verdict[B]]] = []
+        failures: list[Rejection] = []
+        for found in self.candidates(graph, inner):
+            if isinstance(found, Obstacle):
+                obstacles.append(found)
+                continue
+            verdict = self.judge(found)
+            trace.match(found, verdict.reason or "proven")
+            if verdict.binding is None:
+                refused.append((found, verdict))
+            elif inner.accepts(found, verdict.binding):
+                failure = self.apply(graph, found, verdict)
+                if failure is None:
+                    return True
+                failures.append(failure)
+            if len(refused) + len(failures) >= MAX_CANDIDATES:
+                break
+        if failures:
+            self.rejections.append(failures[0])
+        elif refused:
+            candidate, verdict = min(refused, key=lambda pair: pair[1].max_error)
+            name = next(iter(candidate.bindings)).name
+            self.rejections.append(Rejection(name, verdict.reason, source_of(candidate.output.node), "proof"))
+        elif obstacles:
+            self.rejections.append(self.rejection(obstacles[0]))
+        return False
+
+    def candidates(self, graph: Graph, inner: Inner[R, B]) -> Iterator[Candidate[B] | Obstacle]:
+        found = self.spec.candidates(graph, inner.region, inner.effort)
+        while True:
+            with self.timed("match"):
+                item = next(found, None)
+            if item is None:
+                return
+            yield item
+
+    def judge(self, candidate: Candidate[B]) -> Verdict[B]:
+        with self.timed("proof"):
+            return self.spec.verdicts(candidate, wide=self.settings.verify == "wide")
+
+    def rejection(self, obstacle: Obstacle) -> Rejection:
+        node = obstacle.op.node if obstacle.op else None
+        return Rejection(self.spec.name, obstacle.reason, source_of(node), obstacle.code)
+
+    def reject_blocked(self, graph: Graph) -> None:
+        """Near misses without a region: say which operator stands in the way, where that is known."""
+        if self.matches or any(rejection.code != "roles" for rejection in self.rejections):
+            return
+        blockers = self.spec.blockers(graph, unknown=bool(self.rejections))
+        self.rejections = [self.rejection(found) for found in blockers] or self.rejections
+
+    # -- one binding that holds
+
+    def apply(self, graph: Graph, candidate: Candidate[B], verdict: Verdict[B]) -> Rejection | None:
+        """Rewrite a candidate in the best form that the graph allows, or say why none is."""
+        failure = self.attempt_all(graph, candidate, verdict)
+        if failure is not None and failure.code == "dynamic" and self.spec.narrows and self.narrow(graph, candidate):
+            verdict = self.judge(candidate)
+            failure = self.attempt_all(graph, candidate, verdict) if verdict.binding is not None else failure
+        return failure
+
+    def attempt_all(self, graph: Graph, candidate: Candidate[B], verdict: Verdict[B]) -> Rejection | None:
+        assert verdict.binding is not None
+        name, source = verdict.binding.name, source_of(candidate.anchor.node)
+        if name in self.settings.disable:
+            return Rejection(name, "switched off by kda.disable", source, "disabled")
+        failure: Rejection | None = None
+        for match in self.forms(graph, candidate, verdict):
+            with self.timed("sizes"):
+                reason = self.disagreement(graph, match)
+                if reason is not None and self.holds_at_equal_sizes(graph, match):
+                    reason = None
+            failure = Rejection(name, reason, source, "dynamic") if reason else self.rewrite(graph, match)
+            if failure is None:
+                return None
+        return failure
+
+    def forms(self, graph: Graph, candidate: Candidate[B], verdict: Verdict[B]) -> Iterator[Match[B]]:
+        """The match with as much absorbed as the op can do itself, then with less."""
+        if verdict.binding is None:
+            return
+        match = Match(candidate, verdict.binding, verdict.binding, verdict.max_error)
+        found = self.spec.forms(graph, match, keep_upcasts=self.settings.precision == "fp32")
+        while True:
+            with self.timed("absorb"):
+                form = next(found, None)
+            if form is None:
+                return
+            yield form
+
+    def rewrite(self, graph: Graph, match: Match[B]) -> Rejection | None:
+        """Splice the op in; a rejection if the graph around the region does not allow it."""
+        name, source = match.binding.name, source_of(match.candidate.anchor.node)
+        roles = {role: describe(placement) for role, placement in match.inputs.items()}
+        for role in self.spec.masks:
+            if role in roles:
+                roles[role] += _chosen_by(match.inputs[role].value)
+        with self.timed("rewrite"):
+            try:
+                splice = self.splice(self.context.readings.gm, graph, match, keep_strides=not self.context.trial)
+                op = splice.apply(splice.check())
+            except CannotSplice as error:
+                return Rejection(name, error.reason, source, error.code)
+        holds = tuple(node.name for node in self.relied_on(match))
+        found = findings.Match(name, match.mode, source, roles, match.max_error, op, match.absorbed, holds=holds)
+        self.matches.append(replace(found, loop=_loop(match)))
+        return None
+
+    def relied_on(self, match: Match[B]) -> list[fx.Node]:
+        """Inputs of the graph whose values the match holds constant."""
+        inputs = {placement.value for placement in match.inputs.values()}
+        region = ancestors(match.candidate.outputs, inputs.__contains__) if self.context.held else set[Op]()
+        read = {value.node for op in region for value in op.reads if value.const}
+        return [node for node in self.context.held if node in read]
+
+    # -- other sizes
+
+    def disagreement(self, graph: Graph, match: Match[B], tied: Ties = NO_TIES) -> str | None:
+        """Why the match might not hold at all sizes that the graph allows; None if it does, as far as others tell."""
+
+        def compare(sizes: Sizes) -> str | None:
+            other, regions = self.context.at(sizes, self.spec)
+            found = self.spec.counterpart(match.candidate, graph, other, regions)
+            if isinstance(found, str):
+                return found
+            alike = [binding for binding in found.bindings if binding.assignment() == match.checked.assignment()]
+            if not alike:
+                return "the roles do not fit at other sizes"
+            found = replace(found, bindings=alike)
+            same = (again.binding.same_as(match.binding) for again in self.forms(other, found, self.judge(found)))
+            return None if any(same) else "the region computes something else at other sizes"
+
+        return self.context.instances.anywhere(_nodes(match), compare, tied)
+
+    def holds_at_equal_sizes(self, graph: Graph, match: Match[B]) -> bool:
+        """Whether the match holds wherever two sizes are equal that are now; then that is guarded."""
+        pair = self.spec.equal_sizes(match)
+        if pair is None:
+            return False
+        one, other = map(compat.free_symbols, pair)
+        if len(one) != 1 or len(other) != 1 or one == other:
+            return False
+        if self.disagreement(graph, match, {other.pop(): one.pop()}) is not None:
+            return False
+        compat.tie(*pair)
+        return True
+
+    def narrow(self, graph: Graph, candidate: Candidate[B]) -> bool:
+        """Leave the candidate the bindings that are made at other sizes too; True if that is some of them."""
+        bindings = list(candidate.bindings)
+        left = bindings
+
+        def look(sizes: Sizes) -> None:
+            nonlocal left
+            other, regions = self.context.at(sizes, self.spec)
+            found = self.spec.counterpart(candidate, graph, other, regions)
+            keys = [] if isinstance(found, str) else [binding.key() for binding in found.bindings]
+            left = [binding for binding in left if binding.key() in keys]
+
+        self.context.instances.anywhere(_nodes_of(candidate.ops, candidate.cut), look)
+        candidate.bindings = left
+        return 0 < len(left) < len(bindings)
+
+
+def _nodes(match: Match[Any]) -> set[fx.Node]:
+    inputs = [placement.value for placement in match.inputs.values()]
+    absorbed = ancestors(match.candidate.cut, set(inputs).__contains__)
+    return _nodes_of(match.candidate.ops | absorbed, inputs)
+
+
+def _nodes_of(ops: set[Op], inputs: list[Value]) -> set[fx.Node]:
+    """The Dynamo nodes of a region and what they read: tensors, sizes and other numbers."""
+    own = {op.node for op in ops if op.node is not None} | {value.node for value in inputs}
+    return own | {arg for node in own for arg in node.all_input_nodes if node.op != "placeholder"}
+
+
+def _loop(match: Match[Any]) -> str:
+    """ "file:line" of the loop whose turns the region is, "" if it was written down without one."""
+    if match.mode == "step":
+        return ""
+    found = loops.unrolled({op.node for op in match.candidate.ops if isinstance(op.node, fx.Node)})
+    return "" if found is None else found.place
+
+
+def _chosen_by(mask: Value) -> str:
+    """What a report adds of a mask that a sparse indexer has made."""
+    near, stack = set[Value](), [mask]
+    while stack and len(near) < NEAR:
+        value = stack.pop(0)
+        if value in near or value.op is None:
+            continue
+        near.add(value)
+        if value.op.name == "topk":
+            return f", chosen by topk at {source_of(value.op.node)}, which stays with Inductor"
+        stack += value.op.reads
+    return ""

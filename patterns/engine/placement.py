@@ -1,0 +1,106 @@
+"""A tensor of the graph in a role: which dimension is which axis of the role, and how to get from one to the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+from torch import Tensor
+
+from kdacompile.graph.ir import Value
+
+Steps = list[tuple[str, tuple[object, ...]]]
+"""Tensor methods with their arguments, one after the other."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``axes`` names the tensor's dimensions: '.' for size one, '=' for one that is uniform, '*' for H and K merged;
+    ``order`` is the role's own order of them.
+    """
+
+    role: str
+    value: Value
+    axes: str
+    order: str
+    columns: tuple[int, int] | None = None
+    """The columns that are meant, of a pool of pages."""
+    backwards: bool = field(default=False, kw_only=True)
+    """The last token comes first."""
+
+    def steps(self, sizes: dict[str, int]) -> Steps:
+        """What turns the graph's tensor into the role's own order, size one for axes it lacks."""
+        steps: Steps = []
+        axes = self.axes
+        if "*" in axes:
+            steps.append(("unflatten", (axes.index("*"), (sizes["H"], sizes["K"]))))
+            axes = axes.replace("*", "HK")
+        axes = _filled(axes, self.order)
+        for index in reversed(range(len(axes))):
+            if axes[index] in ".=":
+                steps.append(("select", (index, 0)))
+        axes = axes.replace(".", "").replace("=", "")
+        permutation = _permutation(axes, self.order)
+        if permutation:
+            steps.append(("permute", permutation))
+        missing = [i for i, axis in enumerate(self.order) if axis not in axes]
+        return [*steps, *(("unsqueeze", (index,)) for index in missing), *self._turn()]
+
+    def _turn(self) -> Steps:
+        """In the role's own order of dimensions."""
+        return [("flip", (self.order.index("T"),))] if self.backwards and "T" in self.axes else []
+
+    def back_steps(self) -> Steps:
+        """What lays a canonical tensor out as the graph has it."""
+        order, axes = self.order, _filled(self.axes, self.order)
+        steps = self._turn()
+        steps += [("squeeze", (index,)) for index in reversed(range(len(order))) if order[index] not in axes]
+        present = [axis for axis in order if axis in axes]
+        permutation = [present.index(axis) for axis in axes if axis not in ".="]
+        if permutation != sorted(permutation):
+            steps.append(("permute", tuple(permutation)))
+        return [*steps, *(("unsqueeze", (index,)) for index, axis in enumerate(axes) if axis in ".=")]
+
+    @property
+    def permuted(self) -> bool:
+        """Whether the dimensions stand in another order than the role's own."""
+        return bool(_permutation(self.axes, self.order))
+
+    def to_canonical(self, tensor: Tensor) -> Tensor:
+        for name, args in self.steps({}):
+            tensor = getattr(tensor, name)(*args)
+        return tensor
+
+    def from_canonical(self, tensor: Tensor) -> Tensor:
+        """The inverse of ``to_canonical``; along axes the tensor lacks, index 0 is taken."""
+        for index, axis in enumerate(self.order):
+            if axis not in self.axes:
+                tensor = tensor.narrow(index, 0, 1)
+        for name, args in self.back_steps():
+            tensor = getattr(tensor, name)(*args)
+        grown = [self.value.shape[i] if axis == "=" else -1 for i, axis in enumerate(self.axes)]
+        return tensor.expand(grown) if "=" in self.axes else tensor
+
+    def run_shape(self, sizes: dict[str, int]) -> list[int]:
+        """Shape in a run with ``sizes``; uniform dimensions count one (they are expanded afterwards)."""
+        return [1 if axis in ".=" else sizes[axis] for axis in self.axes]
+
+    def key(self) -> tuple[object, ...]:
+        """The same for the same tensor of the model in the same role, whatever the sizes."""
+        return self.role, self.value.node, self.axes, self.columns
+
+
+@cache
+def _permutation(axes: str, order: str) -> tuple[int, ...]:
+    """How a tensor with these axes must be permuted to be in the role's own order; empty if it is."""
+    bare = _filled(axes, order).replace(".", "").replace("=", "")
+    found = tuple(bare.index(axis) for axis in order if axis in bare)
+    return () if list(found) == sorted(found) else found
+
+
+def _filled(axes: str, order: str) -> str:
+    """``axes`` with what is missing of a role's axes in place of dimensions of size one, where there are any."""
+    for axis in order:
+        if axis not in axes:
+            axes = axes.replace(".", axis, 1)
+    return axes
