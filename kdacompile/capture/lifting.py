@@ -246,8 +246,8 @@ def _fewer_heads(call: Call) -> Call:
     """The call with as few heads as keep the ratio between key and value heads: comparing stays cheap."""
     tensors = [tensor for _, tensor in call.tensors() if "T" in tensor.dims and len(tensor.dims) > 2]
     where = 3 - tensors[0].dims.index("T")
-    heads = {tensor.dims[where] for tensor in tensors if isinstance(tensor.dims[where], int)}
-    common = math.gcd(*(head for head in heads if isinstance(head, int))) if heads else 1
+    heads = {tensor.dims[where] for tensor in tensors if where < len(tensor.dims)}
+    common = math.gcd(*(head for head in heads if isinstance(head, int)))
     divisor = common // 2 if common % 2 == 0 else common
     if divisor < 2:
         return call

@@ -121,8 +121,11 @@ def compare(
         return None
     if not all(map(_same_bits, inputs, before)):
         raise Unliftable("it writes its arguments")
-    with torch.no_grad():
-        have = other(*inputs)
+    try:
+        with torch.no_grad():
+            have = other(*inputs)
+    except RUN_ERRORS as error:
+        raise Unliftable(f"what it was captured as does not run at {length} tokens: {error}") from error
     return _difference(have, want, _tolerance(call))
 
 
@@ -151,9 +154,11 @@ def _compare_gradients(
             seeds = [torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out) for out in outputs]
             results.append(list(torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)))
         except RUN_ERRORS as error:
-            if run is fn and not isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            if run is fn:
                 return  # it has no gradients, so nobody trains through it
-            raise
+            raise Unliftable(f"what it was captured as has no gradients: {error}") from error
     for want, have in zip(*results, strict=True):
         if want is None or have is None:
             if (want is None) != (have is None) and bool((want if have is None else have).any()):  # type: ignore[union-attr]
