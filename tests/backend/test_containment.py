@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import kdacompile
 from kdacompile import containment
 from kdacompile.capture import hook, refusals
 from kdacompile.errors import InternalError
+from kdacompile.explainer import explain
 from kdacompile.ops import fused
 from kdacompile.report.report import Report
 from kdacompile.rewrite import fresh_caches, held
@@ -37,7 +37,7 @@ def contained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def explained(options: dict[str, Any] | None = None) -> Report:
-    run = kdacompile.explain(gated_linear_parallel, options={"kda.inner": "aot_eager", **(options or {})})
+    run = explain(gated_linear_parallel, options={"kda.inner": "aot_eager", **(options or {})})
     return run(*delta_arguments()[:4])
 
 
@@ -94,7 +94,7 @@ def test_a_call_that_cannot_be_looked_at_is_left_to_dynamo(name: str, monkeypatc
     else:
         monkeypatch.setattr(hook, name, fail)
     args = delta_arguments(length=12)
-    report = kdacompile.explain(lambda *x: gated_delta_loop(*x))(*args)
+    report = explain(lambda *x: gated_delta_loop(*x))(*args)
     assert any("while looking at a call" in rejection.reason for rejection in report.rejections)
     torch.testing.assert_close(report.result, gated_delta_loop(*args))
 
@@ -111,7 +111,7 @@ def test_a_replacement_that_cannot_be_captured_is_taken_back(monkeypatch: pytest
 
     monkeypatch.setattr(hook, "_find", found)
     args = delta_arguments(length=12)
-    report = kdacompile.explain(lambda *x: gated_delta_loop(*x), fullgraph=True)(*args)
+    report = explain(lambda *x: gated_delta_loop(*x), fullgraph=True)(*args)
     assert any("while capturing a replacement" in rejection.reason for rejection in report.rejections)
     torch.testing.assert_close(report.result, gated_delta_loop(*args))
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import kdacompile
+from kdacompile.explainer import explain
 from tests.backend.layers import delta_arguments, gated_linear_parallel
 from tests.mla.spellings import HEADS, NOPE, RANK, ROPE, VALUE, WIDTH, Naive
 
@@ -26,13 +26,13 @@ def through_float8(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
 def test_a_query_in_float8(dtype: torch.dtype) -> None:
     q, k, v, g, _ = delta_arguments()
     args = q.to(dtype), k, v, g
-    report = kdacompile.explain(from_float8, options={"kda.expect": {"simple_gla": 1}})(*args)
+    report = explain(from_float8, options={"kda.expect": {"simple_gla": 1}})(*args)
     torch.testing.assert_close(report.result, from_float8(*args), rtol=1e-4, atol=1e-5)
 
 
 def test_rounding_to_float8_stays() -> None:
     args = delta_arguments()[:4]
-    report = kdacompile.explain(through_float8, options={"kda.expect": {"simple_gla": 1}})(*args)
+    report = explain(through_float8, options={"kda.expect": {"simple_gla": 1}})(*args)
     torch.testing.assert_close(report.result, through_float8(*args), rtol=1e-4, atol=1e-5)
 
 
@@ -59,6 +59,6 @@ def test_a_weight_in_float8(blocks: bool) -> None:
     torch.manual_seed(0)
     model, args = Quantised(blocks=blocks), [torch.randn(2, 6, size) for size in (WIDTH, RANK, ROPE)]
     with torch.no_grad():
-        report = kdacompile.explain(model)(*args)
+        report = explain(model)(*args)
         torch.testing.assert_close(report.result, model(*args), rtol=1e-4, atol=1e-5)
     assert blocks or report.counts == {"mla": 1}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kdacompile
+from kdacompile.explainer import explain
 from tests.backend.layers import delta_arguments, gated_delta_loop
 
 
@@ -46,7 +46,7 @@ def explained(fn: Any, *args: Tensor) -> None:
     """The function, called by another, as by itself."""
     torch._dynamo.reset()
     with torch.no_grad():
-        report = kdacompile.explain(lambda *tensors: fn(*tensors), options={"kda.strict": True})(*args)
+        report = explain(lambda *tensors: fn(*tensors), options={"kda.strict": True})(*args)
         torch.testing.assert_close(report.result, fn(*args), rtol=1e-4, atol=1e-5)
 
 
