@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from .adjoint import GradientKernels
 from .attention_calls import AttentionGradients, AttentionImplementation
 from .calls import Call, Implementation
 from .cudnn import CudnnAttention
 from .hopper import HopperDecode, HopperKernels
 from .run_attention import Attention
-from .triton import TritonDecode, TritonKernels
+from .triton import TritonDecode, TritonGradients, TritonKernels
 
 # In the order they are asked. What none of them takes is the torch executor's.
 IMPLEMENTATIONS: list[Implementation] = [HopperKernels(), TritonKernels()]
+ADJOINTS: list[GradientKernels] = [TritonGradients()]
 ATTENTION: list[AttentionImplementation] = [CudnnAttention(), HopperDecode(), TritonDecode()]
 GRADIENTS: list[AttentionGradients] = [CudnnAttention()]
 
@@ -18,6 +20,11 @@ GRADIENTS: list[AttentionGradients] = [CudnnAttention()]
 def choose(call: Call) -> Implementation | None:
     """The first implementation that takes the call."""
     return next((kernels for kernels in IMPLEMENTATIONS if kernels.declines(call) is None), None)
+
+
+def choose_adjoint(call: Call) -> GradientKernels | None:
+    """The first implementation that has the gradients of the call."""
+    return next((kernels for kernels in ADJOINTS if kernels.declines(call) is None), None)
 
 
 def choose_attention(call: Attention) -> AttentionImplementation | None:

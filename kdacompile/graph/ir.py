@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from kdacompile.compat.schemas import operator_name
-
 
 class Value:
     """One tensor: its shape and dtype, the operator that makes it (None for an input), and who reads it."""
@@ -62,7 +60,7 @@ class Op:
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.name = operator_name(self.target).removeprefix("aten::")
+        self.name = self.target._schema.name.removeprefix("aten::")
 
     @property
     def out(self) -> Value:

@@ -9,26 +9,37 @@ import torch
 from torch import Tensor
 
 from kdacompile.containment import contain
+from kdacompile.lowering.adjoint import GradientKernels
 from kdacompile.lowering.calls import Call, Implementation
+from kdacompile.lowering.operands import operands as operands_of
 from kdacompile.lowering.recorded import Memory, Operands, Results, shares_memory
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.ops import definitions, kernels
-from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_
+from kdacompile.ops.dispatch import Kernel
+from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_, Signature
 
 Choose = Callable[[Call], Implementation | None]
+ChooseGradients = Callable[[Call], GradientKernels | None]
 Prepare = Callable[[Call], Call]
 
 
 class FusedKernels:
-    """The kernels of the forward ops over whatever ``choose`` finds for a call.
+    """The kernels of the ops over whatever ``choose`` finds for a call, and ``gradients`` for their backward ops.
 
     ``prepare`` is what is done to a call before its kernels see it; ``remember``: whether its kernels do everything
-    through their scratch memory, so that calls like earlier ones only launch. The backward ops are the
-    device-independent ones: they differentiate the torch executor.
+    through their scratch memory, so that calls like earlier ones only launch. Without ``gradients`` the backward ops
+    are the device-independent ones: they differentiate the torch executor.
     """
 
-    def __init__(self, choose: Choose, prepare: Prepare | None = None, *, remember: bool = False) -> None:
-        self._choose, self._prepare = choose, prepare
+    def __init__(
+        self,
+        choose: Choose,
+        prepare: Prepare | None = None,
+        gradients: ChooseGradients | None = None,
+        *,
+        remember: bool = False,
+    ) -> None:
+        self._choose, self._prepare, self._gradients = choose, prepare, gradients
         self._memory = Memory() if remember else None
         self._failed: set[str] = set()
         """Kernels that met an error of ours: not asked again."""
@@ -38,6 +49,9 @@ class FusedKernels:
         definitions.add_kernel(LINEAR_ATTENTION.name, device, self.sequence)
         definitions.add_kernel(LINEAR_ATTENTION_STEP.name, device, self.step)
         definitions.add_kernel(LINEAR_ATTENTION_STEP_.name, device, self.inplace_step)
+        if self._gradients is not None:
+            for signature in (LINEAR_ATTENTION, LINEAR_ATTENTION_STEP):
+                definitions.add_kernel(signature.backward_name, device, self._backward_of(signature, self._gradients))
 
     def sequence(self, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """``kdacompile::linear_attention``."""
@@ -88,6 +102,32 @@ class FusedKernels:
         # From here on the state may have been written.
         return chosen.step(self._prepared(call), call.initial_state, scratch)
 
+    def _backward_of(self, signature: Signature, choose: ChooseGradients) -> Kernel:
+        """The backward op of ``signature``'s."""
+        otherwise = kernels.backward_kernel_of(signature)
+
+        def backward(*arguments: Any, wanted: list[bool], **options: Any) -> list[Tensor]:
+            grads, inputs = signature.of_backward(arguments)
+            call: Call = signature.call(*inputs, **options)
+            chosen = None
+            if call.q.numel() and call.v.numel() and any(grad is not None for grad in grads):
+                chosen = contain("choosing a kernel", lambda: choose(call), lambda _: None)
+            if chosen is None or _backward_name(chosen) in self._failed:
+                return otherwise(*arguments, wanted=wanted, **options)
+            found = contain(
+                f"running the backward {chosen.name} kernels",
+                lambda: chosen.gradients(call.with_bounds_at_hand(), *grads),
+                lambda _: self._failed.add(_backward_name(chosen)),
+            )
+            if found is None:
+                return otherwise(*arguments, wanted=wanted, **options)
+            by_name = dict(zip((operand.name for operand in operands_of(Call)), found, strict=False))
+            asked = zip(signature.operands, wanted, strict=False)
+            pulled = (by_name[operand.name] for operand, want in asked if want)
+            return [grad for grad in pulled if grad is not None]
+
+        return backward
+
     def _chosen(self, call: Call) -> Implementation | None:
         """What takes the call; None after an error of ours, too."""
         chosen = contain("choosing a kernel", lambda: self._choose(call), lambda _: None)
@@ -106,3 +146,8 @@ class FusedKernels:
 
     def _prepared(self, call: Call) -> Call:
         return call if self._prepare is None else self._prepare(call)
+
+
+def _backward_name(kernels: GradientKernels) -> str:
+    """What backward kernels are called among those that failed."""
+    return f"{kernels.name} backward"

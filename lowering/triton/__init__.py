@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .backward_run import TritonGradients
 from .mla_run import TritonDecode
 from .run import TritonKernels
 
-__all__ = ["TritonDecode", "TritonKernels"]
+__all__ = ["TritonDecode", "TritonGradients", "TritonKernels"]

@@ -1,0 +1,282 @@
+"""Launching the kernels of the backward pass; its mathematics is in ``lowering/adjoint.py``.
+
+Operands of products are bf16 for bf16 inputs. For fp16 they are TF32, which rounds as fp16 does and has the range that
+gradients need; fp32 inputs are computed to fp32 accuracy, or with TF32 where the user asked torch for that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..adjoint import Gradients
+from ..calls import Call
+from ..scratch import Scratch
+from .configs import FEW_KEYS, MIN_CHUNK, padded
+from .run import TritonKernels, _device, _inverse_precision, _launch, _on, _packing, _precision, _tensor, _triton_dtype
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Block sizes, warps and stages of the three phases; ``keys`` are those of a block of K, ``columns`` those of V."""
+
+    chunk: int
+    prepare_keys: int
+    prepare_warps: int
+    scan_columns: int
+    scan_warps: int
+    scan_stages: int
+    keys: int
+    columns: int
+    warps: int
+
+
+def schedule(key_width: int, value_width: int, length: int, item: int, chunk_size: int = 0) -> Schedule:
+    """The schedule of a shape; ``item``: bytes of an operand's element."""
+    keys, values = padded(key_width), padded(value_width)
+    widest = 64 if item == 2 and FEW_KEYS <= key_width <= 128 else 32
+    wish = min(chunk_size or widest, widest, max(length, 1))
+    chunk = max(MIN_CHUNK, 1 << (wish - 1).bit_length())
+    return Schedule(
+        chunk=chunk,
+        prepare_keys=min(keys, 32),
+        prepare_warps=4,
+        scan_columns=min(values, 32),
+        scan_warps=4,
+        scan_stages=2 if keys <= 128 else 1,
+        keys=min(keys, 32),
+        columns=min(values, 128 if item == 2 else 32),
+        warps=4,
+    )
+
+
+class TritonGradients:
+    """:class:`kdacompile.lowering.adjoint.GradientKernels`: every row, every shape up to K = V = 256, any strides."""
+
+    name = "triton"
+
+    def declines(self, call: Call) -> str | None:
+        return TritonKernels().declines(call)
+
+    def gradients(
+        self, call: Call, grad_o: Tensor | None, grad_state: Tensor | None, scratch: Scratch | None = None
+    ) -> Gradients:
+        with _on(call.q.device):
+            return _Backward(call, grad_o, grad_state, scratch or Scratch()).run()
+
+
+class _Backward:
+    """One execution: what every kernel is given, and the launches in their order."""
+
+    def __init__(self, call: Call, grad_o: Tensor | None, grad_state: Tensor | None, scratch: Scratch) -> None:
+        self._call, self._scratch = call, scratch
+        batch, self._length, self._key_heads, self._width = call.q.shape
+        self._heads, self._columns = call.v.shape[2:]
+        self._dtype = torch.bfloat16 if call.compute_dtype is torch.bfloat16 else torch.float32
+        self._plan = schedule(self._width, self._columns, self._length, self._dtype.itemsize, call.chunk_size)
+        packed = call.cu_seqlens is not None
+        self._chunks = batch * -(-self._length // self._plan.chunk)
+        if packed:
+            self._chunks = self._length // self._plan.chunk + call.sequences  # the most there can be
+        self._gathered = call.qk_l2norm_eps > 0.0 or self._heads != self._key_heads
+        self._values = self._operands(grad_o, grad_state)
+        self._found = self._results()
+
+    def run(self) -> Gradients:
+        call, plan = self._call, self._plan
+        if call.cu_seqlens is not None:
+            self._values |= _packing(call.cu_seqlens, plan, self._scratch)  # type: ignore[arg-type]
+        heads = self._heads
+        self._values |= self._buffers(heads)
+        for first_head in range(0, self._heads, heads):
+            self._values["first_head"] = first_head
+            self._phases(heads)
+        return self._gradients()
+
+    def _phases(self, heads: int) -> None:
+        plan, values, tiles = self._plan, {**self._values, "HP": heads}, self._chunks * heads
+        launch = self._scratch.launch
+        kernels, target = _kernels(), _target(self._call.q.device)
+
+        def run(kernel: Any, grid: tuple[int, ...], blocks: dict[str, int], **options: int) -> None:
+            given = {**values, **blocks}
+            launch(kernel, grid)(**{name: given[name] for name in kernel.arg_names}, **options, **target)
+
+        run(kernels.prepare, (tiles,), {"BK": plan.prepare_keys}, num_warps=plan.prepare_warps, num_stages=1)
+        if self._call.delta:
+            run(kernels.inverse, (tiles,), {}, num_warps=1)
+        columns = padded(self._columns) // plan.scan_columns
+        scans = (self._call.sequences * heads * columns, 2)
+        run(kernels.scan, scans, {"BV": plan.scan_columns}, num_warps=plan.scan_warps, num_stages=plan.scan_stages)
+        run(kernels.pair_gradients, (tiles,), {"BV": plan.columns}, num_warps=plan.warps, num_stages=1)
+        programs = 1 if self._values["GATE"] == "scalar" else padded(self._width) // plan.keys
+        blocks = {"BK": plan.keys, "BV": plan.columns}
+        run(kernels.gradients, (tiles, programs), blocks, num_warps=plan.warps, num_stages=1)
+
+    def _operands(self, grad_o: Tensor | None, grad_state: Tensor | None) -> dict[str, Any]:
+        call, nothing = self._call, self._call.q
+        zeros = nothing.new_zeros(()) if grad_o is None else None
+        grad_o = zeros.expand(call.v.shape) if zeros is not None else grad_o
+        g = call.g
+        if g is not None and call.gate == "head":
+            g = g.expand(call.q.shape[0], self._length, -1)
+        if g is not None and g.dim() == 3:
+            g = g.unsqueeze(-1)
+        tokens = {"q": call.q, "k": call.k, "v": call.v, "g": nothing if g is None else g, "do": grad_o}
+        values: dict[str, Any] = {}
+        for name, x in tokens.items():
+            assert x is not None
+            values |= _tensor(name, "bthd", x)
+        values |= _tensor("beta", "bth", nothing[..., 0] if call.beta is None else call.beta)
+        state = call.initial_state
+        values |= _tensor("state", "nhkv", nothing if state is None else state)
+        values |= _tensor("final", "nhkv", nothing if grad_state is None else grad_state)
+        for name, x in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
+            values[f"{name}_ptr"] = nothing if x is None else self._scratch.contiguous(x)
+        full = self._dtype is torch.float32
+        precision = "tf32" if call.compute_dtype is torch.float16 else _precision()
+        gate = {"head": "scalar", "token": "scalar"}.get(call.gate, call.gate)
+        return values | {
+            "T": self._length, "N": 0, "cu_seqlens": nothing, "chunk_offsets": nothing, "scale": call.scale,
+            "gate_scale": call.gate_scale, "l2norm_eps": call.qk_l2norm_eps, "HV": self._heads,
+            "GROUP": self._heads // self._key_heads, "K": self._width, "V": self._columns,
+            "KP": padded(self._width), "VP": padded(self._columns), "C": self._plan.chunk, "GATE": gate,
+            "FN": "log" if call.gate == "none" else call.gate_fn, "GATED": call.gate != "none", "DELTA": call.delta,
+            "BETA": call.beta is not None, "SIGMOID": call.sigmoid_beta, "L2NORM": call.qk_l2norm_eps > 0.0,
+            "RATE": call.A_log is not None, "BIAS": call.dt_bias is not None,
+            "DBIAS": call.dt_bias is not None or call.gate == "head",
+            "STATE": call.initial_state is not None, "FINAL": grad_state is not None,
+            "PACKED": call.cu_seqlens is not None, "EXACT": full or call.gate_fn == "factor",
+            "DT": _triton_dtype(self._dtype), "PRECISION": precision,
+            "INVERSE_PRECISION": precision if full else _inverse_precision(call, self._dtype),
+        }  # fmt: skip
+
+    def _results(self) -> dict[str, Tensor]:
+        """The gradients as the kernels write them, some in parts that are summed behind them."""
+        call, batch, device = self._call, self._call.q.shape[0], self._call.q.device
+        tokens, made = (batch, self._length, self._heads), self._scratch.result
+        kept = torch.float32 if self._gathered and self._dtype is torch.float32 else self._dtype
+        found = {
+            "dq": made((*tokens, self._width), kept if self._gathered else call.q.dtype, device),
+            "dk": made((*tokens, self._width), kept if self._gathered else call.k.dtype, device),
+            "dv": made((*tokens, self._columns), call.v.dtype, device),
+        }
+        if call.beta is not None:
+            found["dbeta"] = made(tokens, call.beta.dtype, device)
+        if call.initial_state is not None:
+            found["dstate"] = made((call.sequences, self._heads, self._width, self._columns), torch.float32, device)
+        if call.g is None:
+            return found
+        channels = (self._width,) if call.gate == "channel" else ()
+        found["dg"] = made((*tokens, *channels), torch.float32 if call.gate == "head" else call.g.dtype, device)
+        # Chunks that there are none of write nothing.
+        parts = torch.zeros if call.cu_seqlens is not None else torch.empty
+        if call.dt_bias is not None or call.gate == "head":
+            found["dbias"] = parts((self._chunks, self._heads, *channels), dtype=torch.float32, device=device)
+        if call.A_log is not None:
+            blocks = padded(self._width) // self._plan.keys if call.gate == "channel" else 1
+            found["drate"] = parts((self._chunks, self._heads, blocks), dtype=torch.float32, device=device)
+        return found
+
+    def _buffers(self, heads: int) -> dict[str, Any]:
+        call, plan, tiles = self._call, self._plan, self._chunks * heads
+        keys, columns, chunk, nothing = padded(self._width), padded(self._columns), plan.chunk, self._call.q
+        narrow, square, token, value, state = (
+            (tiles, chunk), (tiles, chunk, chunk), (tiles, chunk, keys), (tiles, chunk, columns),
+            (tiles, keys, columns),
+        )  # fmt: skip
+        operand = torch.float16 if self._values["INVERSE_PRECISION"] == "fp16" else torch.float32
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "qg": (token, self._dtype), "kd": (token, self._dtype), "p": (square, self._dtype),
+            "s": (state, self._dtype), "d": (state, self._dtype), "z": (value, self._dtype),
+            "own": (narrow, torch.float32),
+        }  # fmt: skip
+        if call.gate != "none":
+            wanted["total"] = ((tiles, keys), torch.float32)
+        if call.gate in ("head", "token"):
+            wanted["dlog"] = (narrow, torch.float32)
+        if call.beta is not None:
+            wanted["beta"] = (narrow, torch.float32)
+        if call.qk_l2norm_eps:
+            wanted["rate"] = ((tiles, 2, chunk), torch.float32)
+        if call.delta:
+            wanted |= {"l": (square, self._dtype), "t": (square, self._dtype), "a": (square, operand)}
+            wanted |= {"r": (value, self._dtype), "vn": (value, self._dtype)}
+            if call.gate != "none":
+                wanted["kg"] = (token, self._dtype)
+        device = call.q.device
+        made = {name: self._scratch.empty(shape, dtype, device) for name, (shape, dtype) in wanted.items()}
+        if call.delta and call.gate == "none":
+            made["kg"] = made["kd"]
+        made["dp"] = made["p"]  # what is read last is overwritten in place, by the program that reads it
+        if call.delta:
+            made["dl"] = made["l"]
+        names = "qg kg kd total p l a t beta rate s d r vn z own dlog dp dl".split()
+        values = {f"{name}_buffer": made.get(name, nothing) for name in names}
+        results = "dq dk dv dg dbeta dstate dbias drate".split()
+        return values | {f"{name}_ptr": self._found.get(name, nothing) for name in results}
+
+    def _gradients(self) -> Gradients:
+        call, found = self._call, self._found
+        dq, dk = (self._gather(name, x) for name, x in (("q", call.q), ("k", call.k)))
+        dg, bias, rate = found.get("dg"), found.get("dbias"), found.get("drate")
+        if call.gate == "head" and call.g is not None:
+            assert bias is not None
+            dg = bias.sum(0).to(call.g.dtype)
+        return (
+            dq,
+            dk,
+            found["dv"],
+            dg,
+            found.get("dbeta"),
+            None if call.initial_state is None else found["dstate"].to(call.initial_state.dtype),
+            None if call.A_log is None or rate is None else rate.sum((0, 2)).to(call.A_log.dtype),
+            None if call.dt_bias is None or bias is None else bias.sum(0).to(call.dt_bias.dtype),
+        )
+
+    def _gather(self, name: str, x: Tensor) -> Tensor:
+        """The gradient of q or k from those of the value heads."""
+        partial = self._found[f"d{name}"]
+        if not self._gathered:
+            return partial
+        gradient = self._scratch.result(tuple(x.shape), x.dtype, x.device)
+        rows, keys = x.shape[0] * x.shape[1] * x.shape[2], padded(self._width)
+        block = max(1, 2048 // keys)
+        values = {**self._values, **_tensor("x", "bthd", x), "partial": partial, "dx_ptr": gradient}
+        values |= {"rows": rows, "H": self._key_heads, "BT": block}
+        _launch(self._scratch, _kernels().gather, -(-rows // block), values, num_warps=4)
+        return gradient
+
+
+@cache
+def _target(device: torch.device) -> dict[str, str]:
+    """The option that keeps products on the tensor cores' synchronous instructions, which Ampere has.
+
+    For Hopper's asynchronous ones ptxas up to 13.0, 12.8 of which comes with Triton 3.6, makes wrong code of kernels
+    like these: operands overwritten before they are read, reads beyond shared memory (Triton's issues 11366 and 11781).
+    """
+    return {"arch": "sm80"} if device.type == "cuda" and _device(device).capability >= (9, 0) else {}
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    prepare: Any
+    inverse: Any
+    scan: Any
+    pair_gradients: Any
+    gradients: Any
+    gather: Any
+
+
+@cache
+def _kernels() -> _Kernels:
+    """Imported where they are needed: the package is optional."""
+    from .backward_gradients import gather, gradients, pair_gradients
+    from .backward_prepare import inverse, prepare
+    from .backward_scan import scan
+
+    return _Kernels(prepare, inverse, scan, pair_gradients, gradients, gather)

@@ -1,0 +1,105 @@
+"""The second phase of the backward pass: the states forward and their gradients in reverse, in one launch.
+
+Neither reads the other, so they are the two halves of the grid. A program has one head of one sequence, and a block of
+the columns of V. What it leaves behind is what the third phase needs of every chunk.
+"""
+
+# pyright: reportMissingImports=false, reportMissingParameterType=false, reportUnknownParameterType=false
+# pyright: reportUnknownArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["T", "N", "first_head", "v_sb", "do_sb", "state_sn", "final_sn"])
+def scan(
+    v_ptr, v_sb, v_st, v_sh, v_sd, do_ptr, do_sb, do_st, do_sh, do_sd,
+    state_ptr, state_sn, state_sh, state_sk, state_sv, final_ptr, final_sn, final_sh, final_sk, final_sv, dstate_ptr,
+    cu_seqlens, chunk_offsets, N, T, scale, first_head,
+    qg_buffer, kg_buffer, kd_buffer, total_buffer, p_buffer, t_buffer, beta_buffer,
+    s_buffer, d_buffer, r_buffer, vn_buffer, z_buffer,
+    HV: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
+    C: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, DELTA: tl.constexpr, BETA: tl.constexpr,
+    STATE: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    lane, column = pid // (VP // BV), pid % (VP // BV)
+    sequence, own = lane // HP, lane % HP
+    head = first_head + own
+    if PACKED:
+        start = tl.maximum(tl.load(cu_seqlens + sequence).to(tl.int64), 0)
+        end = tl.minimum(tl.load(cu_seqlens + sequence + 1).to(tl.int64), T)
+        chunk = tl.load(chunk_offsets + sequence).to(tl.int64)
+        chunks = tl.load(chunk_offsets + sequence + 1) - tl.load(chunk_offsets + sequence)
+        batch = sequence * 0
+    else:
+        chunks = (T + C - 1) // C
+        chunk, batch = sequence * chunks, sequence
+        start, end = sequence * 0, sequence * 0 + T
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    d, d_row = tl.arange(0, KP)[:, None], tl.arange(0, KP)[None, :]
+    c = column * BV + tl.arange(0, BV)[None, :]
+    if tl.program_id(1) == 0:
+        s = tl.zeros([KP, BV], tl.float32)
+        if STATE:
+            at = state_ptr + sequence * state_sn + head * state_sh + d * state_sk + c * state_sv
+            s += tl.load(at, mask=(d < K) & (c < V), other=0.0).to(tl.float32)
+        v_base = v_ptr + batch * v_sb + head * v_sh
+        for step in range(chunks):
+            tile = (chunk + step) * HP + own
+            t = start + step * C + i
+            v = tl.load(v_base + t * v_st + c * v_sd, mask=(t < end) & (c < V), other=0.0)
+            kd = tl.load(kd_buffer + tile * (C * KP) + i * KP + d_row)
+            s_rounded = s.to(DT)
+            tl.store(s_buffer + tile * (KP * VP) + d * VP + c, s_rounded)
+            written = v.to(tl.float32)
+            if DELTA:
+                kg = tl.load(kg_buffer + tile * (C * KP) + i * KP + d_row)
+                written -= tl.dot(kg, s_rounded, input_precision=PRECISION)
+                tl.store(r_buffer + tile * (C * VP) + i * VP + c, written.to(DT))
+            if BETA:
+                written *= tl.load(beta_buffer + tile * C + i)
+            if DELTA:
+                solve = tl.load(t_buffer + tile * (C * C) + i * C + j)
+                written = tl.dot(solve, written.to(DT), input_precision=PRECISION)
+            new_v = written.to(DT)
+            if DELTA:
+                tl.store(vn_buffer + tile * (C * VP) + i * VP + c, new_v)
+            if GATED:
+                s *= tl.load(total_buffer + tile * KP + d)
+            s = tl.dot(tl.trans(kd), new_v, s, input_precision=PRECISION)
+    else:
+        ds = tl.zeros([KP, BV], tl.float32)
+        if FINAL:
+            at = final_ptr + sequence * final_sn + head * final_sh + d * final_sk + c * final_sv
+            ds += tl.load(at, mask=(d < K) & (c < V), other=0.0).to(tl.float32)
+        do_base = do_ptr + batch * do_sb + head * do_sh
+        for step in range(chunks):
+            tile = (chunk + chunks - 1 - step) * HP + own
+            t = start + (chunks - 1 - step) * C + i
+            do = tl.load(do_base + t * do_st + c * do_sd, mask=(t < end) & (c < V), other=0.0)
+            do = (do.to(tl.float32) * scale).to(DT)
+            kd = tl.load(kd_buffer + tile * (C * KP) + i * KP + d_row)
+            qg = tl.load(qg_buffer + tile * (C * KP) + i * KP + d_row)
+            p = tl.load(p_buffer + tile * (C * C) + i * C + j)
+            ds_rounded = ds.to(DT)
+            tl.store(d_buffer + tile * (KP * VP) + d * VP + c, ds_rounded)
+            z = tl.dot(tl.trans(p), do, input_precision=PRECISION)
+            z = tl.dot(kd, ds_rounded, z, input_precision=PRECISION)
+            if DELTA:
+                solve = tl.load(t_buffer + tile * (C * C) + i * C + j)
+                z = tl.dot(tl.trans(solve), z.to(DT), input_precision=PRECISION)
+            tl.store(z_buffer + tile * (C * VP) + i * VP + c, z.to(DT))
+            if GATED:
+                ds *= tl.load(total_buffer + tile * KP + d)
+            ds = tl.dot(tl.trans(qg), do, ds, input_precision=PRECISION)
+            if DELTA:
+                kg = tl.load(kg_buffer + tile * (C * KP) + i * KP + d_row)
+                if BETA:
+                    z *= tl.load(beta_buffer + tile * C + i)
+                ds = tl.dot(tl.trans(kg), (-z).to(DT), ds, input_precision=PRECISION)
+        if STATE:
+            at = dstate_ptr + ((sequence * HV + head) * K + d) * V + c
+            tl.store(at, ds, mask=(d < K) & (c < V))

@@ -1,0 +1,156 @@
+"""Gradients of linear attention through a device's kernels, beside those of the float64 recurrence.
+
+``python -m tests.lowering.differentiated PART ...`` runs them in Triton's interpreter, in fp32 (``test_backward.py``
+does, with TRITON_INTERPRET=1); ``test_backward_cuda.py`` runs them on a GPU in every dtype.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kdacompile.lowering.calls import Call
+from kdacompile.lowering.linear_attention import ROWS
+from kdacompile.lowering.scratch import Scratch
+from kdacompile.lowering.triton import TritonGradients
+from kdacompile.lowering.verify import relative_error
+from tests.ops import cases
+
+KERNELS = TritonGradients()
+BOTH = ("o", "final_state")
+
+
+def call_of(case: cases.Case) -> Call:
+    """An op's case as kernels receive it."""
+    options = {name: value for name, value in case.options.items() if name != "out_dtype"}
+    tensors = {name: case.tensors[name] for name in cases.TENSORS}
+    return Call(**tensors, cu_seqlens=case.cu_seqlens, out_dtype=case.tensors["v"].dtype, **options)
+
+
+def weights(case: cases.Case, used: tuple[str, ...] = BOTH) -> list[Tensor | None]:
+    """Gradients of the results; None for one that is not used."""
+    call, random = call_of(case), torch.Generator().manual_seed(99)
+    found = [torch.randn(shape, generator=random).to(dtype) for shape, dtype in call.results]
+    return [w if name in used else None for w, name in zip(found, BOTH, strict=True)]
+
+
+def expected(case: cases.Case, given: list[Tensor | None]) -> dict[str, Tensor]:
+    """By autograd of the recurrence in float64; zeros where nothing depends on a tensor."""
+    leaves = {n: None if x is None else x.double().requires_grad_() for n, x in case.tensors.items()}
+    results = cases.oracle(replace(case, tensors=leaves))
+    loss = sum((x * w.double()).sum() for x, w in zip(results, given, strict=True) if w is not None)
+    present = {n: x for n, x in leaves.items() if x is not None}
+    found = torch.autograd.grad(loss, list(present.values()), allow_unused=True, materialize_grads=True)  # type: ignore[arg-type]
+    return dict(zip(present, found, strict=True))
+
+
+def check(
+    case: cases.Case, tolerance: float = 2e-6, used: tuple[str, ...] = BOTH, device: str = "cpu"
+) -> dict[str, Tensor]:
+    """The kernels' gradients, NaN in every buffer: as float64 has them, and the same bits twice."""
+    given = weights(case, used)
+    want = expected(case, given)
+    there = replace(
+        case,
+        tensors={n: None if x is None else x.to(device) for n, x in case.tensors.items()},
+        cu_seqlens=None if case.cu_seqlens is None else case.cu_seqlens.to(device),
+    )
+    grads = [None if w is None else w.to(device) for w in given]
+    found = KERNELS.gradients(call_of(there), *grads, Scratch(poison=True))
+    again = KERNELS.gradients(call_of(there), *grads)
+    have: dict[str, Tensor] = {}
+    for name, x, same in zip(cases.TENSORS, found, again, strict=True):
+        if case.tensors[name] is None:
+            assert x is None, name
+            continue
+        assert x is not None and same is not None, name
+        assert x.dtype == case.tensors[name].dtype and x.is_contiguous() and torch.equal(x, same), name
+        error = relative_error(x.cpu(), want[name])
+        assert error <= tolerance, (name, error, case.options)
+        have[name] = x.cpu()
+    return have
+
+
+def plain(case: cases.Case) -> cases.Case:
+    """The case with keys that are normalised before the op."""
+    keys = F.normalize(case.tensors["k"], dim=-1)
+    return case.with_tensors(k=keys).with_options(qk_l2norm_eps=0.0)
+
+
+def rows() -> None:
+    """Every row; packed, with an empty sequence; one result alone."""
+    for gate, delta in ROWS:
+        check(cases.make_case(gate=gate, delta=delta, length=37, batch=1, heads=1))
+    case = cases.make_case(batch=1, length=36, sequences=3, heads=1)
+    check(replace(case, cu_seqlens=torch.tensor([0, 17, 17, 36])))
+    for result in BOTH:
+        check(cases.make_case(length=19, batch=1, heads=1), 5e-6, (result,))
+
+
+def preparations() -> None:
+    """Every gate function, optional tensors, and keys as they come."""
+    for fn in cases.GATE_FNS:
+        for gate in ("token", "channel"):
+            check(cases.make_case(gate=gate, gate_fn=fn, length=19, batch=1, heads=1, groups=1, key_dim=20))
+    for missing in ("beta", "initial_state", "A_log", "dt_bias"):
+        check(cases.make_case(gate_fn="softplus", length=17, batch=1, heads=1).with_tensors(**{missing: None}))
+    check(plain(cases.make_case(length=17, heads=2, groups=1)).with_options(sigmoid_beta=False))
+
+
+def extremes() -> None:
+    """beta = 0 and 1, equal keys, gates of -1000 and -inf, factors of 0: gradients are there, right and finite."""
+    case = plain(cases.make_case(length=35, heads=1)).with_options(sigmoid_beta=False, chunk_size=32)
+    beta = torch.rand(case.tensors["beta"].shape)
+    beta[:, ::3], beta[:, 1::3] = 0.0, 1.0
+    equal = case.tensors["k"][:, :1].expand_as(case.tensors["k"])
+    check(case.with_tensors(beta=beta))
+    check(case.with_tensors(beta=beta, k=equal), 5e-6)
+    random = torch.Generator().manual_seed(1)
+    for gate in ("channel", "token"):
+        case = cases.make_case(gate=gate, length=35, heads=1).with_options(chunk_size=32)
+        g = case.tensors["g"]
+        strong = torch.where(torch.rand(g.shape, generator=random) < 0.2, -1000.0, g)
+        check(case.with_tensors(g=torch.where(torch.rand(g.shape, generator=random) < 0.1, -torch.inf, strong)))
+        case = cases.make_case(gate=gate, gate_fn="factor", length=35, heads=1).with_options(chunk_size=32)
+        g = case.tensors["g"]
+        check(case.with_tensors(g=torch.where(torch.rand(g.shape, generator=random) < 0.15, 0.0, g)))
+
+
+def shapes() -> None:
+    """Widths that are no power of two, grouped heads, strides, expanded gradients, causality."""
+    for width, columns in ((40, 72), (16, 80)):
+        check(cases.make_case(length=35, batch=1, heads=1, groups=2, key_dim=width, value_dim=columns))
+    case = cases.make_case(length=20)
+    permuted = {n: case.tensors[n].transpose(1, 2).contiguous().transpose(1, 2) for n in ("q", "k", "v", "g")}
+    check(case.with_tensors(**permuted))
+    call = call_of(case)
+    ones = torch.ones(()).expand(call.v.shape)
+    for x, y in zip(KERNELS.gradients(call, ones, None), KERNELS.gradients(call, ones.clone(), None), strict=True):
+        assert x is None or (y is not None and torch.equal(x, y))
+    later_is_ignored(case, "cpu")
+
+
+def later_is_ignored(case: cases.Case, device: str) -> None:
+    """Gradients of a prefix, whose loss reads no later token, do not depend on what comes later, bit for bit."""
+    length = case.tensors["q"].shape[1]
+    seen = length // 2 + 1
+    names = ("q", "k", "v", "g", "beta")
+    weight, _ = weights(case)
+    assert weight is not None
+    weight = torch.cat([weight[:, :seen], torch.zeros_like(weight[:, seen:])], 1).to(device)
+    here = case.with_tensors(**{n: None if x is None else x.to(device) for n, x in case.tensors.items()})
+    moved = {n: torch.cat([x[:, :seen], 3 * x[:, seen:]], 1) for n in names if (x := here.tensors[n]) is not None}
+    some, others = (KERNELS.gradients(call_of(c), weight, None) for c in (here, here.with_tensors(**moved)))
+    for x, y in zip(some[:5], others[:5], strict=True):
+        assert x is None or (y is not None and torch.equal(x[:, :seen], y[:, :seen]))
+
+
+PARTS = {"rows": rows, "preparations": preparations, "extremes": extremes, "shapes": shapes}
+
+if __name__ == "__main__":
+    for part in sys.argv[1:]:
+        PARTS[part]()

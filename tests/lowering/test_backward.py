@@ -1,0 +1,43 @@
+"""The kernels of the backward pass in Triton's interpreter, and what chooses them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kdacompile.lowering.triton import TritonGradients
+from kdacompile.lowering.triton.backward_run import schedule
+from tests.lowering.differentiated import PARTS, call_of
+from tests.lowering.test_triton import ROOT, needs_triton, no_interpreter
+from tests.ops import cases
+
+
+@needs_triton
+@no_interpreter
+@pytest.mark.parametrize("part", PARTS)
+def test_gradients_in_the_interpreter(part: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "KDACOMPILE_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.lowering.differentiated", part]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@needs_triton
+def test_what_is_declined() -> None:
+    call = call_of(cases.make_case())
+    assert TritonGradients().declines(call) is None
+    assert TritonGradients().declines(call_of(cases.make_case().to(torch.float64))) == "no torch.float64 kernels"
+
+
+@pytest.mark.parametrize("item", [2, 4])
+@pytest.mark.parametrize("width", [16, 80, 128, 256])
+def test_schedules(width: int, item: int) -> None:
+    for length in (1, 40, 8192):
+        plan = schedule(width, width, length, item)
+        blocks = (plan.chunk, plan.prepare_keys, plan.scan_columns, plan.keys, plan.columns)
+        assert min(blocks) >= 16 and plan.chunk <= 64
