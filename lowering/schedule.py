@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .ir import Op, OpKind, Program, Value
-from .stages import Section, sections
+from .partition import sections
+from .stages import Section
 
 
 @dataclass

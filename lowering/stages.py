@@ -2,8 +2,8 @@
 
 The coarsest split is useful to every target: **prologue** (free of the carry, all steps in parallel), **scan** (what
 the next carry waits for) and **epilogue** (reads the carry but nothing waits for it, so again all steps in parallel).
-The torch executor runs these three as they are (see ``schedule.py``). Where products and everything else live on
-different cores, ``lowering/plan`` cuts each of them further, by unit.
+``partition.py`` places ops in it, and the torch executor runs the three as they are (``schedule.py``). Where products
+and everything else live on different cores, ``lowering/plan`` cuts each of them further, by unit.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from typing import cast
 
 import sympy
 from sympy.parsing.sympy_parser import parse_expr
 
-from .ir import Dim, DType, Op, OpKind, Program, Value
+from .ir import Dim, DType, Op, OpKind, Value
 from .target import Unit
 
 VIEWS = (OpKind.TRANSPOSE, OpKind.CARRY, OpKind.STORE, OpKind.LOAD)
@@ -92,6 +91,10 @@ class Task:
     def name(self) -> str:
         return self.output.name
 
+    @property
+    def kind(self) -> OpKind:
+        return self.op.kind
+
     def __str__(self) -> str:
         if not self.part:
             return str(self.op)
@@ -123,30 +126,6 @@ class Stage:
     @property
     def ops(self) -> tuple[Op, ...]:
         return tuple(dict.fromkeys(task.op for task in self.tasks))
-
-
-@cache
-def sections(program: Program) -> dict[Op, Section]:
-    """The section of every op."""
-    dependent: set[Value] = set()
-    for op in program.ops:
-        if op.output is not None and (op.kind is OpKind.CARRY or any(v in dependent for v in op.inputs)):
-            dependent.add(op.output)
-    awaited: set[Value] = set() if program.carry is None else {program.carry.step}
-    for op in reversed(program.ops):
-        if op.output is not None and op.output in awaited:
-            awaited.update(op.inputs)
-    placed: dict[Op, Section] = {}
-    for op in program.ops:
-        if op.kind is OpKind.STORE:
-            placed[op] = Section.EPILOGUE
-        elif op.result not in dependent:
-            placed[op] = Section.PROLOGUE
-        elif op.kind is OpKind.CARRY or op.result in awaited:
-            placed[op] = Section.SCAN
-        else:
-            placed[op] = Section.EPILOGUE
-    return placed
 
 
 def op_flops(op: Op) -> sympy.Expr:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .ir import Program
-from .stages import Section, sections
+from .partition import sections
+from .stages import Section
 
 
 def to_text(program: Program) -> str:

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..ir import OpKind, Program, Value
+from ..ir import OpKind, Program
+from ..partition import Flow, carried, partition
 from ..stages import Section, Task
 from ..target import Unit
 from .fold import Carried
@@ -44,32 +45,13 @@ class PlacedRun:
     start: int
 
 
-class Graph:
-    """Who makes and who reads the values of a list of tasks; the carry's value comes from the step before."""
+class Graph(Flow[Task]):
+    """The tasks of a program and who reads what of them; the carry's value comes from the step before."""
 
-    def __init__(self, program: Program, tasks: Sequence[Task], carried: Carried = ()) -> None:
+    def __init__(self, program: Program, tasks: Sequence[Task], folded: Carried = ()) -> None:
+        super().__init__(tasks, {**dict(folded), **carried(program)})
         self.program = program
-        self.tasks = tuple(tasks)
-        self.made = {task.output: task for task in tasks}
-        self.next = dict(carried)  # a carried value -> what it becomes in the next step
-        if program.carry is not None:
-            self.next.update({op.result: program.carry.step for op in program.ops if op.kind is OpKind.CARRY})
-        self.last = {step: value for value, step in self.next.items()}
-        readers: dict[Value, list[Task]] = {}
-        for task in tasks:
-            for value in dict.fromkeys(task.inputs):
-                readers.setdefault(value, []).append(task)
-        self._readers = {value: tuple(found) for value, found in readers.items()}
-
-    def before(self, task: Task) -> tuple[Task, ...]:
-        """The tasks whose results of the same step ``task`` reads."""
-        return tuple(self.made[v] for v in task.inputs if v in self.made)
-
-    def readers(self, value: Value) -> tuple[Task, ...]:
-        return self._readers.get(value, ())
-
-    def reads_carry(self, task: Task) -> bool:
-        return any(value in self.next for value in task.inputs)
+        self.tasks = self.nodes
 
     def edges(self) -> list[tuple[Task, Task, int]]:
         """(earlier, later, steps in between)."""
@@ -80,67 +62,32 @@ class Graph:
 
 
 def place(graph: Graph, *, hoist: bool, outputs: Section, values: str = "prologue") -> dict[Task, Section]:
-    """The section of every task.
+    """The section of every task; ``hoist``: what is free of the carry leaves the scan.
 
-    ``hoist``: what is free of the carry leaves the scan. ``outputs``: where to put what reads the carry but nothing
-    waits for (EPILOGUE or SCAN). ``values``: as in :class:`~kdacompile.lowering.target.Target`. A product goes where
-    its sum with another product is formed, and a cast to the inputs' dtype where its operand is made.
+    ``outputs``, ``values``: as in :class:`~kdacompile.lowering.target.Target`. A product goes where its sum with
+    another product is formed, and a cast to the inputs' dtype where its operand is made.
     """
     if not graph.next:
         return dict.fromkeys(graph.tasks, Section.PROLOGUE)
     if not hoist:
         return dict.fromkeys(graph.tasks, Section.SCAN)
-    dependent: set[Task] = set()
-    for task in graph.tasks:
-        if graph.reads_carry(task) or any(t in dependent for t in graph.before(task)):
-            dependent.add(task)
-    awaited = {task for task in graph.tasks if task.output in graph.last}
-    for task in reversed(graph.tasks):
-        if task in awaited:
-            awaited.update(graph.before(task))
-    placed: dict[Task, Section] = {}
-    for task in graph.tasks:
-        if task not in dependent:
-            placed[task] = Section.PROLOGUE
-        elif task in awaited or _narrows_scan_value(graph, task, awaited & dependent):
-            placed[task] = Section.SCAN
-        else:
-            placed[task] = outputs
-    for task in reversed(graph.tasks):
-        placed.update(dict.fromkeys(_summed(graph, task), placed[task]))
-    if values != "prologue":
-        _keep_wide(graph, placed, inverted=values == "scan")
-    return placed
 
+    def narrows(task: Task, scan: set[Task]) -> bool:
+        if task.op.kind is not OpKind.CAST:
+            return False
+        source = task.inputs[0]
+        made = graph.made.get(graph.next.get(source, source))
+        return made is not None and made in scan and made.unit is task.unit
 
-def _summed(graph: Graph, task: Task) -> list[Task]:
-    """The products that a task adds to another, in Cube's accumulator or on Vec."""
-    if task.op.kind is OpKind.DOT and len(task.inputs) == 3 and task.unit is Unit.CUBE:
-        return [graph.made[task.inputs[2]]]
-    terms = [graph.made[v] for v in task.inputs if v in graph.made] if task.op.kind is OpKind.ADD else []
-    products = [t for t in terms if t.op.kind is OpKind.DOT and t.unit is Unit.CUBE]
-    return products if len(products) == 2 else []
+    def summed(task: Task) -> list[Task]:
+        """The products that a task adds to another, in Cube's accumulator or on Vec."""
+        if task.op.kind is OpKind.DOT and len(task.inputs) == 3 and task.unit is Unit.CUBE:
+            return [graph.made[task.inputs[2]]]
+        terms = [graph.made[v] for v in task.inputs if v in graph.made] if task.op.kind is OpKind.ADD else []
+        products = [t for t in terms if t.op.kind is OpKind.DOT and t.unit is Unit.CUBE]
+        return products if len(products) == 2 else []
 
-
-def _keep_wide(graph: Graph, placed: dict[Task, Section], *, inverted: bool) -> None:
-    """What is as wide as V goes where it is first read; with ``inverted`` also what comes from an inverse."""
-    order = list(Section)
-    behind: set[Value] = set()
-    for task in graph.tasks:
-        if task.op.kind is OpKind.UNIT_LOWER_INVERSE or any(v in behind for v in task.inputs):
-            behind.add(task.output)
-    for task in reversed(graph.tasks):
-        readers = graph.readers(task.output)
-        if "V" in task.output.type.shape and readers and (inverted or task.output not in behind):
-            placed[task] = max(placed[task], min((placed[t] for t in readers), key=order.index), key=order.index)
-
-
-def _narrows_scan_value(graph: Graph, task: Task, scan: set[Task]) -> bool:
-    if task.op.kind is not OpKind.CAST:
-        return False
-    source = task.inputs[0]
-    made = graph.made.get(graph.next.get(source, source))
-    return made is not None and made in scan and made.unit is task.unit
+    return partition(graph, outputs=outputs, values=values, joins_scan=narrows, summed=summed)
 
 
 def in_order(tasks: Iterable[Task]) -> list[Run]:

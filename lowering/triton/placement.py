@@ -27,7 +27,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from ..ir import Op, OpKind, Program, Value
-from ..stages import Section, sections
+from ..partition import Flow, carried, sections
+from ..stages import Section
+from ..target import CUDA_SM90
 
 _PREPARES = (OpKind.LOAD, OpKind.CAST, OpKind.SCALE)
 
@@ -102,15 +104,9 @@ def is_wide(value: Value) -> bool:
 @cache
 def place(program: Program) -> Placement:
     """Place the ops of a chunked program."""
-    placed = sections(program)
-    inverted = _reached_from_inverse(program)
-    waits = [op for op in program.ops if placed[op] is not Section.PROLOGUE]
-    read = {value for op in waits for value in op.inputs}
-    in_scan = set(waits)
-    for op in reversed(program.ops):
-        if op.output in read and is_wide(op.result) and op.result not in inverted:
-            in_scan.add(op)
-            read.update(op.inputs)
+    placed = sections(program, outputs=Section.SCAN, values=CUDA_SM90.values)
+    inverted = Flow(program.ops, carried(program)).inverted()
+    in_scan = {op for op in program.ops if placed[op] is Section.SCAN}
     reloaded = _reloads(program, in_scan)
     scan = _interleave(program, [op for op in program.ops if op in in_scan or op in reloaded])
     made_in_scan = {op.output for op in scan}
@@ -150,16 +146,6 @@ def _passed(inverse: list[Op], apply: list[Op], crossing: Iterable[Value]) -> di
                 overwritten = value.type.shape == op.result.type.shape and reader == "apply" and value not in crossing
                 passed[value] = (op.result.name if overwritten else value.name, reader)
     return passed
-
-
-def _reached_from_inverse(program: Program) -> set[Value]:
-    reached: set[Value] = set()
-    for op in program.ops:
-        if op.output is not None and (
-            op.kind is OpKind.UNIT_LOWER_INVERSE or any(value in reached for value in op.inputs)
-        ):
-            reached.add(op.output)
-    return reached
 
 
 def _reloads(program: Program, in_scan: set[Op]) -> set[Op]:

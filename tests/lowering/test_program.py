@@ -27,10 +27,11 @@ from kdacompile.lowering.executor import Executable
 from kdacompile.lowering.ir import DType, Op, OpKind, Per, Program, TileType, Value
 from kdacompile.lowering.layout import dense_layout
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
+from kdacompile.lowering.partition import sections
 from kdacompile.lowering.plan import plan
 from kdacompile.lowering.run import run_linear_attention
 from kdacompile.lowering.scratch import Scratch
-from kdacompile.lowering.stages import Section, sections
+from kdacompile.lowering.stages import Section
 from kdacompile.lowering.text import to_text
 from kdacompile.lowering.validate import validate
 from kdacompile.lowering.verify import Case, make_inputs, oracle, relative_error, verify

@@ -1,0 +1,137 @@
+"""The sections of a program: what is computed before its scan, in it, and after it.
+
+The one partitioner of all targets: the torch executor and the Triton kernels place ops with it, the plans tasks (ops,
+or parts of them on one unit). What a target wants of it is in two words of its descriptor: ``outputs``, the section of
+what reads the carry but nothing waits for, and ``values``, where what is as wide as V and waits for no carry goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Generic, Protocol, TypeVar
+
+from .ir import Op, OpKind, Program, Value
+from .stages import Section
+
+
+class Node(Protocol):
+    """What makes one value from others."""
+
+    @property
+    def inputs(self) -> tuple[Value, ...]: ...
+    @property
+    def output(self) -> Value | None: ...
+    @property
+    def kind(self) -> OpKind: ...
+
+
+N = TypeVar("N", bound=Node)
+
+
+class Flow(Generic[N]):
+    """Who makes and who reads the values of a list of nodes; ``carried``: a value and what it is in the next step."""
+
+    def __init__(self, nodes: Sequence[N], carried: Mapping[Value, Value]) -> None:
+        self.nodes = tuple(nodes)
+        self.made = {node.output: node for node in nodes if node.output is not None}
+        self.next = dict(carried)
+        self.last = {step: value for value, step in self.next.items()}
+        readers: dict[Value, list[N]] = {}
+        for node in nodes:
+            for value in dict.fromkeys(node.inputs):
+                readers.setdefault(value, []).append(node)
+        self._readers = {value: tuple(found) for value, found in readers.items()}
+
+    def before(self, node: N) -> tuple[N, ...]:
+        """The nodes whose results of the same step ``node`` reads."""
+        return tuple(self.made[v] for v in node.inputs if v in self.made)
+
+    def readers(self, value: Value) -> tuple[N, ...]:
+        return self._readers.get(value, ())
+
+    def reads_carry(self, node: N) -> bool:
+        return any(value in self.next for value in node.inputs)
+
+    def dependent(self) -> set[N]:
+        """What reads the carry, directly or not."""
+        found: set[N] = set()
+        for node in self.nodes:
+            if self.reads_carry(node) or any(earlier in found for earlier in self.before(node)):
+                found.add(node)
+        return found
+
+    def awaited(self) -> set[N]:
+        """What the next step's carry waits for."""
+        found = {node for node in self.nodes if node.output in self.last}
+        for node in reversed(self.nodes):
+            if node in found:
+                found.update(self.before(node))
+        return found
+
+    def inverted(self) -> set[Value]:
+        """What comes from a triangular inverse."""
+        found: set[Value] = set()
+        for node in self.nodes:
+            inverse = node.kind is OpKind.UNIT_LOWER_INVERSE or any(value in found for value in node.inputs)
+            if inverse and node.output is not None:
+                found.add(node.output)
+        return found
+
+
+def carried(program: Program) -> dict[Value, Value]:
+    """The value in which a program reads its carry, and the one that it becomes."""
+    if program.carry is None:
+        return {}
+    return {op.result: program.carry.step for op in program.ops if op.kind is OpKind.CARRY}
+
+
+def partition(
+    flow: Flow[N],
+    *,
+    outputs: Section = Section.EPILOGUE,
+    values: str = "prologue",
+    joins_scan: Callable[[N, set[N]], bool] | None = None,
+    summed: Callable[[N], Sequence[N]] | None = None,
+) -> dict[N, Section]:
+    """The section of every node.
+
+    ``outputs``, ``values``: as in :class:`~kdacompile.lowering.target.Target`. ``joins_scan``: whether a node that
+    nothing waits for belongs to the scan's nodes all the same; ``summed``: the nodes that one is computed with.
+    """
+    dependent, awaited = flow.dependent(), flow.awaited()
+    placed: dict[N, Section] = {}
+    for node in flow.nodes:
+        if node not in dependent:
+            placed[node] = Section.PROLOGUE
+        elif node in awaited or (joins_scan is not None and joins_scan(node, awaited & dependent)):
+            placed[node] = Section.SCAN
+        else:
+            placed[node] = outputs
+    if summed is not None:
+        for node in reversed(flow.nodes):
+            placed.update(dict.fromkeys(summed(node), placed[node]))
+    if values != "prologue":
+        _keep_wide(flow, placed, inverted=values == "scan")
+    return placed
+
+
+def _keep_wide(flow: Flow[N], placed: dict[N, Section], *, inverted: bool) -> None:
+    """What is as wide as V goes where it is first read; with ``inverted`` also what comes from an inverse."""
+    order, behind = list(Section), flow.inverted()
+    for node in reversed(flow.nodes):
+        value = node.output
+        readers = () if value is None else flow.readers(value)
+        if value is None or "V" not in value.type.shape or not readers:
+            continue
+        if inverted or value not in behind:
+            placed[node] = max(placed[node], min((placed[t] for t in readers), key=order.index), key=order.index)
+
+
+@cache
+def sections(program: Program, outputs: Section = Section.EPILOGUE, values: str = "prologue") -> Mapping[Op, Section]:
+    """The section of every op. The carry is read in the scan; a store goes with the outputs."""
+    ends = {OpKind.CARRY: Section.SCAN, OpKind.STORE: outputs}
+    flow = Flow([op for op in program.ops if op.kind not in ends], carried(program))
+    placed = partition(flow, outputs=outputs, values=values)
+    return {op: ends[op.kind] if op.kind in ends else placed[op] for op in program.ops}
