@@ -12,27 +12,12 @@ from collections.abc import Mapping
 
 import torch
 
+from .dialects import IN_PLACE, TORCH
 from .errors import TileProgramError
 from .ir import Carry, Op, OpKind, Per, Program, Value
 from .schedule import DecayGroup, Node, schedule
 from .stages import Section
 
-_ELEMENTWISE = {
-    OpKind.ADD: "add",
-    OpKind.SUB: "sub",
-    OpKind.MUL: "mul",
-    OpKind.EXP: "exp",
-    OpKind.LOG: "log",
-    OpKind.NEG: "neg",
-}
-_UNARY = {
-    OpKind.CAST: "{}",
-    OpKind.TRANSPOSE: "{}.mT",
-    OpKind.REDUCE: "{}.sum(1, keepdim=True)",
-    OpKind.ROW_SUM: "{}.sum(-1, keepdim=True)",
-    OpKind.ROW_MAX: "tiles.row_max({})",
-    OpKind.UNIT_LOWER_INVERSE: "tiles.unit_lower_inverse({})",
-}
 _COMMUTES = (OpKind.ADD, OpKind.MUL)
 
 
@@ -56,29 +41,13 @@ def generate(program: Program, *, buffered: bool, rounding: Mapping[str, torch.d
 def expression(op: Op, refs: list[str], out: str = "") -> str:
     """One op as a torch call on ``refs``, into ``out`` if given (elementwise ops and products only)."""
     into = f", out={out}" if out else ""
-    alpha = ", alpha=-1" if op.attr("negate", False) else ""
-    if op.kind in _UNARY:
-        return _UNARY[op.kind].format(refs[0])
-    match op.kind:
-        case OpKind.ADD | OpKind.SUB | OpKind.MUL | OpKind.EXP | OpKind.LOG | OpKind.NEG:
-            return f"torch.{_ELEMENTWISE[op.kind]}({', '.join(refs)}{into})"
-        case OpKind.DOT:
-            a, b = (f"{ref}.mT" if op.attr(f"trans_{i}", False) else ref for i, ref in zip("ab", refs[:2], strict=True))
-            if len(refs) == 3:
-                return f"torch.baddbmm({refs[2]}, {a}, {b}{alpha}{into})"
-            return f"torch.bmm({a}, {b}{into})" + (".neg()" if alpha else "")
-        case OpKind.SCALE:
-            return f"{refs[0]} * rt.scalars[{op.attr('by')!r}]"
-        case OpKind.MAX:
-            return f"torch.maximum({', '.join(refs)})"
-        case OpKind.CUMSUM:
-            return f"tiles.cumsum({refs[0]}, reverse={bool(op.attr('reverse', False))})"
-        case OpKind.MASK:
-            return f"tiles.lower({refs[0]}, strict={bool(op.attr('strict', False))})"
-        case OpKind.EYE:
-            return f"rt.eye({op.attr('dim')!r})"
-        case _:
-            raise TileProgramError("no torch expression for this op", str(op))
+    if op.kind is not OpKind.DOT:
+        return TORCH.text(op, refs, into=into)
+    a, b = (f"{ref}.mT" if op.attr(f"trans_{i}", False) else ref for i, ref in zip("ab", refs[:2], strict=True))
+    negate = bool(op.attr("negate", False))
+    if len(refs) == 3:
+        return f"torch.baddbmm({refs[2]}, {a}, {b}{', alpha=-1' if negate else ''}{into})"
+    return f"torch.bmm({a}, {b}{into})" + (".neg()" if negate else "")
 
 
 class _Generator:
@@ -216,10 +185,10 @@ class _Generator:
             return expression(op, refs).replace(f"torch.baddbmm({refs[2]}, ", f"{refs[2]}.baddbmm_(")
         if op.kind is OpKind.MASK and self.dies(op.inputs[0], op):
             return f"tiles.lower_({refs[0]}, strict={bool(op.attr('strict', False))})"
-        if op.kind in _ELEMENTWISE and self.dies(op.inputs[0], op):
-            return f"{refs[0]}.{_ELEMENTWISE[op.kind]}_({', '.join(refs[1:])})"
+        if op.kind in IN_PLACE and self.dies(op.inputs[0], op):
+            return f"{refs[0]}.{IN_PLACE[op.kind]}({', '.join(refs[1:])})"
         if op.kind in _COMMUTES and self.dies(op.inputs[1], op):
-            return f"{refs[1]}.{_ELEMENTWISE[op.kind]}_({refs[0]})"
+            return f"{refs[1]}.{IN_PLACE[op.kind]}({refs[0]})"
         return ""
 
     # ---- the scan
@@ -311,7 +280,7 @@ class _Body:
             return None
         acc = step.inputs[2] if step.kind is OpKind.DOT and len(step.inputs) == 3 else step.inputs[0]
         made = next((op for op in self.gen.scan_nodes if op.result == acc), None)
-        if made is None or made.kind not in _ELEMENTWISE or acc in self.saved:
+        if made is None or made.kind not in IN_PLACE or acc in self.saved:
             return None
         return acc
 

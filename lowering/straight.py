@@ -16,10 +16,9 @@ from torch import Tensor
 
 from . import tiles
 from .codegen import expression
+from .dialects import IN_PLACE, TRITON
 from .errors import TileProgramError
 from .ir import Op, OpKind, Program, Value
-
-_OVERWRITES = {OpKind.ADD: "add_", OpKind.SUB: "sub_", OpKind.MUL: "mul_", OpKind.EXP: "exp_"}
 
 
 @cache
@@ -59,10 +58,10 @@ def _line(op: Op, dies: bool) -> str:
         return str(op.attr("port"))
     if op.kind is OpKind.DOT:
         return _product(op, refs)
-    if dies and op.kind in _OVERWRITES and _keeps_shape(op):
-        return f"{refs[0]}.{_OVERWRITES[op.kind]}({', '.join(refs[1:])})"
+    if dies and op.kind in IN_PLACE and _keeps_shape(op):
+        return f"{refs[0]}.{IN_PLACE[op.kind]}({', '.join(refs[1:])})"
     if op.kind is OpKind.SCALE:
-        return f"{refs[0]} * {op.attr('by')}"
+        return TRITON.text(op, refs)  # a scalar is an argument of its own here, as in Triton
     if op.kind in (OpKind.REDUCE, OpKind.CUMSUM):
         raise TileProgramError("no straight form for this op", str(op))
     return expression(op, refs)

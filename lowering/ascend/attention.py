@@ -11,11 +11,10 @@ from functools import cache
 from typing import Any
 
 from ..attention import attention_program, decode_program
-from ..errors import TileProgramError
+from ..dialects import TRITON
 from ..ir import Op, OpKind, Program, Value
 from ..plan import Plan, plan
 from ..stages import Section
-from .elementwise import elementwise
 from .kernel import Argument, Domain, Kernel, Kind, Module, assemble, definition, indent, used_constants
 
 HEADS = (16, 32)  # heads of a tile: one fractal of the Cube, and what two Vec cores hold the accumulator of
@@ -173,14 +172,10 @@ class _Printer:
         if op.kind is OpKind.DOT:
             return self._product(op)
         names = [self._text[v] for v in op.inputs]
-        if op.kind is OpKind.SCALE:
-            return f"{names[0]} * {op.attr('by')}"
         if op.kind is OpKind.CAST:
             return f"{names[0]}.to(io)"
-        text = elementwise(op, names if 1 in op.result.type.shape else list(self._fitted(op.inputs)))
-        if text is None:
-            raise TileProgramError("no Ascend text for this op of attention", str(op))
-        return text
+        vector = 1 in op.result.type.shape or op.kind is OpKind.SCALE
+        return TRITON.text(op, names if vector else list(self._fitted(op.inputs)))
 
     def _fitted(self, values: Iterable[Value]) -> Iterable[str]:
         for value in values:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..dialects import TRITON
 from ..errors import TileProgramError
 from ..ir import DType, OpKind, Per, Program, Value
 from ..plan.units import is_product, is_widening
 from ..stages import Buffer, Scope, Task
-from .elementwise import elementwise
 from .kernel import Argument, Kind, Scratch
 
 _KEY_PORTS = ("q", "k")
@@ -190,7 +190,7 @@ class Body:
         if op.kind is OpKind.DOT:
             return self._product(task)
         if op.kind in (OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.EXP, OpKind.NEG):
-            return elementwise(op, [self.fitted(v, op.result) for v in op.inputs])
+            return TRITON.text(op, [self.fitted(v, op.result) for v in op.inputs])
         x = op.inputs[0]
         match op.kind:
             case OpKind.CAST:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from ..errors import TileProgramError
+from ..dialects import TRITON, row_product
 from ..ir import DType, Op, OpKind, Value
 from ..linear_attention import linear_attention_program
 from ..plan.units import is_widening
-from .elementwise import elementwise
 from .kernel import Argument, Domain, Kernel, Kind, Module, assemble, definition, indent, used_constants
 
 
@@ -71,16 +70,13 @@ class _Step:
                 return f"{x}.to(o_ptr.dtype.element_ty)"
             case OpKind.SCALE:
                 self.arguments[str(op.attr("by"))] = Kind.NUMBER
-                return f"{x} * {op.attr('by')}"
+                return TRITON.text(op, [x])
             case OpKind.TRANSPOSE:
                 return x
             case OpKind.DOT:
-                return self._product(op)
+                return row_product(op, [value.name for value in op.inputs])
             case _:
-                text = elementwise(op, [self._fitted(v, op.result) for v in op.inputs])
-                if text is None:
-                    raise TileProgramError("no Ascend text for this op of a step", str(op))
-                return text
+                return TRITON.text(op, [self._fitted(v, op.result) for v in op.inputs])
 
     def _load(self, op: Op) -> str:
         """A port as fp32: rows of K by key head or value head, columns of V, or one number of the head."""
@@ -102,13 +98,3 @@ class _Step:
         if 1 in result.type.shape or 1 not in value.type.shape:
             return value.name
         return f"{value.name}[:, None]"
-
-    def _product(self, op: Op) -> str:
-        x, y, *acc = (v.name for v in op.inputs)
-        if op.attr("trans_a", False):
-            product = f"{x}[:, None] * {y}[None, :]"
-        else:
-            product = f"tl.sum({x}[:, None] * {y}, 0)"
-        if not acc:
-            return product
-        return f"{acc[0]} {'-' if op.attr('negate', False) else '+'} {product}"

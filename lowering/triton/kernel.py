@@ -6,13 +6,12 @@ product of the scan and stays in registers, and what the products meet comes str
 
 from __future__ import annotations
 
+from ..dialects import TRITON
 from ..ir import Dim, Op, OpKind, Value
 from .placement import Placement, is_wide
 from .ports import PortText
 from .text import Lines
 from .variant import Variant
-
-_ELEMENTWISE = {OpKind.ADD: "+", OpKind.SUB: "-", OpKind.MUL: "*"}
 
 
 class Kernel:
@@ -43,11 +42,8 @@ class Kernel:
 
     def simple(self, op: Op) -> str:
         """The expression of an op that means the same in all kernels."""
-        if op.kind in _ELEMENTWISE:
-            x, y = (self._oriented(value, op.result) for value in op.inputs)
-            return f"{x} {_ELEMENTWISE[op.kind]} {y}"
-        if op.kind is OpKind.SCALE:
-            return f"{op.inputs[0].name} * {op.attr('by')}"
+        if TRITON.has(op):
+            return TRITON.text(op, [self._oriented(value, op.result) for value in op.inputs])
         if op.kind is OpKind.TRANSPOSE:
             return f"tl.trans({op.inputs[0].name})"
         if op.kind is OpKind.DOT:

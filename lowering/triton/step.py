@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from functools import cache
 
+from ..dialects import TRITON, row_product
 from ..ir import Op, OpKind, Value
 from .placement import is_wide
 from .ports import PortText
 from .text import Lines, docstring
 from .variant import Variant
-
-_SIGNS = {OpKind.ADD: "+", OpKind.SUB: "-", OpKind.MUL: "*"}
 
 
 @cache
@@ -72,23 +71,9 @@ class _Step:
             self.lines.add(f"{op.result.name} = {self._expression(op)}")
 
     def _expression(self, op: Op) -> str:
-        names = [value.name for value in op.inputs]
-        if op.kind is OpKind.SCALE:
-            return f"{names[0]} * {op.attr('by')}"
-        if op.kind is OpKind.EXP:
-            return f"tl.exp({names[0]})"
-        if op.kind in _SIGNS:
-            x, y = (self._beside(value, op.result) for value in op.inputs)
-            return f"{x} {_SIGNS[op.kind]} {y}"
-        assert op.kind is OpKind.DOT, op
-        x, y, *acc = names
-        if op.attr("trans_a", False):
-            product = f"{x}[:, None] * {y}[None, :]"
-        else:
-            product = f"tl.sum({x}[:, None] * {y}, 0)"
-        if not acc:
-            return product
-        return f"{acc[0]} {'-' if op.attr('negate', False) else '+'} {product}"
+        if op.kind is OpKind.DOT:
+            return row_product(op, [value.name for value in op.inputs])
+        return TRITON.text(op, [self._beside(value, op.result) for value in op.inputs])
 
     def _beside(self, value: Value, result: Value) -> str:
         """A column beside a matrix has to say which way it stands."""

@@ -1,0 +1,92 @@
+"""How an op reads in each language that programs are emitted in: a table a dialect, over the operands' texts.
+
+An emitter brings the operands into the shape that an op wants (transposed, with an axis more, loaded) and leaves the
+op itself to the dialect. Products and macro-ops are the emitters' own where a target has several ways to do them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .errors import TileProgramError
+from .ir import Op, OpKind
+
+IN_PLACE = {
+    OpKind.ADD: "add_",
+    OpKind.SUB: "sub_",
+    OpKind.MUL: "mul_",
+    OpKind.EXP: "exp_",
+    OpKind.LOG: "log_",
+    OpKind.NEG: "neg_",
+}
+"""The methods of a torch tensor that overwrite it with the op's result."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """``{0}``, ``{1}``, ... in a template are operands, ``{by}`` and the like attributes of the op."""
+
+    name: str
+    templates: Mapping[OpKind, str]
+
+    def has(self, op: Op) -> bool:
+        return op.kind in self.templates
+
+    def text(self, op: Op, operands: Sequence[str], **more: str) -> str:
+        """The expression of an op."""
+        if op.kind not in self.templates:
+            raise TileProgramError(f"no {self.name} text for this op", str(op))
+        attributes = {"strict": False, "reverse": False, **dict(op.attrs), **more}
+        return self.templates[op.kind].format(*operands, **attributes)
+
+
+TORCH = Dialect(
+    "torch",
+    {
+        OpKind.ADD: "torch.add({0}, {1}{into})",
+        OpKind.SUB: "torch.sub({0}, {1}{into})",
+        OpKind.MUL: "torch.mul({0}, {1}{into})",
+        OpKind.EXP: "torch.exp({0}{into})",
+        OpKind.LOG: "torch.log({0}{into})",
+        OpKind.NEG: "torch.neg({0}{into})",
+        OpKind.MAX: "torch.maximum({0}, {1})",
+        OpKind.SCALE: "{0} * rt.scalars[{by!r}]",
+        OpKind.CAST: "{0}",
+        OpKind.TRANSPOSE: "{0}.mT",
+        OpKind.REDUCE: "{0}.sum(1, keepdim=True)",
+        OpKind.ROW_SUM: "{0}.sum(-1, keepdim=True)",
+        OpKind.ROW_MAX: "tiles.row_max({0})",
+        OpKind.CUMSUM: "tiles.cumsum({0}, reverse={reverse})",
+        OpKind.MASK: "tiles.lower({0}, strict={strict})",
+        OpKind.EYE: "rt.eye({dim!r})",
+        OpKind.UNIT_LOWER_INVERSE: "tiles.unit_lower_inverse({0})",
+    },
+)
+"""Of the executor. ``into``: ``, out=...``, or nothing."""
+
+TRITON = Dialect(
+    "Triton",
+    {
+        OpKind.ADD: "{0} + {1}",
+        OpKind.SUB: "{0} - {1}",
+        OpKind.MUL: "{0} * {1}",
+        OpKind.EXP: "tl.exp({0})",
+        OpKind.NEG: "-{0}",
+        OpKind.MAX: "tl.maximum({0}, {1})",
+        OpKind.SCALE: "{0} * {by}",
+        OpKind.ROW_SUM: "tl.sum({0}, 1)",
+        OpKind.ROW_MAX: "tl.max({0}, 1)",
+    },
+)
+"""Of CUDA and of Ascend."""
+
+
+def row_product(op: Op, operands: Sequence[str]) -> str:
+    """In Triton, a product of a one-token program: rows are vectors, one with a matrix is a sum, two make a matrix."""
+    x, y, *acc = operands
+    outer = bool(op.attr("trans_a", False))
+    product = f"{x}[:, None] * {y}[None, :]" if outer else f"tl.sum({x}[:, None] * {y}, 0)"
+    if not acc:
+        return product
+    return f"{acc[0]} {'-' if op.attr('negate', False) else '+'} {product}"
