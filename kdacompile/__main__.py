@@ -1,4 +1,4 @@
-"""``python -m kdacompile``: doctor, support, plan, bench."""
+"""``kdacompile`` (or ``python -m kdacompile``): explain, doctor, support, plan, bench, overhead."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kdacompile", description="A torch.compile backend for linear attention.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_explain(commands.add_parser("explain", help="what the backend does with a function, or a transformers model"))
     commands.add_parser("doctor", help="what this machine can run, and why not the rest")
     commands.add_parser("support", help="what is recognised, as a Markdown table")
     _add_plan(commands.add_parser("plan", help="how a pattern is cut into stages for a target, and its buffers"))
@@ -25,6 +26,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_argument("--json", type=Path, default=Path("bench.json"), help="where the figures go")
     bench.add_argument("--timeout", type=float, default=1800, help="seconds allowed per contender (default: 1800)")
     return _run(parser.parse_args(argv))
+
+
+def _add_explain(explain: argparse.ArgumentParser) -> None:
+    explain.add_argument("subject", help="FILE.py:FUNCTION, or a model type of transformers such as kimi_linear")
+    explain.add_argument(
+        "--tensor", action="append", default=[], metavar="NAME=SHAPE", help="a random argument: q=1x64x4x32:bf16"
+    )
+    explain.add_argument("--tokens", type=int, default=128, help="length of a model's prompt (default: 128)")
+    explain.add_argument("--device", default="cpu", help="where it runs (default: cpu)")
+    explain.add_argument("--train", action="store_true", help="with gradients, as in training")
+    explain.add_argument("--json", action="store_true", help="the report as JSON, for a program to read")
+    explain.add_argument("--html", type=Path, help="write the report there as a page")
+    explain.add_argument("--open", action="store_true", help="show the page in a browser")
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
@@ -51,6 +65,10 @@ def _run(arguments: argparse.Namespace) -> int:
     from kdacompile.lowering.errors import LoweringError
 
     try:
+        if arguments.command == "explain":
+            from kdacompile.commands import explain
+
+            return explain.main(arguments)
         if arguments.command == "support":
             from kdacompile import support
 

@@ -116,6 +116,12 @@ class BenchError(KdaError, RuntimeError):
     template = "{detail}"
 
 
+class SubjectError(KdaError, ValueError):
+    """Something ``kdacompile explain`` was asked about that cannot be run."""
+
+    template = "cannot explain {subject!r}: {problem}"
+
+
 class UnknownPatternError(KdaError, ValueError):
     """A pattern name that does not exist."""
 

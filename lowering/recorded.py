@@ -16,13 +16,12 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kdacompile.compat.streams import current_stream
+from kdacompile.compat.launches import launch, launch_stream
 
 from .scratch import Scratch
 
@@ -68,11 +67,7 @@ class Launch(NamedTuple):
             arguments[at] = addresses[source] + before
         for at, source, before in self.descriptors:
             arguments[at] = _based(arguments[at], Address(addresses[source] + before))
-        kernel = self.kernel
-        if stream is None:
-            kernel[self.grid](*arguments)
-        else:  # what that does, without asking for the stream once more and without hooks
-            kernel.run(*self.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
+        launch(self.kernel, self.grid, arguments, stream)
 
 
 class Apply(NamedTuple):
@@ -125,7 +120,7 @@ class Recorded(NamedTuple):
             own = torch.empty_strided(shape, strides, dtype=dtype, device=device) if begin is None else None
             sources.append(own)
             places.append(first + (begin or 0) if own is None else own.data_ptr())
-        stream = _stream(device)
+        stream = launch_stream(device)
         for step in self.steps:
             step.run(places, sources, stream)
         return tuple(sources[number] for number in self.results)  # pyright: ignore[reportReturnType]
@@ -292,20 +287,6 @@ def shares_memory(x: Tensor | None, addresses: Iterable[int]) -> bool:
     first = storage.data_ptr()
     last = first + storage.nbytes()
     return sum(first <= address < last for address in addresses) > 1
-
-
-def _stream(device: torch.device) -> int | None:
-    """What to launch on; None to leave it to Triton, where someone, a profiler as a rule, is to be told of launches."""
-    if device.type != "cuda":
-        return None
-    runtime = _triton_runtime()
-    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
-    return None if any(getattr(hook, "calls", hook) for hook in hooks) else current_stream(device.index)
-
-
-@functools.cache
-def _triton_runtime() -> Any:
-    return import_module("triton").knobs.runtime  # not at the top: the package is optional
 
 
 def _is_descriptor(x: object) -> bool:

@@ -165,9 +165,11 @@ def length_of(call: Call, opened: Call) -> Length:
 
 def _opened(call: Call, batch: Dim, tokens: Dim, position: int) -> Call:
     def letter(index: int, dim: Dim) -> Dim:
-        if dim == tokens and (index == position or isinstance(dim, str)):
-            return "T"
-        return "B" if dim == batch and index == 0 and dim != 1 else dim
+        if (
+            dim == batch and index == 0 and dim != 1
+        ):  # first: an open batch may have as many entries as there are tokens
+            return "B"
+        return "T" if dim == tokens and (index == position or isinstance(dim, str)) else dim
 
     def visit(tensor: TensorArg) -> TensorArg:
         return replace(tensor, dims=tuple(letter(index, dim) for index, dim in enumerate(tensor.dims)))

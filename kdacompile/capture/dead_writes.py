@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from kdacompile.compat.tracing import OpOverload
+from kdacompile.compat.schemas import declaration, is_operator
 
 
 def drop_dead_writes(graph: fx.Graph) -> None:
@@ -26,7 +26,7 @@ def drop_dead_writes(graph: fx.Graph) -> None:
 def _written(node: fx.Node) -> fx.Node | None:
     """The argument an operator writes in place."""
     target = node.target
-    if not isinstance(target, OpOverload) or not target._schema.is_mutable or not node.args:
+    if not is_operator(target) or not declaration(target).is_mutable or not node.args:
         return None
     first = node.args[0]
     return first if isinstance(first, fx.Node) else None
@@ -37,10 +37,10 @@ def aliased(node: fx.Node) -> fx.Node | None:
     if node.op == "call_method":
         return node.all_input_nodes[0] if node.all_input_nodes else None
     target = node.target
-    if not isinstance(target, OpOverload):
+    if not is_operator(target):
         return None
     if _written(node) is not None:
         return _written(node)
-    returns = target._schema.returns
+    returns = declaration(target).returns
     aliases = any(item.alias_info is not None for item in returns) and bool(node.args)
     return node.args[0] if aliases and isinstance(node.args[0], fx.Node) else None

@@ -13,3 +13,7 @@ class Unliftable(Exception):
 
 class WrongLayout(Unliftable):
     """The function does not even run with the dimensions that were taken for batch and tokens."""
+
+
+class NeverRuns(Unliftable):
+    """The function takes none of the stand-ins it is compared on."""

@@ -41,10 +41,15 @@ _FORBIDDEN_NAMES = frozenset(
     "rand randn randint rand_like randn_like dropout bernoulli multinomial normal_ uniform_ random_ manual_seed item "
     "tolist numpy data_ptr cpu cuda print requires_grad requires_grad_ is_leaf grad_fn is_grad_enabled is_inference "
     "is_inference_mode_enabled is_autocast_enabled get_autocast_dtype are_deterministic_algorithms_enabled "
-    "get_float32_matmul_precision environ getenv".split()
+    "get_float32_matmul_precision environ getenv "
+    "data autograd grad _base _is_view is_set_to is_contiguous stride storage_offset as_strided "
+    "storage untyped_storage".split()
 )
 """Attributes and functions whose effect a replacement would lose: on gradients, random numbers, or the outside, and
-those that make a result depend on the state of the process."""
+those that make a result depend on the state of the process, or on where its arguments lie in memory."""
+
+LONGEST_TABLE = 16
+"""Numbers a tuple may hold: a loop that picks one by its index would have to be run until the last."""
 
 _FORBIDDEN_OPCODES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "YIELD_VALUE", "SEND")
 _REPEATS = frozenset(
@@ -154,8 +159,9 @@ def _code(code: types.CodeType, walk: _Walk) -> None:
         if inst.opname == "IMPORT_NAME" and not is_trusted(str(inst.argval)):
             raise Unliftable(f"{code.co_name} imports {inst.argval}")
     for name in code.co_names:
-        if name in _FORBIDDEN_NAMES:
+        if name in _FORBIDDEN_NAMES or name.startswith("__"):
             raise Unliftable(f"{code.co_name} uses {name}")
+    _check_identities(code)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             _code(const, walk)
@@ -165,12 +171,36 @@ def _code(code: types.CodeType, walk: _Walk) -> None:
             _collect_numbers(const, walk)
 
 
+def _check_identities(code: types.CodeType) -> None:
+    """Whether two tensors are one object, or share memory, depends on the call; ``is None`` does not."""
+    before: dis.Instruction | None = None
+    for inst in _steps(code):
+        if inst.opname == "IS_OP" and before is not None and not _is_one_of_a_kind(before):
+            raise Unliftable(f"{code.co_name} asks whether two objects are one")
+        if inst.opname in ("BUILD_SET", "SET_ADD"):
+            raise Unliftable(f"{code.co_name} makes a set")
+        if inst.opname.startswith("BINARY") and inst.argrepr in ("%", "") and inst.opname != "BINARY_SUBSCR":
+            texts = [const for const in code.co_consts if isinstance(const, str) and "%" in const]
+            if texts and (inst.argrepr == "%" or inst.opname == "BINARY_MODULO"):
+                raise Unliftable(f"{code.co_name} turns numbers into text")
+        before = inst
+
+
+def _is_one_of_a_kind(loads: dis.Instruction) -> bool:
+    """True for the instruction that loads None, a truth value or a dtype."""
+    if loads.opname == "LOAD_CONST":
+        return loads.argval is None or isinstance(loads.argval, bool) or loads.argval is Ellipsis
+    return loads.opname == "LOAD_ATTR" and isinstance(getattr(torch, str(loads.argval), None), torch.dtype)
+
+
 def _steps(code: types.CodeType) -> Iterator[dis.Instruction]:
     return (inst for inst in dis.get_instructions(code) if inst.opname not in ("CACHE", "RESUME", "NOP", "PRECALL"))
 
 
 def _collect_numbers(const: Any, walk: _Walk) -> None:
-    if isinstance(const, tuple):
+    if isinstance(const, (tuple, frozenset)):
+        if sum(isinstance(item, (int, float)) for item in const) > LONGEST_TABLE:  # pyright: ignore[reportUnknownVariableType]
+            raise Unliftable("it holds a table of numbers")
         for item in const:  # pyright: ignore[reportUnknownVariableType]
             _collect_numbers(item, walk)
     elif isinstance(const, int) and not isinstance(const, bool):
@@ -207,6 +237,8 @@ def _global(fn: types.FunctionType, chain: tuple[str, ...], walk: _Walk) -> None
     while isinstance(value, types.ModuleType) and len(path) < len(attributes):
         path.append(attributes[len(path)])
         value = getattr(value, path[-1], None)
+    if isinstance(value, types.FunctionType) and attributes[len(path) :] and not _is_library(value):
+        raise Unliftable(f"it reads {attributes[len(path)]} of {name}, which may change")
     walk.reads.append(Read(fn, name, value, tuple(path)))
     _value(value, walk, ".".join([name, *path]))
 
@@ -217,6 +249,7 @@ def _value(value: Any, walk: _Walk, label: str) -> None:
         walk.parts.append(repr(value))
         _collect_numbers(value, walk)
     elif isinstance(value, tuple):
+        _collect_numbers(value, walk)  # pyright: ignore[reportUnknownArgumentType]
         for item in value:  # pyright: ignore[reportUnknownVariableType]
             _value(item, walk, label)
     elif _is_library(value):

@@ -27,10 +27,11 @@ from kdacompile.capture import replacement as namespace
 from kdacompile.capture.calls import Call, Sizes, TensorArg, length_of, open_dimensions
 from kdacompile.capture.documented import Documented
 from kdacompile.capture.draft import RUN_ERRORS, Captured, bound, capture
-from kdacompile.capture.errors import Unliftable, WrongLayout
+from kdacompile.capture.errors import NeverRuns, Unliftable, WrongLayout
 from kdacompile.capture.identity import Identity
 from kdacompile.capture.probes import roles
 from kdacompile.capture.store import Verdict
+from kdacompile.capture.watched import Watch
 from kdacompile.report.findings import Match
 from kdacompile.settings import Settings
 from kdacompile.store.fingerprint import source_fingerprint
@@ -152,13 +153,13 @@ def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Sett
     tried = verify.lengths(numbers)
     captured, text = captures(fn, call, numbers, settings)
     found = roles(captured[-1].graph)
-    original, narrow = bound(fn, call), _fewer_heads(call)
+    narrow = _fewer_heads(call)
     other = load("draft", Verdict("", "", text)).run
     try:
-        agreed = verify.compare_everywhere(bound(fn, narrow), other, narrow, found, tried)
-    except RUN_ERRORS:  # it knows its own number of heads
+        agreed = verify.compare_everywhere(Watch(fn, identity), other, narrow, found, tried)
+    except (*RUN_ERRORS, NeverRuns):  # it knows its own number of heads
         narrow = call
-        agreed = verify.compare_everywhere(original, other, call, found, tried)
+        agreed = verify.compare_everywhere(Watch(fn, identity), other, call, found, tried)
     taken = agreed.taken
     modulus = _modulus(agreed.tried, taken, numbers)
     verify.compare_gradients(bound(fn, narrow), other, narrow, found, taken[len(taken) // 2], verify.BATCHES[0])
@@ -246,8 +247,8 @@ def _fewer_heads(call: Call) -> Call:
     """The call with as few heads as keep the ratio between key and value heads: comparing stays cheap."""
     tensors = [tensor for _, tensor in call.tensors() if "T" in tensor.dims and len(tensor.dims) > 2]
     where = 3 - tensors[0].dims.index("T")
-    heads = {tensor.dims[where] for tensor in tensors if isinstance(tensor.dims[where], int)}
-    common = math.gcd(*(head for head in heads if isinstance(head, int))) if heads else 1
+    heads = {tensor.dims[where] for tensor in tensors if where < len(tensor.dims)}
+    common = math.gcd(*(head for head in heads if isinstance(head, int)))
     divisor = common // 2 if common % 2 == 0 else common
     if divisor < 2:
         return call

@@ -19,7 +19,8 @@ from kdacompile.capture.calls import Call, Sizes
 from kdacompile.capture.dead_writes import aliased
 from kdacompile.capture.draft import Captured, Layout
 from kdacompile.capture.errors import Unliftable
-from kdacompile.compat.tracing import OpOverload, tree_leaves
+from kdacompile.compat.schemas import declaration, is_operator, operator_name, overload_name
+from kdacompile.compat.tracing import tree_leaves
 
 NAME = "replacement"
 
@@ -111,12 +112,12 @@ class _Writer:
         if node.op != "call_function":
             raise Unliftable("it holds tensors of its own")
         target: Any = node.target
-        if isinstance(target, OpOverload):
-            if target._schema.is_mutable:
+        if is_operator(target):
+            if declaration(target).is_mutable:
                 raise Unliftable("it writes its arguments")
             if torch.Tag.nondeterministic_seeded in target.tags:
                 raise Unliftable("it draws random numbers")
-            name = f"torch.ops.{target._schema.name.replace('::', '.')}.{target._overloadname}"
+            name = f"torch.ops.{operator_name(target).replace('::', '.')}.{overload_name(target)}"
         elif target in _FUNCTIONS:
             name = _FUNCTIONS[target]
         else:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdacompile.capture.branches import Point, Watch
 from kdacompile.capture.calls import Call
-from kdacompile.capture.draft import RUN_ERRORS
-from kdacompile.capture.errors import Unliftable
+from kdacompile.capture.draft import RUN_ERRORS, bound
+from kdacompile.capture.errors import NeverRuns, Unliftable
 from kdacompile.capture.probes import make
+from kdacompile.capture.turning import FARTHEST, to_visit
+from kdacompile.capture.watched import Point, Watch
 from kdacompile.compat.tracing import tree_flatten, tree_leaves
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -26,11 +27,9 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torc
 
 GRADIENT_SLACK = 5.0
 LARGEST_CHUNK = 256
-FARTHEST = 4200
 MOST_LENGTHS = 40
 BATCHES = (2, 3, 7)
-LARGEST_BATCH = 512
-MOST_RUNS = 80
+MOST_RUNS = 400
 
 Function = Callable[..., Any]
 
@@ -62,13 +61,14 @@ class Agreement:
 
 
 def compare_everywhere(
-    fn: Function, other: Function, call: Call, roles: dict[int, str], wanted: list[int]
+    watch: Watch, other: Function, call: Call, roles: dict[int, str], wanted: list[int]
 ) -> Agreement:
-    """Compare at the lengths ``wanted``, at several batches, and wherever ``fn`` would decide otherwise than there.
+    """Compare the watched function with ``other`` at the lengths ``wanted``, at several batches, and wherever it would
+    do otherwise than there (``turning``).
 
-    Raises ``Unliftable`` unless the two agree, and what ``fn`` raises if it takes none of the lengths.
+    Raises ``Unliftable`` unless the two agree, and ``NeverRuns`` if the function takes none of the lengths.
     """
-    watch, errors = Watch(), dict[Point, "float | None"]()
+    fn, errors = bound(watch.fn, call), dict[Point, "float | None"]()
 
     def visit(points: Iterable[Point]) -> None:
         for batch, length in points:
@@ -77,10 +77,10 @@ def compare_everywhere(
     visit((BATCHES[0], length) for length in wanted)
     taken = [length for (_, length), error in errors.items() if error is not None]
     if not taken:
-        raise RuntimeError("it runs at no length")
+        raise NeverRuns("it runs at no length")
     if any("B" in tensor.dims for _, tensor in call.tensors()):
         visit((batch, min(taken)) for batch in BATCHES[1:])
-    while new := _turns(watch, min(taken)) - set(errors):
+    while new := _points(watch, min(taken)) - set(errors):
         if len(errors) + len(new) > MOST_RUNS:
             raise Unliftable("it decides at too many sizes to try them all")
         visit(sorted(new))
@@ -91,15 +91,10 @@ def compare_everywhere(
     return Agreement(largest, list(lengths), [length for length, error in lengths.items() if error is not None])
 
 
-def _turns(watch: Watch, length: int) -> set[Point]:
-    """(batch, length) around every size at which a comparison would come out as it has not yet."""
-    points: set[Point] = set()
-    for letter, size in watch.turning_points():
-        if size > (LARGEST_BATCH if letter == "B" else FARTHEST):
-            raise Unliftable(f"it decides something at {size}, more than can be tried")
-        if size > 1:
-            points.add((size, length) if letter == "B" else (BATCHES[0], size))
-    return points
+def _points(watch: Watch, length: int) -> set[Point]:
+    """What has to be visited, given what has been."""
+    numbers = {number for run in watch.runs for number in run.numbers}
+    return to_visit(watch.runs, BATCHES[0], length) | {(BATCHES[0], size) for size in lengths(numbers)}
 
 
 def compare(
@@ -121,8 +116,11 @@ def compare(
         return None
     if not all(map(_same_bits, inputs, before)):
         raise Unliftable("it writes its arguments")
-    with torch.no_grad():
-        have = other(*inputs)
+    try:
+        with torch.no_grad():
+            have = other(*inputs)
+    except RUN_ERRORS as error:
+        raise Unliftable(f"what it was captured as does not run at {length} tokens: {error}") from error
     return _difference(have, want, _tolerance(call))
 
 
@@ -151,9 +149,11 @@ def _compare_gradients(
             seeds = [torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out) for out in outputs]
             results.append(list(torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)))
         except RUN_ERRORS as error:
-            if run is fn and not isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            if run is fn:
                 return  # it has no gradients, so nobody trains through it
-            raise
+            raise Unliftable(f"what it was captured as has no gradients: {error}") from error
     for want, have in zip(*results, strict=True):
         if want is None or have is None:
             if (want is None) != (have is None) and bool((want if have is None else have).any()):  # type: ignore[union-attr]

@@ -3,7 +3,7 @@
 What most of the package needs is here by name (``compat.example_value``): questions about graph nodes, symbolic sizes,
 Inductor, and what torch tells its users. The other modules are asked for by those who need them: ``dynamo`` and
 ``region`` by lifting, ``tracing`` by what writes functions down, ``sizes`` by what opens lengths, ``dispatcher`` by the
-ops, ``cudnn`` and ``streams`` by kernels.
+ops, ``schemas`` by what reads operators, ``cudnn``, ``launches`` and ``streams`` by kernels.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-__all__ = ["OpOverload", "TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map_only"]
+__all__ = ["TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map_only"]

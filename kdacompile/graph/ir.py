@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from kdacompile.compat.schemas import operator_name
+
 
 class Value:
     """One tensor: its shape and dtype, the operator that makes it (None for an input), and who reads it."""
@@ -60,7 +62,7 @@ class Op:
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.name = self.target._schema.name.removeprefix("aten::")
+        self.name = operator_name(self.target).removeprefix("aten::")
 
     @property
     def out(self) -> Value:

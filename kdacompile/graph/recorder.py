@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kdacompile import compat
+from kdacompile.compat.schemas import declaration, operator_name, overload_name
 from kdacompile.compat.tracing import TorchDispatchMode
 from kdacompile.graph.ir import Graph, Mutation, Op, Value, walk_values
 from kdacompile.patterns.engine.vocabulary import LAYOUT, MAKERS
@@ -100,7 +101,7 @@ class Recorder(TorchDispatchMode):
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[Any]) -> list[Value]:
         """Record an operator; ``outs`` are tensors or (shape, dtype) pairs."""
-        made = target._schema.name.removeprefix("aten::") in MAKERS  # these take a tensor for its sizes only
+        made = operator_name(target).removeprefix("aten::") in MAKERS  # these take a tensor for its sizes only
         reads = list(walk_values((args[1:] if made else args, kwargs)))
         op = Op(target, args, kwargs, reads, [], self.node, self.position, self.grad)
         const = all(value.const for value in reads) and not compat.is_random(target)
@@ -122,7 +123,7 @@ class Recorder(TorchDispatchMode):
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
         to_value = lambda tree: map_tensors(tree, self.value_of)  # noqa: E731
-        schema = func._schema
+        schema = declaration(func)
         if schema.is_mutable:
             return self.write(func, args, kwargs)
         symbolic = to_value(args), to_value(kwargs)
@@ -130,7 +131,7 @@ class Recorder(TorchDispatchMode):
         tensors = [out] if isinstance(out, torch.Tensor) else [t for t in (out or ()) if isinstance(t, torch.Tensor)]
         if not tensors:
             return out
-        if func._schema.name in ("aten::detach", "aten::alias") and not compat.is_detach(self.node):
+        if operator_name(func) in ("aten::detach", "aten::alias") and not compat.is_detach(self.node):
             parent = self.aliases[id(args[0])]  # autograd's own bookkeeping: the same tensor under another name
             self.aliases[id(out)] = Alias(out, parent.storage, parent.chain, parent.value)
             return out
@@ -153,7 +154,7 @@ class Recorder(TorchDispatchMode):
         """An in-place operator: record its functional twin, then thread the result back into the buffer."""
         written = [
             a
-            for a, spec in zip(args, func._schema.arguments, strict=False)
+            for a, spec in zip(args, declaration(func).arguments, strict=False)
             if spec.alias_info is not None and spec.alias_info.is_write
         ]
         if len(written) != 1 or written[0] is not args[0] or not isinstance(args[0], torch.Tensor):
@@ -162,7 +163,7 @@ class Recorder(TorchDispatchMode):
             return self.reshape(func, args, kwargs)
         self.value_of(args[0])
         alias = self.aliases[id(args[0])]
-        name = func._schema.name.removeprefix("aten::")
+        name = operator_name(func).removeprefix("aten::")
         values = map_tensors(args, self.value_of)
         if name == "copy_":
             new = self.cast_to(values[1], alias.value)
@@ -174,7 +175,7 @@ class Recorder(TorchDispatchMode):
             new.const = not isinstance(filler, Value) or filler.const
         else:
             packet = getattr(aten, name.removesuffix("_"))
-            twin = getattr(packet, func._overloadname)
+            twin = getattr(packet, overload_name(func))
             new = self.emit(twin, values, map_tensors(kwargs, self.value_of), [(alias.value.shape, alias.value.dtype)])[
                 0
             ]
@@ -189,7 +190,7 @@ class Recorder(TorchDispatchMode):
         maker = alias.value.op if alias is not None and alias.generation == alias.storage.generation else None
         if alias is None or maker is None or maker.position != self.position or alias.value.node is not None:
             raise NotImplementedError(f"{func} on a tensor of an earlier call")
-        twin = getattr(getattr(aten, func._schema.name.removeprefix("aten::").removesuffix("_")), func._overloadname)
+        twin = getattr(getattr(aten, operator_name(func).removeprefix("aten::").removesuffix("_")), overload_name(func))
         func(*args, **kwargs)
         out = tuple(args[0].shape), args[0].dtype
         value = self.emit(twin, (alias.value, *args[1:]), kwargs, [out])[0]
@@ -249,7 +250,7 @@ class Recorder(TorchDispatchMode):
         del self.graph.mutations[mark[1] :]
 
     def scatter(self, parent: Value, target: Any, args: Any, kwargs: Any, value: Value) -> Value:
-        name = target._schema.name.removeprefix("aten::")
+        name = operator_name(target).removeprefix("aten::")
         out = [(parent.shape, parent.dtype)]
         if name in ("select", "slice", "diagonal"):
             twin = {"select": aten.select_scatter, "slice": aten.slice_scatter, "diagonal": aten.diagonal_scatter}[name]
@@ -266,7 +267,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _piece_as_view(func: Any, args: tuple[Any, ...], index: int, value: Value) -> tuple[Any, ...]:
-    name = func._schema.name.removeprefix("aten::")
+    name = operator_name(func).removeprefix("aten::")
     dim = args[-1] if len(args) > (1 if name == "unbind" else 2) else 0
     if name == "unbind":
         return (aten.select.int, (dim, index), {}, (value.shape, value.dtype))

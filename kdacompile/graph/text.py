@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.compat.schemas import is_operator, operator_name
 from kdacompile.graph.ir import Graph, Op, Value
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -43,7 +44,7 @@ def op_text(op: Op) -> str:
     """One operator, with the line of the user's code that it comes from."""
     given = [_argument(arg) for arg in op.args]
     given += [f"{key}={_argument(arg)}" for key, arg in op.kwargs.items() if key != "device"]
-    name = op.target._schema.name.replace("::", ".")
+    name = operator_name(op.target).replace("::", ".")
     return f"{', '.join(map(typed, op.outs))} = {name}({', '.join(given)}){_comment(op.node)}"
 
 
@@ -74,8 +75,8 @@ def _call_text(node: fx.Node) -> str:
 
 
 def _function(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.replace("::", ".")
+    if is_operator(target):
+        return operator_name(target).replace("::", ".")
     module = str(getattr(target, "__module__", "") or "torch")
     return f"{module.split('.')[0].removeprefix('_')}.{getattr(target, '__name__', target)}"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kdacompile.compat import no_saved_tensors_hooks
 from kdacompile.compat.dispatcher import (
     DispatchKey,
     DispatchKeySet,
@@ -102,9 +103,15 @@ _DIFFERENTIATION_KEYS = (
 )
 
 
-def differentiation() -> Any:
-    """A context in which ``torch.func.vjp`` works wherever a kernel was called from."""
-    return without_keys_excluded(_DIFFERENTIATION_KEYS)
+@contextlib.contextmanager
+def differentiation() -> Generator[None]:
+    """A context in which ``torch.func.vjp`` works wherever a kernel was called from.
+
+    Hooks for saved tensors, as of ``torch.autograd.graph.save_on_cpu``, are for what the caller's graph saves: not for
+    what is computed here, and torch.func refuses to work under them.
+    """
+    with no_saved_tensors_hooks(), without_keys_excluded(_DIFFERENTIATION_KEYS):
+        yield
 
 
 def privateuse1_device() -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.ops.definitions import mla
+from kdacompile.ops.signature import MLA
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.mla.definition import VANISHING, Hiding, LatentAttention
 from kdacompile.rewrite.splice import CannotSplice, Splice
@@ -60,24 +60,19 @@ class MlaSplice(Splice[LatentAttention]):
         binding, like = self.match.binding, self.match.output.value.node
         with self.graph.inserting_before(before):
             given = {role: self.operand(placement) for role, placement in binding.inputs.items()}
-            q, q_rope = self.queries(given)
             if binding.prefix:
-                tokens = self.size(q, 1)
+                tokens = self.size(given["q"], 1)
                 given |= {n: self.part(given[n], 1, None, tokens) for n in ("latent", "k_rope", "cache") if n in given}
-            latent, k_rope = self.cache(given)
-            w_uk, w_uv = self.weights(given)
+            q, q_rope, latent, k_rope, w_uk, w_uv = binding.operands(given, self.part, self.per_head)
             mask = self.mask(given, compat.example_value(q).dtype)
             if self.stops_gradients and mask is not None:
                 q = self.seeing(q, mask)
                 q_rope = None if q_rope is None else self.seeing(q_rope, mask)
             table = self.block_table(given["block_table"], q, latent) if "block_table" in given else None
             lengths = self.lengths(given["lengths"], q, latent, table) if "lengths" in given else None
-            tensors = (q, q_rope, latent, None if q_rope is None else k_rope, w_uk, w_uv, mask, given.get("sinks"))
-            dtype = compat.example_value(like).dtype
-            options: dict[str, Any] = {"scale": binding.scale, "causal": binding.causal, "form": "auto"}
-            # Left out where it is q's own, as for linear attention.
-            options["out_dtype"] = None if dtype == compat.example_value(q).dtype else dtype
-            call = self.with_meta(self.graph.call_function(mla, (*tensors, lengths, table), options), like)
+            tensors = {"q": q, "q_rope": q_rope, "latent": latent, "k_rope": k_rope, "w_uk": w_uk, "w_uv": w_uv}
+            tensors |= {"mask": mask, "sinks": given.get("sinks"), "lengths": lengths, "block_table": table}
+            call = self.call(MLA, tensors, q, form="auto")
             self.redirect(self.match.output, self.getitem(call, 0, like), like)
         self.erase()
         return "kdacompile::mla"
@@ -88,52 +83,15 @@ class MlaSplice(Splice[LatentAttention]):
         index: Any = (*before, slice(start, stop))
         return self.with_meta(self.graph.call_function(operator.getitem, (node, index)), node)
 
-    def queries(self, given: dict[str, fx.Node]) -> tuple[fx.Node, fx.Node | None]:
-        """The plain and the rotated part of the queries."""
-        q, rope = given["q"], self.match.binding.sizes["D"]
-        if "q_rope" in given or not rope:
-            return q, given.get("q_rope")
-        if self.match.binding.rope_first:
-            return self.part(q, -1, rope, None), self.part(q, -1, None, rope)
-        return self.part(q, -1, None, -rope), self.part(q, -1, -rope, None)
-
     def seeing(self, q: fx.Node, mask: fx.Node) -> fx.Node:
         """The queries, zero where the mask hides everything: neither they nor the keys have a gradient there."""
         rows = self.method(self.method(self.method(mask, "le", VANISHING), "all", -1), "transpose", 1, 2)
         return self.method(q, "masked_fill", self.method(rows, "unsqueeze", -1), 0.0)
 
-    def cache(self, given: dict[str, fx.Node]) -> tuple[fx.Node, fx.Node | None]:
-        """The latent and the rotated key, which may be columns of one tensor."""
-        if "cache" not in given:
-            return given["latent"], given.get("k_rope")
-        cache, rope = given["cache"], self.match.binding.sizes["D"]
-        if self.match.binding.rope_first:
-            return self.part(cache, -1, rope, None), self.part(cache, -1, None, rope)
-        return self.part(cache, -1, None, -rope), self.part(cache, -1, -rope, None)
-
-    def weights(self, given: dict[str, fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
-        """Views of the projection's weight: ``[H, N, R]`` and ``[H, V, R]``; none where the model absorbed them."""
-        if not self.match.binding.weights:
-            return None, None
-        if "w" not in given:
-            return self.per_head(given["w_k"], "N"), self.per_head(given["w_v"], "V")
-        first, second = "VN" if self.match.binding.values_first else "NV"
-        size = self.match.binding.sizes[first]
-        if self.match.binding.stacked:
-            size *= self.match.binding.sizes["H"]
-            one = self.per_head(self.part(given["w"], 0, None, size), first)
-            other = self.per_head(self.part(given["w"], 0, size, None), second)
-        else:
-            rows = self.per_head(given["w"], "NV")
-            one, other = self.part(rows, 1, None, size), self.part(rows, 1, size, None)
-        return (other, one) if self.match.binding.values_first else (one, other)
-
-    def per_head(self, weight: fx.Node, axes: str) -> fx.Node:
-        """A weight with a dimension for its heads; each has as many rows as the axes say."""
-        if compat.example_value(weight).dim() == 3:
-            return weight
-        rows = sum(self.match.binding.sizes[axis] for axis in axes)
-        return self.method(weight, "unflatten", 0, (self.match.binding.sizes["H"], rows))
+    def per_head(self, weight: fx.Node) -> fx.Node:
+        """A weight with a dimension for its heads."""
+        heads = self.match.sizes["H"]
+        return weight if compat.example_value(weight).dim() == 3 else self.method(weight, "unflatten", 0, (heads, -1))
 
     def operand(self, placement: Placement) -> fx.Node:
         """The tensor of a role in the role's own order."""

@@ -10,7 +10,7 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph import gradient
-from kdacompile.ops.definitions import linear_attention, linear_attention_step, linear_attention_step_
+from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.roles import AXES, Recurrence
 from kdacompile.rewrite.splice import Splice
@@ -28,14 +28,18 @@ class LinearAttentionSplice(Splice[Recurrence]):
             args: dict[str, fx.Node | None] = {role: self.canonical(item) for role, item in others.items()}
             args["v"] = v
             args["g"] = self.gate(args.get("g"), args.pop("rate", None), v)
-            args["beta"] = self.full_beta(args.get("beta"), v)
-            args["initial_state"] = self.full_state(args.get("initial_state"), v)
+            for role in ("beta", "initial_state"):  # all requests may start from one state (a parameter)
+                given = args.get(role)
+                args[role] = None if given is None else self.expanded(given, v, AXES[role])
             args.update(self.gate_parameters(args))
             if self.overwrites_cache(before):
-                call = self.call_in_place(args, like)
+                call = self.call(LINEAR_ATTENTION_STEP_, args, v)
                 self.redirect(match.output, call, like)
             else:
-                call = self.call_op(args, like)
+                if match.mode == "step":
+                    call = self.call(LINEAR_ATTENTION_STEP, args, v)
+                else:
+                    call = self.call(LINEAR_ATTENTION, args, v, chunk_size=0, **self.layout())
                 self.redirect(match.output, self.getitem(call, 0, like), like)
                 if self.final is not None:
                     self.place_state(self.getitem(call, 1, like), self.final)
@@ -85,13 +89,6 @@ class LinearAttentionSplice(Splice[Recurrence]):
             node = self.method(node, "to", torch.float32)
         return self.method(node, "mul", self.match.binding.gate_rate)
 
-    def full_beta(self, node: fx.Node | None, v: fx.Node) -> fx.Node | None:
-        return None if node is None else self.expanded(node, v, "BTH")
-
-    def full_state(self, node: fx.Node | None, v: fx.Node) -> fx.Node | None:
-        """A state that all requests start from (a parameter) for each of them."""
-        return None if node is None else self.expanded(node, v, AXES["initial_state"])
-
     def overwrites_cache(self, before: fx.Node) -> bool:
         """True if the step's only use of the new state is to overwrite the old one: then it can be done in place."""
         state = self.match.inputs.get("initial_state")
@@ -118,11 +115,6 @@ class LinearAttentionSplice(Splice[Recurrence]):
         self.dying |= copies
         return True
 
-    def call_in_place(self, args: dict[str, Any], like: fx.Node) -> fx.Node:
-        names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
-        tensors = tuple(args.get(name) for name in names)
-        return self.with_meta(self.graph.call_function(linear_attention_step_, tensors, self.options(like)), like)
-
     def gate_parameters(self, args: dict[str, Any]) -> dict[str, fx.Node]:
         """A_log as [H] and dt_bias as [H] or, for a gate per channel, [H, K]."""
         sizes, found = self.match.sizes, {}
@@ -137,35 +129,10 @@ class LinearAttentionSplice(Splice[Recurrence]):
             )
         return found
 
-    def call_op(self, args: dict[str, Any], like: fx.Node) -> fx.Node:
-        match = self.match
-        tensors = [args.get(name) for name in ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")]
-        options = self.options(like)
-        if match.mode == "step":
-            call = self.graph.call_function(linear_attention_step, tuple(tensors), options)
-        else:
-            options["chunk_size"] = 0
-            layout = self.memory_order(match.output, compat.example_value(like))
-            if self.keep_strides and layout != AXES["o"]:
-                options["o_layout"] = layout
-            call = self.graph.call_function(linear_attention, (*tensors, None), options)
-        call.meta[compat.ABSORBED] = match.absorbed
-        return self.with_meta(call, like)
-
-    def options(self, like: fx.Node) -> dict[str, Any]:
-        match, dtype = self.match, compat.example_value(like).dtype
-        given = torch.float32 if "v" in match.upcast else compat.example_value(match.inputs["v"].value.node).dtype
-        return {
-            "scale": match.binding.scale,
-            "delta": match.binding.delta,
-            "gate": match.binding.gate,
-            "gate_fn": match.binding.gate_fn,
-            "gate_scale": match.binding.gate_scale,
-            "sigmoid_beta": match.binding.sigmoid_beta,
-            "qk_l2norm_eps": match.binding.qk_l2norm_eps,
-            # Left out where it is v's own: AOTInductor of torch 2.11 hands dtypes to Python ops under the wrong number.
-            "out_dtype": None if dtype == given else dtype,
-        }
+    def layout(self) -> dict[str, str]:
+        """Which order of dimensions the result has in memory, where the op is asked for one."""
+        order = self.memory_order(self.match.output, compat.example_value(self.match.output.value.node))
+        return {"o_layout": order} if self.keep_strides and order != AXES["o"] else {}
 
     def place_state(self, state: fx.Node, final: Placement) -> None:
         """Hand the new state to whoever reads it, and store it where the region stored it."""

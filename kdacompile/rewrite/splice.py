@@ -18,6 +18,8 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.graph import gradient
 from kdacompile.graph.ir import Graph, Value, ancestors
+from kdacompile.ops import definitions
+from kdacompile.ops.signature import Signature
 from kdacompile.patterns.engine.match import B, Match
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.rewrite.derived import Derived
@@ -293,6 +295,23 @@ class Splice(Generic[B]):
         """True if autograd sees the op. Parameters want a gradient in inference too, where nothing is recorded."""
         inputs = self.match.inputs.values()
         return not self.detached and any(gradient.wants_gradient(placement.value.node) for placement in inputs)
+
+    def call(
+        self, signature: Signature, tensors: Mapping[str, fx.Node | None], typed: fx.Node, **options: Any
+    ) -> fx.Node:
+        """The op on these tensors, by role; its options are the binding's. The result has the dtype of ``typed`` by
+        default.
+        """
+        like = self.match.output.value.node
+        binding, own = self.match.binding, signature.options.keys() - options - {"out_dtype"}
+        found = {name: getattr(binding, name) for name in signature.options if name in own} | options
+        # Left out where it is the default: AOTInductor of torch 2.11 hands dtypes to Python ops under the wrong number.
+        dtype = compat.example_value(like).dtype
+        found["out_dtype"] = None if dtype == compat.example_value(typed).dtype else dtype
+        args = tuple(tensors.get(operand.name) for operand in signature.operands)
+        call = self.graph.call_function(getattr(definitions, signature.name), args, found)
+        call.meta[compat.ABSORBED] = self.match.absorbed
+        return self.with_meta(call, like)
 
     def getitem(self, call: fx.Node, index: int, like: fx.Node) -> fx.Node:
         return self.with_meta(self.graph.call_function(operator.getitem, (call, index)), like)

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from kdacompile import compat
+from kdacompile.compat.schemas import write_count
 from kdacompile.graph.ir import Graph
 
 TOLERANCE = 1e-12
@@ -98,8 +99,8 @@ def _agrees_on(probe: str, seed: int, nodes: list[fx.Node], pairs: Pairs, inside
             env[node] = _call(node, env)
         else:
             env[node] = _drawn(probe, compat.example_value(node), generator)
-        versions.extend((tensor, tensor._version) for tensor in _tensors(env[node]))
-    if any(tensor._version != version for tensor, version in versions):
+        versions.extend((tensor, write_count(tensor)) for tensor in _tensors(env[node]))
+    if any(write_count(tensor) != version for tensor, version in versions):
         return False  # something was written in place
     return all(_equal(env[piece], env[old]) for piece, old in pairs)
 

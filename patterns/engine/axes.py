@@ -54,6 +54,16 @@ _USUAL = "BTHK BHTK BTHV BHTV BHKV BHVK BTHD BHTD BHTS BTHS BTH BHT BCR BCD BCE"
 
 @cache
 def oddity(axes: str) -> int:
-    """0 for the layouts people write, more for the rest."""
-    bare = axes.replace(".", "").replace("=", "").replace("G", "H")
-    return 0 if any("".join(axis for axis in usual if axis in bare) == bare for usual in _USUAL) else 3
+    """0 for the layouts people write, more for the rest.
+
+    Sizes of one keep their place: in ``[1, T, 1, K]`` the batch and the heads are one, nothing else is.
+    """
+    named = axes.replace("G", "H").replace("=", ".")
+    return 0 if any(_fits(named, usual) for usual in _USUAL) else 3
+
+
+def _fits(axes: str, usual: str) -> bool:
+    if len(axes) == len(usual):
+        return all(axis in (".", place) for axis, place in zip(axes, usual, strict=True))
+    bare = axes.replace(".", "")
+    return "".join(axis for axis in usual if axis in bare) == bare and not axes.startswith(".B")

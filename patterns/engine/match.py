@@ -99,7 +99,7 @@ class Binding:
         """Whether the same rewrite is right at the sizes of both."""
         return self.key() == other.key()
 
-    def form(self) -> str:
+    def text(self) -> str:
         """The claim without the graph it is made about."""
         fields = {name: item for name, item in vars(self).items() if name not in ("inputs", "output", "final_state")}
         axes = [(placement.role, placement.axes) for placement in (*self.inputs.values(), *self.ends)]

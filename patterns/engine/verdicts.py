@@ -52,7 +52,7 @@ class Verdicts(Generic[B]):
 
     def __call__(self, candidate: Candidate[B], *, wide: bool = False) -> Verdict[B]:
         bindings = candidate.bindings  # those that are looked for when they are asked for follow from the structure
-        forms = tuple(binding.form() for binding in bindings) if isinstance(bindings, list) else ()
+        forms = tuple(binding.text() for binding in bindings) if isinstance(bindings, list) else ()
         duplicates = tuple(map(candidate.cut.index, chain.from_iterable(candidate.duplicates.items())))
         key = structural_hash(candidate), forms, duplicates, wide
         values = [*candidate.cut, *candidate.outputs]

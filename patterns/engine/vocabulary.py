@@ -8,6 +8,8 @@ declines, unless a rule under ``patterns/absorb`` consumes it.
 
 from __future__ import annotations
 
+import torch
+
 LAYOUT = frozenset(
     "view _unsafe_view _reshape_alias permute transpose t unsqueeze squeeze expand alias detach clone contiguous "
     "_to_copy lift_fresh".split()
@@ -57,3 +59,8 @@ REGION = (
     | POINTWISE
     | frozenset({"sum", "prod"})
 )
+
+
+def is_float8(dtype: torch.dtype) -> bool:
+    """8-bit floating point: no operand of an op, and torch knows no dtype that it and another promote to."""
+    return dtype.is_floating_point and dtype.itemsize == 1

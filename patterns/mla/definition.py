@@ -11,15 +11,17 @@ nothing is believed before the proof.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TypeVar
 
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.match import Binding, Candidate, Match
 from kdacompile.patterns.engine.placement import Placement
 
 NAME = "mla"
+
+X = TypeVar("X")
 
 AXES = {
     "q": "BTHK",
@@ -116,46 +118,42 @@ class LatentAttention(Binding):
         """Whether the region expands the latent; where it does not, the weights were absorbed by hand."""
         return "w" in self.inputs or "w_k" in self.inputs
 
-    def split_cache(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The latent and the rotated key, ``[B, S, R]`` and ``[B, S, D]``."""
-        if "cache" not in given:
-            return given["latent"], given.get("k_rope")
-        cache, rope = given["cache"], self.sizes["D"]
-        return (cache[..., rope:], cache[..., :rope]) if self.rope_first else (cache[..., :-rope], cache[..., -rope:])
+    def operands(
+        self, given: Mapping[str, X], part: Callable[[X, int, int | None, int | None], X], per_head: Callable[[X], X]
+    ) -> tuple[X, X | None, X, X | None, X | None, X | None]:
+        """q, q_rope, latent, k_rope, w_uk and w_uv, as the op takes them, from the tensors in their roles.
 
-    def split_weights(self, given: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        """w_uk ``[H, N, R]`` and w_uv ``[H, V, R]`` from the weights as the model has them."""
+        Tensors or nodes alike: ``part(x, dim, start, stop)`` slices one, and ``per_head(w)`` gives a weight a dimension
+        for its heads.
+        """
+        rope, first = self.sizes["D"], self.sizes["V" if self.values_first else "N"]
+
+        def split(x: X) -> tuple[X, X]:
+            """The plain and the rotated columns."""
+            if self.rope_first:
+                return part(x, -1, rope, None), part(x, -1, None, rope)
+            return part(x, -1, None, -rope), part(x, -1, -rope, None)
+
+        q, q_rope = split(given["q"]) if rope and "q_rope" not in given else (given["q"], given.get("q_rope"))
+        latent, k_rope = split(given["cache"]) if "cache" in given else (given["latent"], given.get("k_rope"))
+        keys = None if q_rope is None else k_rope
         if not self.weights:
-            return None, None
-        heads, first = self.sizes["H"], self.sizes["V" if self.values_first else "N"]
+            return q, q_rope, latent, keys, None, None
         if "w" not in given:
-            w_k, w_v = (per_head(given[role], heads) for role in ("w_k", "w_v"))
-            return w_k, w_v
+            return q, q_rope, latent, keys, per_head(given["w_k"]), per_head(given["w_v"])
         if self.stacked:
-            parts = given["w"][: heads * first], given["w"][heads * first :]
-            one, other = (per_head(part, heads) for part in parts)
+            w, rows = given["w"], self.sizes["H"] * first
+            one, other = per_head(part(w, 0, None, rows)), per_head(part(w, 0, rows, None))
         else:
-            rows = per_head(given["w"], heads)
-            one, other = rows[:, :first], rows[:, first:]
-        return (other, one) if self.values_first else (one, other)
-
-    def split_queries(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The queries' plain and rotated parts, ``[B, T, H, N]`` and ``[B, T, H, D]``."""
-        q, rope = given["q"], self.sizes["D"]
-        if "q_rope" in given or not rope:
-            return q, given.get("q_rope")
-        return (q[..., rope:], q[..., :rope]) if self.rope_first else (q[..., :-rope], q[..., -rope:])
+            both = per_head(given["w"])
+            one, other = part(both, 1, None, first), part(both, 1, first, None)
+        return q, q_rope, latent, keys, *((other, one) if self.values_first else (one, other))
 
 
 LatentCandidate = Candidate[LatentAttention]
 """Its outputs are the attention's result and the scores: the softmax's input, less what a sink appends."""
 
 LatentMatch = Match[LatentAttention]
-
-
-def per_head(weight: Tensor, heads: int) -> Tensor:
-    """A weight with a dimension for its heads."""
-    return weight if weight.dim() == 3 else weight.unflatten(0, (heads, -1))
 
 
 @dataclass(frozen=True)

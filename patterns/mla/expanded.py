@@ -16,7 +16,7 @@ from kdacompile.patterns.mla.bindings import labels
 from kdacompile.patterns.mla.definition import Parts
 from kdacompile.patterns.mla.sources import CACHED, Projection, Sources, heads_of, is_part, tokens_of, unexpanded
 from kdacompile.patterns.mla.walk import Attention, Term
-from kdacompile.patterns.recurrence.regions import root
+from kdacompile.patterns.recurrence.regions import operand
 
 Made = tuple[list[Projection], list[Value]]
 """What an operand is made of: projections, and tensors that are shared by all heads."""
@@ -104,7 +104,7 @@ def _parts(
     if rope is not None and next(labels(rope, "k_rope", sizes), None) is None:
         return Obstacle("per_head_rope", "every head has a rotated key of its own", rope.op or found.softmax)
     weights = {"w": keys} if _merged(keys, values) else {"w_k": keys, "w_v": values}
-    tensors = {"q": query, "latent": latent} | {role: root(made.weight) for role, made in weights.items()}
+    tensors = {"q": query, "latent": latent} | {role: operand(made.weight) for role, made in weights.items()}
     # A rotated part of no columns (no positions) is an operand of the region, though not of the op.
     optional = {"k_rope": rope, "q_rope": query_rope}
     return Parts(tensors | {role: value for role, value in optional.items() if value is not None}, sizes)

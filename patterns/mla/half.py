@@ -29,7 +29,7 @@ from kdacompile.patterns.mla.sources import (
     tokens_of,
 )
 from kdacompile.patterns.mla.walk import Attention
-from kdacompile.patterns.recurrence.regions import root
+from kdacompile.patterns.recurrence.regions import operand, root
 
 FAR = 64
 """Operators above a key or value among which its projections are looked for."""
@@ -64,7 +64,7 @@ def _keys_absorbed(found: Attention, numbering: Numbering) -> Parts | None:
         if math.prod(plain.shape) != sizes["B"] * sizes["T"] * heads * sizes["N"]:
             continue
         weights = {"w": values} if merged else {"w_k": keys, "w_v": values}
-        tensors = parts.tensors | {"q": plain} | {role: root(made.weight) for role, made in weights.items()}
+        tensors = parts.tensors | {"q": plain} | {role: operand(made.weight) for role, made in weights.items()}
         return Parts(tensors if rotated is None else tensors | {"q_rope": rotated}, sizes)
     return None
 

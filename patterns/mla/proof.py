@@ -197,9 +197,7 @@ class _Prover:
 
     def operands(self, roles: dict[str, Tensor]) -> Operands:
         binding = self.binding.with_(sizes={**self.binding.sizes, **self.sizes})
-        q, q_rope = binding.split_queries(roles)
-        latent, k_rope = binding.split_cache(roles)
-        return q, q_rope, latent, None if q_rope is None else k_rope, *binding.split_weights(roles)
+        return binding.operands(roles, _part, lambda w: w if w.dim() == 3 else w.unflatten(0, (self.sizes["H"], -1)))
 
     def reference(self, roles: dict[str, Tensor], scale: float) -> Tensor:
         mask = self.added(roles) if self.binding.masks else None
@@ -215,6 +213,12 @@ class _Prover:
             hides = given.dtype is torch.bool
             total = torch.where(given != mask.keeps, -math.inf, total) if hides else total + given
         return total
+
+
+def _part(tensor: Tensor, dim: int, start: int | None, stop: int | None) -> Tensor:
+    """``tensor[start:stop]`` along a dimension."""
+    index = slice(start, stop)
+    return tensor[..., index] if dim < 0 else tensor[(slice(None),) * dim + (index,)]
 
 
 def _tidy(scale: float) -> float:

@@ -23,6 +23,8 @@ from kdacompile.patterns.recurrence.roles import AXES, BROADCAST, INPUTS, Recurr
 MAIN = frozenset({"q", "k", "v"})
 MAX_BINDINGS = 240
 """Claims looked at before a region is given up."""
+MAX_PARTIAL = 10_000
+"""Steps on the way to them: where all sizes are equal, most ways of naming axes lead to no claim at all."""
 
 
 def _gate_kind(placement: Placement | None, sizes: dict[str, int]) -> str:
@@ -79,7 +81,9 @@ class Bindings:
             (cost, (rank,), partial) for rank, (cost, partial) in enumerate(self.readings)
         ]
         heapify(queue)
-        while queue:
+        for _ in range(MAX_PARTIAL):
+            if not queue:
+                return
             penalty, path, item = heappop(queue)
             if isinstance(item, Recurrence):
                 yield item
@@ -111,12 +115,13 @@ def _readings(output: Value, state: Value | None) -> Iterator[tuple[int, _Partia
     """Every reading of the results, with its penalty."""
     for axes, sizes in labelings_of(output, "o", {}):
         start = place("o", output, axes)
+        odd = oddity(axes) + (0 if "V" in axes else 3)  # one head of V columns before V heads of one column
         if state is None:
-            yield oddity(axes), _Partial((), (start,), sizes)
+            yield odd, _Partial((), (start,), sizes)
             continue
         for state_axes, known in labelings_of(state, "final_state", sizes):
             ends = (start, place("final_state", state, state_axes))
-            yield oddity(axes) + oddity(state_axes), _Partial((), ends, known)
+            yield odd + oddity(state_axes), _Partial((), ends, known)
 
 
 def _with_one_more(partial: _Partial, cut: Sequence[Value], gates: dict[Value, bool]) -> Iterator[tuple[int, _Partial]]:

@@ -15,7 +15,7 @@ import torch
 from kdacompile.graph.ir import Op, Value, ancestors
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.match import Candidate, Obstacle
-from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING, PLACING
+from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING, PLACING, is_float8
 from kdacompile.patterns.recurrence.bindings import Bindings
 from kdacompile.patterns.recurrence.cuts import NoCut, Surroundings
 from kdacompile.patterns.recurrence.regions import Exit, Group, is_soft, keeps_tokens_apart
@@ -174,7 +174,7 @@ def _eligible(
         return has_role(value)
 
     def eligible(value: Value) -> bool:
-        if value.node is None or not value.dtype.is_floating_point or 0 in value.shape:
+        if value.node is None or 0 in value.shape or not value.dtype.is_floating_point or is_float8(value.dtype):
             return False
         key = value.shape, value.uniform
         if key not in known:

@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 
 from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.vocabulary import is_float8
 from kdacompile.patterns.recurrence.regions import is_soft
 from kdacompile.patterns.recurrence.roles import INPUTS
 
@@ -28,7 +29,13 @@ def _rounds(op: Op) -> bool:
     if op.name != "_to_copy" or not op.reads:
         return False
     source, target = op.reads[0].dtype, op.out.dtype
+    if is_float8(source) or is_float8(target):  # torch has no rules for what these promote to
+        return source != target and not (is_float8(source) and target in _HOLD_FLOAT8)
     return torch.promote_types(source, target) != target
+
+
+_HOLD_FLOAT8 = (torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that have every value of every 8-bit one; float16 lacks those of ``float8_e8m0fnu``."""
 
 
 class Surroundings:

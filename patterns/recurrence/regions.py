@@ -22,6 +22,7 @@ from kdacompile.patterns.engine.vocabulary import (
     SCANS,
     SELECTIONS,
     SOLVES,
+    is_float8,
 )
 
 
@@ -73,6 +74,16 @@ def root(value: Value) -> Value:
     """The value below casts and rearrangements."""
     while value.op is not None and value.op.name in LAYOUT and value.op.reads:
         value = value.op.reads[0]
+    return value
+
+
+def operand(value: Value) -> Value:
+    """The same for an op to read: casts from 8-bit floating point stay, since the ops do not take that."""
+    while value.op is not None and value.op.name in LAYOUT and value.op.reads:
+        source = value.op.reads[0]
+        if is_float8(source.dtype):
+            return value
+        value = source
     return value
 
 

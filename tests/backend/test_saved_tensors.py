@@ -67,3 +67,16 @@ def test_nothing_of_compiling_is_shown() -> None:
     assert [match.pattern for graph in report.graphs for match in graph.matches] == ["simple_gla"]
     assert counts[1] == 2 * counts[0] > 0
     assert all(type(x) is Tensor for x in seen)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_activations_are_offloaded(inner: str) -> None:
+    """``save_on_cpu`` around forward and backward; what the backward op computes is not to be saved at all."""
+    torch._dynamo.reset()
+    ours = inputs()
+    theirs = copies(ours)
+    options: Any = {"kda.inner": inner, "kda.expect": {"simple_gla": 1}}
+    with torch.autograd.graph.save_on_cpu():
+        have = torch.autograd.grad(torch.compile(mixer, backend="kda", options=options)(*ours).square().sum(), ours)
+    want = torch.autograd.grad(mixer(*theirs).square().sum(), theirs)
+    assert worst_error(have, want) < 1e-5

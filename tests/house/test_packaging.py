@@ -68,6 +68,42 @@ def test_private_names_of_torch_stay_in_compat() -> None:
     assert found == {}
 
 
+OTHERS = {
+    "_NamedFuncPointer": "ctypes: what a function of a library is, for an annotation",
+    "_fields": "collections.namedtuple, documented",
+    "_getframe": "sys, documented",
+    "_reinterpret": "Gluon: a shared tile read as another dtype, which has no other name",
+    "_replace": "collections.namedtuple, documented",
+    "_to_copy": "an ATen operator",
+}
+"""Private names of others on objects, with the reason. Torch's are in compat."""
+
+
+def test_private_names_on_objects_are_our_own() -> None:
+    """``op._schema`` is torch's as much as ``torch._C`` is: a private attribute is one that a file of ours defines."""
+    own: set[str] = set()
+    used: dict[str, set[str]] = {}
+    for path in sources():
+        folder, *inside = path.relative_to(ROOT).parts
+        if folder not in MAPPED or inside[0] == "compat":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, (ast.Attribute, ast.Name)):
+                name = node.attr if isinstance(node, ast.Attribute) else node.id
+                if isinstance(node.ctx, ast.Store):
+                    own.add(name)
+                elif isinstance(node, ast.Attribute) and name[0] == "_" and name[:2] != "__":
+                    used.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    foreign = {name: files for name, files in used.items() if name not in own or name in TENSORS_OWN}
+    assert {name: files for name, files in foreign.items() if name not in OTHERS} == {}
+
+
+TENSORS_OWN = {"_version", "_base", "_grad", "_schema", "_opname", "_overloadname"}
+"""Torch's even if a file of ours should define a name like it."""
+
+
 def test_importing_the_package_does_not_import_torch() -> None:
     """Doctor must be able to start where torch does not."""
     code = "import sys, kdacompile, kdacompile.doctor, kdacompile.__main__; sys.exit('torch' in sys.modules)"

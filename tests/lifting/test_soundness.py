@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kdacompile.capture import hook, lifting
-from kdacompile.capture.branches import Watch
 from kdacompile.capture.identity import identify
+from kdacompile.capture.turning import to_visit
+from kdacompile.capture.watched import Watch
 from tests.compare import relative_error
 from tests.lifting.test_lift import arguments
 
@@ -94,7 +95,7 @@ REFUSED = {
     very_far_lengths_are_special: ("more than can be tried", operands(18)),
     the_process_decides: ("are_deterministic_algorithms_enabled", operands(18)),
     hides_a_detach: ("detach", operands(18)),
-    takes_the_data: ("gradient", operands(18)),
+    takes_the_data: ("uses data", operands(18)),
 }
 
 
@@ -109,18 +110,15 @@ def test_not_lifted(fn: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert any(reason in line or "differ" in line for line in told)
 
 
-def test_sizes_remember_where_they_were_compared() -> None:
-    def decides(x: Tensor) -> bool:
-        return x.shape[1] // 2 > 20
+def decides(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return q.shape[1] // 2 > 20
 
-    watch = Watch()
-    for length in (5, 9):
-        watch.run(decides, [torch.zeros(2, length)], 2, length)
-    turns = set(watch.turning_points())
-    assert {letter for letter, _ in turns} == {"T"}
-    assert all(38 <= size <= 46 for _, size in turns)
-    watch.run(decides, [torch.zeros(2, 50)], 2, 50)
-    assert not set(watch.turning_points())
+
+def test_where_a_decision_turns_is_visited() -> None:
+    watch = Watch(decides, identify(decides))  # type: ignore[arg-type]
+    run = lambda length: watch.run(watch.fn, operands(length), 1, length)  # noqa: E731
+    assert [run(5), run(9)] == [False, False]
+    assert to_visit(watch.runs, 1, 5) == {(1, length) for length in (2, 3, 41, 42, 43)}
 
 
 # -- what is exchanged ------------------------------------------------------------------------------------------------

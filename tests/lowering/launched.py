@@ -89,7 +89,7 @@ def check(driver: Driver, run: Callable[[Any, Any], Any], call: Any, names: tupl
     from kdacompile.lowering.scratch import Scratch
     from tests.lowering.test_recorded import moved
 
-    recorded._stream = lambda device: STREAM
+    recorded.launch_stream = lambda device: STREAM
     some, given = ({n: None if (x := getattr(call, n)) is None else moved(x) for n in names} for _ in range(2))
     recorder = recorded.Recorder(tuple(some.values()))
     known = recorder.recorded(run(replace(call, **some), recorder))

@@ -10,9 +10,7 @@ from __future__ import annotations
 from kdacompile.graph.ir import Graph
 from kdacompile.patterns.recurrence.absorb.casts import Rule, absorb_casts
 from kdacompile.patterns.recurrence.absorb.dt_bias import absorb_dt_bias
-from kdacompile.patterns.recurrence.absorb.gate_logsigmoid import absorb_logsigmoid_gate
-from kdacompile.patterns.recurrence.absorb.gate_sigmoid import absorb_sigmoid_gate
-from kdacompile.patterns.recurrence.absorb.gate_softplus import absorb_softplus_gate
+from kdacompile.patterns.recurrence.absorb.gate import absorb_gate
 from kdacompile.patterns.recurrence.absorb.l2norm import absorb_l2norm
 from kdacompile.patterns.recurrence.absorb.repeat import absorb_repeat
 from kdacompile.patterns.recurrence.absorb.scale import absorb_scale
@@ -26,9 +24,7 @@ RULES: tuple[Rule, ...] = (
     absorb_scale,
     absorb_repeat,
     absorb_sigmoid_beta,
-    absorb_softplus_gate,
-    absorb_sigmoid_gate,
-    absorb_logsigmoid_gate,
+    absorb_gate,
     absorb_dt_bias,
 )
 

@@ -1,20 +1,25 @@
-"""Gate activations: what the rules for softplus, sigmoid and logsigmoid share.
+"""Gate activations: every gate function of the op's table that reads more than a log gate or a factor.
 
-A rule gives its definition as a function of the logit x and the rate exp(A_log); this file finds x and A_log above the
-gate and runs the cone between them against the definition, densely on both sides of every threshold (the branch of a
-``where``, softplus' own). A bias added to x is ``dt_bias.py``'s, afterwards.
+    g = -exp(A_log) * softplus(x)                       absorbed: gate_fn="softplus", A_log
+    g = c * sigmoid(exp(A_log) * x),  c <= 0            absorbed: gate_fn="sigmoid", gate_scale=c, A_log
+    g = c * logsigmoid(x),  c > 0                       absorbed: gate_fn="logsigmoid", gate_scale=c
+
+in any spelling (``F.softplus``, its text ``where(x > 20, x, log(1 + exp(x)))``); A_log is one number per head and may
+be absent. x and A_log are looked for above the gate, and the cone between them is run against the table's formula,
+densely on both sides of every threshold (the branch of a ``where``, softplus' own). A bias added to x is
+``dt_bias.py``'s, afterwards.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Value
+from kdacompile.lowering.gates import FORMS, GATE_FUNCTIONS, GateFunction, log_decay
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, allows, cones, holds_for, upstream
@@ -24,43 +29,50 @@ from kdacompile.patterns.recurrence.roles import RecurrenceMatch, in_role
 
 NAMES = MOVES | POINTWISE
 FLAT = frozenset("zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor".split())
+SIGNS = {"": 0, "lower bound": -1, "factor": 1}
+"""What gate_scale must be, as the table has it: exactly one (0), negative or positive."""
+
 ENOUGH = 2048
 """Probed logits per run, where the gate has that many."""
 
 
-@dataclass(frozen=True)
-class Activation:
-    """One gate function of the op: ``scale * shape(x, rate)``, the rate being exp(A_log)."""
-
-    gate_fn: str
-    shape: Callable[[Tensor, Tensor | None], Tensor]
-    needs: tuple[frozenset[str], ...]
-    """Operators one of which (all of one set) every spelling has."""
-    takes_rate: bool
-    sign: int
-    """What the scale must be: 0 for exactly one, -1 for negative, +1 for positive."""
+_SPELLINGS = {
+    "softplus": "softplus; exp log; exp log1p; logaddexp; log_sigmoid_forward",
+    "logsigmoid": "log_sigmoid_forward; softplus; sigmoid; exp log; exp log1p; logaddexp",
+    "sigmoid": "sigmoid; tanh; exp div; exp reciprocal; exp pow",
+}
+"""Operators that spell a function, set by set: a cone without any is not run. One that is not listed is always run."""
 
 
-def absorb_activation(match: RecurrenceMatch, scope: Scope, activation: Activation) -> RecurrenceMatch | None:
-    g = match.inputs.get("g")
-    if g is None or match.binding.gate not in ("token", "channel") or match.binding.gate_fn not in ("log", "factor"):
+def may_compute(cone: Cone, function: str) -> bool:
+    """True if the cone has the operators (all of one set) that one of the function's spellings has."""
+    sets = _SPELLINGS.get(function, "").split("; ")
+    return any(frozenset(names.split()) <= cone.names for names in sets)
+
+
+def absorb_gate(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch | None:
+    g, binding = match.inputs.get("g"), match.binding
+    if g is None or binding.gate not in ("token", "channel") or binding.gate_fn not in FORMS:
         return None
-    if "rate" in match.inputs or match.binding.decay:
+    if "rate" in match.inputs or binding.decay:
         return None
-    for cone in _cones(g, scope, match.sizes, activation):
-        scale = _scale(cone, match, activation) if _plausible(cone, match, activation) else None
-        if scale is not None:
-            moved = {"g": cone.sources[0]}
-            if len(cone.sources) > 1:
-                moved["A_log"] = in_role(cone.sources[1], "A_log")
-            options = {"gate_fn": activation.gate_fn, "gate_scale": scale, "gate_rate": 1.0}
-            return match.taking(f"gate_{activation.gate_fn}", moved, **options)
+    for function in GATE_FUNCTIONS.values():
+        if function.name in FORMS:
+            continue
+        for cone in _cones(g, scope, match.sizes, function):
+            scale = _scale(cone, match, function) if _plausible(cone, match, function) else None
+            if scale is not None:
+                moved = {"g": cone.sources[0]}
+                if len(cone.sources) > 1:
+                    moved["A_log"] = in_role(cone.sources[1], "A_log")
+                options = {"gate_fn": function.name, "gate_scale": scale, "gate_rate": 1.0}
+                return match.taking(f"gate_{function.name}", moved, **options)
     return None
 
 
-def _cones(gate: Placement, scope: Scope, sizes: dict[str, int], activation: Activation) -> Iterator[Cone]:
+def _cones(gate: Placement, scope: Scope, sizes: dict[str, int], function: GateFunction) -> Iterator[Cone]:
     """Cones with a rate first: without one, ``rate * x`` would be the logit."""
-    if activation.takes_rate:
+    if function.parametric:
         above = upstream(gate.value, allows(scope, NAMES))
         rates = [value for value in above if any(user.name == "exp" for user in value.users) and scope.holds(value)]
         if rates:
@@ -68,8 +80,8 @@ def _cones(gate: Placement, scope: Scope, sizes: dict[str, int], activation: Act
     yield from cones(gate, scope, sizes, NAMES)
 
 
-def _plausible(cone: Cone, match: RecurrenceMatch, activation: Activation) -> bool:
-    if not any(names <= cone.names for names in activation.needs):
+def _plausible(cone: Cone, match: RecurrenceMatch, function: GateFunction) -> bool:
+    if not may_compute(cone, function.name):
         return False
     if not all(is_flat(read) for op in cone.ops for read in op.reads if read.const):
         return False
@@ -86,13 +98,14 @@ def is_flat(value: Value) -> bool:
     return math.prod(value.shape) == 1 or (value.op is not None and value.op.name in FLAT)
 
 
-def _scale(cone: Cone, match: RecurrenceMatch, activation: Activation) -> float | None:
+def _scale(cone: Cone, match: RecurrenceMatch, function: GateFunction) -> float | None:
     """The scale with which the cone is the activation, if it is."""
     heads = match.sizes["H"] * (match.sizes["K"] if match.binding.gate == "channel" else 1)
     tokens = -(-ENOUGH // heads)
     rows = -(-tokens // match.sizes["T"])
     runner = Runner(cone, match.sizes, lanes={"B": rows, "T": tokens})
     found: list[float] = []
+    sign = SIGNS[function.scale]
 
     def check(run: Runner) -> bool:
         found.clear()
@@ -101,12 +114,12 @@ def _scale(cone: Cone, match: RecurrenceMatch, activation: Activation) -> float 
             x, rate = _draw(run, points, start)
             have = run(x) if rate is None else run(x, rate.log())
             have = have.log() if match.binding.gate_fn == "factor" else have * match.binding.gate_rate
-            want = activation.shape(x, None if rate is None else rate.reshape(1, 1, -1, 1))
+            want = log_decay(x, 1.0 if rate is None else rate.reshape(1, 1, -1, 1), function.name, 1.0)
             if not found:
-                found.append(_fitted(have, want, activation.sign))
+                found.append(_fitted(have, want, sign))
             if not agrees(have, want * found[0], absolute=1e-12 * max(1.0, abs(found[0]))):
                 return False
-        return activation.sign == 0 or found[0] * activation.sign > 0.0
+        return sign == 0 or found[0] * sign > 0.0
 
     return found[0] if holds_for(runner, check) else None
 

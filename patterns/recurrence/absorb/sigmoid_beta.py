@@ -18,12 +18,9 @@ import torch
 from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE
 from kdacompile.patterns.recurrence.absorb.casts import climb
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, cones, holds_for
-from kdacompile.patterns.recurrence.absorb.gate import ENOUGH, is_flat, probes
+from kdacompile.patterns.recurrence.absorb.gate import ENOUGH, is_flat, may_compute, probes
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 from kdacompile.patterns.recurrence.roles import RecurrenceMatch
-
-NEEDS = tuple(frozenset(names.split()) for names in ("sigmoid", "tanh", "exp div", "exp reciprocal", "exp pow"))
-"""Operators one of which (all of one set) every spelling has."""
 
 
 def absorb_sigmoid_beta(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch | None:
@@ -37,7 +34,7 @@ def absorb_sigmoid_beta(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch
         logit = climb(replace(beta, value=op.reads[0]), scope, match.sizes)
         return None if logit is None else match.taking("sigmoid_beta", {"beta": logit}, sigmoid_beta=True)
     for cone in cones(beta, scope, match.sizes, MOVES | POINTWISE):
-        if any(names <= cone.names for names in NEEDS) and _is_sigmoid(cone, match.sizes):
+        if may_compute(cone, "sigmoid") and _is_sigmoid(cone, match.sizes):
             return match.taking("sigmoid_beta", {"beta": cone.sources[0]}, sigmoid_beta=True)
     return None
 

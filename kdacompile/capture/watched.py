@@ -1,0 +1,444 @@
+"""A function run on numbers that remember where they came from: what it does with the sizes of its arguments.
+
+While a function is watched, the sizes it asks tensors for, the whole numbers in its text, its loop indices and its
+counters are ``Size``: whole numbers with the formula that made them. Sums, products and quotients rounded down keep the
+formula; comparisons are written down with it, and so is every use that no formula describes (a square root, a text, the
+key of a dictionary). ``turning`` decides what that means for the lengths at which the function was not run.
+
+The function itself stays as it is. What runs is a copy whose literals, built-in functions and modules are watched.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from kdacompile.capture.identity import LONGEST_TABLE, Identity, is_trusted
+from kdacompile.compat.tracing import tree_map_only
+
+Formula = Any
+"""A number; ("read", place, dim, turn) for a size that was asked for; (operator, formula, formula); or OPAQUE."""
+
+OPAQUE = "opaque"
+"""A number of which only its values are known, as of a loop index."""
+
+Place = tuple[int, int]
+"""Where in a function's code: the code object's id (its hash would be that of its literals) and the instruction."""
+
+Point = tuple[int, int]
+"""(batch, length) of a run."""
+
+_TURNS = 32
+"""Times a size is told apart by how often its place was reached in a run."""
+
+
+class Run:
+    """What one run of the function did."""
+
+    def __init__(self, point: Point) -> None:
+        self.point = point
+        self.reads: dict[Any, int] = {}
+        self.turns: dict[Any, int] = {}
+        self.comparisons: set[tuple[Place, str, Formula, float]] = set()
+        """(place, relation, formula of the difference of its sides, and its value)."""
+        self.uses: set[tuple[Place, str, Formula, int]] = set()
+        """(place, what for, formula, value) of numbers that went where no formula follows."""
+        self.quotients: set[tuple[Formula, int]] = set()
+        """(formula, divisor) of quotients rounded down and of remainders."""
+        self.numbers: set[int] = set()
+        """Constants that operators were called with."""
+        self.refused: set[str] = set()
+
+
+class Watch:
+    """Runs of one function, watched."""
+
+    def __init__(self, fn: types.FunctionType, identity: Identity) -> None:
+        self.runs: list[Run] = []
+        self.now = Run((0, 0))
+        self.codes: dict[int, types.CodeType] = {}
+        self.fn = _Copies(self, identity).of(fn)
+
+    def run(self, call: Callable[..., Any], inputs: Sequence[Any], batch: int, length: int) -> Any:
+        """``call(*inputs)``, which calls ``self.fn``; a run that raises is forgotten."""
+        self.now = Run((batch, length))
+        before = sys.gettrace()
+        sys.settrace(self.enter)
+        try:
+            with _Operators(self):
+                result = call(*inputs)
+        finally:
+            sys.settrace(before)
+        self.runs.append(self.now)
+        return tree_map_only(Size, int, result)
+
+    def enter(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+        """A trace function: look at what the function's own code leaves behind in its variables."""
+        if id(frame.f_code) not in self.codes:
+            return None
+        frame.f_trace_lines = False
+        return self.leave
+
+    def leave(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+        if event == "return" and any(map(_is_table, frame.f_locals.values())):
+            self.refuse("it makes a table of numbers")
+        return self.leave
+
+    def place(self) -> Place:
+        """The innermost instruction of the function's own code."""
+        frame: Any = sys._getframe(2)
+        while frame is not None and id(frame.f_code) not in self.codes:
+            frame = frame.f_back
+        return (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
+
+    def is_asking(self) -> bool:
+        """True if the function's own code made this call, and not a library's."""
+        frame: Any = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename == __file__:
+            frame = frame.f_back
+        return frame is not None and id(frame.f_code) in self.codes
+
+    def read(self, value: int, what: Any) -> Size:
+        """A number that a tensor or a list was asked for."""
+        key = (self.place(), what)
+        turn = min(self.now.turns.get(key, 0), _TURNS)
+        self.now.turns[key] = turn + 1
+        name = ("read", *key, turn)
+        known = turn < _TURNS and self.now.reads.setdefault(name, value) == value
+        return Size.of(value, name if known else OPAQUE, self)
+
+    def compare(self, relation: str, gap: Formula, value: float) -> None:
+        self.now.comparisons.add((self.place(), relation, gap, value))
+
+    def use(self, number: Size, what: str) -> None:
+        """A number goes where its formula is lost."""
+        self.now.uses.add((self.place(), what, number.formula, number.plain()))
+
+    def refuse(self, reason: str) -> None:
+        self.now.refused.add(reason)
+
+
+def is_opaque(formula: Formula) -> bool:
+    return formula is OPAQUE or (isinstance(formula, tuple) and formula[0] == OPAQUE)
+
+
+def _is_table(item: Any) -> bool:
+    """True for a list of more numbers than are told apart by running, which a loop may pick from by its index."""
+    if not isinstance(item, (list, tuple)) or len(item) <= LONGEST_TABLE:
+        return False
+    return any(isinstance(each, (int, float)) and not is_opaque(formula_of(each)) for each in item)
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+class Size(int):
+    """A whole number and the formula that made it."""
+
+    formula: Formula
+    watch: Watch
+
+    @staticmethod
+    def of(value: int, formula: Formula, watch: Watch) -> Size:
+        number = Size(value)
+        number.formula, number.watch = formula, watch
+        return number
+
+    def plain(self) -> int:
+        return int.__int__(self)
+
+    def __hash__(self) -> int:
+        if self.watch.is_asking():
+            self.watch.use(self, "looks a size up")
+        return int.__hash__(self)
+
+    def __bool__(self) -> bool:
+        self.watch.compare("ne", self.formula, self.plain())
+        return self.plain() != 0
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+
+def formula_of(number: Any) -> Formula:
+    return number.formula if isinstance(number, Size) else number
+
+
+def _plain(number: Any) -> Any:
+    return number.plain() if isinstance(number, Size) else number
+
+
+def _combined(name: str, left: Any, right: Any, watch: Watch) -> Formula:
+    """The formula of ``left name right``; constants are worked out, and what is opaque stays so.
+
+    What is opaque remembers the product of its divisors: ("opaque", 31 * 31) for ``t // 31 // 31``.
+    """
+    one, other = formula_of(left), formula_of(right)
+    opaque = next((each for each in (one, other) if is_opaque(each)), None)
+    constant = not isinstance(one, tuple) and not isinstance(other, tuple) and opaque is None
+    if name in ("floordiv", "mod"):
+        divisor = abs(_plain(right))
+        inner = one[1] if isinstance(one, tuple) and one[0] == OPAQUE else 1
+        if opaque is not None or constant:
+            watch.now.quotients.add((OPAQUE, inner * divisor))
+            return (OPAQUE, inner * divisor) if opaque is not None else _value(name, left, right)
+        watch.now.quotients.add((one, divisor))
+    if constant:
+        return _value(name, left, right)
+    return opaque if opaque is not None else (name, one, other)
+
+
+def _value(name: str, left: Any, right: Any) -> Any:
+    return getattr(operator, name)(_plain(left), _plain(right))
+
+
+def _arithmetic(name: str, *, reflected: bool = False) -> Callable[[Size, Any], Any]:
+    def arithmetic(self: Size, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return NotImplemented
+        if not isinstance(other, int):
+            self.watch.use(self, "computes with fractions" if isinstance(other, float) else "repeats a list")
+            plain = self.plain()
+            return _value(name, other, plain) if reflected else _value(name, plain, other)
+        left, right = (other, self) if reflected else (self, other)
+        value = _value(name, left, right)
+        return Size.of(value, _combined(name, left, right, self.watch), self.watch)
+
+    return arithmetic
+
+
+def _comparison(relation: str) -> Callable[[Size, Any], Any]:
+    def compare(self: Size, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        gap = _combined("sub", self, other, self.watch)
+        self.watch.compare(relation, gap, self.plain() - _plain(other))
+        return _value(relation, self, other)
+
+    return compare
+
+
+def _lost(name: str, what: str) -> Callable[..., Any]:
+    """A method of whole numbers whose result has no formula."""
+    compute = getattr(int, name)
+
+    def lost(self: Size, *others: Any) -> Any:
+        self.watch.use(self, what)
+        for other in others:
+            if isinstance(other, Size):
+                self.watch.use(other, what)
+        return compute(self.plain(), *map(_plain, others))
+
+    return lost
+
+
+def _negated(self: Size) -> Size:
+    return Size.of(-self.plain(), _combined("sub", 0, self, self.watch), self.watch)
+
+
+_LOST = {
+    "computes with fractions": "__truediv__ __rtruediv__ __float__ __round__ __trunc__ __floor__ __ceil__",
+    "computes powers or bits": "__pow__ __rpow__ __lshift__ __rlshift__ __rshift__ __rrshift__ __and__ __rand__ __or__ "
+    "__ror__ __xor__ __rxor__ __invert__ bit_length bit_count to_bytes as_integer_ratio conjugate",
+    "turns a size into text": "__str__ __repr__ __format__",
+    "takes a size as a plain number": "__int__ __index__ __abs__",
+}
+for _what, _methods in _LOST.items():
+    for _name in _methods.split():
+        setattr(Size, _name, _lost(_name, _what))
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    setattr(Size, f"__{_name}__", _arithmetic(_name))
+    setattr(Size, f"__r{_name}__", _arithmetic(_name, reflected=True))
+for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
+    setattr(Size, f"__{_name}__", _comparison(_name))
+for _name in ("real", "numerator"):
+    setattr(Size, _name, property(_lost("__int__", "takes a size as a plain number")))
+Size.__neg__ = _negated  # type: ignore[method-assign]
+Size.__pos__ = lambda self: self  # type: ignore[method-assign]
+
+
+# -- operators --------------------------------------------------------------------------------------------------------
+
+_SHAPE, _SIZE = Tensor.shape.__get__, Tensor.size  # type: ignore[attr-defined]
+_COUNTS = (Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel)
+_FACTS = frozenset(
+    "dim ndimension is_floating_point is_complex is_nonzero get_device is_signed element_size result_type "
+    "is_tensor can_cast promote_types is_storage".split()
+)
+"""Questions about a tensor whose answer the call pattern (``calls.Call``) settles."""
+_ATTRIBUTES = frozenset(
+    getattr(Tensor, name).__get__
+    for name in "ndim dtype device layout is_cuda is_sparse is_nested is_quantized is_meta is_cpu".split()
+)
+
+
+class _Operators(TorchFunctionMode):
+    """Operators get plain numbers; what they say about sizes is watched."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = [item if type(item) is Tensor else self.unwrapped(item) for item in args]
+        out = func(*args, **{key: self.unwrapped(item) for key, item in (kwargs or {}).items()})
+        if isinstance(out, Tensor) or not self.watch.is_asking():
+            return out
+        if func in (_SHAPE, _SIZE):
+            if isinstance(out, int):
+                return self.watch.read(out, _plain(args[1]) if len(args) > 1 else "dim")
+            return tuple(self.watch.read(size, dim) for dim, size in enumerate(out))
+        if func in _COUNTS:
+            return self.watch.read(out, "count")
+        name = getattr(func, "__name__", str(func))
+        several = isinstance(out, (tuple, list)) and all(isinstance(item, Tensor) for item in out)
+        if not several and func not in _ATTRIBUTES and name not in _FACTS and out is not None:
+            self.watch.refuse(f"it asks a tensor for {_owner(func)}")
+        return out
+
+    def unwrapped(self, item: Any) -> Any:
+        if isinstance(item, Size):
+            if not isinstance(item.formula, (tuple, str)):
+                self.watch.now.numbers.add(abs(item.plain()))
+            return item.plain()
+        if isinstance(item, slice):
+            return slice(*map(self.unwrapped, (item.start, item.stop, item.step)))
+        if type(item) in (tuple, list):
+            return type(item)(map(self.unwrapped, item))
+        return item
+
+
+def _owner(func: Any) -> str:
+    """The name of an operator, or of the attribute that a getter reads."""
+    return str(getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", func))
+
+
+# -- the copy ---------------------------------------------------------------------------------------------------------
+
+
+class _Copies:
+    """Copies of a function and of those it calls, with everything around them watched."""
+
+    def __init__(self, watch: Watch, identity: Identity) -> None:
+        self.watch = watch
+        self.own = {fn for fn, _ in identity.functions}
+        self.made: dict[types.FunctionType, types.FunctionType] = {}
+        self.builtins = {**vars(builtins), **self.watched_builtins()}
+
+    def of(self, fn: types.FunctionType) -> types.FunctionType:
+        if fn in self.made:
+            return self.made[fn]
+        scope: dict[str, Any] = {"__builtins__": self.builtins, "__name__": fn.__module__}
+        cells = tuple(types.CellType() for _ in fn.__closure__ or ())
+        made = self.made[fn] = types.FunctionType(self.code(fn.__code__), scope, fn.__name__, None, cells or None)
+        made.__defaults__ = self.value(fn.__defaults__)
+        made.__kwdefaults__ = {key: self.value(item) for key, item in (fn.__kwdefaults__ or {}).items()}  # type: ignore[assignment]
+        for name in _names_in(fn.__code__):
+            if name in fn.__globals__:
+                scope[name] = self.value(fn.__globals__[name])
+        for cell, own in zip(cells, fn.__closure__ or (), strict=True):
+            cell.cell_contents = self.value(own.cell_contents)
+        return made
+
+    def code(self, code: types.CodeType) -> types.CodeType:
+        made = code.replace(co_consts=tuple(self.literal(const) for const in code.co_consts))
+        self.watch.codes[id(made)] = made
+        return made
+
+    def literal(self, const: Any) -> Any:
+        if isinstance(const, types.CodeType):
+            return self.code(const)
+        if type(const) is int:
+            return Size.of(const, const, self.watch)
+        return tuple(map(self.literal, const)) if type(const) is tuple else const
+
+    def value(self, item: Any) -> Any:
+        """A global, a default or a closure's content as the copy sees it."""
+        if isinstance(item, types.FunctionType) and item in self.own:
+            return self.of(item)
+        if type(item) is tuple:
+            return tuple(map(self.value, item))
+        if isinstance(item, types.ModuleType):
+            plain = is_trusted(item.__name__) and item.__name__.split(".")[0] == "torch"
+            return item if plain else _Module(item, self)
+        if type(item) is int:
+            return Size.of(item, item, self.watch)
+        library = isinstance(item, (types.FunctionType, types.BuiltinFunctionType))
+        if library and not str(item.__module__).startswith("torch"):
+            return self.outside(item)
+        return item
+
+    def outside(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A library's function gets plain numbers; functions of numbers lose the formula."""
+        module, name = str(getattr(fn, "__module__", "")), fn.__name__
+        watch = self.watch
+        if module == "itertools" and name not in ("chain", "product", "zip_longest", "pairwise", "starmap"):
+            return lambda *args, **kwargs: (watch.refuse(f"it calls itertools.{name}"), fn(*args, **kwargs))[1]
+        if module in ("functools", "itertools", "_operator", "typing") and name != "index":
+            return fn  # these go through the numbers' own methods
+
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if module in ("math", "cmath", "_operator", "numpy"):
+                for number in (item for item in (*args, *kwargs.values()) if isinstance(item, Size)):
+                    watch.use(number, f"takes {name} of a size")
+            plain = [tree_map_only(Size, Size.plain, item) for item in args]
+            return fn(*plain, **{key: tree_map_only(Size, Size.plain, item) for key, item in kwargs.items()})
+
+        return call
+
+    def watched_builtins(self) -> dict[str, Any]:
+        watch = self.watch
+
+        def indices(*bounds: Any) -> Iterable[int]:
+            if not any(isinstance(bound, Size) for bound in bounds):
+                return range(*bounds)
+            return [Size.of(index, OPAQUE, watch) for index in range(*map(_plain, bounds))]
+
+        def counted(items: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
+            for index, item in enumerate(items, _plain(start)):
+                yield Size.of(index, OPAQUE, watch), item
+
+        def length(items: Any) -> Any:
+            many = len(items)
+            return many if isinstance(many, Size) else watch.read(many, "len")
+
+        return {"range": indices, "enumerate": counted, "len": length, "int": _Int}
+
+
+class _AnyInt(type):
+    def __instancecheck__(cls, item: Any) -> bool:
+        return isinstance(item, int)
+
+
+class _Int(int, metaclass=_AnyInt):
+    """``int``, which leaves a watched number as it is."""
+
+    def __new__(cls, number: Any = 0, *base: Any) -> Any:
+        return number if isinstance(number, Size) else int(number, *base)
+
+
+class _Module:
+    """A module whose functions are watched."""
+
+    def __init__(self, module: types.ModuleType, copies: _Copies) -> None:
+        self.__dict__["_held"] = module, copies
+
+    def __getattr__(self, name: str) -> Any:
+        module, copies = self.__dict__["_held"]
+        return copies.value(getattr(module, name))
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    return set(code.co_names).union(
+        *(_names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    )

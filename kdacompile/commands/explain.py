@@ -1,0 +1,159 @@
+"""``kdacompile explain SUBJECT``: what ``backend="kda"`` does with a function of a file, or with a transformers model.
+
+Three kinds of subject:
+
+- ``model.py:attention --tensor q=1x64x4x32 --tensor k=1x64x4x32:bf16``: a function of a file, called with random
+  tensors by name (normal, in [0, 1) for the dtype bool or an integer: zeros and ones);
+- ``model.py:make``: a function without parameters that returns a callable and the tuple of its arguments;
+- ``kimi_linear``: a transformers model type. Its configuration keeps every width, but has one layer of each kind, few
+  experts and a small vocabulary, and its weights are random: what matches depends on none of that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import webbrowser
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kdacompile.errors import MissingDependencyError, SubjectError
+from kdacompile.explainer import explain
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int64": torch.int64,
+    "bool": torch.bool,
+}
+_VOCABULARY, _EXPERTS = 1024, 16
+_LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+Call = tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]
+
+
+def main(arguments: Any) -> int:
+    """``arguments`` as parsed in ``__main__``. Exit status 1 where nothing matched."""
+    torch.manual_seed(0)
+    fn, args, kwargs = subject(arguments.subject, arguments.tensor, arguments.tokens, arguments.device)
+    with torch.set_grad_enabled(arguments.train):
+        report = explain(fn)(*args, **kwargs)
+    print(report.to_json() if arguments.json else report)
+    if arguments.html or arguments.open:
+        page = arguments.html or Path("kdacompile-report.html")
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(report.to_html(), encoding="utf-8")
+        print(f"written to {page}", file=sys.stderr)
+        if arguments.open:
+            webbrowser.open(page.resolve().as_uri())
+    return 0 if report.matches else 1
+
+
+def subject(name: str, tensors: Sequence[str], tokens: int, device: str) -> Call:
+    """What to call, and with what.
+
+    Raises :class:`~kdacompile.errors.SubjectError` where the name says nothing that can be run.
+    """
+    file, _, function = name.rpartition(":")
+    if file.endswith(".py"):
+        return _from_file(Path(file), function, tensors, device)
+    if name.endswith(".py"):
+        raise SubjectError(subject=name, problem=f"name a function as well: {name}:FUNCTION")
+    if tensors:
+        raise SubjectError(subject=name, problem="--tensor is for functions of a file")
+    return _from_transformers(name, tokens, device)
+
+
+# -- a function of a file ---------------------------------------------------------------------------------------------
+
+
+def _from_file(path: Path, function: str, tensors: Sequence[str], device: str) -> Call:
+    fn = getattr(_module(path), function, None)
+    if not callable(fn):
+        raise SubjectError(subject=f"{path}:{function}", problem=f"{path} has no function {function!r}")
+    if tensors:
+        return fn, (), dict(_tensor(text, device) for text in tensors)
+    wanted = [p.name for p in inspect.signature(fn).parameters.values() if p.default is p.empty]
+    if wanted:
+        hint = " ".join(f"--tensor {name}=1x64x4x32" for name in wanted)
+        raise SubjectError(subject=f"{path}:{function}", problem=f"it has parameters: give their shapes ({hint})")
+    made = fn()
+    if not (isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2 and callable(made[0])):
+        raise SubjectError(
+            subject=f"{path}:{function}", problem="it must return a callable and the tuple of its arguments"
+        )
+    return made[0], tuple(made[1]), {}
+
+
+def _module(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise SubjectError(subject=str(path), problem="there is no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # for a file that ends in .py there always is one
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent.resolve()))  # as `python model.py` would have it
+    spec.loader.exec_module(module)
+    return module
+
+
+def _tensor(text: str, device: str) -> tuple[str, Tensor]:
+    """``q=1x64x4x32:bf16`` as a name and a random tensor."""
+    name, _, shape_and_dtype = text.partition("=")
+    shape, _, dtype_name = shape_and_dtype.partition(":")
+    dtype = _DTYPES.get(dtype_name or "fp32")
+    if dtype is None or not all(size.isdecimal() for size in shape.split("x")):
+        raise SubjectError(subject=text, problem=f"tensors are written like q=1x64x4x32:bf16 ({', '.join(_DTYPES)})")
+    sizes = [int(size) for size in shape.split("x")]
+    if not dtype.is_floating_point:
+        return name, torch.randint(0, 2, sizes, device=device).to(dtype)
+    return name, torch.randn(sizes, device=device).to(dtype)
+
+
+# -- a transformers model ---------------------------------------------------------------------------------------------
+
+
+def _from_transformers(name: str, tokens: int, device: str) -> Call:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingDependencyError(
+            what=f"explain {name}", package="transformers", install="'kdacompile[models]'"
+        ) from error
+    if name not in transformers.CONFIG_MAPPING:
+        raise SubjectError(subject=name, problem="neither FILE.py:FUNCTION nor a model type of transformers")
+    try:
+        config = small(transformers.AutoConfig.for_model(name).get_text_config())
+        with torch.device(device):
+            model = transformers.AutoModel.from_config(config, dtype=torch.bfloat16).eval()
+    except (TypeError, ValueError, AttributeError, KeyError) as error:  # its defaults are no model, or not this small
+        problem = f"transformers cannot build it from its default configuration ({type(error).__name__}: {error})"
+        raise SubjectError(subject=name, problem=f"{problem}; build it in a file, and name FILE.py:FUNCTION") from error
+    print(f"{type(model).__name__}: {config.num_hidden_layers} layers, random weights", file=sys.stderr)
+    return model, (torch.randint(3, _VOCABULARY, (1, tokens), device=device),), {"use_cache": False}
+
+
+def small(config: Any) -> Any:
+    """The configuration with one layer of each kind, few experts and a small vocabulary; widths stay as they are."""
+    layers = config.num_hidden_layers
+    kinds = next((list(found) for name in _LAYER_KINDS if (found := getattr(config, name, None))), ["layer"])
+    kept = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    for name, value in config.to_dict().items():
+        if isinstance(value, list) and len(cast("list[Any]", value)) == layers:
+            setattr(config, name, [value[index] for index in kept])
+    config.num_hidden_layers = len(kept)
+    for name in _EXPERT_COUNTS:
+        if getattr(config, name, None) is not None:
+            setattr(config, name, min(getattr(config, name), _EXPERTS))
+    config.vocab_size = _VOCABULARY
+    config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, 1, 2
+    return config

@@ -1,0 +1,92 @@
+"""``kdacompile explain``: its three kinds of subject, what it prints, its exit status, and its errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kdacompile.__main__ import main
+from kdacompile.commands import explain
+
+GLA = '''
+import torch
+
+def gla(q, k, v, g):
+    """q, k [B, T, H, K], v [B, T, H, V], g [B, T, H, K]."""
+    state, out = 0, []
+    for t in range(q.shape[1]):
+        state = state * g[:, t].sigmoid()[..., None] + k[:, t, :, :, None] * v[:, t, :, None]
+        out.append((q[:, t, :, :, None] * state).sum(-2))
+    return torch.stack(out, 1)
+
+def made():
+    x = torch.randn(1, 6, 2, 4)
+    return gla, (x, x + 1, x + 2, x)
+
+def nothing(x):
+    return x + 1
+'''
+SHAPES = [word for name in "qkvg" for word in ("--tensor", f"{name}=1x6x2x4")]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "gated.py"
+    path.write_text(GLA)
+    return path
+
+
+def test_a_function_is_called_with_tensors_of_the_shapes_given(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{file}:gla", *SHAPES]) == 0
+    printed = capsys.readouterr().out
+    assert "1 graph, 1 x gla" in printed
+    assert f"{file}:" in printed
+
+
+def test_a_function_that_makes_its_call_needs_no_shapes(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{file}:made", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [match["pattern"] for graph in report["graphs"] for match in graph["matches"]] == ["gla"]
+
+
+def test_the_exit_status_says_that_nothing_matched(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{file}:nothing", "--tensor", "x=3"]) == 1
+    assert "no matches" in capsys.readouterr().out
+
+
+def test_the_page_is_written_into_a_folder_that_is_made(file: Path, tmp_path: Path) -> None:
+    page = tmp_path / "new" / "folder" / "report.html"
+    assert main(["explain", f"{file}:made", "--html", str(page)]) == 0
+    assert "Gated linear attention" in page.read_text()
+
+
+def test_a_transformers_model_keeps_its_widths_and_one_layer_of_each_kind() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = explain.small(transformers.AutoConfig.for_model("kimi_linear"))
+    assert config.layer_types == ["linear_attention", "full_attention"]
+    assert (config.num_hidden_layers, config.hidden_size, config.linear_num_heads) == (2, 2304, 32)
+    assert (config.num_experts, config.vocab_size) == (16, 1024)
+
+
+@pytest.mark.parametrize(
+    ("subject", "options", "problem"),
+    [
+        ("{file}", [], "name a function as well"),
+        ("{file}:absent", [], "has no function 'absent'"),
+        ("{file}:gla", [], "--tensor q=1x64x4x32"),
+        ("{file}:gla", ["--tensor", "q=1xx4"], "tensors are written like"),
+        ("{file}:gla", ["--tensor", "q=1x4:int3"], "tensors are written like"),
+        ("nowhere.py:gla", [], "there is no such file"),
+        ("no_such_model", [], "neither FILE.py:FUNCTION nor a model type"),
+        ("kimi_linear", ["--tensor", "q=1"], "--tensor is for functions of a file"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line_without_a_traceback(
+    file: Path, capsys: pytest.CaptureFixture[str], subject: str, options: list[str], problem: str
+) -> None:
+    assert main(["explain", subject.format(file=file), *options]) == 2
+    printed = capsys.readouterr().err
+    assert problem in printed
+    assert "Traceback" not in printed

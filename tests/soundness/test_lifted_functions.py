@@ -1,0 +1,85 @@
+"""What a lifted function may not depend on: it is left to Dynamo then, and right at every length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compare import relative_error
+from tests.lifting.conftest import fresh
+from tests.lifting.test_soundness import compiled, lifted, operands
+from tests.soundness import lifted_functions as attacks
+
+__all__ = ["fresh"]
+
+Function = Callable[..., Any]
+
+LENGTHS = (24, 400)
+
+
+def check(fn: Function, *calls: list[Tensor]) -> None:
+    """Right at every call, on one compiled function; those after the first only if it was lifted, which makes them one
+    graph: elsewhere they are other graphs, and long ones.
+    """
+    run = compiled(fn)
+    with torch.no_grad():
+        for arguments in calls:
+            assert relative_error(run(*arguments), fn(*arguments)) < 1e-5
+            if not lifted() - {"retention"}:
+                break
+
+
+def lengths(fn: Function) -> None:
+    check(fn, *(operands(length) for length in LENGTHS))
+
+
+@pytest.mark.parametrize("name", attacks.SIZES)
+def test_numbers_made_of_a_length(name: str) -> None:
+    fn = attacks.scaled(attacks.SIZES[name])
+    lengths(fn)
+    assert "scaled.<locals>.fn" not in lifted()
+
+
+@pytest.mark.parametrize("name", attacks.INDICES)
+def test_loop_indices(name: str) -> None:
+    lengths(attacks.INDICES[name])
+
+
+@pytest.mark.parametrize("name", attacks.OBJECTS)
+def test_objects(name: str) -> None:
+    q, k, v = operands(24)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    part = [torch.cat([x, x], 1)[:, 24:] for x in (q, k, v)]
+    long = operands(400)
+    fn = attacks.OBJECTS[name]
+    check(fn, [q, k, v], turned, part, [q, q, v], long)
+
+
+def test_an_attribute_of_a_function() -> None:
+    fn: Any = attacks.reads_an_attribute
+    run, arguments = compiled(fn), operands(24)
+    with torch.no_grad():
+        assert relative_error(run(*arguments), fn(*arguments)) < 1e-5
+        fn.rate = 0.25
+        try:
+            assert relative_error(run(*arguments), fn(*arguments)) < 1e-5
+        finally:
+            fn.rate = 0.5
+    assert fn.__name__ not in lifted()
+
+
+@pytest.mark.parametrize("name", attacks.GRADIENTS)
+def test_gradients_that_are_cut(name: str) -> None:
+    fn = attacks.GRADIENTS[name]
+    run = torch.compile(lambda *args: fn(*args), backend="kda", options={"kda.inner": "aot_eager"})
+    ours, plain = operands(24), operands(24)
+    results: list[tuple[Tensor, ...]] = []
+    for call, arguments in ((run, ours), (fn, plain)):
+        leaves = [x.requires_grad_() for x in arguments]
+        results.append(torch.autograd.grad(call(*leaves)[:, -2:].square().sum(), leaves))
+    assert all(relative_error(x, y) < 1e-5 for x, y in zip(*results, strict=True))
+    assert not lifted()

@@ -1,0 +1,52 @@
+"""Tensors of one shape: K equal to V, a batch of one, one head. Sizes then say little about who is who."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import kdacompile
+
+SIZES = [(1, 20, 2, 16), (1, 20, 1, 4), (3, 20, 1, 4), (1, 6, 2, 4), (1, 16, 16, 16), (2, 20, 2, 8)]
+
+
+def gla(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """The gate is a factor per channel; ``sum`` in place of a product with q."""
+    state, out = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]), list[Tensor]()
+    for t in range(q.shape[1]):
+        state = state * alpha[:, t, :, :, None] + k[:, t, :, :, None] * v[:, t, :, None]
+        out.append((q[:, t, :, :, None] * state).sum(-2))
+    return torch.stack(out, 1)
+
+
+def linear(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    scores = torch.einsum("bthk,bshk->bhts", q, k).tril()
+    return torch.einsum("bhts,bshv->bthv", scores, v)
+
+
+def delta(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    state, out = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]), list[Tensor]()
+    for t in range(q.shape[1]):
+        state = state * alpha[:, t, :, None, None]
+        new = (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state)) * beta[:, t, :, None]
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], new)
+        out.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(out, 1)
+
+
+PROGRAMS = {"gla": gla, "linear_attention": linear, "gated_delta_rule": delta}
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("pattern", PROGRAMS)
+def test_roles_are_found_where_all_shapes_are_equal(pattern: str, sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(sizes) for _ in range(3))
+    k = k / k.norm(dim=-1, keepdim=True)
+    alpha = torch.rand(sizes if pattern == "gla" else sizes[:3])
+    args = q, k, v, alpha, torch.rand(sizes[:3])
+    fn = PROGRAMS[pattern]
+    report = kdacompile.explain(fn)(*args)
+    assert [match.pattern for match in report.matches] == [pattern], report.rejections
+    torch.testing.assert_close(report.result, fn(*args), atol=1e-4, rtol=1e-4)
