@@ -26,6 +26,7 @@ class Match:
     holds: tuple[str, ...] = ()  # tensors of the model whose values are part of the proof; compared at every call
     lifted: str = ""  # the function that was replaced before it was captured, if one was
     loop: str = ""  # "file:line" of the loop it was unrolled from, if it was
+    checked: str = ""  # how it was shown to be the pattern: "exactly", or "by probes" and what stood in the way
     not_lifted: str = ""  # why that loop's function was not replaced before it was captured
 
     @property
@@ -36,7 +37,8 @@ class Match:
 
     def __str__(self) -> str:
         lines = [f"{self.pattern} ({self.mode}) at {self.source}"]
-        lines.append(f"    runs as {self.op}, max error {self.max_error:.1e}" + _cached(self.from_cache))
+        error = f"max error {self.max_error:.1e}"
+        lines.append(f"    runs as {self.op}, {error}{_checked(self.checked)}{_cached(self.from_cache)}")
         if self.lifted:
             lines.append(f"    lifted: {self.lifted} is replaced before capture, so one graph serves every length")
         if self.loop:
@@ -151,6 +153,10 @@ def merge(rejections: Iterable[Rejection]) -> list[Rejection]:
         key = replace(rejection, count=1)
         merged[key] = merged.get(key, 0) + rejection.count
     return [replace(key, count=count) for key, count in merged.items()]
+
+
+def _checked(how: str) -> str:
+    return f", checked {how}" if how else ""
 
 
 def _cached(from_cache: bool) -> str:

@@ -84,7 +84,8 @@ def _match(match: Match) -> str:
         else ""
     )
     verdict = "verdict from cache" if match.from_cache else "proven in this run"
-    tags = _tags(match.mode, f"max error {match.max_error:.1e}", verdict)
+    checked = f"checked {match.checked}" if match.checked else "documented"
+    tags = _tags(match.mode, f"max error {match.max_error:.1e}", checked, verdict)
     equation = _equation(match.pattern)
     return (
         f'<section class="card"><div class="head"><h3>{escape(_title(match.pattern))}</h3>{tags}</div>'

@@ -140,7 +140,7 @@ class Matching(Generic[R, B]):
         elif refused:
             candidate, verdict = min(refused, key=lambda pair: pair[1].max_error)
             name = next(iter(candidate.bindings)).name
-            self.rejections.append(Rejection(name, verdict.reason, source_of(candidate.output.node), "proof"))
+            self.rejections.append(Rejection(name, verdict.reason, source_of(candidate.output.node), verdict.code))
         elif obstacles:
             self.rejections.append(self.rejection(obstacles[0]))
         return False
@@ -199,7 +199,7 @@ class Matching(Generic[R, B]):
         """The match with as much absorbed as the op can do itself, then with less."""
         if verdict.binding is None:
             return
-        match = Match(candidate, verdict.binding, verdict.binding, verdict.max_error)
+        match = Match(candidate, verdict.binding, verdict.binding, verdict.max_error, verdict.shown)
         found = self.spec.forms(graph, match, keep_upcasts=self.settings.precision == "fp32")
         while True:
             with self.timed("absorb"):
@@ -223,7 +223,7 @@ class Matching(Generic[R, B]):
                 return Rejection(name, error.reason, source, error.code)
         holds = tuple(node.name for node in self.relied_on(match))
         found = findings.Match(name, match.mode, source, roles, match.max_error, op, match.absorbed, holds=holds)
-        self.matches.append(replace(found, loop=_loop(match)))
+        self.matches.append(replace(found, loop=_loop(match), checked=match.shown))
         return None
 
     def relied_on(self, match: Match[B]) -> list[fx.Node]:

@@ -2,10 +2,13 @@
 them.
 
 Rounding is left out on purpose: every floating dtype becomes float64, so that what is compared with the recurrence is
-the function, not its rounding. A model's real sizes would make probing slow, so inputs may come with fewer batch rows
-and heads than the graph was captured with (``lanes.py``). Sizes written into the graph (views, expands, zeros) are then
-scaled along. An operator that looks at one particular row of a reduced dimension raises ``LaneError``, and the region
-must be run whole. So does a constant that varies along one, but where the caller has looked at it whole (``tails``).
+the function, not its rounding. Constants are computed twice, as the model computes them and in float64: where the two
+are the same up to rounding, float64 stands for both; where they are not (a mask from positions in bfloat16), the
+model's own numbers are the function. A model's real sizes would make probing slow, so inputs may come with fewer batch
+rows and heads than the graph was captured with (``lanes.py``). Sizes written into the graph (views, expands, zeros) are
+then scaled along. An operator that looks at one particular row of a reduced dimension raises ``LaneError``, and the
+region must be run whole. So does a constant that varies along one, but where the caller has looked at it whole
+(``tails``).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor
 from kdacompile.graph.ir import Op, Value, ancestors, map_values
 from kdacompile.patterns.engine.lanes import (
     SIZED,
+    Cut,
     Factors,
     Lane,
     cut,
@@ -42,13 +46,19 @@ Step = Callable[[list[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class _Planned:
+class Planned:
     """A step with where its operands come from (a tensor: a constant) and what is not needed any more after it."""
 
+    op: Op
     sources: list[Value | Tensor]
     step: Step
-    outs: list[Value]
+    where: list[Cut]
+    """Operands that are cut down before the operator runs."""
     dead: list[Value]
+
+    @property
+    def outs(self) -> list[Value]:
+        return self.op.outs
 
 
 def _float64(dtype: torch.dtype) -> torch.dtype:
@@ -83,13 +93,16 @@ class Region:
         for value, index in last.items():
             if value not in keep and not value.const:
                 self.dead[index].append(value)
+        self.twice: dict[Value, tuple[Tensor, Tensor]] = {}
+        """Constants as the model computes them, and in float64."""
         self.constants: dict[Value, Lane] = {}
+        """What stands for them in a run."""
         self.moving = set(self.inputs)
         """What depends on the inputs, one of which may be a constant of the graph (a mask)."""
         for op in self.ops:
             if not self.moving.isdisjoint(op.reads):
                 self.moving.update(op.outs)
-        self.plans: dict[tuple[torch.Size, ...], list[_Planned]] = {}
+        self.plans: dict[tuple[torch.Size, ...], list[Planned]] = {}
         """What a run does, by the sizes of its inputs: probes differ in their numbers only."""
 
     def __call__(
@@ -105,13 +118,13 @@ class Region:
         with torch.no_grad():
             if sizes in self.plans:
                 return self.again(self.plans[sizes], tensors)
-            plan: list[_Planned] = []
+            plan: list[Planned] = []
             results = self.first(tensors, plan, factors or {})
         self.plans[sizes] = plan
         return results
 
     def first(
-        self, tensors: Sequence[Tensor], plan: list[_Planned], factors: Mapping[Value, tuple[Factors, ...]]
+        self, tensors: Sequence[Tensor], plan: list[Planned], factors: Mapping[Value, tuple[Factors, ...]]
     ) -> list[Tensor]:
         """Run while working out how each operator is to be run on inputs of these sizes."""
         env: dict[Value, Lane] = {}
@@ -124,10 +137,11 @@ class Region:
                 env.pop(value, None)
         return [self.load(value, env).tensor for value in self.outputs]
 
-    def again(self, plan: list[_Planned], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def again(self, plan: list[Planned], tensors: Sequence[Tensor]) -> list[Tensor]:
         env = dict(zip(self.inputs, tensors, strict=True))
         for item in plan:
-            results = item.step([x if isinstance(x, Tensor) else env[x] for x in item.sources])
+            operands = [x if isinstance(x, Tensor) else env[x] for x in item.sources]
+            results = item.step(cut(operands, item.where) if item.where else operands)
             env.update(zip(item.outs, results, strict=False))
             for value in item.dead:
                 env.pop(value, None)
@@ -136,30 +150,66 @@ class Region:
     def load(self, value: Value, env: dict[Value, Lane]) -> Lane:
         if value in env:
             return env[value]
-        if value.payload is not None:
-            data = self.instead.get(value, value.payload).detach().cpu()
-            return Lane(data.to(_float64(data.dtype)), tuple(map(whole, data.shape)), const=True)
-        if value in self.constants:
-            return self.constants[value]
-        raise EvaluationError(f"{value} is neither an input nor computed in the region")
+        if value not in self.constants:
+            own, exact = self.both(value)
+            data = exact if own is exact else settled(own, exact, 16 if self.instead else ROUNDINGS)
+            self.constants[value] = Lane(data, tuple(map(whole, data.shape)), const=True)
+        return self.constants[value]
 
-    def step(self, op: Op, env: dict[Value, Lane], dead: list[Value], plan: list[_Planned]) -> None:
-        if op.out.const and op.out in self.constants:
+    def both(self, value: Value) -> tuple[Tensor, Tensor]:
+        """A constant as the model computes it, and in float64."""
+        if value not in self.twice:
+            if value.payload is None:
+                raise EvaluationError(f"{value} is neither an input nor computed in the region")
+            own = value.payload.detach().cpu()
+            exact = self.instead.get(value, own).to(_float64(own.dtype))
+            self.twice[value] = own, exact
+        return self.twice[value]
+
+    def step(self, op: Op, env: dict[Value, Lane], dead: list[Value], plan: list[Planned]) -> None:
+        if op.out.const and self.moving.isdisjoint(op.outs):
+            self.compute(op)
             return
         lanes = [self.load(value, env) for value in op.reads]
-        step = _reduced(op, lanes, self.tails) if any(lane.reduced for lane in lanes) else _call(op)
-        results = step([lane.tensor for lane in lanes])
+        reduced = any(lane.reduced for lane in lanes)
+        step, where = _reduced(op, lanes, self.tails) if reduced else (_call(op), [])
+        results = step(cut([lane.tensor for lane in lanes], where))
         sources = [value if value in env else lane.tensor for value, lane in zip(op.reads, lanes, strict=True)]
         viewed = regrouped(lanes[0].dims, op.args[1]) if op.name in SIZED and lanes[0].reduced else None
         for value, result in zip(op.outs, results, strict=False):
-            dims = out_dims(value, result, lanes) if viewed is None else viewed
-            lane = Lane(result, dims, const=value.const and value not in self.moving)
-            if lane.const and not lane.reduced:
-                self.constants[value] = lane
-            else:
-                env[value] = lane
-        if not all(value in self.constants for value in op.outs):
-            plan.append(_Planned(sources, step, op.outs, dead))
+            env[value] = Lane(result, out_dims(value, result, lanes) if viewed is None else viewed)
+        plan.append(Planned(op, sources, step, where, dead))
+
+    def compute(self, op: Op) -> None:
+        """A constant, once for all runs."""
+        if op.out in self.twice:
+            return
+        operands = [self.both(value) for value in op.reads]
+        exact = _call(op)([pair[1] for pair in operands])
+        same = all(own is data for own, data in operands) and all(out.dtype == _float64(out.dtype) for out in op.outs)
+        own = exact if same else _call(op, own=True)([pair[0] for pair in operands])
+        self.twice.update(zip(op.outs, zip(own, exact, strict=True), strict=False))
+
+
+ROUNDINGS = 4
+"""Units of rounding by which a constant may be off, for each e-fold of its exponent."""
+
+SINGLE = 1e-5
+"""The same in float32, where constants are made in several steps, each of which rounds."""
+
+
+def settled(own: Tensor, exact: Tensor, roundings: int) -> Tensor:
+    """The constant in float64, or the model's own numbers where they are something else than that, rounded."""
+    if not own.is_floating_point():
+        return own
+    wide = own.double()
+    facts = torch.finfo(own.dtype)
+    size = exact.abs()
+    exponent = torch.where(size > 0, size.clamp_min(1e-300).log().abs(), 0.0)
+    least = SINGLE if own.dtype == torch.float32 else 0.0
+    bound = least * size + roundings * facts.eps / 2 * size * (1 + exponent) + facts.tiny
+    alike = (wide == exact) | ((wide - exact).abs() <= bound) | (wide.isnan() & exact.isnan())
+    return exact if bool(alike.all()) else wide
 
 
 def constant(value: Value) -> Tensor:
@@ -170,17 +220,19 @@ def constant(value: Value) -> Tensor:
 _FILLERS = {"zeros": 0.0, "ones": 1.0, "zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0}
 
 
-def _call(op: Op) -> Step:
-    """The operator itself; floating dtypes are float64 and devices the CPU."""
+def _call(op: Op, *, own: bool = False) -> Step:
+    """The operator itself; devices are the CPU and floating dtypes float64, or with ``own`` the model's."""
     if op.name in _FILLERS or op.name in ("full", "full_like", "new_full", "empty", "empty_like", "new_empty"):
-        filled = _filled(op)
+        filled = _filled(op, op.out.dtype if own else _float64(op.out.dtype))
         return lambda _: [filled]
     kwargs = {
         name: item
         for name, item in op.kwargs.items()
         if name not in ("device", "layout", "pin_memory", "memory_format")
     }
-    if isinstance(kwargs.get("dtype"), torch.dtype):
+    if own:
+        pass
+    elif isinstance(kwargs.get("dtype"), torch.dtype):
         kwargs["dtype"] = _float64(kwargs["dtype"])
     elif op.name in ("arange", "eye", "linspace", "scalar_tensor") and op.out.dtype.is_floating_point:
         kwargs["dtype"] = torch.float64
@@ -189,7 +241,7 @@ def _call(op: Op) -> Step:
         return lambda tensors: [tensors[0].reshape(sizes)]
 
     # The softmax's third argument asks for a dtype that float64 is not rounded to.
-    given = (*op.args[:2], False) if op.name == "_softmax" else op.args
+    given = (*op.args[:2], False) if op.name == "_softmax" and not own else op.args
 
     def call(tensors: list[Tensor]) -> list[Tensor]:
         queue = iter(tensors)
@@ -204,9 +256,8 @@ def _call(op: Op) -> Step:
     return call
 
 
-def _filled(op: Op) -> Tensor:
+def _filled(op: Op, dtype: torch.dtype) -> Tensor:
     """A constant tensor without its memory: one element, expanded. ``empty`` is NaN, so that a read of it shows."""
-    dtype = _float64(op.out.dtype)
     if op.name in _FILLERS:
         fill: Any = _FILLERS[op.name]
     elif op.name.endswith("empty") or op.name == "empty_like":
@@ -218,14 +269,12 @@ def _filled(op: Op) -> Tensor:
     return torch.full((), fill, dtype=dtype).expand(op.out.shape)
 
 
-def _reduced(op: Op, lanes: list[Lane], tails: frozenset[int]) -> Step:
-    """An operator some of whose operands have reduced dimensions."""
+def _reduced(op: Op, lanes: list[Lane], tails: frozenset[int]) -> tuple[Step, list[Cut]]:
+    """An operator some of whose operands have reduced dimensions, and where its operands are cut down before."""
     if op.name in SIZED:
         sizes = view_sizes(lanes[0].dims, op.args[1])
-        return lambda tensors: [tensors[0].reshape(sizes)]
+        return lambda tensors: [tensors[0].reshape(sizes)], []
     if op.name == "expand":
         sizes = expand_sizes(lanes[0], op.out.shape)
-        return lambda tensors: [tensors[0].expand(sizes)]
-    call = _call(op)
-    where = cuts(op, lanes, tails)
-    return (lambda tensors: call(cut(tensors, where))) if where else call
+        return lambda tensors: [tensors[0].expand(sizes)], []
+    return _call(op), cuts(op, lanes, tails)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.engine.vocabulary import INDEXED, SOLVES
+from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, INDEXED, REDUCTIONS, SOLVES
 
 Factors = tuple[tuple[int, int], ...]
 """One dimension as a product of (captured size, size of this run)."""
@@ -132,6 +132,8 @@ def cuts(op: Op, lanes: list[Lane], tails: frozenset[int]) -> list[Cut]:
         _check_picks(op, first)
     elif name in _FIXED:
         _check_untouched(op, first)
+    elif name in REDUCTIONS or name in CONTRACTIONS:
+        _check_sums(op, lanes, tails)
     if len(lanes) == 1 and name != "stack":
         return []
     if name == "stack":
@@ -174,6 +176,20 @@ def _check_picks(op: Op, lane: Lane) -> None:
     if op.name == "slice_scatter" and op.reads[1].shape == op.reads[0].shape:
         return
     raise LaneError(f"{op.name} picks from a reduced dimension")
+
+
+def _check_sums(op: Op, lanes: list[Lane], tails: frozenset[int]) -> None:
+    """Sums over fewer rows than there are would be other sums; ``tails``, whose rest is known, may be summed over."""
+    if op.name in CONTRACTIONS:
+        summed = [lanes[-2].dims[-1]]
+    else:
+        lane, given = lanes[0], op.args[1] if len(op.args) > 1 else None
+        if isinstance(given, Value):  # the larger of two tensors
+            return
+        places = range(len(lane.dims)) if given is None or given == [] else [given] if isinstance(given, int) else given
+        summed = [lane.dims[place] for place in places] if lane.dims else []
+    if any(_captured(dim) != _run(dim) and _captured(dim) not in tails for dim in summed):
+        raise LaneError(f"{op.name} over a reduced dimension")
 
 
 def _check_untouched(op: Op, lane: Lane) -> None:

@@ -22,6 +22,7 @@ Code = Literal[
     "dropout",  # active on the attention weights
     "dynamic",  # it does not hold at all sizes that the graph allows
     "escape",  # a value within the region is read outside it
+    "field",  # over a prime field it computes other numbers
     "expanded_cache",  # keys and values are cached one by one
     "grad",  # gradients get through part of the region only
     "half_absorbed",  # weights are absorbed by hand on one side
@@ -140,6 +141,14 @@ class Verdict(Generic[B]):
     max_error: float
     reason: str = ""
     probes: int = 0
+    silent: str = ""
+    """What kept the region from being compared over a prime field; "" if it was, and is equal there."""
+    code: Code = "proof"
+
+    @property
+    def shown(self) -> str:
+        """How the binding was shown to hold, for reports."""
+        return f"by probes ({self.silent} stood in the way of an exact check)" if self.silent else "exactly"
 
 
 @dataclass(frozen=True)
@@ -152,6 +161,8 @@ class Match(Generic[B]):
     binding: B
     """The same, moved up to what the op takes."""
     max_error: float
+    shown: str = "exactly"
+    """How the binding was shown to hold: "exactly", or "by probes" and what stood in the way."""
     absorbed: tuple[str, ...] = ()
     """What stands upstream and is taken over."""
     upcast: frozenset[str] = frozenset()

@@ -20,8 +20,8 @@ def structural_hash(candidate: Candidate[Any]) -> str:
     numbers: dict[Value, str] = {value: f"in{i}" for i, value in enumerate(candidate.cut)}
     digest = hashlib.sha256()
     for value in candidate.cut:
-        # A role may count on uniform dimensions, and a mask of booleans is drawn as one.
-        digest.update(f"{value.shape}{sorted(value.uniform)}{value.dtype is torch.bool}".encode())
+        # A role may count on uniform dimensions, and a constant's dtype is part of what it is.
+        digest.update(f"{value.shape}{sorted(value.uniform)}{value.dtype}".encode())
     for op in sorted(candidate.ops, key=lambda item: item.outs[0].index):
         for index, value in enumerate(op.outs):
             numbers[value] = f"v{len(numbers)}.{index}"
@@ -34,7 +34,7 @@ def structural_hash(candidate: Candidate[Any]) -> str:
 
         args = map_values(op.args, name)
         kwargs = {key: item for key, item in map_values(op.kwargs, name).items() if key != "device"}
-        digest.update(f"{op.target}{args}{kwargs}{[(out.shape) for out in op.outs]}".encode())
+        digest.update(f"{op.target}{args}{kwargs}{[(out.shape, out.dtype) for out in op.outs]}".encode())
     digest.update(" ".join(numbers.get(value, "?") for value in candidate.outputs).encode())
     return digest.hexdigest()
 

@@ -1,64 +1,42 @@
-"""Which ATen operators a linear-attention region may consist of, by what they do.
-
-Everything here is analytic (sums, products, exponentials) or moves data by fixed indices, so random probes decide
-equality. Operators with a threshold on data (where, clamp, max, compare, rounding) are deliberately absent, and
-selections pass ``regions.is_soft`` only with a mask that is the same on every call. A region that holds anything else
-declines, unless a rule under ``patterns/absorb`` consumes it.
-"""
+"""Sets of ATen operators by what they do, read off the table of operators (``traits.py``)."""
 
 from __future__ import annotations
 
 import torch
 
-LAYOUT = frozenset(
-    "view _unsafe_view _reshape_alias permute transpose t unsqueeze squeeze expand alias detach clone contiguous "
-    "_to_copy lift_fresh".split()
-)
+from kdacompile.patterns.engine.traits import TRAITS, of_kind
+
+LAYOUT = of_kind("layout")
 """Operators that keep every element: rearrangements, copies and casts."""
 
-ORDERED = frozenset("view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone contiguous".split())
+ORDERED = frozenset(name for name, trait in TRAITS.items() if trait.ordered)
 """Operators that keep every element as it is, and the order they are counted in."""
 
 INDEXED = frozenset("index index_select gather index_put index_copy index_add scatter scatter_add".split())
 """Operators that pick or place by index tensors."""
 
-PICKING = frozenset("select slice split split_with_sizes unbind unfold diagonal flip index index_select gather".split())
+PICKING = of_kind("pick")
 """Operators that take elements of one tensor by fixed indices."""
 
-PLACING = frozenset(
-    "select_scatter slice_scatter diagonal_scatter cat stack index_put index_copy index_add scatter scatter_add "
-    "constant_pad_nd repeat diag_embed".split()
-)
+PLACING = of_kind("place")
 """Operators that put tensors side by side or into a larger one."""
 
-MAKERS = frozenset(
-    "zeros ones full empty eye arange zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty "
-    "scalar_tensor linspace tril_indices triu_indices new_empty_strided empty_strided".split()
-)
+MAKERS = of_kind("make")
 """Operators that make tensors from sizes and numbers."""
 
-SELECTIONS = frozenset("where masked_fill tril triu".split())
+SELECTIONS = of_kind("select")
 """Operators that keep some elements and replace the others."""
 
-CONTRACTIONS = frozenset("bmm baddbmm mm addmm mv dot".split())
-SCANS = frozenset("cumsum cumprod".split())
-SOLVES = frozenset(
-    "linalg_solve_triangular _linalg_solve_ex linalg_inv_ex linalg_lu_factor_ex linalg_lu_solve linalg_lu".split()
-)
-POINTWISE = frozenset("add sub rsub mul div neg exp exp2 reciprocal pow square addcmul addcdiv lerp".split())
+CONTRACTIONS = of_kind("product")
+SCANS = of_kind("scan")
+SOLVES = of_kind("solve")
+POINTWISE = of_kind("pointwise")
 
-REGION = (
-    LAYOUT
-    | PICKING
-    | PLACING
-    | MAKERS
-    | SELECTIONS
-    | CONTRACTIONS
-    | SCANS
-    | SOLVES
-    | POINTWISE
-    | frozenset({"sum", "prod"})
-)
+REDUCTIONS = frozenset("sum prod mean amax amin max min logsumexp _softmax _log_softmax _safe_softmax".split())
+"""Operators whose results hang on all elements along a dimension."""
+
+REGION = frozenset(TRAITS)
+"""What a region of linear attention may consist of."""
 
 
 def is_float8(dtype: torch.dtype) -> bool:

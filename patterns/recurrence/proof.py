@@ -10,7 +10,7 @@ turns them away.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,11 +19,13 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
+from kdacompile.patterns.engine.field import Silent
 from kdacompile.patterns.engine.lanes import LaneError
 from kdacompile.patterns.engine.match import Verdict
-from kdacompile.patterns.engine.placement import Placement
-from kdacompile.patterns.recurrence import tables
+from kdacompile.patterns.engine.vocabulary import LAYOUT
+from kdacompile.patterns.recurrence import exact, tables
 from kdacompile.patterns.recurrence.definition import token_recurrence
+from kdacompile.patterns.recurrence.probes import KINDS, probes
 from kdacompile.patterns.recurrence.roles import AXES, Recurrence, RecurrenceCandidate
 
 TOLERANCE = 1e-8
@@ -31,6 +33,9 @@ TOLERANCE = 1e-8
 
 ALIKE = 1e-2
 """Relative error of the first token up to which a binding is looked at further: what it lacks may be a decay."""
+
+AFFORDABLE = 1 << 22
+"""Numbers a region may compute for batch and heads to be left as they are."""
 
 WHOLE_LIMIT = 1 << 26
 """Largest tensor (elements) for which a region whose heads cannot be cut down is still run whole."""
@@ -76,6 +81,11 @@ class _Runner:
     def __call__(self, tensors: dict[Value, Tensor]) -> list[Tensor]:
         return self.region([tensors[value] for value in self.candidate.cut])
 
+    def affordable(self, binding: Recurrence) -> bool:
+        """Whether batch and heads need not be cut down: what the region computes is small as it is."""
+        numbers = sum(math.prod(out.shape) for op in self.candidate.ops if op.name not in LAYOUT for out in op.outs)
+        return numbers + math.prod(binding.sizes[axis] for axis in "BTHKV") <= AFFORDABLE
+
     def go_whole(self) -> bool:
         """Give up on cutting lanes down; False if the region is too large to run as it is."""
         largest = max(math.prod(out.shape) for op in self.candidate.ops for out in op.outs)
@@ -119,6 +129,7 @@ def _prove(candidate: RecurrenceCandidate, runner: _Runner, *, wide: bool) -> Ve
     best, closest = float("inf"), ""
     drawn: _Drawn = {}
     refused: LaneError | EvaluationError | None = None
+    differs: Verdict[Recurrence] | None = None
     for binding in candidate.bindings:
         try:
             verdict = _judge(candidate, binding, runner, drawn, wide=wide)
@@ -127,11 +138,13 @@ def _prove(candidate: RecurrenceCandidate, runner: _Runner, *, wide: bool) -> Ve
             continue
         if verdict.binding is not None:
             return verdict
+        if verdict.code == "field":
+            differs = verdict
         if verdict.max_error < best or verdict.reason:
             best, closest = verdict.max_error, _describe(binding) + (verdict.reason and f": {verdict.reason}")
     if refused is not None:
         raise refused
-    return Verdict(
+    return differs or Verdict(
         None, best, f"the region does not compute the recurrence (closest: {closest}, relative error {best:.1e})"
     )
 
@@ -317,9 +330,9 @@ def _with_constant_decay(binding: Recurrence, runner: _Runner) -> tuple[Recurren
     fitted = _with_decay(binding, response[0], runner)
     if fitted is None and runner.tables() and bool((response[0] > 0).all()):
         logs = _log_decay(response)
-        exact = runner.with_exact_tables(logs) if torch.isfinite(logs).all() else None
-        if exact is not None:
-            return _with_decay(binding.with_(rounded=True), logs.exp(), exact), exact
+        ideal = runner.with_exact_tables(logs) if torch.isfinite(logs).all() else None
+        if ideal is not None:
+            return _with_decay(binding.with_(rounded=True), logs.exp(), ideal), ideal
     return fitted, runner
 
 
@@ -358,7 +371,7 @@ def _with_decay(binding: Recurrence, decay: Tensor, runner: _Runner) -> Recurren
     if not in_range or (decay - 1).abs().max() < 1e-12 or not decay.any():
         return None  # nothing decays, or each token stands alone
     claim = binding.with_(gate="head", decay=tuple(decay.tolist()))
-    probe = next(_probes(claim, runner.sizes(binding, heads=True), wide=False))
+    probe = next(probes(claim, runner.sizes(binding, heads=True), KINDS))
     fitted, _ = _fit(claim, probe, runner(probe))
     return fitted
 
@@ -373,12 +386,16 @@ def _only_first(tensor: Tensor) -> Tensor:
 
 
 def _probe_fully(binding: Recurrence, runner: _Runner, *, wide: bool) -> Verdict[Recurrence]:
-    worst, count = 0.0, 0
+    """Compare over a prime field, exactly; where that cannot be done, on probes of every kind."""
+    worst, count, silent = 0.0, 0, ""
     sizes = runner.sizes(binding, heads=bool(binding.decay))
-    for count, inputs in enumerate(_probes(binding, sizes, wide=wide), 1):
+    if runner.affordable(binding):
+        sizes = dict(binding.sizes)
+    for count, inputs in enumerate(probes(binding, sizes, KINDS * (4 if wide else 1)), 1):
         results = runner(inputs)
         want, state = _reference(binding, inputs)
         have = binding.output.to_canonical(results[0])
+        _check_sizes(have, want)
         if count == 1 and not torch.isfinite(have).all():
             return Verdict(None, float("inf"), "not finite on ordinary inputs")
         errors = [token_error(have, want)] if torch.isfinite(have).any() else [0.0]
@@ -390,43 +407,26 @@ def _probe_fully(binding: Recurrence, runner: _Runner, *, wide: bool) -> Verdict
         worst = max(worst, *errors)
         if worst > TOLERANCE:
             return Verdict(None, worst, f"probe {count} differs")
-    return Verdict(binding, worst, probes=count)
+        if count == 1:
+            found = _exactly(binding, runner, sizes, wide=wide)
+            if found is True:
+                return Verdict(binding, worst, probes=1)
+            if found is False:
+                return Verdict(None, worst, DIFFERS, code="field")
+            silent = found
+    return Verdict(binding, worst, probes=count, silent=silent)
 
 
-def _probes(binding: Recurrence, sizes: dict[str, int], *, wide: bool) -> Iterator[dict[Value, Tensor]]:
-    """Region inputs: ordinary, strong gates, gates of 0 and -inf with zero keys and open or closed beta, large v."""
-    kinds = ("ordinary", "strong", "edges", "large")
-    for seed, kind in enumerate(kinds * (4 if wide else 1)):
-        generator = torch.Generator().manual_seed(100 + seed)
-        draw = {p.role: _draw(p, binding, sizes, kind, generator) for p in binding.inputs.values()}
-        yield {p.value: p.from_canonical(draw[p.role]) for p in binding.inputs.values()}
+DIFFERS = "the region and the recurrence are different functions: over a prime field their numbers differ"
 
 
-def _draw(
-    placement: Placement, binding: Recurrence, sizes: dict[str, int], kind: str, generator: torch.Generator
-) -> Tensor:
-    role = placement.role
-    shape = [sizes[axis] if axis in placement.axes else 1 for axis in AXES[role]]
-    full = [sizes[axis] for axis in AXES[role]]
-    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-    pick = torch.rand(shape, generator=generator, dtype=torch.float64)
-    if role == "rate" or (role == "g" and binding.inputs.get("rate")):
-        noise = noise.exp() * (-1.0 / binding.gate_rate if role == "rate" else 0.2)
-    elif role == "g":
-        gate = -noise.exp() * 0.2
-        if kind == "strong":
-            gate = torch.where(pick < 0.2, torch.where(pick < 0.03, -1000.0, -20.0 * pick * 5), gate)
-        elif kind == "edges":
-            gate = torch.where(pick < 0.2, 0.0, torch.where(pick > 0.97, -torch.inf, gate))
-        noise = gate / binding.gate_rate if binding.gate_fn == "log" else gate.exp()
-    elif role == "beta":
-        noise = noise.sigmoid()
-        if kind == "edges":
-            noise = torch.where(pick < 0.2, 0.0, torch.where(pick > 0.8, 1.0, noise))
-    elif role == "k":
-        noise = noise / noise.norm(dim=-1, keepdim=True).clamp_min(1e-6)
-        if kind == "edges":
-            noise = torch.where(pick[..., :1] < 0.1, 0.0, noise)
-    elif kind == "large":
-        noise = noise * 1e3
-    return noise.expand(full)
+def _exactly(binding: Recurrence, runner: _Runner, sizes: dict[str, int], *, wide: bool) -> bool | str:
+    """Whether the region is the recurrence, exactly; what stood in the way where that cannot be told."""
+    for seed in range(3 if wide else 1):
+        check = exact.Check(binding, runner.region, sizes, seed)
+        try:
+            if not check():
+                return check.excuse or False
+        except Silent as error:
+            return str(error)
+    return True

@@ -59,8 +59,33 @@ def _head_dims(table: Tensor, logs: Tensor) -> Iterator[int | None]:
         yield None
 
 
+def steps(table: Tensor, logs: Tensor) -> tuple[Tensor, int | None] | None:
+    """The whole n for which each entry of a table is ``gamma_h ** n`` or zero, up to float64's rounding, with the
+    dimension that counts heads (None: none does); None if there are none.
+    """
+    for dim in _head_dims(table, logs):
+        flat = table.double()[None] if dim is None else table.double().movedim(dim, 0)
+        own = logs[:1] if dim is None else logs
+        found = _exponents(flat, own)
+        if found is None:
+            continue
+        powers = torch.where(flat == 0, 0.0, (found * own.reshape(-1, *[1] * (flat.dim() - 1))).exp())
+        if _rounds_to(flat, powers, 1e-9, 1e-300):
+            found = found.expand(flat.shape).to(torch.int64)
+            return (found[0], None) if dim is None else (found.movedim(0, dim), dim)
+    return None
+
+
 def _powers(table: Tensor, logs: Tensor) -> Tensor | None:
     """``gamma_h ** n`` with n affine in the indices of ``table [H, ...]``; zeros stay."""
+    n = _exponents(table, logs)
+    if n is None:
+        return None
+    return torch.where(table == 0, 0.0, (n * logs.reshape(-1, *[1] * (table.dim() - 1))).exp())
+
+
+def _exponents(table: Tensor, logs: Tensor) -> Tensor | None:
+    """The n of ``_powers``, ``[1, ...]``."""
     if bool((table < 0).any()) or bool((logs == 0).any()):
         return None
     places = (table > _TINY).nonzero()
@@ -77,8 +102,7 @@ def _powers(table: Tensor, logs: Tensor) -> Tensor | None:
     for dim, step in enumerate(steps[:-1].tolist(), 1):
         index = torch.arange(table.shape[dim], dtype=torch.float64) * step
         n = n + index.reshape([-1 if d == dim else 1 for d in range(table.dim())])
-    powers = (n * logs.reshape(-1, *[1] * (table.dim() - 1))).exp()
-    return torch.where(table == 0, 0.0, powers)
+    return n
 
 
 def _rates(table: Tensor, logs: Tensor) -> Tensor | None:

@@ -1,0 +1,213 @@
+"""A region evaluated over the prime fields, by the plan of a run in float64.
+
+Each number is known modulo ``P``, modulo ``R`` or both, as far as something reads it: what leads into an exponential is
+needed modulo ``R``, everything else modulo ``P``. Masks and indices are themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kdacompile.graph.ir import Op, Value, map_values, walk_values
+from kdacompile.patterns.engine.evaluate import Planned
+from kdacompile.patterns.engine.field import Numbers, P, R, Silent
+from kdacompile.patterns.engine.lanes import cut
+from kdacompile.patterns.engine.meanings import Field, Residues, raised_to
+from kdacompile.patterns.engine.traits import TRAITS, Trait
+
+Drawn = Mapping[int, Tensor]
+"""A tensor's numbers by modulus."""
+
+Constant = Callable[[Value, Tensor, Field], Residues]
+"""What a constant of the region is in one of the fields."""
+
+
+class SilentAt(Silent):
+    """The operator for which the field has no word, and why."""
+
+    def __init__(self, op: Op, why: str) -> None:
+        super().__init__(f"{op.name}: {why}" if why else op.name)
+        self.op = op
+
+
+def own_numbers(_: Value, data: Tensor, field: Field) -> Residues:
+    """Constants as they are."""
+    return field.constant(data)
+
+
+class Evaluation:
+    """One evaluation of a region: ``plan`` is that of a run with these sizes."""
+
+    def __init__(
+        self,
+        plan: Sequence[Planned],
+        inputs: Mapping[Value, Drawn | Tensor],
+        outputs: Sequence[Value],
+        constant: Constant = own_numbers,
+    ) -> None:
+        """``inputs``: numbers by modulus, or a mask as it is."""
+        self.plan = plan
+        self.inputs = inputs
+        self.outputs = outputs
+        self.constant = constant
+        self.numbers = Numbers()
+        self.fields = {modulus: Field(modulus, self.numbers) for modulus in (P, R)}
+        self.known: dict[tuple[Value, int], Residues] = {}
+        self.constants: dict[tuple[Value, int], Residues] = {}
+        for value, drawn in inputs.items():
+            if not isinstance(drawn, Tensor):
+                self.known.update({(value, modulus): Residues(data) for modulus, data in drawn.items()})
+
+    def __call__(self) -> list[Tensor]:
+        """The outputs modulo P. Raises Silent."""
+        wanted = self.wanted()
+        for item in self.plan:
+            for modulus in sorted(wanted.get(item.op, ())):
+                self.run(item, modulus)
+            for value in item.dead:
+                for modulus in (P, R):
+                    self.known.pop((value, modulus), None)
+        results = [self.known.get((value, P)) for value in self.outputs]
+        found = [result.x for result in results if result is not None and result.gone is None]
+        if len(found) < len(results):
+            raise Silent("a result that no input reaches")
+        return found
+
+    def wanted(self) -> dict[Op, set[int]]:
+        """Modulo which primes each operator's results are read."""
+        values: dict[Value, set[int]] = {value: {P} for value in self.outputs}
+        wanted: dict[Op, set[int]] = {}
+        for item in reversed(self.plan):
+            op = item.op
+            moduli = set[int]().union(*(values.get(out, ()) for out in op.outs))
+            if not moduli:
+                continue
+            wanted[op] = moduli
+            trait = _trait(op)
+            for place, argument in [*enumerate(op.args), *((-1, given) for given in op.kwargs.values())]:
+                if place in trait.raw:
+                    continue
+                exponent = place == _exponent(op, trait)
+                if exponent and R in moduli:
+                    raise SilentAt(op, "within an exponential")
+                for value in walk_values(argument):
+                    values.setdefault(value, set()).update({R} if exponent else moduli)
+        return wanted
+
+    def run(self, item: Planned, modulus: int) -> None:
+        op, trait = item.op, _trait(item.op)
+        try:
+            results = self.compute(item, trait, self.fields[R if _exponent(op, trait) is not None else modulus])
+        except Silent as error:
+            raise error if isinstance(error, SilentAt) else SilentAt(op, str(error)) from error
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            raise SilentAt(op, f"it does not run on residues ({error})") from error
+        for value, result in zip(op.outs, results, strict=False):
+            self.known[value, modulus] = result
+
+    def compute(self, item: Planned, trait: Trait, field: Field) -> list[Residues]:
+        op = item.op
+        raw = {value for place in trait.raw if place < len(op.args) for value in walk_values(op.args[place])}
+        operands = self.operands(item, field, raw)
+        if op.name == "_to_copy":
+            return [_numbers(operands[0])]
+        if trait.meaning is None:
+            if trait.kind not in ("layout", "pick", "place"):
+                raise Silent("")
+            return _moved(item, operands, field)
+        if op.name == "linalg_lu_factor_ex" and any(u.name != "linalg_lu_solve" for out in op.outs for u in out.users):
+            raise Silent("its factors are read")
+        queue = iter(operands)
+        args = [map_values(argument, lambda _: next(queue)) for argument in op.args]
+        kwargs = map_values({key: given for key, given in op.kwargs.items() if key != "dtype"}, lambda _: next(queue))
+        if op.name == "pow" and any(isinstance(source, Tensor) for source in item.sources):
+            if item.where:
+                raise Silent("a table of powers is cut down")
+            place = 0 if _exponent(op, trait) is not None else 1
+            args[place] = item.sources[place if len(item.sources) > 1 else 0]
+        if op.name == "pow" and _exponent(op, trait) is not None:
+            return [raised_to(field, args[0], args[1])]
+        found = trait.meaning(field, *args, **kwargs)
+        return found if isinstance(found, list) else [found]
+
+    def operands(self, item: Planned, field: Field, raw: set[Value]) -> list[Any]:
+        """What the operator reads: residues, and masks and indices as they are; cut down as the plan has it."""
+        found: list[Residues | Tensor | None] = []
+        for value, source in zip(item.op.reads, item.sources, strict=True):
+            given = self.inputs.get(value)
+            if value in raw:
+                found.append(source if isinstance(source, Tensor) else given if isinstance(given, Tensor) else None)
+            elif isinstance(source, Tensor):
+                found.append(source if item.where else self.read(value, source, field))
+            else:
+                found.append(self.known.get((value, field.modulus)))
+        if not item.where:
+            return found
+        narrow = cut([part.x if isinstance(part, Residues) else part for part in found], item.where)  # type: ignore[misc]
+        for index, (value, before) in enumerate(zip(item.op.reads, list(found), strict=True)):
+            if isinstance(before, Residues):
+                gone = before.gone
+                if gone is not None:
+                    places = [place for place in item.where if place[0] == index]
+                    only: list[Any] = [None] * index + [gone.expand(before.x.shape)]
+                    gone = cut(only, places)[index]
+                found[index] = Residues(narrow[index], gone, before.filled)
+            elif value not in raw:
+                found[index] = self.constant(value, narrow[index], field)
+            else:
+                found[index] = narrow[index]
+        return found
+
+    def read(self, value: Value, data: Tensor, field: Field) -> Residues:
+        key = value, field.modulus
+        if key not in self.constants:
+            self.constants[key] = self.constant(value, data, field)
+        return self.constants[key]
+
+
+def _trait(op: Op) -> Trait:
+    trait = TRAITS.get(op.name)
+    if trait is None:
+        raise SilentAt(op, "")
+    return trait
+
+
+def _exponent(op: Op, trait: Trait) -> int | None:
+    """The argument that stands in an exponent, if the operator has one."""
+    if op.name == "pow" and isinstance(op.args[1], Value) and not op.args[1].const:
+        if isinstance(op.args[0], Value) and not op.args[0].const:
+            raise SilentAt(op, "data raised to data")
+        return 1
+    return trait.exponent
+
+
+def _numbers(operand: Any) -> Residues:
+    if not isinstance(operand, Residues):
+        raise Silent("something that is no number")
+    return operand
+
+
+def _moved(item: Planned, operands: list[Any], field: Field) -> list[Residues]:
+    """Elements are moved whatever they are: the operator itself runs on residues, and on the marks of -inf."""
+    moved = item.step([given.x if isinstance(given, Residues) else given for given in operands])
+    adds = item.op.name in ("index_add", "scatter_add", "index_put")
+    if adds:
+        moved = [result % field.modulus for result in moved]
+    if all(given.gone is None for given in operands if isinstance(given, Residues)):
+        return [Residues(result) for result in moved]
+    if adds:
+        raise Silent("-inf in something other than a sum")
+    marks = [
+        (given.gone.expand(given.x.shape) if given.gone is not None else given.x < 0)
+        if isinstance(given, Residues)
+        else given
+        for given in operands
+    ]
+    filled = any(given.filled for given in operands if isinstance(given, Residues))
+    return [Residues(one, mark, filled) for one, mark in zip(moved, item.step(marks), strict=True)]
+
+
+__all__ = ["Constant", "Evaluation", "SilentAt", "own_numbers"]

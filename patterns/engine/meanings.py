@@ -1,0 +1,358 @@
+"""What each ATen operator means over a prime field: exact sums, products, quotients and powers.
+
+A rule gets the operator's own arguments, with ``Residues`` where it reads numbers. Most rules are the same modulo both
+primes (``field.py``); exponentials lead from one to the other, and ``-inf`` is known where numbers are exponents. What
+a rule cannot say raises ``Silent``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdacompile.patterns.engine import field
+from kdacompile.patterns.engine.field import GONE, LN2, Numbers, P, R, Silent
+
+
+@dataclass(slots=True)
+class Residues:
+    """A tensor's numbers modulo a prime; ``gone`` marks those that are -inf."""
+
+    x: Tensor
+    gone: Tensor | None = None
+    filled: bool = False
+    """Some of those are finite, though so low that their exponential is zero: they replace and are not added."""
+
+
+@dataclass(slots=True)
+class Field:
+    """One of the two fields, with the literals read so far."""
+
+    modulus: int
+    numbers: Numbers
+
+    def of(self, item: Any) -> Residues:
+        """An operand: a tensor's residues, or a literal."""
+        if isinstance(item, Residues):
+            return item
+        if isinstance(item, (bool, int, float)):
+            if self.modulus == R and item <= GONE:
+                zero = torch.zeros((), dtype=torch.int64)
+                return Residues(zero, zero == 0, math.isfinite(item))
+            return Residues(torch.tensor(self.numbers.read(float(item), self.modulus)))
+        raise Silent(f"a {type(item).__name__} where a number is needed")
+
+    def constant(self, data: Tensor) -> Residues:
+        if not data.is_floating_point() or self.modulus != R or not bool((data <= GONE).any()):
+            return Residues(self.numbers.tensor(data, self.modulus))
+        gone = data <= GONE
+        finite = bool((gone & (data != -math.inf)).any())
+        return Residues(self.numbers.tensor(torch.where(gone, 0.0, data), self.modulus), gone, finite)
+
+
+Rule = Callable[..., "Residues | list[Residues]"]
+
+
+def _gone(*operands: Residues) -> Tensor | None:
+    """Where a sum is -inf, because a term is."""
+    if any(operand.filled for operand in operands):
+        raise Silent("a finite number that hides is added")
+    marks = [operand.gone for operand in operands if operand.gone is not None]
+    if not marks:
+        return None
+    shape = torch.broadcast_shapes(*(operand.x.shape for operand in operands))
+    found = marks[0]
+    for mark in marks[1:]:
+        found = found | mark
+    return found.expand(shape)
+
+
+def _finite(*operands: Residues) -> None:
+    if any(operand.gone is not None for operand in operands):
+        raise Silent("-inf in something other than a sum")
+
+
+# -- sums and products ----------------------------------------------------------------------------------------------
+
+
+def add(f: Field, a: Any, b: Any, *, alpha: float = 1) -> Residues:
+    a, b = f.of(a), f.of(b)
+    if alpha != 1:
+        b = mul(f, b, alpha)
+    return Residues((a.x + b.x) % f.modulus, _gone(a, b))
+
+
+def sub(f: Field, a: Any, b: Any, *, alpha: float = 1) -> Residues:
+    b = f.of(b)
+    _finite(b)
+    return add(f, a, b, alpha=-alpha)
+
+
+def rsub(f: Field, a: Any, b: Any, alpha: float = 1) -> Residues:
+    return sub(f, b, a, alpha=alpha)
+
+
+def neg(f: Field, a: Any) -> Residues:
+    return mul(f, a, -1)
+
+
+def mul(f: Field, a: Any, b: Any) -> Residues:
+    gone = None
+    for one, other in ((a, b), (b, a)):
+        if isinstance(other, (int, float)) and other > 0 and isinstance(one, Residues) and not one.filled:
+            gone = one.gone
+    a, b = f.of(a), f.of(b)
+    if gone is None:
+        _finite(a, b)
+    return Residues(a.x * b.x % f.modulus, gone)
+
+
+def div(f: Field, a: Any, b: Any, *, rounding_mode: str | None = None) -> Residues:
+    if rounding_mode is not None:
+        raise Silent("a division that rounds")
+    a = f.of(a)
+    if isinstance(b, (int, float)) and b > 0 and not a.filled:
+        return Residues(a.x * pow(f.numbers.read(float(b), f.modulus), -1, f.modulus) % f.modulus, a.gone)
+    return _over(f, a, f.of(b))
+
+
+def _over(f: Field, a: Residues, b: Residues) -> Residues:
+    _finite(a, b)
+    return Residues(a.x * field.inverse(b.x, f.modulus) % f.modulus)
+
+
+def reciprocal(f: Field, a: Any) -> Residues:
+    return _over(f, f.of(1), f.of(a))
+
+
+def square(f: Field, a: Any) -> Residues:
+    return mul(f, a, a)
+
+
+def addcmul(f: Field, a: Any, b: Any, c: Any, *, value: float = 1) -> Residues:
+    return add(f, a, mul(f, b, c), alpha=value)
+
+
+def addcdiv(f: Field, a: Any, b: Any, c: Any, *, value: float = 1) -> Residues:
+    return add(f, a, div(f, b, c), alpha=value)
+
+
+def lerp(f: Field, start: Any, end: Any, weight: Any) -> Residues:
+    return add(f, start, mul(f, weight, sub(f, end, start)))
+
+
+def pow_(f: Field, base: Any, exponent: Any) -> Residues:
+    """``x ** n`` for whole n. What is raised to data is ``exponential``."""
+    if isinstance(exponent, (int, float)):
+        if exponent != int(exponent):
+            raise Silent(f"a power of {exponent:g}")
+        base = f.of(base)
+        _finite(base)
+        return Residues(field.power(base.x, int(exponent), f.modulus))
+    if isinstance(exponent, Tensor) and bool((exponent == exponent.trunc()).all()):
+        base = f.of(base)
+        _finite(base)
+        return Residues(powers(base.x, exponent.to(torch.int64), f.modulus))
+    raise Silent("powers that a tensor gives")
+
+
+def powers(base: Tensor, exponent: Tensor, modulus: int) -> Tensor:
+    """Element by element, bit by bit; what is common to all of them below zero is divided by."""
+    least = int(exponent.min()) if exponent.numel() else 0
+    if least < 0:
+        rest = powers(base, exponent - least, modulus)
+        return rest * field.power(base, least, modulus) % modulus
+    result = torch.ones(torch.broadcast_shapes(base.shape, exponent.shape), dtype=torch.int64)
+    while bool(exponent.any()):
+        result = torch.where(exponent & 1 == 1, result * base % modulus, result)
+        base, exponent = base * base % modulus, exponent >> 1
+    return result
+
+
+def raised_to(f: Field, base: float | Tensor, x: Residues) -> Residues:
+    """``c ** x`` modulo P, of exponents modulo R."""
+    data = torch.as_tensor(base, dtype=torch.float64)
+    if not bool((data > 0).all()):
+        raise Silent("a power of a number that is not positive")
+    rate = f.numbers.tensor(data.log(), R)
+    return exponential(f, Residues(x.x * rate % R, x.gone))
+
+
+def exponential(f: Field, x: Any, rate: float | int = 1) -> Residues:
+    """``exp(rate x)`` modulo P, of exponents modulo R. ``rate`` is modulo R."""
+    x = f.of(x)
+    power = x.x if rate == 1 else x.x * rate % R
+    made = field.exp(power)
+    return Residues(made if x.gone is None else torch.where(x.gone, 0, made))
+
+
+def exponential2(f: Field, x: Any) -> Residues:
+    return exponential(f, x, LN2)
+
+
+def sum_(f: Field, a: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Residues:
+    a = f.of(a)
+    _finite(a)
+    dims = [dim] if isinstance(dim, int) else list(dim or range(a.x.dim()))
+    return Residues(a.x.sum(dims, keepdim=keepdim) % f.modulus)
+
+
+def prod(f: Field, a: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Residues:
+    a = f.of(a)
+    _finite(a)
+    x = a.x.reshape(-1) if dim is None else a.x.movedim(dim, -1)
+    if not x.shape[-1]:
+        x = x.new_ones(*x.shape[:-1], 1)
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = torch.cat([x[..., :half] * x[..., half : 2 * half] % f.modulus, x[..., 2 * half :]], -1)
+    return Residues(x[..., 0] if dim is None or not keepdim else x.movedim(-1, dim))
+
+
+def cumsum(f: Field, a: Any, dim: int, **_: Any) -> Residues:
+    a = f.of(a)
+    if a.filled:
+        raise Silent("a finite number that hides is added")
+    gone = None if a.gone is None else a.gone.expand(a.x.shape).int().cumsum(dim) > 0
+    return Residues(a.x.cumsum(dim) % f.modulus, gone)
+
+
+def cumprod(f: Field, a: Any, dim: int, **_: Any) -> Residues:
+    a = f.of(a)
+    _finite(a)
+    x, reach = a.x.movedim(dim, -1), 1
+    while reach < x.shape[-1]:
+        x = torch.cat([x[..., :reach], x[..., reach:] * x[..., :-reach] % f.modulus], -1)
+        reach *= 2
+    return Residues(x.movedim(-1, dim))
+
+
+def matmul(f: Field, a: Any, b: Any) -> Residues:
+    a, b = f.of(a), f.of(b)
+    _finite(a, b)
+    return Residues(field.matmul(a.x, b.x, f.modulus))
+
+
+def mv(f: Field, a: Any, b: Any) -> Residues:
+    _finite(a, b)
+    return Residues(field.matmul(a.x, b.x[:, None], f.modulus)[:, 0])
+
+
+def dot(f: Field, a: Any, b: Any) -> Residues:
+    return sum_(f, mul(f, a, b))
+
+
+def addmm(f: Field, a: Any, b: Any, c: Any, *, beta: float = 1, alpha: float = 1) -> Residues:
+    product = matmul(f, b, c)
+    return add(f, a if beta == 1 else mul(f, a, beta), product, alpha=alpha)
+
+
+# -- selections and placements --------------------------------------------------------------------------------------
+
+
+def _both(f: Field, a: Any, b: Any, pick: Callable[[Tensor, Tensor], Tensor]) -> Residues:
+    """Some elements of one tensor and some of another."""
+    a, b = f.of(a), f.of(b)
+    gone = None
+    if a.gone is not None or b.gone is not None:
+        gone = pick(*(torch.zeros_like(t.x, dtype=torch.bool) if t.gone is None else t.gone for t in (a, b)))
+    return Residues(pick(a.x, b.x), gone)
+
+
+def where(f: Field, chosen: Tensor, a: Any, b: Any) -> Residues:
+    return _both(f, a, b, lambda one, other: torch.where(chosen, one, other))
+
+
+def masked_fill(f: Field, a: Any, mask: Tensor, value: Any) -> Residues:
+    return _both(f, a, value, lambda one, other: torch.where(mask, other, one))
+
+
+def tril(f: Field, a: Any, diagonal: int = 0) -> Residues:
+    return _triangle(f.of(a), torch.tril, diagonal)
+
+
+def triu(f: Field, a: Any, diagonal: int = 0) -> Residues:
+    return _triangle(f.of(a), torch.triu, diagonal)
+
+
+def _triangle(a: Residues, part: Callable[[Tensor, int], Tensor], diagonal: int) -> Residues:
+    gone = None if a.gone is None else part(a.gone.expand(a.x.shape), diagonal)
+    return Residues(part(a.x, diagonal), gone)
+
+
+def constant_pad_nd(f: Field, a: Any, pad: Sequence[int], value: float = 0) -> Residues:
+    a, border = f.of(a), f.of(value)
+    x = torch.nn.functional.pad(a.x, list(pad), value=int(border.x))
+    if a.gone is None and border.gone is None:
+        return Residues(x)
+    inside = torch.zeros_like(a.x, dtype=torch.bool) if a.gone is None else a.gone.expand(a.x.shape)
+    return Residues(x, torch.nn.functional.pad(inside, list(pad), value=border.gone is not None))
+
+
+def scatter(f: Field, a: Any, dim: int, index: Tensor, source: Any, **options: Any) -> Residues:
+    if options:
+        raise Silent("a scatter that computes")
+    if isinstance(source, Residues):
+        return _both(f, a, source, lambda one, other: one.scatter(dim, index, other))
+    filler = f.of(source)
+    return _both(f, a, filler, lambda one, other: one.scatter(dim, index, other.expand(index.shape)))
+
+
+def added_at(f: Field, place: Callable[[Tensor], Tensor], *operands: Residues) -> Residues:
+    _finite(*operands)
+    return Residues(place(operands[0].x) % f.modulus)
+
+
+# -- systems of equations -------------------------------------------------------------------------------------------
+
+
+def solve_triangular(
+    f: Field, a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> Residues:
+    _finite(a, b)
+    matrix, right = (a.x, b.x) if left else (a.x.mT, b.x.mT)
+    if upper == left:  # turned round, upper is lower
+        matrix, right = matrix.flip(-2, -1), right.flip(-2)
+    found = _lower_solve(matrix, right, f.modulus, unit=unitriangular)
+    if upper == left:
+        found = found.flip(-2)
+    return Residues(found if left else found.mT)
+
+
+def _lower_solve(a: Tensor, b: Tensor, modulus: int, *, unit: bool) -> Tensor:
+    strict = a.tril(-1)
+    if not unit:
+        scale = field.inverse(a.diagonal(0, -2, -1), modulus)[..., None]
+        strict, b = strict * scale % modulus, b * scale % modulus
+    return field.matmul(field.unit_lower_inverse(strict, modulus), b, modulus)
+
+
+def solve_ex(f: Field, a: Any, b: Any, *, left: bool = True, **_: Any) -> list[Residues]:
+    _finite(a, b)
+    vector = b.x.dim() == 1 or (b.x.dim() == a.x.dim() - 1 and b.x.shape == a.x.shape[:-1])
+    right = b.x[..., None] if vector else b.x
+    found = field.solve(a.x, right, f.modulus) if left else field.solve(a.x.mT, right.mT, f.modulus).mT
+    return [Residues(found[..., 0] if vector else found)]
+
+
+def inv_ex(f: Field, a: Any, **_: Any) -> list[Residues]:
+    _finite(a)
+    return [Residues(field.solve(a.x, torch.eye(a.x.shape[-1], dtype=torch.int64).expand_as(a.x), f.modulus))]
+
+
+def lu_factor_ex(f: Field, a: Any, **_: Any) -> list[Residues]:
+    """The matrix itself: nothing but ``lu_solve`` may read the factors, whose pivots depend on sizes."""
+    return [a]
+
+
+def lu_solve(f: Field, a: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: bool = False) -> Residues:
+    matrix = Residues(a.x.mT) if adjoint else a
+    return solve_ex(f, matrix, b, left=left)[0]
+
+
+__all__ = ["Field", "P", "R", "Residues", "Rule", "Silent"]

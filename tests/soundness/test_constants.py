@@ -1,0 +1,74 @@
+"""Constants are what the model computes: positions, masks and decays in bfloat16 or int8 are not those in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.soundness.programs import matched, refused, tokens
+
+T = 400
+HALF = torch.bfloat16
+
+CAUSAL: dict[str, Callable[[int], Tensor]] = {
+    "arange in bfloat16": lambda n: torch.arange(n, dtype=HALF)[:, None] >= torch.arange(n, dtype=HALF),
+    "cast to bfloat16": lambda n: torch.arange(n).to(HALF)[:, None] > torch.arange(n).to(HALF) - 1,
+    "a cumsum in bfloat16": lambda n: (
+        torch.ones(n, dtype=HALF).cumsum(0)[:, None] >= torch.ones(n, dtype=HALF).cumsum(0)
+    ),
+    "positions in int8": lambda n: torch.arange(n).to(torch.int8)[:, None] >= torch.arange(n).to(torch.int8),
+    "positions in uint8": lambda n: torch.arange(n).to(torch.uint8)[:, None] >= torch.arange(n).to(torch.uint8),
+    "a linspace in bfloat16": lambda n: (
+        torch.linspace(0, 30.0, n, dtype=HALF)[:, None] >= torch.linspace(0, 30.0, n, dtype=HALF)
+    ),
+    "a difference in bfloat16": lambda n: (torch.arange(n)[:, None] - torch.arange(n) + 1000).to(HALF) >= 1000,
+}
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return ((q @ k.mT).masked_fill(~mask, 0.0) @ v).transpose(1, 2)
+
+
+def given() -> tuple[Tensor, Tensor, Tensor]:
+    found = tokens(T)
+    return found["q"], found["k"], found["v"]
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_masks_that_round(name: str) -> None:
+    refused(lambda q, k, v: masked(q, k, v, CAUSAL[name](T)), given())
+
+
+def test_a_causal_mask_that_does_not() -> None:
+    matched(lambda q, k, v: masked(q, k, v, torch.arange(T)[:, None] >= torch.arange(T)), given(), "linear_attention")
+
+
+def decayed(q: Tensor, k: Tensor, v: Tensor, total: Tensor) -> Tensor:
+    """One decay for all heads, from summed log decays ``[T]``."""
+    gap = (total[:, None] - total).tril().exp().tril().to(q.dtype)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return ((q @ k.mT * gap) @ v).transpose(1, 2)
+
+
+SUMS: dict[str, Callable[[int], Tensor]] = {
+    "summed in bfloat16": lambda n: torch.full((n,), -0.05, dtype=HALF).cumsum(0),
+    "positions in bfloat16": lambda n: -0.05 * torch.arange(n, dtype=HALF),
+    "positions cast": lambda n: -0.05 * torch.arange(n).to(HALF).float(),
+    "summed in float16": lambda n: torch.full((n,), -0.3, dtype=torch.float16).cumsum(0),
+    "positions in int8": lambda n: -0.05 * torch.arange(n).to(torch.int8).float(),
+    "rounded positions": lambda n: -0.05 * (torch.arange(n) / 3.0).to(HALF).float() * 3.0,
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_decays_that_round(name: str) -> None:
+    refused(lambda q, k, v: decayed(q, k, v, SUMS[name](T)), given())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_decays_within_their_rounding(dtype: torch.dtype) -> None:
+    matched(lambda q, k, v: decayed(q, k, v, -0.05 * torch.arange(T, dtype=dtype)), given(), "retention")

@@ -1,0 +1,130 @@
+"""What is small is as visible as what is large: terms of 1e-10 matter where values are small, or grow along T."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.soundness.programs import explained, matched, refused, tokens
+
+Args = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def loop(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    start: float = 0.0,
+    step: Callable[..., Tensor],
+    read: Callable[..., Tensor],
+) -> Tensor:
+    """The gated delta rule token by token, with ``step`` for its write and ``read`` for its output."""
+    state = torch.full((q.shape[0], q.shape[2], q.shape[3], v.shape[3]), start)
+    outputs: list[Tensor] = []
+    for t in range(q.shape[1]):
+        key, value = k[:, t, :, :, None], v[:, t, :, None]
+        state = state * g[:, t, :, None, None].exp()
+        error = (value - key.mT @ state) * beta[:, t, :, None, None]
+        state = step(state, key, error, value)
+        outputs.append(read(state, q[:, t, :, None], value)[:, :, 0])
+    return torch.stack(outputs, 1)
+
+
+def write(state: Tensor, key: Tensor, error: Tensor, value: Tensor) -> Tensor:
+    return state + key @ error
+
+
+def read(state: Tensor, query: Tensor, value: Tensor) -> Tensor:
+    return query @ state
+
+
+STEPS: dict[str, Callable[..., Tensor]] = {
+    "add alpha": lambda s, k, e, v: (s + k @ e).add(s * s, alpha=1e-10),
+    "addcmul value": lambda s, k, e, v: torch.addcmul(s + k @ e, s, s, value=1e-12),
+    "lerp to its square": lambda s, k, e, v: torch.lerp(s + k @ e, s * s, 1e-11),
+    "a key of its own": lambda s, k, e, v: s + (k + 1e-10 * k * k) @ e,
+    "an error cubed": lambda s, k, e, v: s + k @ (e + 1e-18 * e * e * e),
+    "a state that leaks": lambda s, k, e, v: s * (1 - 1e-11) + k @ e,
+    "addcdiv value": lambda s, k, e, v: torch.addcdiv(s + k @ e, s, 2 + k * k, value=1e-12),
+}
+
+READS: dict[str, Callable[..., Tensor]] = {
+    "value cubed": lambda s, q, v: q @ s + 1e-18 * v * v * v,
+    "the state's square": lambda s, q, v: q @ (s + 1e-14 * s * s),
+    "a query squared": lambda s, q, v: (q + 1e-12 * q * q) @ s,
+    "baddbmm beta": lambda s, q, v: torch.baddbmm(
+        v.flatten(0, 1) * v.flatten(0, 1), q.flatten(0, 1), s.flatten(0, 1), beta=1e-10
+    ).view(v.shape),
+    "what was read, squared": lambda s, q, v: (q @ s).add((q @ s) ** 2, alpha=1e-13),
+}
+
+
+def given(T: int = 12) -> Args:
+    found = tokens(T)
+    return found["q"], found["k"], found["v"], found["g"], found["beta"]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_small_term_in_the_state(name: str) -> None:
+    refused(lambda *x: loop(*x, step=STEPS[name], read=read), given())
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_small_term_in_the_output(name: str) -> None:
+    inputs = tuple(x * 1e-3 for x in given())
+    refused(lambda *x: loop(*x, step=write, read=READS[name]), inputs, whole=False)
+    report = explained(lambda *x: loop(*x, step=write, read=READS[name]), inputs)
+    for match in report.matches:  # then what is added stands outside of the match
+        assert match.checked == "exactly", str(report)
+
+
+@pytest.mark.parametrize("start", [1e-9, 1e-12, -1e-10, 1e-30])
+def test_a_state_that_does_not_start_at_zero(start: float) -> None:
+    refused(lambda *x: loop(*x, start=start, step=write, read=read), given())
+
+
+def test_the_same_without_small_terms() -> None:
+    matched(lambda *x: loop(*x, step=write, read=read), given(), "gated_delta_rule")
+
+
+def parallel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Gated attention in closed form; ``mask`` makes weights of log decays and of what comes later."""
+    q, k, v, total = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), g.transpose(1, 2).cumsum(-1)
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    return ((q @ k.mT * mask(total[..., :, None] - total[..., None, :], later)) @ v).transpose(1, 2)
+
+
+MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "filled with -25": lambda x, later: x.masked_fill(later, -25.0).exp(),
+    "filled with -80": lambda x, later: x.masked_fill(later, -80.0).exp(),
+    "later tokens at 1e-10": lambda x, later: torch.where(later, 1e-10, x.exp()),
+    "later tokens at 1e-30": lambda x, later: torch.where(later, 1e-30, x.exp()),
+    "a little everywhere": lambda x, later: x.masked_fill(later, -torch.inf).exp() + 1e-12,
+    "pairs on the diagonal": lambda x, later: x.masked_fill(later, -torch.inf).exp() + 1e-11 * torch.eye(x.shape[-1]),
+    "a mask that is no mask": lambda x, later: x.exp() * (1 - later.float() * (1 - 1e-6)),
+    "added and not filled": lambda x, later: (x + later.float() * -30.0).exp(),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_let_something_through(name: str) -> None:
+    refused(lambda q, k, v, g: parallel(q, k, v, g, MASKS[name]), given()[:4])
+
+
+EXACT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "filled with -inf": lambda x, later: x.masked_fill(later, -torch.inf).exp(),
+    "filled with -1e9": lambda x, later: x.masked_fill(later, -1e9).exp(),
+    "zero": lambda x, later: torch.where(later, 0.0, x.exp()),
+    "tril twice": lambda x, later: x.tril().exp().tril(),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_masks_that_let_nothing_through(name: str) -> None:
+    matched(lambda q, k, v, g: parallel(q, k, v, g, EXACT[name]), given()[:4], "simple_gla")
