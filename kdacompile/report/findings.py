@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kdacompile.patterns.engine.match import Code
+
 
 @dataclass(frozen=True)
 class Match:
@@ -61,7 +63,7 @@ class Rejection:
     pattern: str
     reason: str
     source: str
-    code: str  # the machine-readable kind of reason
+    code: Code  # the machine-readable kind of reason
     count: int = 1  # how many regions were rejected in just these words
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ from kdacompile.graph.edit import NewCalls
 from kdacompile.graph.ir import Graph
 from kdacompile.graph.readings import Readings
 from kdacompile.patterns import canonical
+from kdacompile.patterns.engine.match import Code
 from kdacompile.patterns.mla.spec import LATENT_ATTENTION
 from kdacompile.patterns.recurrence.calls import CALLS
 from kdacompile.patterns.recurrence.spec import RECURRENCE
@@ -89,7 +90,7 @@ class Search:
         """True if something that looks like linear attention was left alone."""
         return bool(self.recurrence.rejections or self.recurrence.missed)
 
-    def reject(self, reason: str, source: str, code: str) -> None:
+    def reject(self, reason: str, source: str, code: Code) -> None:
         self.recurrence.rejections = [Rejection("linear_attention", reason, source, code)]
 
     def search(self) -> None:

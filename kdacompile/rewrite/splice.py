@@ -20,7 +20,7 @@ from kdacompile.graph import gradient
 from kdacompile.graph.ir import Graph, Value, ancestors
 from kdacompile.ops import definitions
 from kdacompile.ops.signature import Signature
-from kdacompile.patterns.engine.match import B, Match
+from kdacompile.patterns.engine.match import B, Code, Match
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.rewrite.derived import Derived
 
@@ -28,9 +28,9 @@ from kdacompile.rewrite.derived import Derived
 class CannotSplice(Exception):
     """The region is proven but the graph around it does not allow the rewrite; nothing was changed."""
 
-    def __init__(self, code: str, reason: str) -> None:
+    def __init__(self, code: Code, reason: str) -> None:
         super().__init__(reason)
-        self.code = code
+        self.code: Code = code
         self.reason = reason
 
 

@@ -25,6 +25,7 @@ Code = Literal[
     "field",  # over a prime field it computes other numbers
     "expanded_cache",  # keys and values are cached one by one
     "grad",  # gradients get through part of the region only
+    "internal",  # an error of ours
     "half_absorbed",  # weights are absorbed by hand on one side
     "mask",  # a mask is not understood
     "mutation",  # an input is overwritten before the result is used

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.numbering import Numbering
+from kdacompile.patterns.engine.values import is_weight, root
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT, PICKING
 from kdacompile.patterns.mla.definition import Parts
 from kdacompile.patterns.mla.sources import MOVES, heads_of, scales, tokens_of, unexpanded
 from kdacompile.patterns.mla.walk import Attention, Term
-from kdacompile.patterns.recurrence.regions import is_weight, root
 
 MAX_STEPS = 24
 TAKEN = LAYOUT | PICKING | {"repeat"}

@@ -12,11 +12,11 @@ from itertools import product
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.numbering import Numbering
+from kdacompile.patterns.engine.values import operand
 from kdacompile.patterns.mla.bindings import labels
 from kdacompile.patterns.mla.definition import Parts
 from kdacompile.patterns.mla.sources import CACHED, Projection, Sources, heads_of, is_part, tokens_of, unexpanded
 from kdacompile.patterns.mla.walk import Attention, Term
-from kdacompile.patterns.recurrence.regions import operand
 
 Made = tuple[list[Projection], list[Value]]
 """What an operand is made of: projections, and tensors that are shared by all heads."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.numbering import Numbering
+from kdacompile.patterns.engine.values import operand, root
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT
 from kdacompile.patterns.mla.absorbed import is_per_head, product_behind, read_keys_of
 from kdacompile.patterns.mla.definition import Parts
@@ -29,7 +30,6 @@ from kdacompile.patterns.mla.sources import (
     tokens_of,
 )
 from kdacompile.patterns.mla.walk import Attention
-from kdacompile.patterns.recurrence.regions import operand, root
 
 FAR = 64
 """Operators above a key or value among which its projections are looked for."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.match import Obstacle
+from kdacompile.patterns.engine.values import number
 from kdacompile.patterns.engine.vocabulary import LAYOUT, ORDERED
 from kdacompile.patterns.mla.definition import MASKS, VANISHING
 from kdacompile.patterns.mla.sources import named
@@ -112,7 +113,7 @@ def read_masks(found: Attention, sizes: dict[str, int]) -> Masks | Obstacle:
 def _numbers(hidden: Hidden) -> Tensor | str | None:
     """What a constant mask adds to the scores; None for one of the inputs; else why that cannot be told."""
     mask = hidden.mask
-    if not mask.const or not (hidden.fill is None or _hides(_number(hidden.fill))):
+    if not mask.const or not (hidden.fill is None or _hides(number(hidden.fill))):
         return None
     if math.prod(mask.shape) > LARGEST_CONSTANT:
         return "the mask is too large to be computed here"
@@ -122,7 +123,7 @@ def _numbers(hidden: Hidden) -> Tensor | str | None:
         return f"the mask cannot be computed here ({error})"
     if hidden.fill is None:
         return data
-    fill = _number(hidden.fill) or -math.inf
+    fill = number(hidden.fill) or -math.inf
     return torch.zeros(data.shape, dtype=torch.float64).masked_fill(data != hidden.keeps, fill)
 
 
@@ -178,7 +179,7 @@ def _carried(hidden: Hidden) -> Carried | str:
             return Carried(value, keeps=True, fill=0.0)
         where = _unnamed_where(mask)
         return _selected(where) if where is not None else "the mask is not a tensor of the model"
-    fill, value = _number(hidden.fill), named(mask)
+    fill, value = number(hidden.fill), named(mask)
     if fill is None or value is None or value.dtype is not torch.bool:
         return "the scores are selected by something other than a boolean mask"
     if not _hides(fill):
@@ -204,22 +205,10 @@ def _unnamed_where(value: Value) -> Op | None:
 def _selected(where: Op) -> Carried | str:
     condition, yes, no = where.args  # the numbers are plain ones where Inductor's dispatcher is on
     value = named(condition) if isinstance(condition, Value) else None
-    numbers = _number(yes), _number(no)
+    numbers = number(yes), number(no)
     if value is None or None in numbers:
         return "the mask is not a tensor of the model"
     for keeps, (kept, hidden) in ((True, numbers), (False, numbers[::-1])):
         if kept == 0 and hidden is not None and _hides(hidden):
             return Carried(value, keeps, hidden)
     return "what the mask adds to hidden scores still lets something through"
-
-
-def _number(item: object) -> float | None:
-    """A number that the graph fixes."""
-    if isinstance(item, (int, float)):
-        return float(item)
-    if not isinstance(item, Value) or not item.const or math.prod(item.shape) != 1:
-        return None
-    try:
-        return float(constant(item))
-    except EvaluationError:
-        return None

@@ -16,9 +16,9 @@ import torch
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.placement import Placement
+from kdacompile.patterns.engine.values import root
 from kdacompile.patterns.engine.vocabulary import ORDERED
 from kdacompile.patterns.mla.definition import AXES, LatentAttention, place
-from kdacompile.patterns.recurrence.regions import root
 
 CACHES = ("cache", "latent", "k_rope")
 INTEGERS = (torch.int32, torch.int64)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kdacompile.graph.ir import Graph, Op, Value
-from kdacompile.patterns.engine.vocabulary import LAYOUT
+from kdacompile.patterns.engine.values import root
 
 WHOLE = frozenset({"_softmax", "_safe_softmax"})
 LOG = "_log_softmax"
@@ -74,10 +74,7 @@ def divides(op: Op, sums: list[Op]) -> bool:
 
 def _source(value: Value) -> Op | None:
     """What makes a value, rearrangements aside."""
-    op = value.op
-    while op is not None and op.name in LAYOUT:
-        op = op.reads[0].op
-    return op
+    return root(value).op
 
 
 def _below_its_logsumexp(value: Value) -> tuple[Value, int] | None:

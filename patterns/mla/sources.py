@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.numbering import Numbering
+from kdacompile.patterns.engine.values import is_weight, root
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT, PICKING
-from kdacompile.patterns.recurrence.regions import is_weight, root
 
 MOVES = LAYOUT | frozenset(
     "slice split split_with_sizes select unbind cat slice_scatter select_scatter repeat constant_pad_nd".split()
@@ -101,9 +101,7 @@ def project(op: Op | None) -> Projection | None:
         return None
     if op.name == "add" and len(op.reads) == 2 and sum(root(read).param for read in op.reads) == 1:
         inner = next(read for read in op.reads if not root(read).param)
-        while inner.op is not None and inner.op.name in LAYOUT:
-            inner = inner.op.reads[0]
-        found = project(inner.op)
+        found = project(root(inner).op)
         return None if found is None else replace(found, op=op, bias=True)
     if op.name not in CONTRACTIONS:
         return None

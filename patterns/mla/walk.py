@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.patterns.engine.match import Obstacle
+from kdacompile.patterns.engine.values import is_weight, root
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT
 from kdacompile.patterns.mla.softmax import Softmax, divides, find_softmaxes
 from kdacompile.patterns.mla.sources import SCALES, is_scalar_factor
-from kdacompile.patterns.recurrence.regions import is_weight, root
 
 RANDOM = frozenset("native_dropout bernoulli rand_like rand dropout".split())
 MAX_STEPS = 24
@@ -165,9 +165,7 @@ def _divided(value: Value, sums: list[Op]) -> Value | None:
 
 def _padding(values: Value) -> int:
     """How many columns of zeros stand at the end of the values."""
-    while values.op is not None and values.op.name in LAYOUT:
-        values = values.op.reads[0]
-    op = values.op
+    op = root(values).op
     if op is None or op.name != "constant_pad_nd":
         return 0
     (before, after, *others), *filler = op.args[1:]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 
 from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.values import root
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, SOLVES
-from kdacompile.patterns.recurrence.regions import root
 
 _EXPONENTIALS = {"exp": 1.0, "exp2": math.log(2.0)}
 _PRODUCTS = CONTRACTIONS | SOLVES | {"mul"}

@@ -13,16 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kdacompile.graph.ir import Graph, Op, Value
+from kdacompile.patterns.engine.values import is_weight, root
 from kdacompile.patterns.engine.vocabulary import (
     CONTRACTIONS,
     INDEXED,
-    LAYOUT,
-    PICKING,
     REGION,
     SCANS,
     SELECTIONS,
     SOLVES,
-    is_float8,
 )
 
 
@@ -68,32 +66,6 @@ def _is_exponential(value: Value) -> bool:
     while op is not None and op.name in ("mul", "neg") and sum(not read.const for read in op.reads) == 1:
         op = root(next(read for read in op.reads if not read.const)).op
     return op is not None and op.name in ("exp", "exp2")
-
-
-def root(value: Value) -> Value:
-    """The value below casts and rearrangements."""
-    while value.op is not None and value.op.name in LAYOUT and value.op.reads:
-        value = value.op.reads[0]
-    return value
-
-
-def operand(value: Value) -> Value:
-    """The same for an op to read: casts from 8-bit floating point stay, since the ops do not take that."""
-    while value.op is not None and value.op.name in LAYOUT and value.op.reads:
-        source = value.op.reads[0]
-        if is_float8(source.dtype):
-            return value
-        value = source
-    return value
-
-
-def is_weight(value: Value) -> bool:
-    """Parameters, rows picked from one (experts), and functional weights: a product with one is a projection."""
-    if value.weight:
-        return True
-    while value.op is not None and value.op.name in PICKING:
-        value = root(value.op.reads[0])
-    return value.param
 
 
 def _activations(operands: list[Value]) -> list[Value]:

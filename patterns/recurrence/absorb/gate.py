@@ -21,9 +21,9 @@ from torch import Tensor
 from kdacompile.graph.ir import Value
 from kdacompile.lowering.gates import FORMS, GATE_FUNCTIONS, GateFunction, log_decay
 from kdacompile.patterns.engine.placement import Placement
+from kdacompile.patterns.engine.values import number
 from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, allows, cones, holds_for, upstream
-from kdacompile.patterns.recurrence.absorb.constants import number
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 from kdacompile.patterns.recurrence.roles import RecurrenceMatch, in_role
 

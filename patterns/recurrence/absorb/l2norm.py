@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kdacompile.patterns.engine.placement import Placement
+from kdacompile.patterns.engine.values import number
 from kdacompile.patterns.recurrence.absorb.axes import MOVES
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, cones, holds_for
-from kdacompile.patterns.recurrence.absorb.constants import number
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 

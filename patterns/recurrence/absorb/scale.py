@@ -12,8 +12,8 @@ import math
 from dataclasses import replace
 
 from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.values import number
 from kdacompile.patterns.recurrence.absorb.casts import climb
-from kdacompile.patterns.recurrence.absorb.constants import number
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 
