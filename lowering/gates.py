@@ -2,8 +2,8 @@
 
 A formula is text in ``x`` (g with dt_bias added), ``rate`` (exp(A_log)) and ``gate_scale``, and in the functions
 ``log``, ``sigmoid``, ``softplus`` and ``logsigmoid``, which torch and the Triton kernels each have. It is compiled for
-torch here and emitted for Triton by ``triton/gates.py``. The C kernels and those for Ascend take the log decay itself,
-which torch computes before them.
+torch here and emitted for Triton by ``triton/gates.py``; ``hopper/gates.py`` emits another, in powers of two. The C
+kernels and those for Ascend take the log decay itself, which torch computes before them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ FORMS = ("log", "factor")
 class GateFunction:
     """``d = formula``; ``slope`` is d's derivative by x, ``rate_slope`` that by A_log.
 
+    ``log2``: ``d / ln 2`` for Hopper's kernels, which count in powers of two: in ``LOG2E``, ``log2``, ``softplus2``,
+    ``logsigmoid2`` (those divided by ln 2) and ``sigmoid2``, which takes x / ln 2.
+
     ``parametric``: whether it reads A_log and dt_bias. ``scale``: what gate_scale is, "lower bound" (of d, at most 0,
     required), "factor" (at least 0, 1 by default), or "" where it is not read. ``models``: who writes gates like this.
     """
 
     name: str
     formula: str
+    log2: str
     slope: str
     rate_slope: str = "0.0"
     parametric: bool = False
@@ -44,11 +48,12 @@ class GateFunction:
 
 
 _FUNCTIONS = (
-    GateFunction("log", "x", "1.0", models="RetNet, Mamba-2, GLA with a log gate"),
-    GateFunction("factor", "log(x)", "1.0 / x", models="models that multiply by alpha"),
+    GateFunction("log", "x", "x * LOG2E", "1.0", models="RetNet, Mamba-2, GLA with a log gate"),
+    GateFunction("factor", "log(x)", "log2(x)", "1.0 / x", models="models that multiply by alpha"),
     GateFunction(
         "softplus",
         "-rate * softplus(x)",
+        "-rate * softplus2(x)",
         "-rate * sigmoid(x)",
         "-rate * softplus(x)",
         parametric=True,
@@ -57,6 +62,7 @@ _FUNCTIONS = (
     GateFunction(
         "sigmoid",
         "gate_scale * sigmoid(rate * x)",
+        "(gate_scale * LOG2E) * sigmoid2(x * (rate * LOG2E))",
         "gate_scale * rate * sigmoid(rate * x) * sigmoid(-rate * x)",
         "gate_scale * rate * x * sigmoid(rate * x) * sigmoid(-rate * x)",
         parametric=True,
@@ -66,6 +72,7 @@ _FUNCTIONS = (
     GateFunction(
         "logsigmoid",
         "gate_scale * logsigmoid(x)",
+        "gate_scale * logsigmoid2(x)",
         "gate_scale * sigmoid(-x)",
         scale="factor",
         models="GLA",

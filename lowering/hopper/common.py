@@ -10,6 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from ..triton.load import load_source
+from .gates import source
+
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -88,26 +91,8 @@ def _log2_1p(e):
     return gl.where(e < 0.03125, series * LOG2E, _log2(1.0 + e))
 
 
-@gluon.jit
-def log2_gate(x, rate, gate_scale, FN: gl.constexpr):
-    """The gate function FN of ``kdacompile.ops.semantics`` at x, dt_bias added, in powers of two and above FLOOR.
-
-    rate: exp(A_log). A NaN stays one.
-    """
-    if FN == "softplus":  # softplus(y) = max(y, 0) + log(1 + exp(-|y|))
-        y = x * LOG2E
-        g = -rate * (gl.maximum(y, 0.0) + _log2_1p(exp2(-gl.abs(y))))
-    elif FN == "sigmoid":
-        g = (gate_scale * LOG2E) * sigmoid2(x * (rate * LOG2E))
-    elif FN == "logsigmoid":
-        y = x * LOG2E
-        g = gate_scale * (gl.minimum(y, 0.0) - _log2_1p(exp2(-gl.abs(y))))
-    elif FN == "factor":
-        g = _log2(x)
-    else:
-        gl.static_assert(FN == "log")
-        g = x * LOG2E
-    return gl.where(g < FLOOR, FLOOR, g)
+# What it is generated from reads the functions above, of a module that is being imported: not to be moved up.
+log2_gate = load_source("log2_gates", source()).log2_gate
 
 
 @gluon.jit

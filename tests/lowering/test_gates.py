@@ -57,6 +57,23 @@ def test_the_op_computes_it(name: str, gate: str) -> None:
     torch.testing.assert_close(state.double(), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", GATE_FUNCTIONS)
+def test_in_powers_of_two(name: str) -> None:
+    """What Hopper's kernels are given, its functions spelled in torch."""
+    x, A_log, gate_scale = arguments(name)
+    ln2 = math.log(2.0)
+    functions = {
+        "LOG2E": 1.0 / ln2,
+        "log2": torch.log2,
+        "sigmoid2": lambda y: torch.sigmoid(y * ln2),
+        "softplus2": lambda y: torch.nn.functional.softplus(y) / ln2,
+        "logsigmoid2": lambda y: torch.nn.functional.logsigmoid(y) / ln2,
+    }
+    given = {"x": x, "rate": A_log.exp(), "gate_scale": gate_scale}
+    have = eval(GATE_FUNCTIONS[name].log2, functions | given)
+    torch.testing.assert_close(have * ln2, log_decay(x, A_log.exp(), name, gate_scale))
+
+
 def test_people_are_told_of_every_function() -> None:
     documented = str(kdacompile.ops.linear_attention.__doc__)
     assert [name for name in GATE_FUNCTIONS if f'"{name}"' not in documented] == []
