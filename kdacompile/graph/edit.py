@@ -27,6 +27,11 @@ class CannotEdit(Exception):
     """A call does not take what it is given, or would read memory that the graph writes; nothing was changed."""
 
 
+def map_nodes(tree: Any, fn: Callable[[fx.Node], Any]) -> Any:
+    """``tree`` with every node replaced, be it by what no graph of FX holds."""
+    return map_arg(tree, fn)
+
+
 class NewCalls:
     """Calls that canonical rules have made on nodes of one model graph, whatever sizes it is read at."""
 
@@ -107,6 +112,8 @@ class Edit:
         self.made: dict[fx.Node, Value] = {}
         self.values = {node: value for value, names in functional.names.items() for node, _ in names}
         """What each node of the model's graph stands for (of a buffer, the last that was written down)."""
+        self.taken: dict[Value, Value] = {}
+        """New values -> those of the model that are defined as them."""
         self.changed = False
 
     def call(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> Value:
@@ -123,6 +130,20 @@ class Edit:
                 node, target, map_values(args, self.tensor), map_values(kwargs, self.tensor), read
             )
         return self.made[node]
+
+    def value(self, node: fx.Node) -> Value:
+        """What a node of the model's graph stands for."""
+        if node not in self.values:
+            raise CannotEdit(f"{node} has no value in the functional graph")
+        return self.values[node]
+
+    def written(self, buffer: fx.Node, write: fx.Node) -> Value:
+        """What a buffer holds once ``write`` has written to it."""
+        position = next((m.position for m in self.functional.mutations if m.node is write), None)
+        for value, names in self.functional.names.items():
+            if (buffer, position) in names:
+                return value
+        raise CannotEdit(f"{write} is not known to write {buffer}")
 
     def recorded(self, node: fx.Node, target: Any, args: Any, kwargs: Any, read: list[Value]) -> Value:
         recorder, mark = self.recorder, self.recorder.mark()
@@ -155,6 +176,8 @@ class Edit:
 
     def redefine(self, old: Value, new: Value) -> None:
         """From here on ``old`` is what ``new`` is. What computed it is dropped, if nothing else reads that."""
+        if new in self.taken:  # another value is that already: this one is a tensor of its own
+            new = self.call(torch.clone, self.taken[new], like=old.node)
         op, before = new.op, old.op
         if op is None or before is None or (old.shape, old.dtype) != (new.shape, new.dtype):
             raise CannotEdit("a value cannot be defined as another one of other sizes")
@@ -168,7 +191,7 @@ class Edit:
             user.reads = [old if value is new else value for value in user.reads]
             old.users.append(user)
         del self.functional.names[new]
-        self.made[op.node] = old
+        self.made[op.node] = self.taken[new] = old
         self.changed = True
 
     def above(self, value: Value) -> set[Value]:

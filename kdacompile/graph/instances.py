@@ -41,10 +41,12 @@ class CannotInstantiate(Exception):
 class Instances:
     """Functional graphs of one graph at other sizes, built when first needed."""
 
-    def __init__(self, gm: fx.GraphModule, held: Held | None = None) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, held: Held | None = None, rewritten: Callable[[Graph], object] = lambda _: None
+    ) -> None:
+        """``rewritten`` applies the canonical rules that the captured instance has seen."""
         self.gm = gm
-        self.rewritten: Callable[[Graph], object] = lambda functional: None
-        """Applies the canonical rules that the captured instance has seen."""
+        self.rewritten = rewritten
         self.held = held
         self.nodes = list(gm.graph.nodes)
         self.known: dict[tuple[tuple[str, int], ...], Graph] = {}

@@ -11,9 +11,6 @@ from kdacompile import compat
 from kdacompile.containment import contain
 from kdacompile.graph import prefilter
 from kdacompile.graph.readings import Readings
-from kdacompile.patterns.canonical import packed
-from kdacompile.patterns.canonical.attempt import attempt, may_help
-from kdacompile.patterns.canonical.change import Change
 from kdacompile.report.collect import emit, postponed
 from kdacompile.report.findings import GraphReport, internal
 from kdacompile.report.report import enforce
@@ -69,37 +66,5 @@ def rewrite(
     search = Search(Readings(gm), settings, tables or {}, trial=trial)
     if search.has_recurrence or search.has_attention:
         with compat.no_python_dispatcher(), compat.no_saved_tensors_hooks():
-            helps = search.has_recurrence and may_help(gm.graph)
-            search.context.inside = not helps
             search.run()
-            if helps and search.wanting:
-                search = _again(settings, search)
-            if search.wanting:
-                search = _with(packed.attempt(gm.graph, search.read), settings, search) or search
     return search.report()
-
-
-def _again(settings: Settings, earlier: Search) -> Search:
-    """Search again with what loops do to every token alike taken out of them; if that does not help, inside groups."""
-    found = _with(attempt(earlier.gm.graph, earlier.read), settings, earlier)
-    if found is not None:
-        return found
-    other = Search(earlier.readings, settings, earlier.tables, trial=earlier.trial)
-    other.run()
-    other.take_over(earlier)
-    return other
-
-
-def _with(change: Change | None, settings: Settings, earlier: Search) -> Search | None:
-    """The search of the changed graph; None, with nothing changed, if it finds nothing new."""
-    if change is None or not change.apply(earlier.read):
-        return None
-    other = Search(earlier.readings, settings, {}, trial=earlier.trial)
-    other.run()
-    if not other.found:
-        change.undo()
-        return None
-    change.finish()
-    earlier.gm.recompile()
-    other.take_over(earlier)
-    return other

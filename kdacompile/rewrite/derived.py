@@ -27,6 +27,12 @@ class Derived:
         self.calls: NewCalls = splice.functional.calls or NewCalls()
         self.copies: dict[fx.Node, fx.Node] = {}
         """Nodes of ``calls`` -> what stands for them in the model's graph."""
+        self.made = {
+            node: value
+            for value, names in splice.functional.names.items()
+            for node, _ in names
+            if self.calls.owns(node)
+        }
         self.of = {result: self._follows(result) for result in results}
         self.values = [value for values in self.of.values() for value in values]
         """All values whose readers will read something else."""
@@ -35,7 +41,7 @@ class Derived:
         """The result itself, if the model's graph has it; else what it has in its place, first things first."""
         if not self.calls.owns(result.node):
             return [result]
-        found: set[Value] = set()
+        found = {result} if self.splice.names(result) else set[Value]()  # an earlier splice has made it
         stack, seen = [result], {result}
         while stack:
             for op in stack.pop().users:
@@ -46,8 +52,16 @@ class Derived:
         return sorted(found, key=lambda value: value.index)
 
     def node(self, node: fx.Node) -> fx.Node:
-        """A node that the op reads, made at the graph's insertion point if only the canonical graph has it."""
-        return self.calls.copy_into(self.splice.graph, node, self.copies)
+        """A node that the op reads, made at the graph's insertion point if only the canonical graph has it.
+
+        Later splices know the copies as names of their values.
+        """
+        before = set(self.copies)
+        made = self.calls.copy_into(self.splice.graph, node, self.copies)
+        for each in self.copies.keys() - before:
+            if each in self.made:
+                self.splice.functional.names[self.made[each]].append((self.copies[each], -1))
+        return made
 
     def replaced(self) -> set[fx.Node]:
         """Nodes that compute what is defined otherwise now, and that nothing else reads; writes to such a buffer."""
@@ -59,8 +73,14 @@ class Derived:
         kept = {source for node in read for source in self.calls.sources(node)}
         kept |= {source for value in values for source in self.sources(value)}
         dying = {node for node in names if names[node] in values}
-        buffers = {splice.functional.storages.get(node) for node in dying} - {None}
-        dying |= {m.node for m in splice.functional.mutations if m.storage in buffers and m.node in splice.place}
+        last = {
+            splice.functional.storages[node]: since
+            for value in values
+            for node, since in splice.names(value)
+            if node in splice.functional.storages
+        }
+        writes = splice.functional.mutations
+        dying |= {m.node for m in writes if m.position <= last.get(m.storage, -1) and m.node in splice.place}
         for node in reversed(splice.graph.nodes):
             pure = node.users and not compat.writes_first_argument(node)
             if pure and node not in kept and all(user in dying or user in splice.dying for user in node.users):
@@ -95,6 +115,15 @@ class Derived:
                     first[other] = min(first[value], first.get(other, len(self.splice.place)))
         return first
 
+    def overwritten(self) -> bool:
+        """True if one of several values is written to later: what the others are computed from may share its memory."""
+        defined = [value for value in self.values if self.definition(value) is not None]
+        storages = {
+            self.splice.functional.storages.get(node) for value in defined for node, _ in self.splice.names(value)
+        }
+        writes = [m for m in self.splice.functional.mutations if m.node not in self.splice.dying]
+        return len(defined) > 1 and any(m.storage in storages for m in writes)
+
     def too_late(self) -> bool:
         """True if something that a value is computed from is not there when the value is read."""
         end = len(self.splice.place)
@@ -113,6 +142,10 @@ class Derived:
         for value in sorted(self.of[result], key=lambda value: (first[value], value.index)):
             definition = self.definition(value)
             if first[value] == end or definition is None:
+                continue
+            if value is result:
+                for name, user in splice.later_users(value):
+                    user.replace_input_with(name, node)
                 continue
             with splice.graph.inserting_before(order[first[value]]):
                 new = splice.as_it_was(self.node(definition), value.node)

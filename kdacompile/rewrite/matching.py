@@ -69,6 +69,8 @@ class Matching(Generic[R, B]):
         self.settings, self.timed = context.settings, context.timed
         self.missed = False
         """Something that looks like the pattern was left alone, be it without a word."""
+        self.rewritten: set[Op] = set()
+        """Operators that ops have taken the place of."""
         self.matches: list[findings.Match] = []
         self.rejections: list[Rejection] = []
 
@@ -107,9 +109,11 @@ class Matching(Generic[R, B]):
         return False
 
     def visit_inside(self, graph: Graph, region: R) -> bool:
-        """Rewrite one region within another; what is wrong with the others is not told here."""
-        told = len(self.rejections)
-        found = any(self.visit(graph, inner) for inner in self.spec.inner(graph, region, trial=self.context.trial))
+        """Rewrite regions within another that share nothing; what is wrong with the others is not told here."""
+        told, found = len(self.rejections), False
+        for inner in self.spec.inner(graph, region, trial=self.context.trial):
+            if self.rewritten.isdisjoint(inner.region.ops):
+                found |= self.visit(graph, inner)
         del self.rejections[told:]
         return found
 
@@ -221,6 +225,7 @@ class Matching(Generic[R, B]):
                 op = splice.apply(splice.check())
             except CannotSplice as error:
                 return Rejection(name, error.reason, source, error.code)
+        self.rewritten |= match.candidate.ops
         holds = tuple(node.name for node in self.relied_on(match))
         found = findings.Match(name, match.mode, source, roles, match.max_error, op, match.absorbed, holds=holds)
         self.matches.append(replace(found, loop=_loop(match), checked=match.shown))

@@ -69,12 +69,12 @@ class Search:
             self.reject(reason, "unknown", "subclass")
             return
         trace.dynamo(self.gm)
+        self.context.inside = not (self.has_recurrence and canonical.may_take_loops_apart(self.gm.graph))
         self.search()
         if self.has_recurrence and any(node.users for node in self.tables):
             self.search_with_tables()
-        for rule in canonical.RULES:
-            if self.wanting and not compat.switches_modes(self.gm.graph):
-                self.canonicalise(rule)
+        if not compat.switches_modes(self.gm.graph):
+            self.search_canonical_forms()
         if self.found:
             self.gm.graph.lint()
             self.gm.recompile()
@@ -110,21 +110,33 @@ class Search:
         if not (self.attention.matches or self.attention.rejections):
             self.recurrence.reject_blocked(functional)
 
-    def canonicalise(self, rule: canonical.Rule) -> None:
-        """Search once more with ``rule`` applied to the functional graph, where that changes it."""
+    def search_canonical_forms(self) -> None:
+        """Once more after each canonical rule, for what was left alone. Layers within a group are looked for only once
+        loops are taken apart: that takes long.
+        """
+        for rule in canonical.RULES:
+            if not self.wanting:
+                return
+            changed = self.canonicalise(rule)
+            waited, self.context.inside = not self.context.inside, True
+            if changed or waited:
+                self.recurrence.missed = False
+                self.search()
+
+    def canonicalise(self, rule: canonical.Rule) -> bool:
+        """Apply ``rule`` to the functional graph, which is searched from here on; False if nothing comes of it."""
         self.context.hold({})
-        functional = self.read()
+        functional, graph = self.read(), self.gm.graph
         calls = functional.calls or NewCalls()
         rules = [*self.applied, rule] if functional.calls else [rule]
         with self.timed("canonicalise"):
-            if not canonical.apply([rule], functional, calls, self.gm.graph):
-                return
+            if not canonical.apply([rule], functional, calls, graph):
+                return False
         trace.canonical(functional)
-        graph = self.gm.graph
+        self.readings.rejected.clear()  # what a group reads is written in another way
         self.applied = rules
         self.context.instances.rewritten = lambda other: canonical.apply(rules, other, calls, graph)
-        self.recurrence.missed = False
-        self.search()
+        return True
 
     def shares_memory(self, functional: Graph) -> bool:
         """True, with a rejection, if the graph overwrites what another of its inputs reads."""
@@ -151,14 +163,6 @@ class Search:
         self.search()
         if len(self.recurrence.matches) == matched:
             self.recurrence.rejections = without
-
-    def take_over(self, earlier: Search) -> None:
-        """Tell what an earlier search of the same graph found as well."""
-        self.recurrence.matches[:0] = earlier.recurrence.matches
-        self.attention.matches[:0] = earlier.attention.matches
-        self.nodes = earlier.nodes
-        for phase, seconds in earlier.seconds.items():
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def report(self) -> GraphReport:
         matches = (*self.recurrence.matches, *self.attention.matches)

@@ -113,6 +113,8 @@ class Splice(Generic[B]):
         """What follows from a result in the canonical graph must be there in time, and what the region writes in place
         must not be read by what only the model's graph still computes.
         """
+        if self.derived.overwritten():
+            raise CannotSplice("mutation", "what is computed from the results is overwritten")
         if self.derived.too_late():
             raise CannotSplice("order", "what is computed from the results comes too late")
         writes = any(mutation.node in self.dying for mutation in self.functional.mutations)

@@ -12,11 +12,11 @@ from torch import fx
 
 from kdacompile.graph.edit import Edit, NewCalls
 from kdacompile.graph.ir import Graph
-from kdacompile.patterns.canonical import row_sums
+from kdacompile.patterns.canonical import hoist, packed, row_sums
 
 Rule = Callable[[Edit, fx.Graph], None]
 
-RULES: tuple[Rule, ...] = (row_sums.apply,)
+RULES: tuple[Rule, ...] = (hoist.apply, row_sums.apply, packed.apply)
 """In the order in which they are tried, each on what the ones before it have left."""
 
 
@@ -29,3 +29,6 @@ def apply(rules: Iterable[Rule], functional: Graph, calls: NewCalls, graph: fx.G
         edit.finish()
         changed |= edit.changed
     return changed
+
+
+may_take_loops_apart = hoist.may_help

@@ -1,6 +1,6 @@
 """Rows that a loop writes into a buffer, which is what a ``stack`` (or ``cat``) of them after the loop would be.
 
-    out = zeros(...);  for t: out[:, t] = row_t    is    out = zeros(...);  out.copy_(stack(rows, 1))
+    out = zeros(...);  for t: out[:, t] = row_t    is    out = stack(rows, 1)
 
 where the buffer is made in the graph, nothing reads it before the last row is there, and the rows fill it.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,45 +24,17 @@ FRESH = frozenset(
 """Functions whose result nothing else can see."""
 
 
+@dataclass(frozen=True)
 class Writes:
     """Assignments to all pieces of one buffer."""
 
-    def __init__(self, buffer: fx.Node, piece: Piece, nodes: list[fx.Node], rows: list[fx.Node]) -> None:
-        self.buffer = buffer
-        self.dim = piece.dim
-        self.joined = bool(piece.width)
-        self.nodes = nodes
-        """In the order of the graph."""
-        self.rows = tuple(rows)
-        """In the order of the pieces."""
-        self.erased: list[tuple[fx.Node, tuple[Any, ...]]] = []
-        """What each assignment stood before, and its arguments."""
-        self.copy: fx.Node | None = None
-
-    def gather(self) -> fx.Node:
-        """The call that gathers the rows, copied into the buffer where the last of them was written."""
-        graph = self.buffer.graph
-        with graph.inserting_before(self.nodes[-1]):
-            call = torch.cat if self.joined else torch.stack
-            whole = graph.call_function(call, (list(self.rows), self.dim))
-            self.copy = graph.call_method("copy_", (self.buffer, whole))
-        compat.propagate_fake(whole, self.rows[0])
-        self.copy.meta.update(self.buffer.meta)
-        self.erased = [(node.next, node.args) for node in self.nodes]
-        for node in self.nodes:
-            graph.erase_node(node)
-        return whole
-
-    def undo(self) -> None:
-        """The assignments as they were, in place of the copy."""
-        if self.copy is None:
-            return
-        graph, again = self.buffer.graph, dict[fx.Node, fx.Node]()
-        for node, (following, args) in reversed(list(zip(self.nodes, self.erased, strict=True))):
-            with graph.inserting_before(again.get(following, following)):
-                again[node] = graph.call_function(operator.setitem, args)
-            again[node].meta.update(node.meta)
-        graph.erase_node(self.copy)
+    buffer: fx.Node
+    dim: int
+    joined: bool
+    nodes: list[fx.Node]
+    """In the order of the graph."""
+    rows: tuple[fx.Node, ...]
+    """In the order of the pieces."""
 
 
 def written(graph: fx.Graph) -> Iterator[Writes]:
@@ -93,7 +66,8 @@ def _filled(buffer: fx.Node, users: list[fx.Node]) -> Writes | None:
     if first is None or len(by_piece) != first.count or first.count == 1:
         return None
     rows = [by_piece[index] for index in range(first.count)]
-    return Writes(buffer, first, nodes, rows) if len({_kind(row) for row in rows}) == 1 else None
+    same = len({_kind(row) for row in rows}) == 1
+    return Writes(buffer, first.dim, bool(first.width), nodes, tuple(rows)) if same else None
 
 
 def _fills(row: fx.Node, buffer: fx.Node, piece: Piece) -> bool:

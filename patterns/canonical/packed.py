@@ -10,20 +10,19 @@ product of activations. Both texts are the same function whatever the rows are, 
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import fx
 
-from kdacompile import compat
-from kdacompile.graph.ir import Graph
+from kdacompile.graph.edit import CannotEdit, Edit
+from kdacompile.graph.ir import Graph, Value
 from kdacompile.patterns.canonical.assigned import Writes, written
-from kdacompile.patterns.canonical.change import Change, overwritten
 from kdacompile.patterns.canonical.pieces import Piece, piece_of
-from kdacompile.patterns.canonical.proof import RUN_ERRORS
 from kdacompile.patterns.canonical.sink import gathered
 from kdacompile.patterns.recurrence.regions import find_groups
 
@@ -43,22 +42,22 @@ class Rows:
     bounds: tuple[int, ...] = ()
 
 
-def attempt(graph: fx.Graph, functional: Callable[[], Graph]) -> Packed | None:
-    """What comes apart in ``graph``; None if nothing does."""
+def apply(edit: Edit, graph: fx.Graph) -> None:
+    """Take apart what rows gather that share nothing with the rows before them."""
     rows = [item for item in _rows(graph) if len(item.nodes) >= LEAST]
-    if not rows or compat.switches_modes(graph):
-        return None
-    found = functional()
-    fixed = overwritten(found)
-    masks = _masks(found)
+    masks = _masks(edit.functional) if rows else {}
     apart: list[Rows] = []
     for item in rows:
-        if item.writes is not None and not fixed.isdisjoint(item.nodes):
+        if item.writes is not None and not edit.fixed.isdisjoint(item.nodes):
             continue  # they are read later than they are written, and must not change in between
         item.bounds = _bounds([masks.get(node, 0) for node in item.nodes])
         if len(item.bounds) > 2:
             apart.append(item)
-    return Packed(graph, apart, fixed) if apart else None
+    with contextlib.suppress(CannotEdit):
+        pairs = [*_pieces(edit, graph, {item.bounds[-1]: item.bounds for item in apart})]
+        pairs += [_gathered(edit, item) for item in apart]
+        for old, new in pairs:
+            edit.redefine(old, new)
 
 
 def _rows(graph: fx.Graph) -> list[Rows]:
@@ -94,74 +93,31 @@ def _bounds(masks: list[int]) -> tuple[int, ...]:
     return (*bounds, len(masks)) if 2 * len(bounds) <= len(masks) else ()
 
 
-class Packed(Change):
-    """Sequences taken apart."""
+def _pieces(edit: Edit, graph: fx.Graph, bounds: dict[int, tuple[int, ...]]) -> Iterator[tuple[Value, Value]]:
+    """Pieces of as many as there are rows, with the pieces of their sequence's share that they become: (old, new)."""
+    for node in graph.nodes:
+        piece = piece_of(node) if node.op in ("call_function", "call_method") and node not in edit.fixed else None
+        if piece is None or piece.count not in bounds or piece.source in edit.fixed:
+            continue
+        start, stop = next(ends for ends in pairwise(bounds[piece.count]) if ends[0] <= piece.index < ends[1])
+        width = max(1, piece.width)
+        source, sizes = edit.value(piece.source), (start * width, (stop - start) * width)
+        share = edit.call("narrow", source, piece.dim, *sizes, like=node)
+        yield edit.value(node), _piece(edit, node, share, piece, piece.index - start)
 
-    def __init__(self, graph: fx.Graph, rows: list[Rows], fixed: set[fx.Node]) -> None:
-        """``fixed``: nodes that share memory with something the graph writes; they are left as they are."""
-        super().__init__(graph)
-        self.rows = rows
-        self.fixed = fixed
 
-    def apply(self, functional: Callable[[], Graph]) -> bool:
-        """False, with nothing changed, if what comes out would be laid out otherwise."""
-        bounds = {item.bounds[-1]: item.bounds for item in self.rows}
-        try:
-            self.take_apart(bounds)
-            for item in self.rows:
-                self.gather_apart(item)
-        except RUN_ERRORS:
-            self.undo()
-            return False
-        old, new = ([compat.example_value(pair[i]).stride() for pair in self.replaced] for i in (2, 1))
-        if old != new:
-            self.undo()
-            return False
-        return True
+def _piece(edit: Edit, like: fx.Node, share: Value, piece: Piece, index: int) -> Value:
+    if piece.width:
+        return edit.call("narrow", share, piece.dim, index * piece.width, piece.width, like=like)
+    value = edit.call("select", share, piece.dim, index, like=like)
+    return edit.call(operator.getitem, value, piece.rest, like=like) if piece.rest else value
 
-    def take_apart(self, bounds: dict[int, tuple[int, ...]]) -> None:
-        """Pieces of as many as there are rows become pieces of their sequence's share."""
-        shares: dict[tuple[fx.Node, int, int], fx.Node] = {}
-        for node in list(self.graph.nodes):
-            piece = piece_of(node) if node.op in ("call_function", "call_method") and node not in self.fixed else None
-            if piece is None or piece.count not in bounds or piece.source in self.fixed:
-                continue
-            start, stop = next(ends for ends in pairwise(bounds[piece.count]) if ends[0] <= piece.index < ends[1])
-            key = piece.source, piece.dim, start
-            width = max(1, piece.width)
-            with self.graph.inserting_before(node):
-                if key not in shares:
-                    shares[key] = self.method(
-                        node, piece.source, "narrow", piece.dim, start * width, (stop - start) * width
-                    )
-                self.replace(node, self.piece(node, shares[key], piece, piece.index - start), list(node.users))
 
-    def piece(self, like: fx.Node, share: fx.Node, piece: Piece, index: int) -> fx.Node:
-        if piece.width:
-            return self.method(like, share, "narrow", piece.dim, index * piece.width, piece.width)
-        node = self.method(like, share, "select", piece.dim, index)
-        return self.made(self.graph.call_function(operator.getitem, (node, piece.rest)), like) if piece.rest else node
-
-    def gather_apart(self, rows: Rows) -> None:
-        node = rows.node
-        if rows.writes is not None:
-            node = rows.writes.gather()
-            self.new.append(node)
-        call = torch.cat if rows.joined else torch.stack
-        with self.graph.inserting_before(node):
-            parts = [
-                self.made(self.graph.call_function(call, (list(rows.nodes[start:stop]), rows.dim)), rows.nodes[start])
-                for start, stop in pairwise(rows.bounds)
-            ]
-            whole = self.made(self.graph.call_function(torch.cat, (parts, rows.dim)), rows.nodes[0])
-            self.replace(node, whole, list(node.users))
-
-    def undo(self) -> None:
-        self.put_back()
-        for rows in self.rows:
-            if rows.writes is not None:
-                rows.writes.undo()
-        self.erase_new()
-
-    def finish(self) -> None:
-        self.erase_unread(old for _, _, old in self.replaced)
+def _gathered(edit: Edit, rows: Rows) -> tuple[Value, Value]:
+    """What holds the rows, and the sequences' own rows side by side: (old, new)."""
+    old = edit.value(rows.node) if rows.writes is None else edit.written(rows.writes.buffer, rows.node)
+    call = torch.cat if rows.joined else torch.stack
+    values = list(map(edit.value, rows.nodes))
+    parts = [edit.call(call, values[start:stop], rows.dim, like=rows.node) for start, stop in pairwise(rows.bounds)]
+    whole = edit.call(torch.cat, parts, rows.dim, like=rows.node)
+    return old, whole if whole.dtype == old.dtype else edit.call("to", whole, old.dtype, like=rows.node)

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
 from kdacompile import compat
+from kdacompile.graph.edit import Edit, map_nodes
+from kdacompile.graph.ir import Value
 from kdacompile.patterns.canonical.assigned import Writes, written
 from kdacompile.patterns.canonical.rules import ACTIVATIONS, MOVES, Family, name_of
 from kdacompile.patterns.canonical.rules import arguments as for_all
@@ -61,12 +62,13 @@ class Sink:
     writes: Writes | None = None
     """Rows are assigned to a buffer: ``node`` is the last assignment until they are gathered."""
 
-    def gather(self) -> list[fx.Node]:
-        """Make the call that gathers the rows, if there is none yet; returns what is new."""
-        if self.writes is None:
-            return []
-        self.node = self.writes.gather()
-        return [self.node]
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [self.node] if self.writes is None else self.writes.nodes
+
+    def value(self, edit: Edit) -> Value:
+        """What holds the rows in the functional graph."""
+        return edit.value(self.node) if self.writes is None else edit.written(self.writes.buffer, self.node)
 
     def worth_it(self) -> bool:
         """True if a call is sunk that no region holds row by row: it needs more than reads and numbers."""
@@ -90,9 +92,7 @@ def gathered(node: fx.Node) -> tuple[tuple[fx.Node, ...], int, bool] | None:
         return None
     values = [compat.example_value(row) for row in rows]
     shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
-    if len(shapes) < len(rows) or not all(type(size) is int for shape in shapes for size in shape):
-        return None  # the proof runs on plain sizes only
-    if any(shape != shapes[0] for shape in shapes):
+    if len(shapes) < len(rows) or len(set(map(str, shapes))) > 1:  # symbols are not compared: that puts a guard on them
         return None
     joined = name != "stack"
     return rows, dim % max(1, len(shapes[0]) + (not joined)), joined
@@ -179,63 +179,48 @@ class Finder:
         return for_all(node, lanes, Family(count, 0, 0))
 
 
-class Maker(Protocol):
-    """What a builder needs of a hoist."""
-
-    families: list[Family]
-
-    def made(self, node: fx.Node, like: fx.Node) -> fx.Node: ...
-
-
 class Builder:
-    """Puts sunk calls in front of the call that gathered their rows."""
+    """Puts sunk calls behind the loop, on all its rows."""
 
-    def __init__(self, hoist: Maker, whole: Mapping[int, fx.Node]) -> None:
-        self.hoist = hoist
+    def __init__(self, edit: Edit, families: Sequence[Family], whole: Mapping[int, Value]) -> None:
+        self.edit = edit
+        self.families = families
         self.whole = whole
-        self.built: dict[Rows, fx.Node] = {}
+        self.built: dict[Rows, Value] = {}
 
-    def build(self, sink: Sink) -> fx.Node:
-        """What the gathering call yielded, laid out as it was. ValueError if it comes out otherwise."""
-        node, dim = sink.node, sink.dim
-        self.built = {}  # rows that two sinks share stand before each of them
-        with node.graph.inserting_before(node):
-            rows = self.rows(sink.rows, node)
-            if dim:
-                rows = self.method(node, rows, "movedim", 0, dim)
-            if sink.joined:
-                rows = self.method(node, rows, "flatten", dim, dim + 1)
-            rows = self.method(node, rows, "contiguous")
-        have, want = compat.example_value(rows), compat.example_value(node)
-        if (have.shape, have.stride()) != (want.shape, want.stride()):
-            raise ValueError("the rows come out in another layout")
-        return rows
+    def build(self, sink: Sink) -> Value:
+        """What the gathering call yielded."""
+        rows, like = self.rows(sink.rows), sink.node
+        if sink.dim:
+            rows = self.edit.call("movedim", rows, 0, sink.dim, like=like)
+        if sink.joined:
+            rows = self.edit.call("flatten", rows, sink.dim, sink.dim + 1, like=like)
+        dtype = sink.value(self.edit).dtype  # that of the buffer
+        return rows if rows.dtype == dtype else self.edit.call("to", rows, dtype, like=like)
 
-    def rows(self, rows: Rows, at: fx.Node) -> fx.Node:
+    def rows(self, rows: Rows) -> Value:
         """All rows at once, along a dimension of their own in front."""
         if rows not in self.built:
-            self.built[rows] = self.made(rows, at)
+            self.built[rows] = self.made(rows)
         return self.built[rows]
 
-    def made(self, rows: Rows, at: fx.Node) -> fx.Node:
+    def made(self, rows: Rows) -> Value:
         first = rows.nodes[0]
         if rows.family is not None:
             return self.pieces(rows.family, first)
         if not rows.parts:
-            return self.hoist.made(at.graph.call_function(torch.stack, (list(rows.nodes),)), first)
-        parts = {arg: self.rows(part, at) for arg, part in rows.parts.items()}
+            return self.edit.call(torch.stack, list(map(self.edit.value, rows.nodes)), like=first)
+        parts = {arg: self.rows(part) for arg, part in rows.parts.items()}
         found = for_all(first, list(parts), Family(len(rows.nodes), 0, 0))
         assert found is not None
-        args, kwargs = map_arg(found, lambda arg: parts.get(arg, arg))
+        args, kwargs = map_nodes(found, lambda arg: parts[arg] if arg in parts else self.edit.value(arg))
         target = "reshape" if first.target == "view" else first.target
-        return self.hoist.made(at.graph.create_node(first.op, target, args, kwargs), first)
+        return self.edit.call(target, *args, like=first, **kwargs)
 
-    def pieces(self, index: int, like: fx.Node) -> fx.Node:
-        family, whole = self.hoist.families[index], self.whole[index]
+    def pieces(self, index: int, like: fx.Node) -> Value:
+        family, whole = self.families[index], self.whole[index]
         if not family.width:
             return whole
-        apart = self.method(like, whole, "unflatten", family.behind, (family.count, family.width))
-        return self.method(like, apart, "movedim", family.behind - 1, 0)
-
-    def method(self, like: fx.Node, node: fx.Node, name: str, *args: object) -> fx.Node:
-        return self.hoist.made(node.graph.call_method(name, (node, *args)), like)  # type: ignore[arg-type]
+        sizes = family.count, family.width
+        apart = self.edit.call("unflatten", whole, family.behind, sizes, like=like)
+        return self.edit.call("movedim", apart, family.behind - 1, 0, like=like)
