@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from kdacompile.capture.dead_writes import drop_dead_writes
 from kdacompile.capture.errors import Unliftable
 from kdacompile.compat.operators import trace_fake
 from kdacompile.compat.tracing import tree_leaves
+from kdacompile.graph.build import functional_graph
+from kdacompile.graph.ir import Op
+from kdacompile.graph.positions import NotAffine, edges_of_constants
 from kdacompile.report.findings import Match
 from kdacompile.rewrite import compiler_pass
 from kdacompile.settings import Settings
@@ -40,6 +43,8 @@ class Captured:
     matches: tuple[Match, ...]
     layouts: tuple[Layout, ...]
     """Of the results, in order."""
+    constants: tuple[Op, ...]
+    """The operators that no argument reaches, as the function has them."""
 
 
 def bound(fn: Callable[..., Any], call: Call) -> Callable[..., Any]:
@@ -60,13 +65,40 @@ def capture(fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings
     shapes = [(tensor.shape(sizes), tensor.dtype, tensor.device) for _, tensor in call.tensors()]
     gm = trace_fake(bound(fn, call), shapes)
     layouts = tuple(map(_layout, tree_leaves(gm.graph.output_node().args[0])))
+    constants = tuple(functional_graph(_without_arguments(gm)).ops)
     report = compiler_pass.rewrite(gm, settings, trial=True)
     if not report.matches:
         reasons = {rejection.reason for rejection in report.rejections}
         raise Unliftable("; ".join(sorted(reasons)) or "there is no linear attention in it")
     drop_dead_writes(gm.graph)
     _check_outputs(gm.graph)
-    return Captured(sizes, gm.graph, report.matches, layouts)
+    return Captured(sizes, gm.graph, report.matches, layouts, constants)
+
+
+def _without_arguments(gm: fx.GraphModule) -> fx.GraphModule:
+    """The part of a graph that no argument reaches: masks, tables and other numbers made of sizes."""
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in gm.graph.nodes:
+        if node.op in ("get_attr", "call_function") and all(each in made for each in node.all_input_nodes):
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output(tuple(made.values()))
+    return fx.GraphModule(gm, graph)
+
+
+def turning_lengths(captured: Sequence[Captured]) -> set[int]:
+    """Lengths around which a constant of the function turns; raises ``Unliftable`` for one that is not affine in
+    positions.
+    """
+    found: set[int] = set()
+    one, other = captured[-1], captured[0]
+    try:
+        edges = edges_of_constants(one.constants, other.constants)
+    except NotAffine as error:
+        raise Unliftable(str(error)) from None
+    for edge in edges:
+        length = edge.turns_at(one.sizes["T"])
+        found |= set() if length is None else {length - 1, length, length + 1, 2 * length}
+    return found
 
 
 def _layout(result: Any) -> Layout:

@@ -26,11 +26,12 @@ from kdacompile.capture import library, store, template, verify
 from kdacompile.capture import replacement as namespace
 from kdacompile.capture.calls import Call, Sizes, TensorArg, length_of, open_dimensions
 from kdacompile.capture.documented import Documented
-from kdacompile.capture.draft import RUN_ERRORS, Captured, bound, capture
+from kdacompile.capture.draft import RUN_ERRORS, Captured, bound, capture, turning_lengths
 from kdacompile.capture.errors import NeverRuns, Unliftable, WrongLayout
 from kdacompile.capture.identity import Identity
 from kdacompile.capture.probes import roles
 from kdacompile.capture.store import Verdict
+from kdacompile.capture.turning import FARTHEST
 from kdacompile.capture.watched import Watch
 from kdacompile.report.findings import Match
 from kdacompile.settings import Settings
@@ -153,6 +154,10 @@ def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Sett
     tried = verify.lengths(numbers)
     captured, text = captures(fn, call, numbers, settings)
     found = roles(captured[-1].graph)
+    turning = sorted(turning_lengths(captured))
+    if turning and turning[-1] > FARTHEST:
+        raise Unliftable(f"its masks turn at {turning[-1]} tokens, more than can be tried")
+    tried = sorted({*tried, *turning})
     narrow = _fewer_heads(call)
     other = load("draft", Verdict("", "", text)).run
     try:

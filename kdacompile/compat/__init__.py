@@ -64,6 +64,7 @@ from kdacompile.compat.reporting import (
 from kdacompile.compat.symbols import (
     NoHint,
     allowed,
+    arithmetic_of,
     backed_hints,
     free_symbols,
     in_range,
@@ -74,6 +75,7 @@ from kdacompile.compat.symbols import (
     shape_env,
     size_at,
     size_hint,
+    symbolic_sizes,
     tie,
 )
 
@@ -88,6 +90,7 @@ __all__ = [
     "ShortenTraceback",
     "allowed",
     "aot_eager",
+    "arithmetic_of",
     "as_passes",
     "attribute",
     "backed_hints",
@@ -132,6 +135,7 @@ __all__ = [
     "size_hint",
     "source_name",
     "switches_modes",
+    "symbolic_sizes",
     "tie",
     "trace_artifact",
     "transforms",

@@ -42,6 +42,38 @@ def free_symbols(value: Any) -> set[Any]:
     return set()
 
 
+def symbolic_sizes(value: Any) -> list[Any]:
+    """The symbolic numbers in what a node yields: itself, or a tensor's sizes."""
+    items = tuple(value.shape) if isinstance(value, torch.Tensor) else (value,)
+    return [item for item in items if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool))]
+
+
+_ARITHMETIC = frozenset("Add Mul Symbol Integer NegativeOne One Zero FloorDiv CleanDiv Mod PythonMod Max Min".split())
+"""Sums, products, quotients rounded down, remainders, the larger and the smaller of sizes and whole numbers."""
+_ROUNDED = frozenset("CeilToInt FloorToInt TruncToInt".split())
+
+
+def arithmetic_of(size: Any) -> tuple[set[int], str]:
+    """The whole numbers in a symbolic number, and the first function in it that is more than arithmetic, or ""."""
+    expr = sympy.sympify(size.node.expr)
+    if not any(symbol_is_type(symbol, SymT.SIZE) for symbol in expr.free_symbols):
+        return set(), ""  # a number of the call's, which a guard fixes
+    numbers: set[int] = set()
+    stack = [expr]
+    while stack:
+        part = stack.pop()
+        name = type(part).__name__
+        if isinstance(part, sympy.Integer):
+            numbers.add(abs(int(part)))
+        elif name in _ROUNDED and type(part.args[0]).__name__ == "IntTrueDiv":
+            stack += part.args[0].args
+        elif name in _ARITHMETIC or (isinstance(part, sympy.Pow) and part.exp.is_Integer and part.exp > 0):
+            stack += part.args
+        else:
+            return numbers, name
+    return numbers, ""
+
+
 def is_unbacked(symbol: Any) -> bool:
     return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
 

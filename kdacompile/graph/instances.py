@@ -18,6 +18,8 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.graph.build import Held, functional_graph
 from kdacompile.graph.ir import Graph
+from kdacompile.graph.positions import NotAffine
+from kdacompile.graph.turns import Turns
 
 Sizes = dict[Any, int]
 """A value for each symbol."""
@@ -32,6 +34,8 @@ FARTHEST = 4096
 
 _STEPS = (1, 2, 3, 5, 7, 4, 8, 16, 32, 64, 128, 256, -1, -2, -3, -4, -8, -16, -32, -64)
 _MAX_TRIES = 4096
+_MOST_TURNS = 6
+_LONGEST_STEP = 65
 
 
 class CannotInstantiate(Exception):
@@ -52,12 +56,17 @@ class Instances:
         self.known: dict[tuple[tuple[str, int], ...], Graph] = {}
 
     def anywhere(
-        self, nodes: Collection[fx.Node], disagreement: Callable[[Sizes], str | None], tied: Ties = NO_TIES
+        self,
+        nodes: Collection[fx.Node],
+        disagreement: Callable[[Sizes], str | None],
+        tied: Ties = NO_TIES,
+        turns: Turns | None = None,
     ) -> str | None:
         """The first reason that ``disagreement`` gives at other sizes of these nodes; None if there is none.
 
         Symbolic floats (a scale, under ``dynamic=True``) are fixed by a guard: a match has their numbers in it.
-        ``tied`` symbols have the sizes of those they are mapped to.
+        ``tied`` symbols have the sizes of those they are mapped to. Where ``turns`` has comparisons that have come out
+        one way so far, sizes at which they come out the other way are looked at as well.
         """
         symbols = set[Any]().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
         if not symbols:
@@ -71,15 +80,29 @@ class Instances:
         if not symbols:
             return None
         try:
-            others = list(other_sizes(compat.shape_env(self.nodes), symbols, numbers_in(nodes), tied))
-            for sizes in others:
+            numbers = numbers_in(nodes) | computed_with(nodes)
+            for sizes in self.chosen(symbols, numbers, tied, turns):
                 reason = disagreement(sizes)
                 if reason is not None:
                     where = ", ".join(f"{symbol} = {sizes[symbol]}" for symbol in sorted(symbols, key=str))
                     return f"{reason} (at {where})"
-        except CannotInstantiate as error:
+        except (CannotInstantiate, NotAffine) as error:
             return str(error)
         return None
+
+    def chosen(self, symbols: set[Any], numbers: Iterable[int], tied: Ties, turns: Turns | None) -> Iterator[Sizes]:
+        """Other sizes to look at, each once the ones before have been looked at."""
+        env = compat.shape_env(self.nodes)
+        yield from other_sizes(env, symbols, numbers, tied)
+        hints = compat.backed_hints(env)
+        for _ in range(_MOST_TURNS if turns is not None else 0):
+            wanted = next(turns.further(hints, symbols), None) if turns is not None else None
+            found = None if wanted is None else _near(env, hints, wanted, tied)
+            if found is None:  # none, or none that the graph's guards allow
+                return
+            yield found
+        if turns is not None:
+            raise CannotInstantiate("the region decides something at too many sizes to try them all")
 
     def at(self, sizes: Sizes) -> Graph:
         key = tuple(sorted((str(symbol), size) for symbol, size in sizes.items()))
@@ -139,6 +162,18 @@ def _first_allowed(
     return None
 
 
+def _near(env: Any, hints: Sizes, wanted: Sizes, tied: Ties) -> Sizes | None:
+    """Sizes at or a little beyond those that are wanted."""
+    if max(wanted.values()) > FARTHEST:
+        raise CannotInstantiate(f"the region decides something at {max(wanted.values())}, too large a size to try")
+    symbols = sorted(wanted, key=str)
+
+    def beyond(hint: int, turn: int) -> list[int]:
+        return [wanted[symbols[turn]] + step for step in range(_LONGEST_STEP)]
+
+    return _first_allowed(env, hints, symbols, beyond, tied)
+
+
 def _diagonally(options: list[list[int]]) -> Iterator[tuple[int, ...]]:
     """All combinations, those that take early options of every symbol first."""
     longest = max(map(len, options), default=0)
@@ -167,4 +202,18 @@ def numbers_in(nodes: Iterable[fx.Node]) -> set[int]:
     for node in nodes:
         if node.op in ("call_function", "call_method"):
             visit([*node.args, *node.kwargs.values()])
+    return found
+
+
+def computed_with(nodes: Iterable[fx.Node]) -> set[int]:
+    """The numbers that sizes are divided by, or compared with, on their way into these nodes; CannotInstantiate where
+    they are computed with otherwise.
+    """
+    found: set[int] = set()
+    for node in nodes:
+        for size in compat.symbolic_sizes(compat.example_value(node)):
+            numbers, unknown = compat.arithmetic_of(size)
+            if unknown:
+                raise CannotInstantiate(f"a number is made of a size by {unknown}")
+            found |= {number for number in numbers if number >= 2}
     return found

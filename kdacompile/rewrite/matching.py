@@ -17,6 +17,7 @@ from kdacompile import compat
 from kdacompile.graph.instances import NO_TIES, Instances, Sizes, Ties
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
 from kdacompile.graph.readings import Readings
+from kdacompile.graph.turns import Turns
 from kdacompile.patterns.engine.match import B, Candidate, Match, Obstacle, Verdict
 from kdacompile.patterns.engine.spec import Inner, R, Spec
 from kdacompile.report import findings, loops, trace
@@ -242,6 +243,7 @@ class Matching(Generic[R, B]):
 
     def disagreement(self, graph: Graph, match: Match[B], tied: Ties = NO_TIES) -> str | None:
         """Why the match might not hold at all sizes that the graph allows; None if it does, as far as others tell."""
+        turns = Turns(_region(match))
 
         def compare(sizes: Sizes) -> str | None:
             other, regions = self.context.at(sizes, self.spec)
@@ -252,10 +254,12 @@ class Matching(Generic[R, B]):
             if not alike:
                 return "the roles do not fit at other sizes"
             found = replace(found, bindings=alike)
-            same = (again.binding.same_as(match.binding) for again in self.forms(other, found, self.judge(found)))
-            return None if any(same) else "the region computes something else at other sizes"
+            for again in self.forms(other, found, self.judge(found)):
+                if again.binding.same_as(match.binding):
+                    return turns.add(sizes, _region(again))
+            return "the region computes something else at other sizes"
 
-        return self.context.instances.anywhere(_nodes(match), compare, tied)
+        return self.context.instances.anywhere(_nodes(match), compare, tied, turns)
 
     def holds_at_equal_sizes(self, graph: Graph, match: Match[B]) -> bool:
         """Whether the match holds wherever two sizes are equal that are now; then that is guarded."""
@@ -285,6 +289,12 @@ class Matching(Generic[R, B]):
         self.context.instances.anywhere(_nodes_of(candidate.ops, candidate.cut), look)
         candidate.bindings = left
         return 0 < len(left) < len(bindings)
+
+
+def _region(match: Match[Any]) -> set[Op]:
+    """All between the inputs of a match and its results, constants included."""
+    inputs = {placement.value for placement in match.inputs.values()}
+    return ancestors(match.candidate.outputs, inputs.__contains__)
 
 
 def _nodes(match: Match[Any]) -> set[fx.Node]:

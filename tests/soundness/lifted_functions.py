@@ -239,3 +239,28 @@ GRADIENTS: dict[str, Callable[..., Tensor]] = {
     "always": _truncated(lambda state, t: state.detach()),
     "by name": _truncated(lambda state, t: getattr(state, "det" + "ach")() if t > 20 else state),
 }
+
+
+def _positions(shape: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Causal linear attention as a product of matrices, with weights from the tokens' numbers."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = v
+        for _ in range(1):
+            place = torch.arange(q.shape[1])
+            mask = shape(place[:, None], place[None, :]).to(q.dtype)
+            scores = q.transpose(1, 2) @ k.transpose(1, 2).transpose(-1, -2) * mask.tril()
+            out = (scores @ v.transpose(1, 2)).transpose(1, 2)
+        return out
+
+    return fn
+
+
+MASKS: dict[str, Callable[..., Tensor]] = {
+    "shifted": _positions(lambda i, j: (i >> 8) == (j >> 8)),
+    "blocks": _positions(lambda i, j: i // (EIGHT + EIGHT) // (EIGHT + EIGHT) == j // (EIGHT + EIGHT) // (EIGHT * 2)),
+    "fraction": _positions(lambda i, j: (i - j) * 0.004 < 1),
+    "root": _positions(lambda i, j: (i - j).clamp(min=0).float().sqrt() < 16),
+    "int8": _positions(lambda i, j: i.to(torch.int8) >= j.to(torch.int8)),
+    "square": _positions(lambda i, j: (i - j) * (i - j) < 62_000),
+}

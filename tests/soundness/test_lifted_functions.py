@@ -49,6 +49,11 @@ def test_loop_indices(name: str) -> None:
     lengths(attacks.INDICES[name])
 
 
+@pytest.mark.parametrize("name", attacks.MASKS)
+def test_masks_made_of_positions(name: str) -> None:
+    lengths(attacks.MASKS[name])
+
+
 @pytest.mark.parametrize("name", attacks.OBJECTS)
 def test_objects(name: str) -> None:
     q, k, v = operands(24)

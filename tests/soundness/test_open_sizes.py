@@ -1,0 +1,109 @@
+"""Regions with an open length: what holds at the captured length only is left alone, and right at every length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.backend.layers import delta_arguments, patterns
+from tests.backend.test_dynamic import at_each, every
+
+Mask = Callable[[Tensor, Tensor], Tensor]
+
+SHORT, LONG = 48, 400
+EIGHT = 8
+
+
+def attention(mask: Mask, dtype: torch.dtype = torch.int64) -> Callable[..., Tensor]:
+    """Linear attention over [B, T, H, D], where ``mask(i, j)`` weighs token j for token i."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        place = torch.arange(q.shape[2], dtype=dtype)
+        weights = mask(place[:, None], place[None, :]).to(q.dtype)
+        return ((q @ k.transpose(-1, -2) * weights.tril()) @ v).transpose(1, 2)
+
+    return fn
+
+
+def blocks(i: Tensor, size: int) -> Tensor:
+    return torch.arange(i.numel() // size).repeat_interleave(size)
+
+
+def split_tokens(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Every token counts, and those past 160 twice."""
+    many = EIGHT * 20
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    v = torch.cat([v[:, :, :many], v[:, :, many:] * 2], 2)
+    return ((q @ k.transpose(-1, -2)).tril() @ v).transpose(1, 2)
+
+
+def scaled_past(many: int) -> Callable[..., Tensor]:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return ((q * (1 + q.shape[2] // (many * 2)) @ k.transpose(-1, -2)).tril() @ v).transpose(1, 2)
+
+    return fn
+
+
+def window_of_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Blocks of 16 tokens see the four before them."""
+    place = torch.arange(q.shape[1]).view(-1, 16)
+    block = (place[:, :1].expand(-1, 16).reshape(-1)).to(torch.float32) / 16
+    return attention(lambda i, j: block[:, None] - block[None, :] < 4)(q, k, v)
+
+
+DECLINED: dict[str, Callable[..., Tensor]] = {
+    "shift": attention(lambda i, j: (i >> 8) == (j >> 8)),
+    "divided twice": attention(lambda i, j: i // 16 // 16 == j // 16 // 16),
+    "fraction": attention(lambda i, j: (i - j) * 0.004 < 1),
+    "root": attention(lambda i, j: (i - j).clamp(min=0).sqrt() < 16),
+    "int8": attention(lambda i, j: i >= j, torch.int8),
+    "window of blocks": window_of_blocks,
+    "bfloat16": attention(lambda i, j: i > j - 1, torch.bfloat16),
+    "square": attention(lambda i, j: (i - j) * (i - j) < EIGHT**5),
+    "remainder": attention(lambda i, j: i % (EIGHT * 20) >= j % (EIGHT * 20)),
+    "window made of numbers": attention(lambda i, j: i - j < sum([EIGHT] * 20)),
+    "first tokens": attention(lambda i, j: j < EIGHT * 20),
+    "power": attention(lambda i, j: torch.exp(-(((i - j) / 300.0) ** 8))),
+    "bits": attention(lambda i, j: (i & 256) == (j & 256)),
+    "sum of masks": attention(lambda i, j: (i >= j).to(torch.int64).cumsum(-1) < EIGHT * 20),
+    "logarithm": attention(lambda i, j: torch.log(i - j + 1.0).clamp(min=5) < 5.1),
+    "rounded": attention(lambda i, j: torch.round((i - j) / 500.0) < 0.5),
+    "table": attention(lambda i, j: torch.where(i - j < EIGHT * 20, 1.0, 0.5)),
+    "tokens put together": split_tokens,
+    "a factor from the length": scaled_past(EIGHT * 10),
+    "sigmoid": attention(lambda i, j: torch.sigmoid((EIGHT * 20 - (i - j)) * 50.0)),
+    "triangle": attention(lambda i, j: torch.ones(i.numel(), i.numel()).triu(-EIGHT * 20)),
+    "int16": attention(lambda i, j: (i * 300).to(torch.int16) >= (j * 300).to(torch.int16)),
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_what_is_not_known_at_other_lengths(name: str) -> None:
+    fn = DECLINED[name]
+    calls = [delta_arguments(1, length)[:3] for length in (SHORT, LONG)]
+    agreed, report = at_each(fn, calls, every(3, 1))
+    assert all(agreed), [str(match) for match in report.matches]
+
+
+OPEN: dict[str, Callable[..., Tensor]] = {
+    "causal": attention(lambda i, j: i >= j),
+    "causal in halves": attention(lambda i, j: i + 0.5 > j),
+    "turned around": attention(lambda i, j: (j - i) <= 0),
+    "where": attention(lambda i, j: torch.where(i >= j, 1.0, 0.0)),
+    "counted": attention(lambda i, j: torch.ones_like(i).cumsum(0) >= torch.ones_like(j).cumsum(1)),
+    "float32": attention(lambda i, j: i >= j, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_is_affine_in_positions_stays_open(name: str) -> None:
+    fn = OPEN[name]
+    calls = [delta_arguments(1, length)[:3] for length in (SHORT, LONG)]
+    agreed, report = at_each(fn, calls, every(3, 1))
+    assert all(agreed)
+    assert len(patterns(report)) == 1, str(report)  # one graph for both
