@@ -19,10 +19,13 @@ LOG2E = gl.constexpr(1.4426950408889634)
 STAGES = gl.constexpr(2)  # tiles of q, k and g under way or in use
 
 TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+SEQUENCE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each of four warps holds all 64 tokens
 SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 QUARTER = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE, 2))
+DOWN = gl.constexpr(gl.SliceLayout(1, SQUARE.value))
+ACROSS = gl.constexpr(gl.SliceLayout(0, SQUARE.value))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 TILE4 = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 
@@ -71,6 +74,19 @@ def tf32(x):
 def sigmoid2(x):
     """sigmoid(x / log2 e)"""
     return reciprocal(1.0 + exp2(-x))
+
+
+@gluon.jit
+def magnitude(square):
+    """The power of two 2^e, e in -64 .. 64, with ``square`` in [4^e, 4^(e + 1)): of a row of that squared norm."""
+    e = ((square.to(gl.int32, bitcast=True) >> 23) - 127) >> 1
+    return ((127 + e) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def over(power):
+    """One over a power of two, exactly."""
+    return ((254 << 23) - power.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -271,6 +287,26 @@ def rows_within(tile, live, PACKED: gl.constexpr):
     if PACKED:
         x = gl.where(live, x, 0.0)
     return x
+
+
+@gluon.jit
+def row_factor(square, eps, RAW: gl.constexpr):
+    """What a row of squared norm ``square`` is multiplied by to meet another in a Gram matrix.
+
+    One over its norm; RAW, the power of two that leaves a norm in [1, 2), so that products stay in range and the digits
+    are those of the row as it is. Gram matrices and what leaves are multiplied back.
+    """
+    if RAW:
+        factor = over(magnitude(square))
+    else:
+        factor = gl.rsqrt(square + eps)
+    return factor
+
+
+@gluon.jit
+def keep_line(line, x):
+    """A number of every token [8, 8] into 64 in shared memory."""
+    line.store(gl.reshape(x, [64]))
 
 
 @gluon.jit

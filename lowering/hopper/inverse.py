@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .common import LEFT, TILE, barrier
+from .common import ACROSS, DOWN, LEFT, SEQUENCE, TILE, barrier, magnitude, over, pinned
 
 
 @gluon.jit
@@ -58,12 +58,129 @@ def _invert(A, a, z, i, j, tile_n, tile_x, tile_p):
 
 
 @gluon.jit
-def leave_inverse(A, z, i, j, beta_j, tiles, at: gl.constexpr, d_out, row):
-    """Send M = (I + A)^-1 diag(beta) to the buffer's rows from ``row``; A is in ``tiles[at]`` too, as fp16."""
-    x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-    # The tile that nobody has read since the last barrier.
-    m_out = tiles.index(at + 1)._reinterpret(gl.bfloat16, [64, 64], TILE)
-    m_out.store((x * beta_j[None, :]).to(gl.bfloat16))
+def _split(x):
+    """x as a sum of two bf16, which keep 16 bits of it and all of its range."""
+    high = x.to(gl.bfloat16)
+    return high, (x - high.to(gl.float32)).to(gl.bfloat16)
+
+
+@gluon.jit
+def _keep(x, tile_high, tile_low):
+    """x in two tiles, once nobody reads them any more."""
+    high, low = _split(x)
+    barrier()
+    tile_high._reinterpret(gl.bfloat16, [64, 64], TILE).store(high)
+    tile_low._reinterpret(gl.bfloat16, [64, 64], TILE).store(low)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _times(x, tile_high, tile_low, acc):
+    """acc + x times what was kept."""
+    high, low = _split(x)
+    high = gl.convert_layout(high, LEFT)
+    right_high = tile_high._reinterpret(gl.bfloat16, [64, 64], TILE)
+    acc = warpgroup_mma(gl.convert_layout(low, LEFT), right_high, acc)
+    acc = warpgroup_mma(high, tile_low._reinterpret(gl.bfloat16, [64, 64], TILE), acc)
+    return warpgroup_mma(high, right_high, acc)
+
+
+@gluon.jit
+def _invert_unbounded(A, z, i, j, a_high, a_low, high, low):
+    """:func:`_invert` for any A: its products keep 16 bits and fp32's range, and take three times as long.
+
+    Blocks of 1, 2, .. 64 in turn, in a loop, for it is rarely met: X - X L X, L the rest of the next size.
+    """
+    _keep(A, a_high, a_low)
+    x = gl.where(i == j, 1.0, 0.0)
+    for level in range(6):
+        _keep(x, high, low)
+        n = _times(x, a_high, a_low, z)
+        n = gl.where((((i >> level) ^ (j >> level)) == 1) & (i > j), n, 0.0)
+        x = x - _times(n, high, low, z)
+    return x
+
+
+@gluon.jit
+def first_steep(square, beta):
+    """The first token whose step, I - beta k k^T, may enlarge what it meets; 64 without one.
+
+    square: |k|^2; both of all 64 tokens in every warp. Until there every product of the inverse is one of contractions,
+    and fp16 holds it. Keys that were normalised before they were rounded pass with a beta of 2.
+    """
+    step = square * beta
+    place = gl.arange(0, 64, layout=square.type.layout)
+    return gl.min(gl.where((step >= 0.0) & (step <= 2.03125), 64, place), 0)
+
+
+@gluon.jit
+def factors_of(betas, k_squares, q_squares, scale, RAW: gl.constexpr, CHECKED: gl.constexpr):
+    """Of a tile's Gram matrices: what multiplies rows of A, rows and columns of A_qk (if RAW), rows (if RAW) and
+    columns of M, and the first token from which on fp16 may not hold that.
+
+    RAW keys were divided by powers of two, ``d``: with A = diag(d)^-1 A' diag(d) the inverse of A is
+    diag(d)^-1 (I + A')^-1 diag(d), and the rows of A' have the factors beta d^2.
+    """
+    row = betas.load(DOWN)
+    across = betas.load(ACROSS)
+    down = row
+    q_down = row
+    q_across = across
+    steep = 64
+    if RAW:
+        power = magnitude(k_squares.load(DOWN))
+        row = row * power * power
+        down = over(power)
+        q_down = magnitude(q_squares.load(DOWN)) * scale
+        q_across = magnitude(k_squares.load(ACROSS))
+        across = across * q_across
+    if CHECKED:
+        square = gl.full([64], 1.0, gl.float32, layout=SEQUENCE)
+        if RAW:
+            square = k_squares.load(SEQUENCE)
+        steep = first_steep(square, betas.load(SEQUENCE))
+    return row, q_down, q_across, down, across, steep
+
+
+@gluon.jit
+def _leave(x, down, across, m_out, d_out, row, RAW: gl.constexpr):
+    if RAW:
+        x = x * down[:, None]
+    m_out.store((x * across[None, :]).to(gl.bfloat16))
     fence_async_shared()
     barrier()
     tma.async_copy_shared_to_global(d_out, [row, 0], m_out)
+
+
+@gluon.jit
+def leave_inverse(
+    A, z, i, j, down, across, steep, tiles, at: gl.constexpr, d_out, row, CHECKED: gl.constexpr, RAW: gl.constexpr
+):  # fmt: skip
+    """Send M = diag(down) (I + A)^-1 diag(across) to the buffer's rows from ``row``; ``down`` is 1 unless RAW.
+
+    A is in ``tiles[at]`` too, as fp16. CHECKED: rows from ``steep`` on may have an inverse that fp16 does not hold.
+    The rows before never change with them: outputs are causal bit for bit.
+    """
+    # The tile that nobody has read since the last barrier.
+    m_out = tiles.index(at + 1)._reinterpret(gl.bfloat16, [64, 64], TILE)
+    if CHECKED:
+        if steep < 64:
+            i = pinned(i)  # or the compiler would make the masks of both branches before it knows which one it takes
+            y = _invert_unbounded(
+                A, z, i, j, tiles.index(at), tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3)
+            )  # fmt: skip
+            A = gl.where(i < steep, A, 0.0)
+            barrier()
+            tiles.index(at).store(A.to(gl.float16))
+            fence_async_shared()
+            barrier()
+            x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
+            _leave(gl.where(i < steep, x, y), down, across, m_out, d_out, row, RAW)
+        else:
+            i = pinned(i)
+            x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
+            _leave(x, down, across, m_out, d_out, row, RAW)
+    else:
+        x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
+        _leave(x, down, across, m_out, d_out, row, RAW)

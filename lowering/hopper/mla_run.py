@@ -16,7 +16,8 @@ from ..scratch import Scratch
 from ..split import BLOCK
 from ..triton.mla_run import Results, decodes, device_of, on
 from . import run
-from .run import LOG2E, aligned, described
+from .descriptors import aligned, described
+from .launches import LOG2E
 
 RANK, ROPE = 512, 64
 ROWS = 64  # of a tile

@@ -50,13 +50,16 @@ from .common import (
     fetch_bias,
     given_beta,
     given_rate,
+    keep_line,
     locate,
     next_may_start,
     nth_tile,
+    over,
     own_tiles,
     pinned,
     put,
     reciprocal,
+    row_factor,
     rows_layout,
     rows_of,
     rows_within,
@@ -64,7 +67,7 @@ from .common import (
     squares_rows,
     stores_done,
 )
-from .inverse import leave_inverse
+from .inverse import factors_of, leave_inverse
 
 
 @gluon.jit
@@ -106,9 +109,9 @@ def _sum_before(sums, group, LINE: gl.constexpr):
 def _row_warps(
     d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay, announced,
     T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, bound, shift, unshift,
-    inputs, rows, columns, betas, sums, full, ready, free,
+    inputs, rows, columns, betas, norms, sums, full, ready, free,
     HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr, READY: gl.constexpr,
+    PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = inputs.shape[2]
     ROWS: gl.constexpr = rows_layout(WIDTH)
@@ -142,9 +145,16 @@ def _row_warps(
         within = gl.associative_scan(g, 1, add)
         sums.store(gl.sum(g, 1))
         k = rows_within(inputs.index(3 * stage + 1), live, PACKED)
-        k_norm = gl.rsqrt(gl.sum(k * k, 2) + eps)[:, :, None]
+        k_square = gl.sum(k * k, 2)
+        k_norm = row_factor(k_square, eps, RAW)[:, :, None]
         q = rows_within(inputs.index(3 * stage + 2), live, PACKED)
-        q_norm = (gl.rsqrt(gl.sum(q * q, 2) + eps) * scale)[:, :, None]
+        q_square = gl.sum(q * q, 2)
+        q_norm = row_factor(q_square, eps, RAW)[:, :, None]
+        if RAW:
+            keep_line(norms.index(2 * (it & 1)), k_square)
+            keep_line(norms.index(2 * (it & 1) + 1), q_square)
+        else:
+            q_norm *= scale
         barrier()
         if READY:
             announce(announced + last, it > 0)
@@ -161,11 +171,17 @@ def _row_warps(
         q = rows_within(inputs.index(3 * stage + 2), live, PACKED) * q_norm * up
         mbarrier.wait(free, (it & 1) ^ 1)
         put(rows.slice(64, 64, 0), q)
-        gl.store(out + 64 * WIDTH + to, (q * unshift * start).to(gl.bfloat16))
+        q *= unshift * start
+        if RAW:
+            q *= over(q_norm) * scale
+        gl.store(out + 64 * WIDTH + to, q.to(gl.bfloat16))
         k = rows_within(inputs.index(3 * stage + 1), live, PACKED) * k_norm
         k_up = k * up
         put(rows.slice(0, 64, 0), k_up)
-        gl.store(out + to, (k_up * unshift * start).to(gl.bfloat16))
+        k_gated = k_up * (unshift * start)
+        if RAW:
+            k_gated *= over(k_norm)
+        gl.store(out + to, k_gated.to(gl.bfloat16))
         k_down = k * reciprocal(up)
         put(columns.index(0), k_down)
         k_end = k_down * exp2(gl.where(low, half0, half1) + shift)
@@ -175,7 +191,10 @@ def _row_warps(
         mbarrier.arrive(ready, count=1)
         then = nth_tile(it + STAGES, begin, total, block, step, rounds, early)
         _load_tile(then, total, T, HV, GROUP, batch, first, places, d_q, d_k, d_g, inputs, full, stage, PACKED)
-        gl.store(out + 128 * WIDTH + to, (k_end * gl.where(low, decay1, 1.0)).to(gl.bfloat16))
+        k_end *= gl.where(low, decay1, 1.0)
+        if RAW:
+            k_end *= over(k_norm)
+        gl.store(out + 128 * WIDTH + to, k_end.to(gl.bfloat16))
         last = c
     if READY:
         barrier()
@@ -203,8 +222,9 @@ def _select(same, cross, i, j, unshift):
 
 @gluon.jit
 def _gram_warps(
-    d_out, announced, HV, first, places, begin, total, rounds, early, unshift, rows, columns, betas, tiles, ready, free,
-    PACKED: gl.constexpr, READY: gl.constexpr,
+    d_out, announced, HV, first, places, begin, total, rounds, early, scale, unshift,
+    rows, columns, betas, norms, tiles, ready, free,
+    PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr, CHECKED: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = rows.shape[1]
     SQUARES: gl.constexpr = squares_rows(WIDTH)
@@ -222,8 +242,9 @@ def _gram_warps(
         mbarrier.wait(ready, it & 1)
         k_same, k_cross = _gram(rows.slice(0, 64, 0), columns)
         q_same, q_cross = _gram(rows.slice(64, 64, 0), columns)
-        beta_i = betas.index(it & 1).load(gl.SliceLayout(1, SQUARE))
-        beta_j = betas.index(it & 1).load(gl.SliceLayout(0, SQUARE))
+        beta_i, q_down, q_across, down, across, steep = factors_of(
+            betas.index(it & 1), norms.index(2 * (it & 1)), norms.index(2 * (it & 1) + 1), scale, RAW, CHECKED
+        )
         stores_done(READY)
         barrier()
         if READY:
@@ -232,13 +253,15 @@ def _gram_warps(
         A = gl.where(i > j, _select(k_same, k_cross, i, j, unshift) * beta_i[:, None], 0.0)
         tiles.index(0).store(A.to(gl.float16))
         q_same, q_cross = warpgroup_mma_wait(0, [q_same, q_cross])
-        qk = gl.where(i >= j, _select(q_same, q_cross, i, j, unshift), 0.0)
-        qk_out.store(qk.to(gl.bfloat16))
+        qk = _select(q_same, q_cross, i, j, unshift)
+        if RAW:
+            qk = qk * q_down[:, None] * q_across[None, :]
+        qk_out.store(gl.where(i >= j, qk, 0.0).to(gl.bfloat16))
         fence_async_shared()
         barrier()
         mbarrier.arrive(free, count=1)
         tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
-        leave_inverse(A, z, i, j, beta_j, tiles, 0, d_out, row)
+        leave_inverse(A, z, i, j, down, across, steep, tiles, 0, d_out, row, CHECKED, RAW)
         last = c
     stores_done(READY)
     if READY:
@@ -253,7 +276,7 @@ def prepare(
     d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, d_out, decay, announced,
     T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, bound, shift, unshift,
     HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr, READY: gl.constexpr, GRAM_REGISTERS: gl.constexpr, WIDTH: gl.constexpr,
+    PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr, GRAM_REGISTERS: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Chunks ``first .. first + chunks`` of every batch entry and value head: ``total`` tiles; those from ``begin`` on.
 
@@ -267,6 +290,8 @@ def prepare(
     tiles = gl.allocate_shared_memory(gl.float16, [5, 64, 64], TILE)
     sums = gl.allocate_shared_memory(gl.float32, [8, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     betas = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    norms = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # squared, if RAW
+    CHECKED: gl.constexpr = RAW
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -283,12 +308,12 @@ def prepare(
             (_row_warps, (
                 d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay, announced,
                 T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, bound, shift, unshift,
-                inputs, rows, columns, betas, sums, full, ready, free,
-                HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY,
+                inputs, rows, columns, betas, norms, sums, full, ready, free,
+                HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY, RAW,
             )),
             (_gram_warps, (
-                d_out, announced, HV, first, places, begin, total, rounds, early, unshift, rows, columns, betas, tiles,
-                ready, free, PACKED, READY,
+                d_out, announced, HV, first, places, begin, total, rounds, early, scale, unshift,
+                rows, columns, betas, norms, tiles, ready, free, PACKED, READY, RAW, CHECKED,
             )),
         ],
         [4], [GRAM_REGISTERS],

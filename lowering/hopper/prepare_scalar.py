@@ -29,6 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .common import (
+    ACROSS,
+    DOWN,
+    SEQUENCE,
     SQUARE,
     TILE,
     TILE4,
@@ -41,20 +44,19 @@ from .common import (
     given_rate,
     locate,
     log2_gate,
+    magnitude,
     next_may_start,
     nth_tile,
+    over,
     pinned,
     squares_rows,
     stores_done,
     tile_count,
     tiles_of,
 )
-from .inverse import leave_inverse
+from .inverse import first_steep, leave_inverse
 
 GROUPS = gl.constexpr(3)
-SEQUENCE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # every warp holds all 64 tokens
-DOWN = gl.constexpr(gl.SliceLayout(1, SQUARE.value))
-ACROSS = gl.constexpr(gl.SliceLayout(0, SQUARE.value))
 
 
 @gluon.jit
@@ -73,7 +75,7 @@ def _load_tile(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, q_tile, k
 @gluon.jit
 def _fetch(
     c, total, T, HV, batch, first, places, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, place,
-    HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, PACKED: gl.constexpr,
+    HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, PACKED: gl.constexpr, FN: gl.constexpr,
 ):  # fmt: skip
     """What a tile needs besides q and k: first token, end of its sequence, A_log, beta, g and dt_bias as given."""
     i_b, start, end, i_h, A, b = fetch(
@@ -81,8 +83,10 @@ def _fetch(
         HAS_A, HAS_BETA, PACKED,
     )  # fmt: skip
     token = start + place
-    at = g + i_b.to(gl.int64) * g_sb + i_h.to(gl.int64) * g_sh + token.to(gl.int64) * g_st
-    x = gl.load(at, mask=token < end, other=0.0)
+    x = token
+    if FN != "none":
+        at = g + i_b.to(gl.int64) * g_sb + i_h.to(gl.int64) * g_sh + token.to(gl.int64) * g_st
+        x = gl.load(at, mask=token < end, other=0.0)
     bias = i_h
     if HAS_DT:
         bias = gl.load(dt_bias + i_h)
@@ -90,9 +94,9 @@ def _fetch(
 
 
 @gluon.jit
-def _norms(gram, same, eps):
-    """One over the norms of what a Gram matrix is of, from its diagonal."""
-    return gl.rsqrt(gl.sum(gl.where(same, gram, 0.0), 1) + eps)
+def squares_of(gram, same):
+    """The squared norms of what a Gram matrix is of, from its diagonal."""
+    return gl.sum(gl.where(same, gram, 0.0), 1)
 
 
 @gluon.jit
@@ -101,8 +105,9 @@ def _group(
     T, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
     inputs, tiles, lines, fulls, WHICH: gl.constexpr,
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr, READY: gl.constexpr,
+    PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr,
 ):  # fmt: skip
+    CHECKED: gl.constexpr = RAW
     WIDTH: gl.constexpr = inputs.shape[2]
     SQUARES: gl.constexpr = squares_rows(WIDTH)
     k_tile = inputs.index(2 * WHICH)
@@ -125,7 +130,7 @@ def _group(
     _load_tile(c0, total, T, HV, GROUP, batch, first, places, d_q, d_k, q_tile, k_tile, full, PACKED)
     start, end, A_log_h, b, x, bias = _fetch(
         c0, total, T, HV, batch, first, places, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh,
-        place, HAS_A, HAS_DT, HAS_BETA, PACKED,
+        place, HAS_A, HAS_DT, HAS_BETA, PACKED, FN,
     )  # fmt: skip
     last = begin
     for n in range(count):
@@ -133,7 +138,8 @@ def _group(
         then = nth_tile(n + 1, begin, total, worker, workers, rounds, early)
         mbarrier.wait(full, n & 1)
         keys = k_tile.permute((1, 0))
-        qq = warpgroup_mma(q_tile, q_tile.permute((1, 0)), z, use_acc=False, is_async=True)
+        if not RAW:
+            qq = warpgroup_mma(q_tile, q_tile.permute((1, 0)), z, use_acc=False, is_async=True)
         kk = warpgroup_mma(k_tile, keys, z, use_acc=False, is_async=True)
         gate = x.to(gl.float32)
         if HAS_DT:
@@ -145,16 +151,24 @@ def _group(
         tokens_left = end - start
         start, end, A_log_h, b, x, bias = _fetch(
             then, total, T, HV, batch, first, places, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st,
-            beta_sh, place, HAS_A, HAS_DT, HAS_BETA, PACKED,
+            beta_sh, place, HAS_A, HAS_DT, HAS_BETA, PACKED, FN,
         )  # fmt: skip
         i = pinned(i0)[:, None]
         j = j0[None, :]
-        qq = warpgroup_mma_wait(1, [qq])
-        q_norm = _norms(qq, i == j, eps) * scale
+        if RAW:
+            q_norm = gl.full([64], 1.0, gl.float32, layout=DOWN) * scale
+        else:
+            qq = warpgroup_mma_wait(1, [qq])
+            q_norm = gl.rsqrt(squares_of(qq, i == j) + eps) * scale
         qk = warpgroup_mma(q_tile, keys, z, use_acc=False, is_async=True)
         kk = warpgroup_mma_wait(1, [kk])
-        k_norm = _norms(kk, i == j, eps)
-        norms.store(k_norm)
+        k_square = squares_of(kk, i == j)
+        if RAW:
+            k_norm = gl.full([64], 1.0, gl.float32, layout=DOWN)
+            norms.store(k_square)
+        else:
+            k_norm = gl.rsqrt(k_square + eps)
+            norms.store(k_norm)
         qk = warpgroup_mma_wait(0, [qk])
         stores_done(READY)
         barrier()
@@ -169,8 +183,25 @@ def _group(
         seen = i >= j
         if PACKED:  # the next sequence may be anything
             seen = seen & (i < tokens_left)
-        decays = gl.where(seen, exp2(G_i[:, None] - G_j[None, :]), 0.0) * norms.load(ACROSS)[None, :]
-        A = gl.where(seen & (i > j), kk * decays * (k_norm * beta_i)[:, None], 0.0)
+        decays = gl.where(seen, exp2(G_i[:, None] - G_j[None, :]), 0.0)
+        steep = 64
+        if RAW:  # see ``factors_of``
+            power = magnitude(k_square)
+            power_j = magnitude(norms.load(ACROSS))
+            down = over(power)
+            across = beta_j * power_j
+            A = kk * decays * (power * beta_i)[:, None] * over(power_j)[None, :]
+        else:
+            down = beta_i
+            across = beta_j
+            decays = decays * norms.load(ACROSS)[None, :]
+            A = kk * decays * (k_norm * beta_i)[:, None]
+        if CHECKED:
+            square = gl.full([64], 1.0, gl.float32, layout=SEQUENCE)
+            if RAW:
+                square = norms.load(SEQUENCE)
+            steep = first_steep(square, betas.load(SEQUENCE))
+        A = gl.where(seen & (i > j), A, 0.0)
         tiles.index(5 * WHICH).store(A.to(gl.float16))
         qk_out.store(gl.where(seen, qk * decays * q_norm[:, None], 0.0).to(gl.bfloat16))
         up = exp2(G_i)
@@ -182,7 +213,7 @@ def _group(
         fence_async_shared()
         barrier()
         tma.async_copy_shared_to_global(d_out, [(c + 1) * SQUARES - 64, WIDTH - 64], qk_out)
-        leave_inverse(A, z, i, j, beta_j, tiles, 5 * WHICH, d_out, c * SQUARES)
+        leave_inverse(A, z, i, j, down, across, steep, tiles, 5 * WHICH, d_out, c * SQUARES, CHECKED, RAW)
         last = c
     stores_done(READY)
     if READY:
@@ -195,9 +226,9 @@ def prepare_scalar(
     d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, d_out, factors, announced,
     T, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr, READY: gl.constexpr, WIDTH: gl.constexpr,
+    PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """As :func:`.prepare.prepare`; g ``[B, T, HV]`` with its strides, before the gate function FN."""
+    """As :func:`.prepare.prepare`; g ``[B, T, HV]`` with its strides, before the gate function FN; "none": no gate."""
     inputs = gl.allocate_shared_memory(gl.bfloat16, [2 * GROUPS, 64, WIDTH], TILE)
     tiles = gl.allocate_shared_memory(gl.float16, [5 * GROUPS, 64, 64], TILE)
     lines = gl.allocate_shared_memory(gl.float32, [3 * GROUPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -212,17 +243,17 @@ def prepare_scalar(
             (_group, (
                 d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, d_out, factors,
                 announced, T, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
-                inputs, tiles, lines, full, 0, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY,
+                inputs, tiles, lines, full, 0, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY, RAW,
             )),
             (_group, (
                 d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, d_out, factors,
                 announced, T, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
-                inputs, tiles, lines, full, 1, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY,
+                inputs, tiles, lines, full, 1, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY, RAW,
             )),
             (_group, (
                 d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, d_out, factors,
                 announced, T, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
-                inputs, tiles, lines, full, 2, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY,
+                inputs, tiles, lines, full, 2, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY, RAW,
             )),
         ],
         [4, 4], [168, 168],

@@ -40,21 +40,24 @@ from .common import (
     fetch_bias,
     given_beta,
     given_rate,
+    keep_line,
     locate,
     log2_gate,
     next_may_start,
     nth_tile,
+    over,
     own_tiles,
     pinned,
     put,
     reciprocal,
+    row_factor,
     rows_layout,
     rows_of,
     rows_within,
     squares_rows,
     stores_done,
 )
-from .inverse import leave_inverse
+from .inverse import factors_of, leave_inverse
 
 LEAST = gl.constexpr(14.0)  # 16 of these and SHIFT leave factors between 2^-108 and 2^116: elements of q and k as
 SHIFT = gl.constexpr(116.0)  # small as 2^-10, times these, are normal numbers in bf16
@@ -125,9 +128,9 @@ def _sums_around(sums, group, LINE: gl.constexpr):
 def _row_warps(
     d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
     T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
-    inputs, gates, rows, columns, betas, sums, full, full_gates, ready, free,
+    inputs, gates, rows, columns, betas, norms, sums, full, full_gates, ready, free,
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr,
+    PACKED: gl.constexpr, RAW: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = inputs.shape[2]
     ROWS: gl.constexpr = rows_layout(WIDTH)
@@ -163,12 +166,25 @@ def _row_warps(
         q_tile = inputs.index(2 * stage + 1)
         mbarrier.wait(full.index(stage), (it >> 1) & 1)
         k = rows_within(k_tile, live, PACKED)
-        k_norm = gl.rsqrt(gl.sum(k * k, 2) + eps)[:, :, None]
+        k_square = gl.sum(k * k, 2)
+        k_norm = row_factor(k_square, eps, RAW)[:, :, None]
         q = rows_within(q_tile, live, PACKED)
-        q_norm = (gl.rsqrt(gl.sum(q * q, 2) + eps) * scale)[:, :, None]
+        q_square = gl.sum(q * q, 2)
+        q_norm = row_factor(q_square, eps, RAW)[:, :, None]
+        if RAW:
+            keep_line(norms.index(2 * (it & 1)), k_square)
+            keep_line(norms.index(2 * (it & 1) + 1), q_square)
+        else:
+            q_norm *= scale
         barrier()
         _load_gates(then, total, T, HV, batch, first, places, d_g, gates, full_gates, PACKED)
-        out = buffer + c.to(gl.int64) * ((192 + squares_rows(WIDTH)) * WIDTH)
+        if DELTA:
+            out = buffer + c.to(gl.int64) * ((192 + squares_rows(WIDTH)) * WIDTH)
+            out_q = out + 64 * WIDTH
+            out_end = out + 128 * WIDTH
+        else:
+            out_q = buffer + c.to(gl.int64) * (128 * WIDTH + 64 * 64)
+            out_end = out_q + 64 * WIDTH
         before, own, near, far, after, whole = _sums_around(sums.index(0), group, LINE)
         inside = _sum_inside(sums.index(0), group, LINE)
         gl.store(decay + c.to(gl.int64) * WIDTH + column[None, None, :], exp2(whole))
@@ -178,12 +194,19 @@ def _row_warps(
         mbarrier.wait(free, (it & 1) ^ 1)
         # The tiles of the chunk before are free as well: q and k, and the columns that took their place.
         _load_rows(then, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, full, stage ^ 1, PACKED)
-        put(rows.slice(64, 64, 0), q * up)
-        gl.store(out + 64 * WIDTH + to, (q * exp2(within + (inside + before))).to(gl.bfloat16))
+        put(rows.slice(64 if DELTA else 0, 64, 0), q * up)
+        q *= exp2(within + (inside + before))
+        if RAW:
+            q *= over(q_norm) * scale
+        gl.store(out_q + to, q.to(gl.bfloat16))
         k = rows_within(k_tile, live, PACKED) * k_norm
-        put(rows.slice(0, 64, 0), k * up)
         put(columns.index(0), k * reciprocal(up))
-        gl.store(out + to, (k * exp2(within + (inside + before))).to(gl.bfloat16))
+        if DELTA:
+            put(rows.slice(0, 64, 0), k * up)
+            k_gated = k * exp2(within + (inside + before))
+            if RAW:
+                k_gated *= over(k_norm)
+            gl.store(out + to, k_gated.to(gl.bfloat16))
         k = k * exp2((own - inside) - within)
         put(columns.index(1), k)
         near = exp2(near)
@@ -192,7 +215,13 @@ def _row_warps(
         fence_async_shared()
         barrier()
         mbarrier.arrive(ready, count=1)
-        gl.store(out + 128 * WIDTH + to, (k * exp2(after)).to(gl.bfloat16))
+        k *= exp2(after)
+        if RAW:
+            k *= over(k_norm)
+        if not DELTA:  # what is written is beta v; betas [64] as they are laid out, 8 of each warp
+            given = betas.index(it & 1)._reinterpret(gl.float32, [8, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+            k *= given.load(gl.SliceLayout(2, ROWS))[:, :, None]
+        gl.store(out_end + to, k.to(gl.bfloat16))
         c = then
     # Once more, for the last tile: the gram warps announce it when all of it is in memory.
     barrier()
@@ -232,12 +261,13 @@ def _select(same, one, two, three, i, j):
 
 @gluon.jit
 def _gram_warps(
-    d_out, announced, HV, first, places, begin, total, rounds, early, inputs, rows, columns, betas, tiles, ready, free,
-    PACKED: gl.constexpr, READY: gl.constexpr,
+    d_out, announced, HV, first, places, begin, total, rounds, early, scale,
+    inputs, rows, columns, betas, norms, tiles, ready, free,
+    PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr, CHECKED: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = rows.shape[1]
     SQUARES: gl.constexpr = squares_rows(WIDTH)
-    qk_out = tiles.index(4)._reinterpret(gl.bfloat16, [64, 64], TILE)
+    qk_out = tiles.index(4 if DELTA else 0)._reinterpret(gl.bfloat16, [64, 64], TILE)
     z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     i0 = gl.arange(0, 64, layout=gl.SliceLayout(1, SQUARE))
     j0 = gl.arange(0, 64, layout=gl.SliceLayout(0, SQUARE))
@@ -245,7 +275,7 @@ def _gram_warps(
     last = begin
     for it in range(count):
         c = nth_tile(it, begin, total, block, step, rounds, early)
-        row = c * (192 + SQUARES) + 192
+        row = c * (192 + SQUARES) + 192 if DELTA else c * (2 * WIDTH + 64) + 2 * WIDTH
         i = pinned(i0)[:, None]
         j = j0[None, :]
         far = inputs.index(2 * (it & 1))
@@ -256,20 +286,34 @@ def _gram_warps(
         barrier()
         if READY:
             announce(announced + last, it > 0, 2)
-        same, one, two, three = _gram(rows.slice(0, 64, 0), columns, far, farther)
-        beta_i = betas.index(it & 1).load(gl.SliceLayout(1, SQUARE))
-        beta_j = betas.index(it & 1).load(gl.SliceLayout(0, SQUARE))
+        if DELTA:
+            same, one, two, three = _gram(rows.slice(0, 64, 0), columns, far, farther)
+        row_i, q_down, q_across, down, across, steep = factors_of(
+            betas.index(it & 1), norms.index(2 * (it & 1)), norms.index(2 * (it & 1) + 1), scale, RAW, CHECKED
+        )
+        if DELTA:
+            same, one, two, three = warpgroup_mma_wait(0, [same, one, two, three])
+            A = gl.where(i > j, _select(same, one, two, three, i, j) * row_i[:, None], 0.0)
+        same, one, two, three = _gram(rows.slice(64 if DELTA else 0, 64, 0), columns, far, farther)
+        if DELTA:
+            tiles.index(0).store(A.to(gl.float16))
         same, one, two, three = warpgroup_mma_wait(0, [same, one, two, three])
-        A = gl.where(i > j, _select(same, one, two, three, i, j) * beta_i[:, None], 0.0)
-        same, one, two, three = _gram(rows.slice(64, 64, 0), columns, far, farther)
-        tiles.index(0).store(A.to(gl.float16))
-        same, one, two, three = warpgroup_mma_wait(0, [same, one, two, three])
-        qk_out.store(gl.where(i >= j, _select(same, one, two, three, i, j), 0.0).to(gl.bfloat16))
+        qk = _select(same, one, two, three, i, j)
+        if RAW:
+            qk = qk * q_down[:, None]
+        if not DELTA:
+            qk = qk * across[None, :]
+        elif RAW:
+            qk = qk * q_across[None, :]
+        qk_out.store(gl.where(i >= j, qk, 0.0).to(gl.bfloat16))
         fence_async_shared()
         barrier()
         mbarrier.arrive(free, count=1)
-        tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
-        leave_inverse(A, z, i, j, beta_j, tiles, 0, d_out, row)
+        if DELTA:
+            tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
+            leave_inverse(A, z, i, j, down, across, steep, tiles, 0, d_out, row, CHECKED, RAW)
+        else:
+            tma.async_copy_shared_to_global(d_out, [row, 0], qk_out)
         last = c
     stores_done(READY)
     if READY:
@@ -285,18 +329,25 @@ def prepare_unbounded(
     d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, d_out, decay, announced,
     T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr, READY: gl.constexpr, GRAM_REGISTERS: gl.constexpr, WIDTH: gl.constexpr,
+    PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr, DELTA: gl.constexpr, GRAM_REGISTERS: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """As :func:`.prepare.prepare`; d_g in bf16 or fp32, before the gate function FN with ``gate_scale``."""
+    """As :func:`.prepare.prepare`; d_g in bf16 or fp32, before the gate function FN with ``gate_scale``.
+
+    Without the delta rule what is left is Q_gated, beta times K_decayed, and A_qk diag(beta) in 64 rows of 64; d_out
+    then describes the buffer as rows of 64.
+    """
+    CHECKED: gl.constexpr = DELTA and RAW
     inputs = gl.allocate_shared_memory(gl.bfloat16, [4, 64, WIDTH], TILE)
     gates = gl.allocate_shared_memory(
         d_g.dtype, [64, WIDTH], gl.NVMMASharedLayout(128, d_g.dtype.primitive_bitwidth, 2)
     )  # fmt: skip
-    rows = gl.allocate_shared_memory(gl.bfloat16, [128, WIDTH], TILE)
+    rows = gl.allocate_shared_memory(gl.bfloat16, [128 if DELTA else 64, WIDTH], TILE)
     columns = gl.allocate_shared_memory(gl.bfloat16, [2, 64, WIDTH], TILE)
-    tiles = gl.allocate_shared_memory(gl.float16, [5, 64, 64], TILE)
+    tiles = gl.allocate_shared_memory(gl.float16, [5 if DELTA else 1, 64, 64], TILE)
     sums = gl.allocate_shared_memory(gl.float32, [2, 8, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     betas = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    norms = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # squared, if RAW
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     full_gates = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -315,12 +366,12 @@ def prepare_unbounded(
             (_row_warps, (
                 d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
                 T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
-                inputs, gates, rows, columns, betas, sums, full, full_gates, ready, free,
-                FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED,
+                inputs, gates, rows, columns, betas, norms, sums, full, full_gates, ready, free,
+                FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, RAW, DELTA,
             )),
             (_gram_warps, (
-                d_out, announced, HV, first, places, begin, total, rounds, early, inputs, rows, columns, betas, tiles,
-                ready, free, PACKED, READY,
+                d_out, announced, HV, first, places, begin, total, rounds, early, scale,
+                inputs, rows, columns, betas, norms, tiles, ready, free, PACKED, READY, RAW, CHECKED, DELTA,
             )),
         ],
         [4], [GRAM_REGISTERS],

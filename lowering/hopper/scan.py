@@ -47,7 +47,7 @@ LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def _locate_chunks(cu_seqlens, chunk_offsets, T, HV, first, chunks, length, segment, PACKED: gl.constexpr):
+def locate_chunks(cu_seqlens, chunk_offsets, T, HV, first, chunks, length, segment, PACKED: gl.constexpr):
     """Of a block's chunks: sequence, value head, batch entry, the first one's tile, the tiles from one to the next, how
     many there are, the first one's first token, and the end of the sequence."""
     lane = gl.program_id(1)
@@ -89,7 +89,7 @@ def _load_warp(
         stage = n % STAGES
         c = tile + n * step
         if READY:
-            known = _await(announced + tile, n, known, count, step, 1 if SCALAR else 2)
+            known = await_known(announced + tile, n, known, count, step, 1 if SCALAR else 2)
         mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
         bar = full.index(stage)
         mbarrier.expect(bar, (LOADED * 64 * WIDTH + 64 * BV) * 2 + FACTORS * 4)
@@ -114,7 +114,7 @@ def _load_warp(
 
 
 @gluon.jit
-def _await(flags, n, known, count, step, WRITERS: gl.constexpr):
+def await_known(flags, n, known, count, step, WRITERS: gl.constexpr):
     if n >= known:
         known = await_tiles(flags, n, count, step, WRITERS)
     return known
@@ -139,7 +139,7 @@ def _first_state(
 
 
 @gluon.jit
-def _leave_last(
+def leave_last(
     d_o, o_rows, out, out4, o16, i_b, i_h, i_v, token, end, V, HV, some, BV: gl.constexpr, PACKED: gl.constexpr
 ):
     """Store the outputs of the last chunk, whose first token is ``token``; ``some``: whether there is one."""
@@ -164,7 +164,7 @@ def _leave_last(
 
 
 @gluon.jit
-def _clear_beyond(k_rows, left, WARPS: gl.constexpr):
+def clear_beyond(k_rows, left, WARPS: gl.constexpr):
     """Zeros in the rows of the next sequence: what meets them in a product is zero, but they may be infinite or NaN."""
     ACROSS: gl.constexpr = k_rows.shape[1] // 8  # threads
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
@@ -214,7 +214,7 @@ def _state_warps(
         left = end - token - n * 64
         mbarrier.wait(full.index(stage), (n // STAGES) & 1)
         if SCALAR and PACKED:
-            _clear_beyond(k_rows, left, WARPS)
+            clear_beyond(k_rows, left, WARPS)
         v = values.index(stage).permute((1, 0)).load(TOKENS).to(gl.float32)
         KS = warpgroup_mma(S16, k_rows.permute((1, 0)), zero, use_acc=False, is_async=True)
         if OUTPUT:
@@ -272,7 +272,7 @@ def _state_warps(
     if OUTPUT:
         last = token + (count - 1) * 64
         o16 = o.to(gl.bfloat16)
-        _leave_last(d_o, o_rows, out, out4, o16, i_b, i_h, i_v, last, end, V, HV, count > 0, BV, PACKED)
+        leave_last(d_o, o_rows, out, out4, o16, i_b, i_h, i_v, last, end, V, HV, count > 0, BV, PACKED)
     if leaves:
         if not OUTPUT:  # A meets the tensor cores again
             S = gl.where(columns < VP, S, tf32(S))
@@ -304,7 +304,7 @@ def scan(
     """
     i_v = gl.program_id(0)
     segment = gl.program_id(2)
-    i_n, i_h, i_b, tile, step, count, token, end = _locate_chunks(
+    i_n, i_h, i_b, tile, step, count, token, end = locate_chunks(
         cu_seqlens, chunk_offsets, T, HV, first, chunks, length, segment, PACKED
     )  # fmt: skip
     leaves = segment == gl.num_programs(2) - 1

@@ -15,6 +15,8 @@ MAX_SEGMENTS = 64
 # Chunks that a block of the scan holds or loads, by width and columns.
 _STAGES = {(128, 64): 3, (128, 128): 2, (64, 64): 4, (64, 128): 3}
 
+LINEAR_STAGES = {128: 4, 64: 6}  # the same of rows without the delta rule, by width
+
 # Microseconds on an H200.
 _STEP = {(128, 64): 0.96, (128, 128): 2.3, (64, 64): 0.70, (64, 128): 1.6}  # of the scan, by width and columns
 _FIRST, _CROWDED = 0.65, 1.2  # of a scan in segments: a step of its first pass, and of its second, in steps
@@ -23,6 +25,9 @@ _TOGETHER = 10.0  # what a scan loses beside the tiles it waits for
 _BESIDE = 1.08  # how much longer a tile takes beside a scan
 _RUN = 45.0  # another run: kernels that start and end, and share the memory's bandwidth
 _BYTES = 3.3e6  # what a scan reads in one
+# Of rows without the delta rule: a chunk in a block of the scan by width, of the first pass over segments in parts of
+# that, and the state that one of the segments before leaves to a block of the second.
+_LINEAR_STEP, _LINEAR_FIRST, _LOOK_BACK = {128: 0.85, 64: 0.6}, 0.5, 0.5
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Schedule:
     lanes: int
     width: int = 128
     gate: str = "channel"
+    delta: bool = True
     spare: int = 0
     beside: int = 0
     rounds: int = 0
@@ -64,6 +70,8 @@ class Schedule:
         """What the first pass over segments leaves, and the states between them; fp32."""
         lines = (self.lanes, self.width)
         values = self.padded_values
+        if not self.delta:
+            return (self.segments - 1, self.lanes, values, self.width), (self.segments - 1, self.lanes, 1, self.width)
         return (self.segments - 1, *lines, values + self.width), (self.segments, *lines, values)
 
     @property
@@ -71,17 +79,22 @@ class Schedule:
         """What a call allocates between its kernels."""
         segmented = sum(4 * a * b * c * d for a, b, c, d in self.segment_buffers) if self.segments > 1 else 0
         announced = 4 * self.tiles if self.early else 0
-        return self.buffers * self.tiles * tile_bytes(self.gate, self.width) + segmented + announced
+        return self.buffers * self.tiles * self.tile_bytes + segmented + announced
 
     @property
     def step(self) -> float:
         """Microseconds of a chunk in a block of the scan."""
-        return _STEP[self.width, self.columns]
+        return _STEP[self.width, self.columns] if self.delta else _LINEAR_STEP[self.width]
 
     @property
     def stages(self) -> int:
         """Chunks that a block of the scan holds or loads."""
-        return _STAGES[self.width, self.columns]
+        return _STAGES[self.width, self.columns] if self.delta else LINEAR_STAGES[self.width]
+
+    @property
+    def tile_bytes(self) -> int:
+        """What a chunk of one head leaves between the kernels."""
+        return tile_bytes(self.gate, self.width, self.delta)
 
     @property
     def buffers(self) -> int:
@@ -94,18 +107,22 @@ def padded(keys: int) -> int:
     return next(width for width in WIDTHS if keys <= width)
 
 
-def tile_rows(gate: str, width: int) -> int:
+def tile_rows(gate: str, width: int, delta: bool = True) -> int:
     """Rows of ``width`` bf16 that a chunk of one head leaves between the kernels; the last are its square matrices."""
+    if not delta:
+        return 2 * CHUNK + CHUNK * CHUNK // width if gate == "channel" else 0
     return (3 * CHUNK if gate == "channel" else 0) + 2 * CHUNK * CHUNK // width
 
 
-def tile_factors(gate: str, width: int) -> int:
+def tile_factors(gate: str, width: int, delta: bool = True) -> int:
     """fp32 numbers beside them."""
-    return width if gate == "channel" else 4 * CHUNK
+    if gate == "channel":
+        return width
+    return 4 * CHUNK if delta else 0
 
 
-def tile_bytes(gate: str, width: int) -> int:
-    return tile_rows(gate, width) * width * 2 + tile_factors(gate, width) * 4
+def tile_bytes(gate: str, width: int, delta: bool = True) -> int:
+    return tile_rows(gate, width, delta) * width * 2 + tile_factors(gate, width, delta) * 4
 
 
 @cache
@@ -119,27 +136,31 @@ def schedule(
     packed: int | None = None,
     width: int = 128,
     gate: str = "channel",
+    delta: bool = True,
     tile_microseconds: float = 6.0,
 ) -> Schedule:
     """The schedule of ``batch`` entries, or of ``packed`` sequences in one, on a GPU with so many multiprocessors.
 
     The scan's steps depend on each other, and a block fills a multiprocessor: half the columns a block while that
     still lets every block run at once. What the scan leaves idle takes the fastest of segments, tiles that the scan
-    wants last, and the next run's tiles, ``tile_microseconds`` each.
+    wants last, and the next run's tiles, ``tile_microseconds`` each. Without the ``delta`` rule a block always has half
+    the columns, and with a gate per token it prepares its chunks itself.
     """
     chunks = -(-length // CHUNK) if packed is None else length // CHUNK + packed
     lanes = heads * (batch if packed is None else packed)
     tiles = heads * batch
-    columns = 64 if values <= 64 or lanes * -(-values // 64) <= multiprocessors else 128
+    columns = 64 if not delta or values <= 64 or lanes * -(-values // 64) <= multiprocessors else 128
     blocks = -(-values // columns)
-    fits = max(1, SCRATCH_LIMIT // (tiles * tile_bytes(gate, width)))
+    fits = max(1, SCRATCH_LIMIT // max(1, tiles * tile_bytes(gate, width, delta)))
     run = min(chunks, fits)
-    plain = Schedule(chunks, run, columns, 1, blocks * columns, tiles, lanes, width, gate)
+    plain = Schedule(chunks, run, columns, 1, blocks * columns, tiles, lanes, width, gate, delta)
     if packed is not None:
         return plain
     programs, tile = lanes * blocks, tile_microseconds
+    if not delta and gate == "token":
+        return _linear(plain, programs, multiprocessors, 0.0)[0]
     options = [
-        _alone(plain, programs, multiprocessors, tile),
+        (_alone if delta else _linear)(plain, programs, multiprocessors, tile),
         _overlapped(plain, fits // 2, programs, multiprocessors, tile),
     ]
     if run == chunks and columns == 64 and programs < multiprocessors:
@@ -150,6 +171,19 @@ def schedule(
 Option = tuple[Schedule, float]  # and its microseconds, by the rules above
 
 
+def _linear(plain: Schedule, programs: int, multiprocessors: int, tile: float) -> Option:
+    """Without the delta rule: all tiles, then the scan in segments, which need not run at once."""
+    prepared = _prepared(plain.tiles, plain, multiprocessors, tile) if tile else 0.0
+    best = plain, -(-programs // multiprocessors) * plain.run * plain.step
+    for count in range(2, min(MAX_SEGMENTS, plain.run) + 1) if plain.run == plain.chunks else ():
+        chunks = -(-plain.run // count)
+        if -(-plain.run // chunks) == count:
+            first = -(-programs * (count - 1) // multiprocessors) * chunks * plain.step * _LINEAR_FIRST
+            second = -(-programs * count // multiprocessors) * (chunks * plain.step + (count - 1) * _LOOK_BACK)
+            best = min(best, (replace(plain, segments=count), _START + first + second), key=lambda option: option[1])
+    return best[0], len(plain.spans) * (prepared + _START + best[1])
+
+
 def _prepared(tiles: int, plain: Schedule, multiprocessors: int, tile: float) -> float:
     """Microseconds of so many tiles on the whole machine."""
     workers = WORKERS[plain.gate]
@@ -158,7 +192,7 @@ def _prepared(tiles: int, plain: Schedule, multiprocessors: int, tile: float) ->
 
 def _read(plain: Schedule) -> float:
     """Microseconds in which a scan can read what a run of chunks has left."""
-    return plain.tiles * tile_bytes(plain.gate, plain.width) / _BYTES
+    return plain.tiles * plain.tile_bytes / _BYTES
 
 
 def _alone(plain: Schedule, programs: int, multiprocessors: int, tile: float) -> Option:

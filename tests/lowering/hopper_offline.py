@@ -14,9 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kdacompile.lowering.hopper import combine, mla, prepare, prepare_scalar, prepare_unbounded, scan
-from kdacompile.lowering.hopper.run import COMBINED, GRAM_REGISTERS
-from kdacompile.lowering.hopper.schedules import Schedule
+from kdacompile.lowering.hopper import combine, linear, mla, prepare, prepare_scalar, prepare_unbounded, scan
+from kdacompile.lowering.hopper.launches import COMBINED, GRAM_REGISTERS, PLAIN_REGISTERS
+from kdacompile.lowering.hopper.schedules import LINEAR_STAGES, Schedule
 
 TENSORS = {
     "A_log": "*fp32", "dt_bias": "*fp32", "beta": "*bf16", "places": "*i32", "announced": "*i32", "buffer": "*bf16",
@@ -25,23 +25,31 @@ TENSORS = {
 FLAGS = dict.fromkeys(("HAS_A", "HAS_DT", "HAS_BETA", "SIGMOID_BETA"), True)
 
 
-def compile_prepare(packed: bool = False, ready: bool = False, width: int = 128) -> Any:
+def compile_prepare(packed: bool = False, ready: bool = False, width: int = 128, raw: bool = False) -> Any:
     tile = _descriptor(1, 64, 1, width)
     signature = dict.fromkeys(("bound", "shift", "unshift"), "fp32") | {"d_g": tile}
-    return _compile_prepare(prepare.prepare, signature, {"PACKED": packed, "READY": ready, "WIDTH": width})
+    return _compile_prepare(prepare.prepare, signature, {"PACKED": packed, "READY": ready, "WIDTH": width, "RAW": raw})
 
 
 def compile_prepare_unbounded(
-    gate: str = "bf16", packed: bool = False, gate_fn: str = "softplus", ready: bool = False, width: int = 128
+    gate: str = "bf16",
+    packed: bool = False,
+    gate_fn: str = "softplus",
+    ready: bool = False,
+    width: int = 128,
+    raw: bool = False,
+    delta: bool = True,
 ) -> Any:
     signature = {"d_g": _descriptor(1, 64, 1, width, dtype=gate), "gate_scale": "fp32"}
-    constants = {"PACKED": packed, "FN": gate_fn, "READY": ready, "WIDTH": width}
+    constants = {"PACKED": packed, "FN": gate_fn, "READY": ready, "WIDTH": width, "RAW": raw, "DELTA": delta}
     return _compile_prepare(prepare_unbounded.prepare_unbounded, signature, constants)
 
 
-def compile_prepare_scalar(packed: bool = False, ready: bool = False, width: int = 128) -> Any:
+def compile_prepare_scalar(
+    packed: bool = False, ready: bool = False, width: int = 128, raw: bool = False, gate_fn: str = "softplus"
+) -> Any:
     signature = {"g": "*bf16", "gate_scale": "fp32"}
-    constants = {"PACKED": packed, "FN": "softplus", "READY": ready, "WIDTH": width}
+    constants = {"PACKED": packed, "FN": gate_fn, "READY": ready, "WIDTH": width, "RAW": raw}
     return _compile_prepare(prepare_scalar.prepare_scalar, signature, constants, 4)
 
 
@@ -61,6 +69,26 @@ def compile_scan(
     constants = {"BV": columns, "STAGES": plan.stages, "HAS_INITIAL": True, "OUTPUT": output}
     constants |= {"SCALAR": scalar, "READY": ready, "PACKED": packed, "WIDTH": width}
     return _compile(scan.scan, signature | {"chunk_offsets": "*i32"}, constants, columns // 16)
+
+
+def compile_linear(
+    scalar: bool = True,
+    output: bool = True,
+    packed: bool = False,
+    ready: bool = False,
+    raw: bool = True,
+    width: int = 128,
+    gate_fn: str = "log",
+) -> Any:
+    tile, rows = _descriptor(1, 64, 1, 64), _descriptor(1, 64, 1, width)
+    signature = dict.fromkeys(linear.linear.arg_names, "i32") | {"d_q": rows, "d_k": rows, "d_v": tile, "d_o": tile}
+    signature |= {"d_rows": _descriptor(64, width), "d_squares": _descriptor(64, 64), "d_factors": _line(width)}
+    signature |= dict.fromkeys(("announced", "chunk_offsets"), "*i32") | dict.fromkeys(("g", "o_rows", "beta"), "*bf16")
+    signature |= dict.fromkeys(("A_log", "dt_bias", "initial", "ends", "decays", "final"), "*fp32")
+    signature |= {"cu_seqlens": "*i64"} | dict.fromkeys(("scale", "eps", "gate_scale"), "fp32")
+    constants = {"SCALAR": scalar, "OUTPUT": output, "PACKED": packed, "READY": ready, "RAW": raw, "FN": gate_fn}
+    constants |= {**FLAGS, "HAS_INITIAL": True, "STAGES": LINEAR_STAGES[width], "BV": 64, "WIDTH": width}
+    return _compile(linear.linear, signature, constants, 4)
 
 
 def compile_combine(width: int = 128) -> Any:
@@ -98,7 +126,11 @@ def _compile_prepare(kernel: Any, signature: dict[str, str], constants: dict[str
     common = dict.fromkeys(kernel.arg_names, "i32") | TENSORS | {"d_q": tile, "d_k": tile}
     common |= {"d_out": _descriptor(64, 64), "scale": "fp32", "eps": "fp32"}
     common = {name: kind for name, kind in (common | signature).items() if name in kernel.arg_names}
-    constants = {**FLAGS, **constants, "GRAM_REGISTERS": GRAM_REGISTERS[constants["WIDTH"]]}
+    constants = {
+        **FLAGS,
+        **constants,
+        "GRAM_REGISTERS": GRAM_REGISTERS[constants["WIDTH"]] if constants.get("DELTA", True) else PLAIN_REGISTERS,
+    }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     return _compile(kernel, common, constants, warps)
 

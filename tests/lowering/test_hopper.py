@@ -12,7 +12,7 @@ import torch
 
 from kdacompile.lowering import cuda
 from kdacompile.lowering.calls import Call
-from kdacompile.lowering.hopper import HopperKernels, run, schedule, schedules
+from kdacompile.lowering.hopper import HopperKernels, launches, run, schedule, schedules
 from kdacompile.lowering.scratch import Scratch
 
 SHARED_MEMORY = 232448  # bytes a block may have on sm_90
@@ -51,11 +51,8 @@ def test_takes_bounded_kda(hopper: HopperKernels) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"delta": False}, "delta rule"),
-        ({"gate": "head"}, "per channel or per token"),
         ({"gate_fn": "new"}, "gate function 'new'"),
         ({"g": torch.zeros(1, 256, 2, 128, dtype=torch.float16)}, "float32"),
-        ({"qk_l2norm_eps": 0.0}, "unit vectors"),
         ({"out_dtype": torch.float32}, "bfloat16"),
         ({"q": torch.randn(1, 256, 2, 128)}, "bfloat16"),
         ({"v": torch.randn(1, 256, 2, 60, dtype=torch.bfloat16)}, "steps of 8"),
@@ -135,6 +132,19 @@ def test_narrow_heads_leave_fewer_rows(gate: str) -> None:
         assert few.segment_buffers == ((few.segments - 1, 1, width, 64 + width), (few.segments, 1, width, 64))
 
 
+def test_without_the_delta_rule_segments_need_not_run_at_once() -> None:
+    plan = schedule(1, 8192, 96, 128, 132, gate="token", delta=False)
+    assert (plan.columns, plan.tiles * plan.tile_bytes, plan.scratch_bytes > 0) == (64, 0, plan.segments > 1)
+    few = schedule(1, 8192, 4, 128, 132, gate="token", delta=False)
+    assert few.segments > 4
+    assert few.scratch_bytes == 4 * (few.segments - 1) * 4 * (128 * 128 + 128)
+    assert schedule(1, 8192, 4, 128, 132, gate="token", delta=False, packed=3).segments == 1
+    narrow = schedule(1, 8192, 32, 64, 132, width=64, delta=False)
+    assert narrow.tile_bytes == 2 * (2 * 64 * 64 + 64 * 64) + 64 * 4
+    long = schedule(1, 65536, 32, 128, 132, delta=False)
+    assert long.scratch_bytes <= schedules.SCRATCH_LIMIT and len(long.spans) > 1 and long.segments == 1
+
+
 def test_a_scan_that_waits_for_memory_runs_alone() -> None:
     assert schedule(1, 8192, 96, 64, 132, width=64, tile_microseconds=4.1).early == 0
 
@@ -176,7 +186,7 @@ def test_packed_sequences_share_the_buffers() -> None:
 
 POINTERS = frozenset(
     "A_log dt_bias beta places announced buffer decay factors g o_rows initial final cu_seqlens chunk_offsets ends "
-    "states".split()
+    "states decays".split()
 )
 
 
@@ -227,18 +237,50 @@ def test_launches(
 ) -> None:
     """Every launch gives every parameter once, and something of its kind."""
     call = kda_call(length, heads, heads)
-    if gate_fn == "token":
-        call = replace(call, gate="token", gate_fn="log", g=torch.randn(1, length, heads), A_log=None, dt_bias=None)
-    else:
-        call = replace(call, gate_fn=gate_fn)
+    call = log_call(call, "token") if gate_fn == "token" else replace(call, gate_fn=gate_fn)
     assert hopper.declines(call) is None
-    monkeypatch.setattr(run, "_multiprocessors", lambda device: 132)  # pyright: ignore[reportUnknownLambdaType]
-    launches = run._Launches(call, run._schedule(call), Scratch(poison=True))  # pyright: ignore[reportPrivateUsage]
+    assert _launched(call, monkeypatch) == expected
+
+
+def _launched(call: Call, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels of a call on an H200, in order."""
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 132)  # pyright: ignore[reportUnknownLambdaType]
+    made = launches.launches(call, launches.scheduled(call), Scratch(poison=True))
     order: list[str] = []
-    for name in ("scan", "combine", "bounded", "unbounded", "scalar"):
-        setattr(launches, name, Launched(getattr(launches, name), order))
-    launches.run()
-    assert order == expected
+    for name in ("scan", "combine", "linear", "bounded", "unbounded", "scalar"):
+        if hasattr(made, name):
+            setattr(made, name, Launched(getattr(made, name), order))
+    made.run()
+    return order
+
+
+@pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("gate", "heads", "length", "expected"),
+    [
+        ("channel", 32, 2048, ["prepare_unbounded", "linear"]),
+        ("channel", 1, 8192, ["prepare_unbounded", "linear", "linear"]),
+        ("token", 132, 2048, ["linear"]),
+        ("token", 4, 8192, ["linear", "linear"]),
+        ("head", 4, 8192, ["linear", "linear"]),
+        ("none", 4, 8192, ["linear", "linear"]),
+    ],
+)
+def test_launches_without_the_delta_rule(
+    hopper: HopperKernels, monkeypatch: pytest.MonkeyPatch, gate: str, heads: int, length: int, expected: list[str]
+) -> None:
+    call = replace(log_call(kda_call(length, heads, heads), gate), delta=False, beta=None, qk_l2norm_eps=0.0)
+    for one in (call, replace(call, qk_l2norm_eps=1e-6), replace(call, initial_state=torch.zeros(1, heads, 128, 128))):
+        assert hopper.declines(one) is None
+        assert _launched(one, monkeypatch) == expected
+
+
+def log_call(call: Call, gate: str) -> Call:
+    """The call with log gates of another shape."""
+    batch, length, heads, _ = call.v.shape
+    shapes = {"channel": (batch, length, heads, 128), "token": (batch, length, heads), "head": (heads,)}
+    g = torch.randn(shapes[gate]) if gate in shapes else None
+    return replace(call, gate=gate, gate_fn="log", g=g, A_log=None, dt_bias=None)
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
@@ -291,6 +333,39 @@ def test_narrow_heads_compile_for_hopper(kernel: str) -> None:
         "token_scan64": lambda: offline.compile_scan(64, packed=True, scalar=True, width=64),
     }
     _fits(kernels[kernel]())
+
+
+@pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("kernel", ["bounded", "unbounded", "token", "none", "narrow", "linear", "linear_narrow"])
+def test_keys_as_they_are_compile_for_hopper(kernel: str) -> None:
+    from tests.lowering import hopper_offline as offline
+
+    kernels: dict[str, Callable[[], Any]] = {
+        "bounded": lambda: offline.compile_prepare(raw=True),
+        "unbounded": lambda: offline.compile_prepare_unbounded("fp32", raw=True, ready=True, gate_fn="log"),
+        "token": lambda: offline.compile_prepare_scalar(raw=True, packed=True),
+        "none": lambda: offline.compile_prepare_scalar(raw=True, gate_fn="none"),
+        "narrow": lambda: offline.compile_prepare_unbounded(raw=True, width=64),
+        "linear": lambda: offline.compile_prepare_unbounded("fp32", raw=True, delta=False, ready=True),
+        "linear_narrow": lambda: offline.compile_prepare_unbounded(raw=True, delta=False, packed=True, width=64),
+    }
+    _fits(kernels[kernel]())
+
+
+@pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("kernel", ["token", "packed", "normalised", "ends", "channel", "beside", "channel_ends"])
+def test_rows_without_the_delta_rule_compile_into_registers(kernel: str, width: int) -> None:
+    from tests.lowering import hopper_offline as offline
+
+    kernels: dict[str, dict[str, Any]] = {
+        "token": {}, "packed": {"packed": True, "gate_fn": "none"}, "normalised": {"raw": False},
+        "ends": {"output": False}, "channel": {"scalar": False}, "beside": {"scalar": False, "ready": True},
+        "channel_ends": {"scalar": False, "output": False},
+    }  # fmt: skip
+    compiled = offline.compile_linear(**kernels[kernel], width=width)
+    _fits(compiled)
+    assert offline.spilled_bytes(compiled) == 0
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering.calls import Call
-from kdacompile.lowering.hopper import HopperKernels, run, schedule
+from kdacompile.lowering.hopper import HopperKernels, launches, schedule
 from kdacompile.lowering.operands import tensors
 from kdacompile.lowering.run import l2norm
 from kdacompile.lowering.scratch import Scratch
@@ -79,22 +79,17 @@ def log_gates(call: Call, strong: float = 0.0) -> Call:
 def expect(call: Call) -> tuple[Tensor, Tensor]:
     """The fp64 token recurrence."""
     q, k, v, g, beta, state, A_log, dt_bias = (None if x is None else x.double() for x in tensors(call)[:8])
-    assert q is not None and k is not None and v is not None and g is not None
+    assert q is not None and k is not None and v is not None
     q, k = l2norm(q, call.qk_l2norm_eps), l2norm(k, call.qk_l2norm_eps)
-    gates = semantics.log_gate(g, A_log, dt_bias, gate=call.gate, gate_fn=call.gate_fn, gate_scale=call.gate_scale)
+    decays = v.new_ones(*v.shape[:3], 1)
+    if g is not None:
+        gates = semantics.log_gate(g, A_log, dt_bias, gate=call.gate, gate_fn=call.gate_fn, gate_scale=call.gate_scale)
+        gates = gates.expand(*v.shape[:3]) if call.gate == "head" else gates
+        decays = gates if call.gate_fn == "factor" else gates.exp()
+        decays = decays if call.gate == "channel" else decays.unsqueeze(-1)
     if beta is not None and call.sigmoid_beta:
         beta = beta.sigmoid()
-    decays = gates if call.gate_fn == "factor" else gates.exp()
-    return token_recurrence(
-        q,
-        k,
-        v,
-        decays if call.gate == "channel" else decays.unsqueeze(-1),
-        beta,
-        state,
-        delta=True,
-        scale=call.scale,
-    )
+    return token_recurrence(q, k, v, decays, beta, state, delta=call.delta, scale=call.scale)
 
 
 def check(call: Call) -> None:
@@ -104,7 +99,7 @@ def check(call: Call) -> None:
     expected_o, expected_state = expect(call)
     assert relative_error(o, expected_o) <= TOLERANCE
     assert relative_error(state, expected_state) <= TOLERANCE
-    assert scratch.allocated_bytes == run._schedule(call).scratch_bytes  # pyright: ignore[reportPrivateUsage]
+    assert scratch.allocated_bytes == launches.scheduled(call).scratch_bytes
 
 
 @pytest.mark.parametrize("length", [128, 129, 191, 320, 1000])
@@ -204,7 +199,7 @@ def test_packed_neighbours_may_be_nan() -> None:
 @pytest.mark.parametrize(("heads", "length", "keys"), [(1, 5001, 128), (5, 2500, 128), (7, 8200, 128), (5, 4100, 64)])
 def test_segments(heads: int, length: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_call(1, length, heads, keys=keys, gate_fn="softplus", spread=1.0)
-    assert run._schedule(call).segments > 1  # pyright: ignore[reportPrivateUsage]
+    assert launches.scheduled(call).segments > 1
     check(call)
     check(replace(call, initial_state=None))
     assert call.g is not None
@@ -264,7 +259,7 @@ def test_scan_beside_prepare(batch: int, heads: int, group: int, keys: int) -> N
     call = make_call(batch, 2100, heads, group, keys=keys, width=keys, spread=1.0)
     softplus = replace(call, gate_fn="softplus")
     for one in (call, softplus, log_gates(call), scalar(call), scalar(call, "log")):
-        assert run._schedule(one).early > 0  # pyright: ignore[reportPrivateUsage]
+        assert launches.scheduled(one).early > 0
         check(one)
         o, state = KERNELS.run(one)
         again, state_again = KERNELS.run(one)
@@ -330,3 +325,166 @@ def test_deterministic_and_capturable(gate: str) -> None:
         again.fill_(torch.nan)
         graph.replay()
         assert torch.equal(o, again) and torch.equal(state, state_again)
+
+
+# ---- keys as they are
+
+
+def as_given(call: Call, norm: float | None = 1.0) -> Call:
+    """q and k of a norm of their own, or as they are drawn; the kernels do not normalise them."""
+    q, k = call.q, call.k
+    if norm is not None:
+        q, k = ((norm * torch.nn.functional.normalize(x.float(), dim=-1)).bfloat16() for x in (q, k))
+    return replace(call, q=q, k=k, qk_l2norm_eps=0.0)
+
+
+ROWS = ("sigmoid", "softplus", "log", "token", "head", "none")
+
+
+def row(name: str, call: Call) -> Call:
+    """A call with another gate."""
+    if name in ("sigmoid", "softplus"):
+        return replace(call, gate_fn=name)
+    if name == "log":
+        return log_gates(call)
+    if name == "token":
+        return scalar(call, "log", scale=0.3)
+    heads = call.v.shape[2]
+    g = (1 - 2.0 ** (-5 - torch.arange(heads, device="cuda", dtype=torch.float32))).log()
+    return replace(call, gate=name, gate_fn="log", g=g if name == "head" else None, A_log=None, dt_bias=None)
+
+
+@pytest.mark.parametrize("gate", ROWS)
+def test_keys_as_they_are(gate: str) -> None:
+    for batch, length, heads, keys in ((1, 300, 2, 128), (2, 191, 3, 64), (1, 2100, 32, 128)):
+        call = row(gate, make_call(batch, length, heads, keys=keys, width=keys, spread=1.0))
+        check(as_given(call))
+        check(as_given(replace(call, beta=None, sigmoid_beta=False), 0.7))
+
+
+@pytest.mark.parametrize("gate", ROWS)
+@pytest.mark.parametrize("norm", [2.0**-40, 1e-3, 0.25])
+def test_short_keys(gate: str, norm: float) -> None:
+    """What leaves has the digits that the keys have."""
+    call = as_given(row(gate, make_call(1, 300, 2)), norm)
+    check(replace(call, initial_state=None))
+    if norm > 1e-9:
+        check(replace(call, beta=(2 / norm**2) * torch.rand(1, 300, 2, device="cuda"), sigmoid_beta=False))
+
+
+@pytest.mark.parametrize("gate", ROWS)
+def test_steps_that_enlarge(gate: str) -> None:
+    """beta |k|^2 above 2: the inverse has no bound, and fp16 would not hold it."""
+    call = row(gate, make_call(1, 256, 2, initial_state=None))
+    if gate in ("log", "token"):
+        assert call.g is not None
+        call = replace(call, g=call.g - 2.0)
+    decays = gate not in ("head", "none")  # without, what is rounded grows with the state
+    beta = (4 if decays else 2.5) * torch.rand(1, 256, 2, device="cuda")
+    check(as_given(replace(call, beta=beta, sigmoid_beta=False), 1.0))
+    if not decays:
+        return
+    some = torch.where(torch.arange(256, device="cuda")[None, :, None] % 50 == 49, 40.0, 0.5).expand(1, 256, 2)
+    check(as_given(replace(call, beta=some.contiguous(), sigmoid_beta=False), 1.0))
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softplus", "token"])
+def test_steep_steps_change_nothing_before(gate: str) -> None:
+    call = as_given(row(gate, make_call(1, 256, 2)), 1.0)
+    beta = torch.rand(1, 256, 2, device="cuda")
+    o, _ = KERNELS.run(replace(call, beta=beta, sigmoid_beta=False))
+    for cut in (1, 30, 100):
+        later = torch.where(torch.arange(256, device="cuda")[None, :, None] < cut, beta, 5.0)
+        changed, _ = KERNELS.run(replace(call, beta=later, sigmoid_beta=False))
+        assert torch.equal(o[:, :cut], changed[:, :cut])
+        assert not torch.equal(o[:, cut:], changed[:, cut:])
+
+
+# ---- without the delta rule
+
+
+def linear(call: Call, *, beta: bool = False) -> Call:
+    """The call without the delta rule."""
+    return replace(call, delta=False) if beta else replace(call, delta=False, beta=None, sigmoid_beta=False)
+
+
+@pytest.mark.parametrize("gate", ROWS)
+def test_without_the_delta_rule(gate: str) -> None:
+    for batch, length, heads, group in ((1, 128, 1, 1), (2, 191, 3, 2), (1, 1000, 2, 1), (1, 2100, 32, 1)):
+        call = row(gate, make_call(batch, length, heads, group, spread=1.0))
+        check(linear(as_given(call)))
+        check(linear(call, beta=True))
+    check(linear(as_given(replace(call, initial_state=None), None)))
+
+
+@pytest.mark.parametrize("gate", ["log", "token"])
+@pytest.mark.parametrize(("keys", "width"), [(128, 64), (128, 256), (96, 40), (64, 128), (32, 64)])
+def test_widths_without_the_delta_rule(gate: str, keys: int, width: int) -> None:
+    check(linear(as_given(row(gate, make_call(2, 333, 3, keys=keys, width=width)))))
+
+
+@pytest.mark.parametrize("gate", ["softplus", "log", "token"])
+def test_strong_gates_without_the_delta_rule(gate: str) -> None:
+    call = linear(as_given(row(gate, make_call(1, 640, 2, spread=30.0))))
+    check(call)
+    if gate != "softplus":
+        assert call.g is not None
+        for value in (-1000.0, -torch.inf):
+            check(replace(call, g=call.g.masked_fill(torch.rand_like(call.g) < 0.1, value)))
+
+
+@pytest.mark.parametrize("gate", ["log", "token", "none"])
+@pytest.mark.parametrize(("heads", "length"), [(1, 5001), (7, 4100)])
+def test_segments_without_the_delta_rule(gate: str, heads: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = linear(as_given(row(gate, make_call(1, length, heads, spread=1.0))))
+    assert launches.scheduled(call).segments > 1
+    check(call)
+    check(replace(call, initial_state=None))
+    o, state = KERNELS.run(call)
+    monkeypatch.setattr("kdacompile.lowering.hopper.schedules.MAX_SEGMENTS", 1)
+    schedule.cache_clear()
+    in_one, state_in_one = KERNELS.run(call)
+    assert relative_error(o, in_one.double()) <= TOLERANCE
+    assert relative_error(state, state_in_one.double()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("gate", ["log", "token", "none"])
+def test_packed_without_the_delta_rule(gate: str) -> None:
+    ends = [0, 1, 65, 65, 193, 200, 512, 700]
+    states = torch.randn(len(ends) - 1, 3, 128, 128, device="cuda")
+    call = linear(as_given(row(gate, make_call(1, 700, 3))))
+    call = replace(call, cu_seqlens=torch.tensor(ends, device="cuda"), initial_state=states)
+    o, state = KERNELS.run(call, Scratch(poison=True))
+    for n, (start, end) in enumerate(pairwise(ends)):
+        if start == end:
+            assert torch.equal(state[n], states[n])
+            continue
+        own = {name: getattr(call, name)[:, start:end] for name in ("q", "k", "v")}
+        own |= {"g": call.g if call.g is None or call.gate == "head" else call.g[:, start:end]}
+        expected_o, expected_state = expect(replace(call, **own, cu_seqlens=None, initial_state=states[n : n + 1]))
+        assert relative_error(o[:, start:end], expected_o) <= TOLERANCE
+        assert relative_error(state[n : n + 1], expected_state) <= TOLERANCE
+    spoiled = {name: getattr(call, name).clone() for name in ("q", "k", "v")}
+    for x in spoiled.values():
+        x[:, 65:] = torch.nan
+    again, _ = KERNELS.run(replace(call, **spoiled))
+    assert torch.equal(o[:, :65], again[:, :65])
+
+
+@pytest.mark.parametrize("gate", ["softplus", "token"])
+def test_causal_and_deterministic_without_the_delta_rule(gate: str) -> None:
+    call, other = (linear(as_given(row(gate, make_call(length=640, seed=seed)))) for seed in (0, 1))
+    o, state = KERNELS.run(call)
+    again, state_again = KERNELS.run(call)
+    assert torch.equal(o, again) and torch.equal(state, state_again)
+    for cut in (1, 37, 64, 333):
+        mixed = {n: torch.cat([getattr(call, n)[:, :cut], getattr(other, n)[:, cut:]], 1) for n in ("q", "k", "v", "g")}
+        changed, _ = KERNELS.run(replace(call, **mixed))
+        assert torch.equal(changed[:, :cut], o[:, :cut])
+        assert not torch.equal(changed[:, cut:], o[:, cut:])
+
+
+def test_runs_of_chunks_without_the_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdacompile.lowering.hopper.schedules.SCRATCH_LIMIT", 2**20)
+    schedule.cache_clear()
+    check(linear(as_given(log_gates(make_call(length=1000)))))
