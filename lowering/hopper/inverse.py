@@ -115,38 +115,39 @@ def first_steep(square, beta):
 
 
 @gluon.jit
-def factors_of(betas, k_squares, q_squares, scale, RAW: gl.constexpr, CHECKED: gl.constexpr):
-    """Of a tile's Gram matrices: what multiplies rows of A, rows and columns of A_qk (if RAW), rows (if RAW) and
-    columns of M, and the first token from which on fp16 may not hold that.
+def factors_of(betas, k_squares, RAW: gl.constexpr, CHECKED: gl.constexpr):
+    """What multiplies the rows of A, and the first token from which on fp16 may not hold the inverse.
 
-    RAW keys were divided by powers of two, ``d``: with A = diag(d)^-1 A' diag(d) the inverse of A is
+    RAW keys were divided by powers of two, ``d``: with A = diag(d)^-1 A' diag(d) the inverse of I + A is
     diag(d)^-1 (I + A')^-1 diag(d), and the rows of A' have the factors beta d^2.
     """
     row = betas.load(DOWN)
-    across = betas.load(ACROSS)
-    down = row
-    q_down = row
-    q_across = across
     steep = 64
     if RAW:
         power = magnitude(k_squares.load(DOWN))
         row = row * power * power
-        down = over(power)
-        q_down = magnitude(q_squares.load(DOWN)) * scale
-        q_across = magnitude(k_squares.load(ACROSS))
-        across = across * q_across
     if CHECKED:
         square = gl.full([64], 1.0, gl.float32, layout=SEQUENCE)
         if RAW:
             square = k_squares.load(SEQUENCE)
         steep = first_steep(square, betas.load(SEQUENCE))
-    return row, q_down, q_across, down, across, steep
+    return row, steep
 
 
 @gluon.jit
-def _leave(x, down, across, m_out, d_out, row, RAW: gl.constexpr):
+def scaled_back(qk, k_squares, q_squares, scale, RAW: gl.constexpr):
+    """A_qk of rows as they are, from that of RAW rows divided by powers of two."""
     if RAW:
-        x = x * down[:, None]
+        qk = qk * (magnitude(q_squares.load(DOWN)) * scale)[:, None] * magnitude(k_squares.load(ACROSS))[None, :]
+    return qk
+
+
+@gluon.jit
+def _leave(x, betas, k_squares, m_out, d_out, row, RAW: gl.constexpr):
+    across = betas.load(ACROSS)
+    if RAW:
+        x = x * over(magnitude(k_squares.load(DOWN)))[:, None]
+        across = across * magnitude(k_squares.load(ACROSS))
     m_out.store((x * across[None, :]).to(gl.bfloat16))
     fence_async_shared()
     barrier()
@@ -155,9 +156,9 @@ def _leave(x, down, across, m_out, d_out, row, RAW: gl.constexpr):
 
 @gluon.jit
 def leave_inverse(
-    A, z, i, j, down, across, steep, tiles, at: gl.constexpr, d_out, row, CHECKED: gl.constexpr, RAW: gl.constexpr
+    A, z, i, j, betas, k_squares, steep, tiles, at: gl.constexpr, d_out, row, CHECKED: gl.constexpr, RAW: gl.constexpr
 ):  # fmt: skip
-    """Send M = diag(down) (I + A)^-1 diag(across) to the buffer's rows from ``row``; ``down`` is 1 unless RAW.
+    """Send M, the inverse of I + A with columns times beta, to the buffer's rows from ``row``; see ``factors_of``.
 
     A is in ``tiles[at]`` too, as fp16. CHECKED: rows from ``steep`` on may have an inverse that fp16 does not hold.
     The rows before never change with them: outputs are causal bit for bit.
@@ -176,11 +177,11 @@ def leave_inverse(
             fence_async_shared()
             barrier()
             x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-            _leave(gl.where(i < steep, x, y), down, across, m_out, d_out, row, RAW)
+            _leave(gl.where(i < steep, x, y), betas, k_squares, m_out, d_out, row, RAW)
         else:
             i = pinned(i)
             x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-            _leave(x, down, across, m_out, d_out, row, RAW)
+            _leave(x, betas, k_squares, m_out, d_out, row, RAW)
     else:
         x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-        _leave(x, down, across, m_out, d_out, row, RAW)
+        _leave(x, betas, k_squares, m_out, d_out, row, RAW)

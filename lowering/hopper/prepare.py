@@ -67,7 +67,7 @@ from .common import (
     squares_rows,
     stores_done,
 )
-from .inverse import factors_of, leave_inverse
+from .inverse import factors_of, leave_inverse, scaled_back
 
 
 @gluon.jit
@@ -134,7 +134,7 @@ def _row_warps(
         )  # fmt: skip
         bias = fetch_bias(dt_bias, i_h, K, column, HAS_DT)
         rate = given_rate(A, HAS_A) * LOG2E
-        betas.index(it & 1).store(given_beta(b, token + place, end, SIGMOID_BETA))
+        betas.index(it & 3).store(given_beta(b, token + place, end, SIGMOID_BETA))
         stage = it % STAGES
         mbarrier.wait(full.index(stage), (it // STAGES) & 1)
         live = token + group * 8 + row < end
@@ -151,8 +151,8 @@ def _row_warps(
         q_square = gl.sum(q * q, 2)
         q_norm = row_factor(q_square, eps, RAW)[:, :, None]
         if RAW:
-            keep_line(norms.index(2 * (it & 1)), k_square)
-            keep_line(norms.index(2 * (it & 1) + 1), q_square)
+            keep_line(norms.index(2 * (it & 3)), k_square)
+            keep_line(norms.index(2 * (it & 3) + 1), q_square)
         else:
             q_norm *= scale
         barrier()
@@ -242,9 +242,8 @@ def _gram_warps(
         mbarrier.wait(ready, it & 1)
         k_same, k_cross = _gram(rows.slice(0, 64, 0), columns)
         q_same, q_cross = _gram(rows.slice(64, 64, 0), columns)
-        beta_i, q_down, q_across, down, across, steep = factors_of(
-            betas.index(it & 1), norms.index(2 * (it & 1)), norms.index(2 * (it & 1) + 1), scale, RAW, CHECKED
-        )
+        beta, k_squares, q_squares = betas.index(it & 3), norms.index(2 * (it & 3)), norms.index(2 * (it & 3) + 1)
+        beta_i, steep = factors_of(beta, k_squares, RAW, CHECKED)
         stores_done(READY)
         barrier()
         if READY:
@@ -253,15 +252,13 @@ def _gram_warps(
         A = gl.where(i > j, _select(k_same, k_cross, i, j, unshift) * beta_i[:, None], 0.0)
         tiles.index(0).store(A.to(gl.float16))
         q_same, q_cross = warpgroup_mma_wait(0, [q_same, q_cross])
-        qk = _select(q_same, q_cross, i, j, unshift)
-        if RAW:
-            qk = qk * q_down[:, None] * q_across[None, :]
+        qk = scaled_back(_select(q_same, q_cross, i, j, unshift), k_squares, q_squares, scale, RAW)
         qk_out.store(gl.where(i >= j, qk, 0.0).to(gl.bfloat16))
         fence_async_shared()
         barrier()
         mbarrier.arrive(free, count=1)
         tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
-        leave_inverse(A, z, i, j, down, across, steep, tiles, 0, d_out, row, CHECKED, RAW)
+        leave_inverse(A, z, i, j, beta, k_squares, steep, tiles, 0, d_out, row, CHECKED, RAW)
         last = c
     stores_done(READY)
     if READY:
@@ -289,8 +286,9 @@ def prepare(
     columns = gl.allocate_shared_memory(gl.bfloat16, [2, 64, WIDTH], TILE)
     tiles = gl.allocate_shared_memory(gl.float16, [5, 64, 64], TILE)
     sums = gl.allocate_shared_memory(gl.float32, [8, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    betas = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    norms = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # squared, if RAW
+    # Of four tiles: the gram warps read them until they begin the next one, and the row warps are two ahead by then.
+    betas = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    norms = gl.allocate_shared_memory(gl.float32, [8, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # squared, if RAW
     CHECKED: gl.constexpr = RAW
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

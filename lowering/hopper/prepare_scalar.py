@@ -177,7 +177,6 @@ def _group(
         _load_tile(then, total, T, HV, GROUP, batch, first, places, d_q, d_k, q_tile, k_tile, full, PACKED)
         G_i = sums.load(DOWN)
         beta_i = betas.load(DOWN)
-        beta_j = betas.load(ACROSS)
         G_j = sums.load(ACROSS)
         whole = sums.slice(63, 1).load(DOWN)
         seen = i >= j
@@ -186,14 +185,8 @@ def _group(
         decays = gl.where(seen, exp2(G_i[:, None] - G_j[None, :]), 0.0)
         steep = 64
         if RAW:  # see ``factors_of``
-            power = magnitude(k_square)
-            power_j = magnitude(norms.load(ACROSS))
-            down = over(power)
-            across = beta_j * power_j
-            A = kk * decays * (power * beta_i)[:, None] * over(power_j)[None, :]
+            A = kk * decays * (magnitude(k_square) * beta_i)[:, None] * over(magnitude(norms.load(ACROSS)))[None, :]
         else:
-            down = beta_i
-            across = beta_j
             decays = decays * norms.load(ACROSS)[None, :]
             A = kk * decays * (k_norm * beta_i)[:, None]
         if CHECKED:
@@ -213,7 +206,7 @@ def _group(
         fence_async_shared()
         barrier()
         tma.async_copy_shared_to_global(d_out, [(c + 1) * SQUARES - 64, WIDTH - 64], qk_out)
-        leave_inverse(A, z, i, j, down, across, steep, tiles, 5 * WHICH, d_out, c * SQUARES, CHECKED, RAW)
+        leave_inverse(A, z, i, j, betas, norms, steep, tiles, 5 * WHICH, d_out, c * SQUARES, CHECKED, RAW)
         last = c
     stores_done(READY)
     if READY:

@@ -57,7 +57,7 @@ from .common import (
     squares_rows,
     stores_done,
 )
-from .inverse import factors_of, leave_inverse
+from .inverse import factors_of, leave_inverse, scaled_back
 
 LEAST = gl.constexpr(14.0)  # 16 of these and SHIFT leave factors between 2^-108 and 2^116: elements of q and k as
 SHIFT = gl.constexpr(116.0)  # small as 2^-10, times these, are normal numbers in bf16
@@ -151,7 +151,7 @@ def _row_warps(
         )  # fmt: skip
         bias = fetch_bias(dt_bias, i_h, K, column, HAS_DT)
         rate = given_rate(A, HAS_A)
-        betas.index(it & 1).store(given_beta(b, token + place, end, SIGMOID_BETA))
+        betas.index(it & 3).store(given_beta(b, token + place, end, SIGMOID_BETA))
         live = token + group * 8 + row < end
         mbarrier.wait(full_gates, it & 1)
         x = rows_of(gates) + bias.to(gl.float32)[None, None, :]
@@ -172,8 +172,8 @@ def _row_warps(
         q_square = gl.sum(q * q, 2)
         q_norm = row_factor(q_square, eps, RAW)[:, :, None]
         if RAW:
-            keep_line(norms.index(2 * (it & 1)), k_square)
-            keep_line(norms.index(2 * (it & 1) + 1), q_square)
+            keep_line(norms.index(2 * (it & 3)), k_square)
+            keep_line(norms.index(2 * (it & 3) + 1), q_square)
         else:
             q_norm *= scale
         barrier()
@@ -219,7 +219,7 @@ def _row_warps(
         if RAW:
             k *= over(k_norm)
         if not DELTA:  # what is written is beta v; betas [64] as they are laid out, 8 of each warp
-            given = betas.index(it & 1)._reinterpret(gl.float32, [8, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+            given = betas.index(it & 3)._reinterpret(gl.float32, [8, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
             k *= given.load(gl.SliceLayout(2, ROWS))[:, :, None]
         gl.store(out_end + to, k.to(gl.bfloat16))
         c = then
@@ -288,30 +288,25 @@ def _gram_warps(
             announce(announced + last, it > 0, 2)
         if DELTA:
             same, one, two, three = _gram(rows.slice(0, 64, 0), columns, far, farther)
-        row_i, q_down, q_across, down, across, steep = factors_of(
-            betas.index(it & 1), norms.index(2 * (it & 1)), norms.index(2 * (it & 1) + 1), scale, RAW, CHECKED
-        )
+        beta, k_squares, q_squares = betas.index(it & 3), norms.index(2 * (it & 3)), norms.index(2 * (it & 3) + 1)
+        beta_i, steep = factors_of(beta, k_squares, RAW, CHECKED)
         if DELTA:
             same, one, two, three = warpgroup_mma_wait(0, [same, one, two, three])
-            A = gl.where(i > j, _select(same, one, two, three, i, j) * row_i[:, None], 0.0)
+            A = gl.where(i > j, _select(same, one, two, three, i, j) * beta_i[:, None], 0.0)
         same, one, two, three = _gram(rows.slice(64 if DELTA else 0, 64, 0), columns, far, farther)
         if DELTA:
             tiles.index(0).store(A.to(gl.float16))
         same, one, two, three = warpgroup_mma_wait(0, [same, one, two, three])
-        qk = _select(same, one, two, three, i, j)
-        if RAW:
-            qk = qk * q_down[:, None]
+        qk = scaled_back(_select(same, one, two, three, i, j), k_squares, q_squares, scale, RAW)
         if not DELTA:
-            qk = qk * across[None, :]
-        elif RAW:
-            qk = qk * q_across[None, :]
+            qk = qk * beta.load(gl.SliceLayout(0, SQUARE))[None, :]
         qk_out.store(gl.where(i >= j, qk, 0.0).to(gl.bfloat16))
         fence_async_shared()
         barrier()
         mbarrier.arrive(free, count=1)
         if DELTA:
             tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
-            leave_inverse(A, z, i, j, down, across, steep, tiles, 0, d_out, row, CHECKED, RAW)
+            leave_inverse(A, z, i, j, beta, k_squares, steep, tiles, 0, d_out, row, CHECKED, RAW)
         else:
             tma.async_copy_shared_to_global(d_out, [row, 0], qk_out)
         last = c
@@ -346,8 +341,9 @@ def prepare_unbounded(
     columns = gl.allocate_shared_memory(gl.bfloat16, [2, 64, WIDTH], TILE)
     tiles = gl.allocate_shared_memory(gl.float16, [5 if DELTA else 1, 64, 64], TILE)
     sums = gl.allocate_shared_memory(gl.float32, [2, 8, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    betas = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    norms = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # squared, if RAW
+    # Of four tiles: the gram warps read them until they begin the next one, and the row warps are two ahead by then.
+    betas = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    norms = gl.allocate_shared_memory(gl.float32, [8, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # squared, if RAW
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     full_gates = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

@@ -27,7 +27,7 @@ _RUN = 45.0  # another run: kernels that start and end, and share the memory's b
 _BYTES = 3.3e6  # what a scan reads in one
 # Of rows without the delta rule: a chunk in a block of the scan by width, of the first pass over segments in parts of
 # that, and the state that one of the segments before leaves to a block of the second.
-_LINEAR_STEP, _LINEAR_FIRST, _LOOK_BACK = {128: 0.85, 64: 0.6}, 0.5, 0.5
+_LINEAR_STEP, _LINEAR_FIRST, _LOOK_BACK = {128: 1.05, 64: 0.75}, 0.5, 0.6
 
 
 @dataclass(frozen=True)
