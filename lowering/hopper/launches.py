@@ -14,13 +14,13 @@ from torch import Tensor
 from ..calls import Call
 from ..scratch import Scratch
 from .descriptors import addressed, described, line
-from .schedules import CHUNK, Schedule, padded, schedule, tile_factors, tile_rows
+from .schedules import CHUNK, WIDTHS, Schedule, padded, schedule, tile_factors, tile_rows
 
 MAX_SHIFT = 122  # 2^122 times a row of norm 2 is finite in bf16, and 2^-122 is normal
 COMBINED = 16  # columns of V whose state a block carries from segment to segment
-# A thread of the gram warps, by width; the row warps share what is left.
-GRAM_REGISTERS = {64: 248, 128: 200}
-PLAIN_REGISTERS = 128  # the same without the delta rule
+# A thread of the gram warps where K is wide; the row warps share what is left. Measured from 136 to 200 in steps of 8.
+GRAM_REGISTERS = {"bounded": 200, "unbounded": 168, "unbounded, keys as they are": 176, "linear": 136}
+NARROW_REGISTERS = 248  # the same where K is padded to 64
 # Of a tile in a block of a prepare kernel, by the padded K, on an H200.
 TILE_MICROSECONDS = {
     64: {"bounded": 4.1, "unbounded": 5.2, "token": 3.3, "linear": 4.0},
@@ -41,6 +41,12 @@ def kind(call: Call) -> str:
     assert call.g is not None
     bounded = call.gate_fn == "sigmoid" and shift(call.gate_scale) <= MAX_SHIFT and call.g.dtype is torch.bfloat16
     return "bounded" if bounded else "unbounded"
+
+
+def gram_registers(kernel: str, width: int, *, raw: bool) -> int:
+    if width < WIDTHS[-1] and kernel != "linear":
+        return NARROW_REGISTERS
+    return GRAM_REGISTERS["unbounded, keys as they are" if raw and kernel == "unbounded" else kernel]
 
 
 def shift(gate_scale: float) -> int:
@@ -181,7 +187,7 @@ class Launches:
                 self.announced, self.length, *tiles, *shared, *norms, call.gate_scale, FN=self.fn, num_warps=4, **given,
             )  # fmt: skip
             return
-        given |= {"GRAM_REGISTERS": GRAM_REGISTERS[self.plan.width] if call.delta else PLAIN_REGISTERS, "num_warps": 8}
+        given |= {"GRAM_REGISTERS": gram_registers(kernel, self.plan.width, raw=given["RAW"]), "num_warps": 8}
         common = (
             self.q, self.k, self.g, *self.parameters, self.places, rows, squares, factors, self.announced, self.length,
             self.key_width, *tiles, *shared, *norms,

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kdacompile.lowering.hopper import combine, linear, mla, prepare, prepare_scalar, prepare_unbounded, scan
-from kdacompile.lowering.hopper.launches import COMBINED, GRAM_REGISTERS, PLAIN_REGISTERS
+from kdacompile.lowering.hopper.launches import COMBINED, gram_registers
 from kdacompile.lowering.hopper.schedules import LINEAR_STAGES, Schedule
 
 TENSORS = {
@@ -126,11 +126,9 @@ def _compile_prepare(kernel: Any, signature: dict[str, str], constants: dict[str
     common = dict.fromkeys(kernel.arg_names, "i32") | TENSORS | {"d_q": tile, "d_k": tile}
     common |= {"d_out": _descriptor(64, 64), "scale": "fp32", "eps": "fp32"}
     common = {name: kind for name, kind in (common | signature).items() if name in kernel.arg_names}
-    constants = {
-        **FLAGS,
-        **constants,
-        "GRAM_REGISTERS": GRAM_REGISTERS[constants["WIDTH"]] if constants.get("DELTA", True) else PLAIN_REGISTERS,
-    }
+    kinds = {True: "unbounded", False: "linear", None: "bounded"}
+    registers = gram_registers(kinds[constants.get("DELTA")], constants["WIDTH"], raw=constants["RAW"])
+    constants = {**FLAGS, **constants, "GRAM_REGISTERS": registers}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     return _compile(kernel, common, constants, warps)
 
