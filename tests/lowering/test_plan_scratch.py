@@ -11,7 +11,7 @@ import torch
 from kdacompile.lowering import run_linear_attention
 from kdacompile.lowering.ascend.npu import EmittedKernels
 from kdacompile.lowering.codegen import generate
-from kdacompile.lowering.hopper import run as hopper
+from kdacompile.lowering.hopper import Schedule
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
 from kdacompile.lowering.plan import Options, plan
 from kdacompile.lowering.scratch import Scratch
@@ -79,7 +79,7 @@ def test_hopper_kernels_leave_what_the_plan_says(gate: str, extra: int) -> None:
     made = plan(linear_attention_program(gate, True), "cuda_sm90", Options(values="scan"), C=64, K=128, V=128)
     names = {"decay", "A_qk_io", "M_1_io", "W_io", "K_decayed_io", "Q_gated_io"}
     assert {b.name for b in made.tensors} == names
-    schedule = hopper.Schedule(
+    schedule = Schedule(
         chunks=10, run=5, columns=128, segments=1, padded_values=128, tiles_per_chunk=3, lanes=3
     )  # fmt: skip
     assert schedule.scratch_bytes == 3 * 5 * (made.tensor_bytes + extra)

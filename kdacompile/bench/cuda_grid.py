@@ -1,0 +1,205 @@
+"""The rows of the family over norms, gates, heads and lengths: ``python -m kdacompile.bench.cuda_grid [FOLDER]``.
+
+Every cell is one prompt in bf16, 128 channels a head, measured by replays of a CUDA graph: ours in all of them; FLA,
+where it is importable and has an operator for it, at 32 heads and T = 8192. The table gives microseconds and how many
+times the floor that is, the bytes a call cannot avoid at the rate of a copy; the heat map (SVG) has the same ratios.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdacompile.bench import device_clock
+from kdacompile.store.disk import write_whole
+
+ROWS = {"kda": ("channel", True), "gdn": ("token", True), "gla": ("channel", False), "ssd": ("token", False)}
+"""The kind of gate, and whether the row has the delta rule."""
+GATES = ("sigmoid", "softplus", "log", "none")
+HEADS = (4, 8, 16, 32, 96)
+LENGTHS = (512, 2048, 8192, 65536)
+PEERS_AT = (32, 8192)
+WIDTH = 128
+_BOUND = -5.0  # of a sigmoid gate
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``norm``: "inside" the op, "outside" of it, or "none"; ``gate``: its function, a log gate is in fp32."""
+
+    row: str
+    norm: str
+    gate: str
+    heads: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of device time; ``fla`` is None where it was not asked or has no such operator."""
+
+    cell: Cell
+    ours: float
+    floor: float
+    fla: float | None = None
+
+
+def cells(heads: Sequence[int] = HEADS, lengths: Sequence[int] = LENGTHS) -> list[Cell]:
+    """A gate per channel that is none is a gate per token that is none; keys are normalised for the delta rule only."""
+    made: list[Cell] = []
+    for row, (kind, delta) in ROWS.items():
+        norms = ("inside", "outside") if delta else ("none",)
+        gates = [gate for gate in GATES if gate != "none" or kind == "token"]
+        made += [Cell(row, *rest) for rest in itertools.product(norms, gates, heads, lengths)]
+    return made
+
+
+def operands(cell: Cell, device: str = "cuda") -> dict[str, Any]:
+    """The arguments of ``ops.linear_attention``, random."""
+    kind, delta = ROWS[cell.row]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    wide = (1, cell.length, cell.heads, WIDTH)
+    q, k, v = normal(*wide), normal(*wide), normal(*wide)
+    if cell.norm == "outside":
+        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    options = {"delta": delta, "qk_l2norm": cell.norm == "inside", "output_final_state": True}
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, **options}
+    if delta:
+        given["beta"] = normal(*wide[:3]).sigmoid()
+    if cell.gate == "none":
+        return given
+    g = normal(*(wide if kind == "channel" else wide[:3]))
+    if cell.gate == "log":
+        return given | {"g": torch.nn.functional.logsigmoid(g.float())}
+    biases = (cell.heads, WIDTH) if kind == "channel" else (cell.heads,)
+    parameters = {"A_log": 0.5 * normal(cell.heads).float(), "dt_bias": normal(*biases).float() - 2.0}
+    scale = {"gate_scale": _BOUND} if cell.gate == "sigmoid" else {}
+    return given | {"g": g, "gate_fn": cell.gate, **parameters, **scale}
+
+
+def unavoidable_bytes(given: Mapping[str, Any]) -> int:
+    """Every input read once, the output and the final state written once."""
+    v = given["v"]
+    inputs = sum(x.nbytes for x in given.values() if isinstance(x, Tensor))
+    return inputs + v.nbytes + 4 * v.shape[2] * WIDTH * v.shape[3]
+
+
+def fla_call(cell: Cell, given: Mapping[str, Any]) -> Callable[[], object] | None:
+    """FLA's operator on the same operands; None where it has none for the gate function."""
+    inside, parametric = cell.norm == "inside", cell.gate in ("sigmoid", "softplus")
+    q, k, v = given["q"], given["k"], given["v"]
+    options: dict[str, Any] = {"output_final_state": True}
+    if cell.row == "kda":
+        function = importlib.import_module("fla.ops.kda").chunk_kda
+        options["use_qk_l2norm_in_kernel"] = inside
+        if parametric:
+            bias = given["dt_bias"].flatten()
+            options |= {"use_gate_in_kernel": True, "A_log": given["A_log"], "dt_bias": bias}
+        if cell.gate == "sigmoid":
+            options |= {"safe_gate": True, "lower_bound": _BOUND}
+        return lambda: function(q, k, v, given["g"], given["beta"], **options)
+    if parametric:
+        return None
+    if cell.row == "gdn":
+        options["use_qk_l2norm_in_kernel"] = inside
+        if cell.gate == "none":
+            function = importlib.import_module("fla.ops.delta_rule").chunk_delta_rule
+            return lambda: function(q, k, v, given["beta"], **options)
+        function = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        return lambda: function(q, k, v, given["g"], given["beta"], **options)
+    if cell.row == "gla":
+        function = importlib.import_module("fla.ops.gla").chunk_gla
+    elif cell.gate == "log":
+        function = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+    else:
+        return None
+    return lambda: function(q, k, v, given["g"], **options)
+
+
+def measured(cell: Cell) -> Timing:
+    from kdacompile import ops
+
+    given = operands(cell)
+    floor = unavoidable_bytes(given) / device_clock.rates()[0]
+    peer = None
+    if (cell.heads, cell.length) == PEERS_AT and importlib.util.find_spec("fla") is not None:
+        peer = fla_call(cell, given)
+    with torch.no_grad():
+        ours = device_clock.device_microseconds(lambda: ops.linear_attention(**given))
+        fla = None if peer is None else device_clock.device_microseconds(peer)
+    return Timing(cell, ours, floor, fla)
+
+
+def markdown(timings: Sequence[Timing]) -> str:
+    """A line for each row, norm, gate and number of heads: microseconds by length, and the parts of the floor."""
+    lengths = sorted({timing.cell.length for timing in timings})
+    header = ["row", "norm", "gate", "heads", *(f"T = {length}" for length in lengths), "FLA / ours"]
+    lines = [header, ["---"] * len(header)]
+    for key, group in _lines(timings).items():
+        found = {timing.cell.length: timing for timing in group}
+        times = [_cell_text(found.get(length)) for length in lengths]
+        ratios = [f"{timing.fla / timing.ours:.2f}x" for timing in group if timing.fla is not None]
+        lines.append([*map(str, key), *times, " ".join(ratios)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def heat_map(timings: Sequence[Timing]) -> str:
+    """Device time over the floor as SVG: green at the floor, red at ten times the floor and beyond."""
+    lengths = sorted({timing.cell.length for timing in timings})
+    lines = _lines(timings)
+    width, height = 210 + 64 * len(lengths), 22 + 16 * len(lines)
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">']
+    parts += [
+        f'<text x="{214 + 64 * n}" y="14" font-size="11">{length}</text>' for n, length in enumerate(lengths)
+    ]  # fmt: skip
+    for n, (key, group) in enumerate(lines.items()):
+        y = 20 + 16 * n
+        parts.append(f'<text x="4" y="{y + 12}" font-size="11">{" ".join(map(str, key))} heads</text>')
+        for timing in group:
+            x, ratio = 210 + 64 * lengths.index(timing.cell.length), timing.ours / timing.floor
+            hue = 120 * (1 - (min(ratio, 10.0) - 1) / 9)
+            parts.append(f'<rect x="{x}" y="{y}" width="62" height="15" fill="hsl({hue:.0f},65%,60%)"/>')
+            parts.append(f'<text x="{x + 18}" y="{y + 12}" font-size="11">{ratio:.1f}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _cell_text(timing: Timing | None) -> str:
+    return "" if timing is None else f"{timing.ours:.0f} us, {timing.ours / timing.floor:.1f}x"
+
+
+def _lines(timings: Sequence[Timing]) -> dict[tuple[str, str, str, int], list[Timing]]:
+    lines: dict[tuple[str, str, str, int], list[Timing]] = {}
+    for timing in timings:
+        cell = timing.cell
+        lines.setdefault((cell.row, cell.norm, cell.gate, cell.heads), []).append(timing)
+    return lines
+
+
+def main(folder: Path) -> None:
+    """Measure every cell; what is there is written after each line of the table."""
+    timings: list[Timing] = []
+    for cell in cells():
+        timings.append(measured(cell))
+        if cell.length == LENGTHS[-1]:
+            print(markdown(timings).splitlines()[-1], flush=True)
+            write_whole(folder / "cuda-grid.json", json.dumps([asdict(timing) for timing in timings]) + "\n")
+            write_whole(folder / "cuda-grid.md", markdown(timings))
+            write_whole(folder / "cuda-grid.svg", heat_map(timings))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))

@@ -1,0 +1,69 @@
+"""The grid of the CUDA suite: its cells, their operands, the table and the heat map."""
+
+from __future__ import annotations
+
+import importlib
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+
+from kdacompile import ops
+from kdacompile.bench import cuda_grid
+from kdacompile.bench.cuda_grid import Cell, Timing
+
+
+def test_every_row_has_every_gate_it_can_have() -> None:
+    made = cuda_grid.cells()
+    assert len(made) == len(set(made)) == (2 * 3 + 2 * 4 + 3 + 4) * 5 * 4
+    assert {cell.norm for cell in made if cell.row in ("kda", "gdn")} == {"inside", "outside"}
+    assert not any(cell.gate == "none" for cell in made if cell.row in ("kda", "gla"))
+
+
+@pytest.mark.parametrize("cell", cuda_grid.cells(heads=(2,), lengths=(3,)), ids=str)
+def test_the_op_takes_the_operands(cell: Cell) -> None:
+    given = cuda_grid.operands(cell, "cpu")
+    o, state = ops.linear_attention(**given)
+    assert o.shape == (1, 3, 2, 128) and o.isfinite().all()
+    assert state is not None and state.shape == (1, 2, 128, 128)
+    norms = given["k"].float().norm(dim=-1)
+    assert torch.allclose(norms, torch.ones(()), atol=2e-2) == (cell.norm == "outside")
+    # bf16 q, k, v and o, a state in fp32, and what the gate and beta take.
+    least = 4 * 3 * 2 * 128 * 2 + 2 * 128 * 128 * 4
+    assert least <= cuda_grid.unavoidable_bytes(given) <= least + 3 * 2 * (128 * 4 + 2) + 2 * 129 * 4
+
+
+def test_fla_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Module:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getattr__(self, function: str) -> object:
+            return lambda *args, **options: asked.append(function)  # pyright: ignore[reportUnknownLambdaType]
+
+    monkeypatch.setattr(importlib, "import_module", Module)
+    for row, norm, gate in (
+        ("kda", "outside", "softplus"), ("gdn", "inside", "log"), ("gdn", "inside", "none"), ("gla", "none", "log"),
+        ("ssd", "none", "log"), ("ssd", "none", "none"), ("gdn", "inside", "sigmoid"),
+    ):  # fmt: skip
+        cell = Cell(row, norm, gate, 2, 3)
+        call = cuda_grid.fla_call(cell, cuda_grid.operands(cell, "cpu"))
+        if call is not None:
+            call()
+    assert asked == ["chunk_kda", "chunk_gated_delta_rule", "chunk_delta_rule", "chunk_gla", "chunk_simple_gla"]
+
+
+def test_table_and_heat_map() -> None:
+    timings = [
+        Timing(Cell("kda", "inside", "log", 32, 8192), 430.0, 86.0, 1000.0),
+        Timing(Cell("kda", "inside", "log", 32, 2048), 110.0, 22.0),
+        Timing(Cell("ssd", "none", "none", 4, 8192), 30.0, 10.0),
+    ]
+    header, _, kda, ssd = cuda_grid.markdown(timings).splitlines()
+    assert "T = 2048 | T = 8192 | FLA / ours" in header
+    assert kda == "| kda | inside | log | 32 | 110 us, 5.0x | 430 us, 5.0x | 2.33x |"
+    assert ssd == "| ssd | none | none | 4 |  | 30 us, 3.0x |  |"
+    drawn = ET.fromstring(cuda_grid.heat_map(timings))
+    assert sum(child.tag.endswith("rect") for child in drawn) == len(timings)
