@@ -187,7 +187,7 @@ class Launches:
                 self.announced, self.length, *tiles, *shared, *norms, call.gate_scale, FN=self.fn, num_warps=4, **given,
             )  # fmt: skip
             return
-        given |= {"GRAM_REGISTERS": gram_registers(kernel, self.plan.width, raw=given["RAW"]), "num_warps": 8}
+        given |= {"GRAM_REGISTERS": gram_registers(kernel, self.plan.width, raw=not call.qk_l2norm_eps), "num_warps": 8}
         common = (
             self.q, self.k, self.g, *self.parameters, self.places, rows, squares, factors, self.announced, self.length,
             self.key_width, *tiles, *shared, *norms,
