@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -21,10 +22,10 @@ from torch import Tensor
 from kdacompile.graph.ir import Value
 from kdacompile.lowering.gates import FORMS, GATE_FUNCTIONS, GateFunction, log_decay
 from kdacompile.patterns.engine.placement import Placement
-from kdacompile.patterns.engine.values import number
 from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, allows, cones, holds_for, upstream
 from kdacompile.patterns.recurrence.absorb.scope import Scope
+from kdacompile.patterns.recurrence.absorb.turning_points import points
 from kdacompile.patterns.recurrence.roles import RecurrenceMatch, in_role
 
 NAMES = MOVES | POINTWISE
@@ -109,9 +110,12 @@ def _scale(cone: Cone, match: RecurrenceMatch, function: GateFunction) -> float 
 
     def check(run: Runner) -> bool:
         found.clear()
-        points = probes(cone)
-        for start in range(0, len(points), _numel(run.shape(0))):
-            x, rate = _draw(run, points, start)
+        given = points(cone)
+        if given is None:
+            return False
+        starts = range(0, len(given), _numel(run.shape(0)))
+        for start, scaled in product(starts, (False, True)[: len(cone.sources)]):
+            x, rate = _draw(run, given, start, scaled=scaled)
             have = run(x) if rate is None else run(x, rate.log())
             have = have.log() if match.binding.gate_fn == "factor" else have * match.binding.gate_rate
             want = log_decay(x, 1.0 if rate is None else rate.reshape(1, 1, -1, 1), function.name, 1.0)
@@ -124,27 +128,17 @@ def _scale(cone: Cone, match: RecurrenceMatch, function: GateFunction) -> float 
     return found[0] if holds_for(runner, check) else None
 
 
-def _draw(run: Runner, points: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
-    """Logits in the gate's canonical shape, and rates per head."""
+def _draw(run: Runner, given: Tensor, start: int, *, scaled: bool) -> tuple[Tensor, Tensor | None]:
+    """Logits in the gate's canonical shape, and rates per head; ``scaled``: what is given are logits times the rate."""
     shape = run.shape(0)
-    index = (torch.arange(_numel(shape)) + start) % len(points)
-    x = points[index].reshape(shape)
+    index = (torch.arange(_numel(shape)) + start) % len(given)
+    x = given[index].reshape(shape)
     if len(run.cone.sources) == 1:
         return x, None
     generator = torch.Generator().manual_seed(start)
     noise = torch.randn(run.shape(1), generator=generator, dtype=torch.float64)
-    return x, (0.7 * noise).exp()
-
-
-def probes(cone: Cone) -> Tensor:
-    """Logits from far below to far above every threshold, dense in between and around each number of the cone."""
-    constants = [number(arg) for op in cone.ops for arg in op.args]
-    known = sorted({abs(c) for c in constants if c is not None and 0.0 < abs(c) < 1e4} | {20.0})
-    near = [torch.linspace(-1.0, 1.0, 9, dtype=torch.float64) + side * c for c in known for side in (1.0, -1.0)]
-    dense = torch.linspace(-60.0, 60.0, 481, dtype=torch.float64)
-    far = torch.tensor([90.0, 150.0, 500.0, 1000.0], dtype=torch.float64)
-    points = torch.cat([dense, *near, far, -far])
-    return points[torch.randperm(len(points), generator=torch.Generator().manual_seed(3))]
+    rate = (0.7 * noise).exp()
+    return x / rate.reshape(1, 1, -1, 1) if scaled else x, rate
 
 
 def _fitted(have: Tensor, want: Tensor, sign: int) -> float:

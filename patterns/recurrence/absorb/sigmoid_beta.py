@@ -18,8 +18,9 @@ import torch
 from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE
 from kdacompile.patterns.recurrence.absorb.casts import climb
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, cones, holds_for
-from kdacompile.patterns.recurrence.absorb.gate import ENOUGH, is_flat, may_compute, probes
+from kdacompile.patterns.recurrence.absorb.gate import ENOUGH, is_flat, may_compute
 from kdacompile.patterns.recurrence.absorb.scope import Scope
+from kdacompile.patterns.recurrence.absorb.turning_points import points
 from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 
 
@@ -42,15 +43,18 @@ def absorb_sigmoid_beta(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch
 def _is_sigmoid(cone: Cone, sizes: dict[str, int]) -> bool:
     if not all(is_flat(read) for op in cone.ops for read in op.reads if read.const):
         return False
+    given = points(cone)
+    if given is None:
+        return False
     tokens = -(-ENOUGH // sizes["H"])
     runner = Runner(cone, sizes, lanes={"B": -(-tokens // sizes["T"]), "T": tokens})
-    return holds_for(runner, partial(_agrees_everywhere, points=probes(cone)))
+    return holds_for(runner, partial(_agrees_everywhere, given=given))
 
 
-def _agrees_everywhere(run: Runner, points: torch.Tensor) -> bool:
+def _agrees_everywhere(run: Runner, given: torch.Tensor) -> bool:
     count = math.prod(run.shape(0))
-    for start in range(0, len(points), count):
-        x = points[(torch.arange(count) + start) % len(points)].reshape(run.shape(0))
+    for start in range(0, len(given), count):
+        x = given[(torch.arange(count) + start) % len(given)].reshape(run.shape(0))
         if not agrees(run(x), torch.sigmoid(x)):
             return False
     return True
