@@ -116,7 +116,8 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
     ]
     compiled = _INNER[settings.inner](gm, example_inputs, settings)
     names = {name for report in reports for match in report.matches for name in match.holds}
-    return held.guarded(compiled, plain, {node: tables[node] for node in tables if node.name in names})
+    values = {node: tables[node] for node in tables if node.name in names}
+    return contain("guarding tables", lambda: held.guarded(compiled, plain, values), lambda _: plain)
 
 
 def _tables(
