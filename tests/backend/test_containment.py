@@ -12,7 +12,8 @@ from kdacompile import containment
 from kdacompile.capture import hook, refusals
 from kdacompile.errors import InternalError
 from kdacompile.explainer import explain
-from kdacompile.ops import fused
+from kdacompile.lowering.cpu import backward, recurrence
+from kdacompile.ops import fused, linear_attention
 from kdacompile.report.report import Report
 from kdacompile.rewrite import fresh_caches, held
 from kdacompile.rewrite.linear_attention import LinearAttentionSplice
@@ -144,3 +145,16 @@ def test_kernels_that_fail_are_not_used(choose: Any) -> None:
         o, _ = served.sequence(q, k, v, g, beta, None, None, None, None, **options)
         torch.testing.assert_close(o, gated_delta_loop(q, k, v, g, beta))
     assert Kernels.asked < 2  # once they have failed they are not asked again
+
+
+def test_a_library_that_cannot_be_loaded_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernels in (recurrence, backward):
+        monkeypatch.setattr(kernels, "library", fail)
+        kernels._kernel.cache_clear()
+    q, k, v, g, beta = (x.requires_grad_() for x in delta_arguments())
+    o, _ = linear_attention(q, k, v, g, beta, scale=1.0)
+    want = gated_delta_loop(q, k, v, g, beta)
+    torch.testing.assert_close(o, want)
+    torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), (q, k, v, g, beta)) for out in (o, want)))
+    for kernels in (recurrence, backward):
+        kernels._kernel.cache_clear()

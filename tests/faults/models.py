@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from kdacompile.capture import hook, lifting, refusals
-from kdacompile.lowering.cpu import backward, recurrence
 from kdacompile.patterns.mla.spec import LATENT_ATTENTION
 from kdacompile.patterns.recurrence.calls import CALLS
 from kdacompile.patterns.recurrence.spec import RECURRENCE
@@ -71,8 +70,6 @@ def forget() -> None:
     refusals._left.clear()
     for spec in (RECURRENCE, CALLS, LATENT_ATTENTION):
         spec.verdicts.known.clear()
-    for kernels in (recurrence, backward):
-        kernels._kernel.cache_clear()
 
 
 class Case:

@@ -17,7 +17,7 @@ from tests.faults.inject import Fault, boundaries
 from tests.faults.models import MODELS, Case
 
 STAGES = {
-    "layers": ("kdacompile/capture/", "patterns/canonical/", "patterns/recurrence/", "lowering/cpu/compiler.py"),
+    "layers": ("kdacompile/capture/", "patterns/canonical/", "patterns/recurrence/"),
     "latent": ("kdacompile/graph/", "patterns/engine/", "patterns/mla/"),
     "cached": ("kdacompile/rewrite/held.py", "kdacompile/rewrite/splice.py"),
 }
