@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering import recorded
+from kdacompile.lowering.hopper import launches as hopper
 from kdacompile.lowering.hopper import mla_run as hopper_mla
-from kdacompile.lowering.hopper import run as hopper
 from kdacompile.lowering.operands import tensors
 from kdacompile.lowering.recorded import Memory, Recorder
 from kdacompile.lowering.run_attention import Attention
@@ -28,7 +28,7 @@ from kdacompile.lowering.triton import run as portable
 from kdacompile.ops.errors import SizeError
 from kdacompile.ops.fused import FusedKernels
 from tests.lowering.recorded_offline import Kernel, floats
-from tests.lowering.test_hopper import kda_call
+from tests.lowering.test_hopper import kda_call, log_call
 from tests.ops.mla_cases import make_mla
 
 ROOT = Path(__file__).parents[2]
@@ -218,19 +218,28 @@ def test_the_emitted_step_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(("heads", "gate_fn"), [(32, "sigmoid"), (96, "sigmoid"), (32, "softplus"), (1, "softplus")])
+@pytest.mark.parametrize(
+    ("heads", "gate_fn"),
+    [(32, "sigmoid"), (96, "sigmoid"), (32, "softplus"), (1, "softplus"), (32, "head"), (2, "none"), (4, "channel")],
+)
 def test_the_kernels_of_hopper_gpus(monkeypatch: pytest.MonkeyPatch, heads: int, gate_fn: str) -> None:
-    from kdacompile.lowering.hopper import combine, prepare, prepare_unbounded, scan
+    """With the delta rule, or without it with log gates of a shape."""
+    from kdacompile.lowering.hopper import combine, linear, prepare, prepare_scalar, prepare_unbounded, scan
 
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)  # pyright: ignore[reportUnknownLambdaType]
-    for module in (combine, prepare, prepare_unbounded, scan):
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)  # pyright: ignore[reportUnknownLambdaType]
+    for module in (combine, linear, prepare, prepare_scalar, prepare_unbounded, scan):
         stand_in(monkeypatch, module)
 
     def run(call: Any, scratch: Scratch) -> tuple[Tensor, ...]:
-        return hopper._Launches(call, hopper._schedule(call), scratch).run()  # pyright: ignore[reportPrivateUsage]
+        return hopper.launches(call, hopper.scheduled(call), scratch).run()
 
-    call = replace(kda_call(2048, heads, heads), gate_fn=gate_fn)
-    assert len(repeatable(run, call, LINEAR)) >= 2
+    call = kda_call(2048, heads, heads)
+    if gate_fn in ("sigmoid", "softplus"):
+        assert len(repeatable(run, replace(call, gate_fn=gate_fn), LINEAR)) >= 2
+        return
+    call = replace(log_call(call, gate_fn), beta=None, qk_l2norm_eps=0.0)
+    assert "scan" in repeatable(run, call, LINEAR)
+    assert "linear" in repeatable(run, replace(call, delta=False), LINEAR)
 
 
 @needs_triton
