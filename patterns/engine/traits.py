@@ -1,8 +1,9 @@
-"""The ATen operators a region may hold, one line each: what kind it is, what it reads besides numbers, what it means.
+"""The ATen operators that recognition knows, one line each: what kind it is, what it reads besides numbers, what it
+means, whether a region may hold it.
 
-Everything here is analytic (sums, products, exponentials) or moves data by fixed indices. Operators with a threshold on
-data (where, clamp, max, compare, rounding) are absent, and selections are part of a region only with a mask that is the
-same on every call (``regions.is_soft``). A region that holds anything else declines, unless a rule under
+What a region may hold is analytic (sums, products, exponentials) or moves data by fixed indices. Operators with a
+threshold on data (clamp, max, compare, rounding) are ``outside``, and selections are part of a region only with a mask
+that is the same on every call (``regions.is_soft``). A region that holds anything else declines, unless a rule under
 ``patterns/recurrence/absorb`` consumes it.
 
 ``linear`` says how the result depends on the operands: "all" on all of them together (a sum, or elements of each),
@@ -11,7 +12,7 @@ same on every call (``regions.is_soft``). A region that holds anything else decl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kdacompile.patterns.engine import meanings as m
 from kdacompile.patterns.engine.meanings import Rule
@@ -23,7 +24,8 @@ class Trait:
 
     kind: str
     """layout (keeps every element), pick (takes some), place (puts tensors side by side or into a larger one), select
-    (keeps some and replaces the others), make (needs no data), product, scan, solve, pointwise or reduction."""
+    (keeps some and replaces the others), make (needs no data), product, scan, solve, pointwise, reduction, softmax or
+    random."""
     meaning: Rule | None = None
     """Over a prime field; None where the operator only moves elements, which is the same for any numbers."""
     linear: str = "all"
@@ -33,11 +35,17 @@ class Trait:
     """The argument that stands in an exponent."""
     ordered: bool = False
     """Elements stay as they are and in the order they are counted in."""
+    outside: bool = False
+    """No region of linear attention holds it."""
+    steps: bool = False
+    """Constant between thresholds, so that probes can miss what it does: no rule consumes it either."""
 
 
 def _each(names: str, trait: Trait) -> dict[str, Trait]:
     return dict.fromkeys(names.split(), trait)
 
+
+_ACTIVATION = Trait("pointwise", linear="", outside=True)
 
 TRAITS: dict[str, Trait] = {
     # elements as they are, or cast
@@ -100,6 +108,12 @@ TRAITS: dict[str, Trait] = {
     "addcmul": Trait("pointwise", m.addcmul, "added"),
     "addcdiv": Trait("pointwise", m.addcdiv, "added"),
     "lerp": Trait("pointwise", m.lerp, "blend"),
+    **_each("log log1p sqrt rsqrt tanh sigmoid silu softplus log_sigmoid_forward logaddexp", _ACTIVATION),
+    **_each("relu abs maximum minimum clamp clamp_min clamp_max gt lt ge le", _ACTIVATION),
+    **_each("round floor ceil trunc sign nan_to_num eq ne", replace(_ACTIVATION, steps=True)),
+    # what weighs tokens against each other, and what no two calls have in common
+    **_each("_softmax _safe_softmax", Trait("softmax", linear="", outside=True)),
+    **_each("native_dropout bernoulli rand_like rand dropout", Trait("random", linear="", outside=True)),
 }
 
 

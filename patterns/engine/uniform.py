@@ -7,11 +7,9 @@ before the expand. One entry of a uniform dimension stands for all of them.
 from __future__ import annotations
 
 from kdacompile.graph.ir import Graph, Op, Value
+from kdacompile.patterns.engine.vocabulary import ELEMENTWISE
 
-POINTWISE = frozenset(
-    "add sub rsub mul div neg exp exp2 softplus sigmoid silu clamp clamp_min clamp_max log log1p sqrt rsqrt reciprocal "
-    "_to_copy clone contiguous pow tanh relu where log_sigmoid_forward".split()
-)
+ALIKE = ELEMENTWISE | frozenset("_to_copy clone contiguous".split())
 
 
 def mark_uniform(graph: Graph) -> None:
@@ -37,7 +35,7 @@ def _of(op: Op) -> frozenset[int]:
     if op.name == "cat" and op.reads:
         along = op.args[1] % len(shape) if len(op.args) > 1 else 0
         return frozenset(d for d in range(len(shape)) if d != along and all(d in v.uniform for v in op.reads))
-    if op.name in POINTWISE and op.reads:
+    if op.name in ALIKE and op.reads:
         return frozenset(
             d for d in range(len(shape)) if shape[d] > 1 and all(_same(v, d - len(shape)) for v in op.reads)
         )

@@ -30,12 +30,16 @@ SELECTIONS = of_kind("select")
 CONTRACTIONS = of_kind("product")
 SCANS = of_kind("scan")
 SOLVES = of_kind("solve")
-POINTWISE = of_kind("pointwise")
+SOFTMAXES = of_kind("softmax")
+RANDOM = of_kind("random")
+
+ELEMENTWISE = of_kind("pointwise") | {"where"}
+"""Operators that make each element of those at its place, or at the only place along a dimension."""
 
 REDUCTIONS = frozenset("sum prod mean amax amin max min logsumexp _softmax _log_softmax _safe_softmax".split())
 """Operators whose results hang on all elements along a dimension."""
 
-REGION = frozenset(TRAITS)
+REGION = frozenset(name for name, trait in TRAITS.items() if not trait.outside)
 """What a region of linear attention may consist of."""
 
 

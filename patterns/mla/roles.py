@@ -10,17 +10,17 @@ from itertools import islice
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.numbering import Numbering
-from kdacompile.patterns.engine.vocabulary import LAYOUT, REGION
+from kdacompile.patterns.engine.vocabulary import LAYOUT, REGION, SOFTMAXES
 from kdacompile.patterns.mla.absorbed import read_absorbed
 from kdacompile.patterns.mla.bindings import bindings, labels
 from kdacompile.patterns.mla.definition import LatentCandidate, Parts
 from kdacompile.patterns.mla.expanded import read_expanded
 from kdacompile.patterns.mla.half import half_absorbed, read_half
 from kdacompile.patterns.mla.masks import Masks, read_masks
-from kdacompile.patterns.mla.softmax import LOG, WHOLE
+from kdacompile.patterns.mla.softmax import LOG
 from kdacompile.patterns.mla.walk import Attention
 
-ALLOWED = REGION | WHOLE | frozenset({LOG, "max", "amax", "logsumexp"})
+ALLOWED = REGION | SOFTMAXES | frozenset({LOG, "max", "amax", "logsumexp"})
 MAX_BINDINGS = 48
 
 
@@ -133,7 +133,7 @@ def _forbidden(
                 outside = "the graph's caller"
             if outside is not None:
                 what = "an intermediate value of the region is"
-                if op.name in WHOLE:
+                if op.name in SOFTMAXES:
                     what = "the attention weights are"
                 elif op in expanding:
                     what = "expanded keys or values (of a cache that keeps them, or returned) are"

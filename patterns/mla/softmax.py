@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.patterns.engine.values import root
+from kdacompile.patterns.engine.vocabulary import SOFTMAXES
 
-WHOLE = frozenset({"_softmax", "_safe_softmax"})
 LOG = "_log_softmax"
 MAX_STEPS = 8
 
@@ -35,7 +35,7 @@ def find_softmaxes(graph: Graph) -> Iterator[Softmax]:
     for op in graph.ops:
         if op.out.const:
             continue
-        if op.name in WHOLE:
+        if op.name in SOFTMAXES:
             yield Softmax(op, op.reads[0], op.out, _dim(op.out, op.args[1]))
         elif op.name == "exp" and len(op.out.shape) > 1:
             found = _by_hand(op)

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.values import is_weight, root
-from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT
+from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT, RANDOM
 from kdacompile.patterns.mla.softmax import Softmax, divides, find_softmaxes
 from kdacompile.patterns.mla.sources import SCALES, is_scalar_factor
 
-RANDOM = frozenset("native_dropout bernoulli rand_like rand dropout".split())
 MAX_STEPS = 24
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.traits import TRAITS
+from kdacompile.patterns.engine.vocabulary import ELEMENTWISE
 
-POINTWISE = frozenset(
-    "add sub rsub mul div neg exp exp2 log log1p softplus sigmoid log_sigmoid_forward logaddexp where gt lt ge le "
-    "reciprocal sqrt rsqrt pow square tanh abs relu maximum minimum clamp clamp_min clamp_max".split()
-)
+POINTWISE = frozenset(name for name in ELEMENTWISE if not TRAITS[name].steps)
+"""What an activation is made of."""
+
 SAME = frozenset("clone contiguous alias lift_fresh _to_copy".split())
 REGROUPS = frozenset("view _unsafe_view _reshape_alias squeeze unsqueeze".split())
 MOVES = SAME | REGROUPS | frozenset("transpose t permute expand select slice".split())
