@@ -15,7 +15,7 @@ from torch import Tensor
 from .operands import Kind, Operand, Result
 from .scratch import Scratch
 
-_GATES = {"head": "[HV]", "token": "[B, T, HV]", "channel": "[B, T, HV, K]"}
+_GATES = {"none": "[]", "head": "[HV]", "token": "[B, T, HV]", "channel": "[B, T, HV, K]"}
 _PACKED_STATES = "[N, HV, K, V], N sequences in cu_seqlens"
 
 

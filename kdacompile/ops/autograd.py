@@ -25,7 +25,7 @@ from kdacompile.ops.dispatch import (
     next_kernel,
     record,
 )
-from kdacompile.ops.dtensor import refuse_dtensors
+from kdacompile.ops.dtensor import holds_dtensors, on_shards
 from kdacompile.ops.errors import DoubleBackwardError
 from kdacompile.ops.signature import OF_THE_OUTPUT, Signature
 
@@ -91,31 +91,35 @@ class _Gradients(torch.autograd.Function):
 
 def functional_autograd(differentiated: Differentiated, kernels: Kernels) -> Kernel:
     """The autograd kernel of a functional op."""
-    op = differentiated.op
+    op, signature = differentiated.op, differentiated.signature
 
     def autograd(keyset: DispatchKeySet, *tensors: Tensor | None, **options: Any) -> Any:
-        if needs_derivative(tensors):
-            refuse_dtensors(op, tensors)
+        differentiates = needs_derivative(tensors)
+        kernel, below = (None, keyset) if differentiates else next_kernel(keyset, kernels)
+        if kernel is None and holds_dtensors(tensors):
+            return on_shards(op, signature, tensors, options)
+        if differentiates:
             return record(_Recorded, differentiated, options, *tensors)
-        kernel, below = next_kernel(keyset, kernels)
         with below_autograd():
-            if kernel is not None:
-                return kernel(*tensors, **options)
-            refuse_dtensors(op, tensors)
-            return op.redispatch(below, *tensors, **options)
+            return kernel(*tensors, **options) if kernel is not None else op.redispatch(below, *tensors, **options)
 
     return autograd
 
 
-def inplace_autograd(count_and_run: Kernel, writes: int, functional_op: Any) -> Kernel:
-    """The autograd kernel of an op that overwrites operand ``writes``, which ``count_and_run`` does.
+def inplace_autograd(op: Any, signature: Signature, count_and_run: Kernel, functional_op: Any) -> Kernel:
+    """The autograd kernel of an op that overwrites an operand, which ``count_and_run`` does.
 
     Where a derivative is needed the call becomes the functional op and a ``copy_``, both of which autograd knows.
     """
 
+    writes = signature.writes
+    assert writes is not None
+
     def autograd(keyset: DispatchKeySet, *tensors: Any, **options: Any) -> Tensor:
         if not needs_derivative(tensors):
             return count_and_run(keyset, *tensors, **options)
+        if holds_dtensors(tensors):
+            return on_shards(op, signature, tensors, options)
         # The clone is what autograd saves: the state itself is about to change.
         state: Tensor = tensors[writes]
         o, new_state = functional_op(*tensors[:writes], state.clone(), *tensors[writes + 1 :], **options)
@@ -125,20 +129,22 @@ def inplace_autograd(count_and_run: Kernel, writes: int, functional_op: Any) -> 
     return autograd
 
 
-def inplace_version_bump(op: Any, writes: int, kernels: Kernels) -> Kernel:
-    """Count the mutation of operand ``writes``, then run the op below the version counter's key.
+def inplace_version_bump(op: Any, signature: Signature, kernels: Kernels) -> Kernel:
+    """Count the mutation of the operand that is written, then run the op below the version counter's key.
 
     Registered for that key as well: in inference mode autograd is off altogether, and a normal tensor still counts.
     """
 
+    writes = signature.writes
+    assert writes is not None
+
     def bump(keyset: DispatchKeySet, *tensors: Any, **options: Any) -> Tensor:
-        torch.autograd.graph.increment_version(tensors[writes])
         kernel, below = next_kernel(keyset, kernels, mutates=True)
+        if kernel is None and holds_dtensors(tensors):
+            return on_shards(op, signature, tensors, options)  # the shard counts
+        torch.autograd.graph.increment_version(tensors[writes])
         with below_version_counter():
-            if kernel is not None:
-                return kernel(*tensors, **options)
-            refuse_dtensors(op, tensors)
-            return op.redispatch(below, *tensors, **options)
+            return kernel(*tensors, **options) if kernel is not None else op.redispatch(below, *tensors, **options)
 
     return bump
 

@@ -87,11 +87,10 @@ def _functional(signature: Signature, run: Callable[[Any], Any], backward: Kerne
 
 def _in_place(signature: Signature, run: Callable[[Any], Any], functional_op: Any) -> Any:
     """An op that overwrites an operand, over the functional one where a derivative is needed."""
-    op, name, writes = _forward(signature, run), signature.name, signature.writes
-    assert writes is not None
-    bump = autograd.inplace_version_bump(op, writes, _kernels[name])
+    op, name = _forward(signature, run), signature.name
+    bump = autograd.inplace_version_bump(op, signature, _kernels[name])
     _register(name, "ADInplaceOrView", bump)
-    _register(name, "Autograd", autograd.inplace_autograd(bump, writes, functional_op))
+    _register(name, "Autograd", autograd.inplace_autograd(op, signature, bump, functional_op))
     return op
 
 

@@ -105,9 +105,10 @@ class DoubleBackwardError(OpError, NotImplementedError):
 
 
 class DistributedTensorError(OpError, NotImplementedError):
-    """A DTensor operand; the ops run on local shards."""
+    """DTensor operands that are not sharded alike, by batch or by heads; the ops run on local shards."""
 
     template = (
-        "{op} does not take DTensors: batch and heads are independent, so call it on local shards "
-        "(DTensor.to_local, or torch.distributed.tensor.experimental.local_map around the call)"
+        "{op} cannot run on these DTensors: {problem}. Shard every operand that has the batch, or every operand that "
+        "has heads, evenly, and replicate the others; or call it on local shards (DTensor.to_local, or "
+        "torch.distributed.tensor.experimental.local_map around the call)"
     )

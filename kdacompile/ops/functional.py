@@ -81,6 +81,9 @@ def linear_attention(
         casts neither the inputs nor the output. Only on CUDA do matrix products take 16-bit operands where q, k and v
         are 16-bit, and TF32 where ``torch.set_float32_matmul_precision`` allows it; sums and state are float32.
 
+    DTensors are computed shard by shard: on each dimension of their mesh every operand with a batch, or every operand
+    with heads (H and HV alike), is sharded there, evenly, and the others are replicated. Gradients are DTensors too.
+
     Raises:
         kdacompile.ops.errors.OpError: one class per mistake, each also a ValueError or a TypeError.
     """

@@ -62,6 +62,9 @@ def mla(
         (float64 if q or the latent is). A query that sees no token gives 0 and lse +inf. All arithmetic is float32
         (float64). Differentiable in all float operands, except from a paged cache.
 
+    DTensors are computed shard by shard, by batch or by heads, as in :func:`kdacompile.ops.linear_attention`; by heads
+    the cache is replicated, and its gradient a partial sum.
+
     Raises:
         kdacompile.ops.errors.OpError: one class per mistake, each also a ValueError or a TypeError.
     """

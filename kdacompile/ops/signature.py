@@ -37,8 +37,9 @@ class Signature:
 
     ``check`` raises the typed error of the first argument whose shape, dtype, device or option is wrong, with
     ``symbolic=True`` without comparing sizes that are not known; ``check_values`` does so for what else decides.
-    ``without``: fields of the call that the op does not have. ``written``: the operand that it
-    overwrites, and what its schema calls that. ``o_layout``: whether it has the option of that name, see
+    ``result_layouts``: as those of operands. ``axes``: which dimensions are of the batch and of the heads, along which
+    everything is independent. ``without``: fields of the call that the op does not have. ``written``: the operand that
+    it overwrites, and what its schema calls that. ``o_layout``: whether it has the option of that name, see
     :func:`kdacompile.ops.kernels.in_layout`. ``keeps_results``: whether its backward op takes its results.
     """
 
@@ -47,6 +48,8 @@ class Signature:
     check: Callable[..., None]
     check_values: Callable[[Any], None] | None
     results: tuple[str, ...]
+    result_layouts: tuple[str, ...]
+    axes: Mapping[str, str]
     without: frozenset[str] = frozenset()
     written: tuple[str, str] | None = None
     o_layout: bool = False
@@ -130,10 +133,22 @@ class Signature:
 
 
 LINEAR_ATTENTION = Signature(
-    "linear_attention", Call, check_sequence, check_bounds, ("o", "final_state"), o_layout=True
+    "linear_attention",
+    Call,
+    check_sequence,
+    check_bounds,
+    ("o", "final_state"),
+    ("[B, T, HV, V]", "[N, HV, K, V]"),
+    {"B": "batch", "N": "batch", "H": "heads", "HV": "heads"},
+    o_layout=True,
 )
-LINEAR_ATTENTION_STEP = Signature(
-    "linear_attention_step", Call, check_step, None, ("o", "final_state"), frozenset({"cu_seqlens", "chunk_size"})
+LINEAR_ATTENTION_STEP = replace(
+    LINEAR_ATTENTION,
+    name="linear_attention_step",
+    check=check_step,
+    check_values=None,
+    without=frozenset({"cu_seqlens", "chunk_size"}),
+    o_layout=False,
 )
 LINEAR_ATTENTION_STEP_ = replace(
     LINEAR_ATTENTION_STEP,
@@ -143,4 +158,13 @@ LINEAR_ATTENTION_STEP_ = replace(
     results=("o",),
     written=("initial_state", "state"),
 )
-MLA = Signature("mla", Attention, check_mla, check_cache, ("o", "lse"), keeps_results=True)
+MLA = Signature(
+    "mla",
+    Attention,
+    check_mla,
+    check_cache,
+    ("o", "lse"),
+    ("[B, T, H, V]", "[B, H, T]"),
+    {"B": "batch", "H": "heads"},
+    keeps_results=True,
+)

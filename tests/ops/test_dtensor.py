@@ -1,8 +1,12 @@
-"""Distributed tensors: the typed decline, and the way around it that its message names."""
+"""Distributed tensors: shards by batch and by heads, what is refused, and the way around that the message names."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kdacompile.ops import errors, linear_attention
+from kdacompile.ops import errors, linear_attention, linear_attention_step
 from kdacompile.report.collect import collecting
 from tests.backend.layers import compiled, delta_arguments, gated_delta_loop
 from tests.ops.cases import assert_close, make_case
@@ -19,8 +23,10 @@ if not dist.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import local_map
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +36,57 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
+def test_shards_by_batch_and_by_heads_in_two_processes(tmp_path: Path) -> None:
+    """Results, states and gradients of both ops as on whole tensors; see ``sharded.py``."""
+    command = [sys.executable, "-m", "tests.ops.sharded"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(tmp_path / "store")],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in started:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output[-3000:]
+
+
+SHAPE = (2, 4, 2, 8)
+REFUSED: dict[str, tuple[list[Any], str]] = {
+    "tokens": ([Shard(1)] * 3, "q is sharded along T"),
+    "columns": ([Shard(3)] * 3, "q is sharded along K"),
+    "one alone": ([Shard(2), Replicate(), Shard(2)], "k is Replicate.* cuts the heads"),
+    "two ways": ([Shard(0), Shard(0), Shard(2)], "v is Shard.* cuts the batch"),
+    "plain": ([Shard(2), Shard(2), None], "v is no DTensor"),
+    "partial": ([Replicate(), Replicate(), Partial()], "v is Partial|v is _Partial"),
+}
+
+
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-def test_declined(mesh: DeviceMesh, grad: bool) -> None:
-    q = distribute_tensor(make_case().tensors["q"], mesh, [Shard(2)]).requires_grad_(grad)
-    with pytest.raises(errors.DistributedTensorError, match="local_map"):
-        linear_attention(q, q, q)
+@pytest.mark.parametrize("label", REFUSED)
+def test_refused(mesh: DeviceMesh, label: str, grad: bool) -> None:
+    placements, problem = REFUSED[label]
+    x = torch.ones(SHAPE)
+    q, k, v = (x if place is None else DTensor.from_local(x, mesh, [place]) for place in placements)
+    with pytest.raises(errors.DistributedTensorError, match=problem) as caught:
+        linear_attention(q.requires_grad_(grad), k, v)
+    assert "local_map" in str(caught.value)
+
+
+def test_a_shard_in_place(mesh: DeviceMesh) -> None:
+    """The state's own memory is written, and its version counted."""
+    q = distribute_tensor(torch.ones(2, 1, 2, 8), mesh, [Shard(2)])
+    state = distribute_tensor(torch.ones(2, 2, 8, 8), mesh, [Shard(1)])
+    local = state.to_local()
+    before = local.clone()
+    with torch.no_grad():
+        _, new = linear_attention_step(q, q, q, state=state, inplace=True)
+    assert new is state and not torch.equal(local, before)
 
 
 def test_local_map_over_heads(mesh: DeviceMesh) -> None:

@@ -54,7 +54,7 @@ def check_sum(call: Sum, *, symbolic: bool = False) -> None:
     check_operands(call, sizes, symbolic)
 
 
-SUM = Signature("sum", Sum, check_sum, None, ("total",))
+SUM = Signature("sum", Sum, check_sum, None, ("total",), ("[B]",), {"B": "batch"})
 X, BINS = torch.ones(3, 4), torch.zeros(3, dtype=torch.int32)
 
 
