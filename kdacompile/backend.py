@@ -10,6 +10,7 @@ from torch import fx
 
 from kdacompile import capture, compat
 from kdacompile.capture import open_lengths, widened
+from kdacompile.capture.trial import Trial
 from kdacompile.containment import contain
 from kdacompile.errors import UnknownOptionError
 from kdacompile.graph import prefilter
@@ -90,8 +91,9 @@ def kda(
 
 def _open(gm: fx.GraphModule, settings: Settings) -> None:
     """Does not return if the graph is to be captured once more, with other sizes open."""
-    widened.keep(gm, settings)
-    open_lengths.open_lengths(gm, settings)
+    trial = Trial(gm, settings)
+    widened.keep(trial)
+    open_lengths.open_lengths(trial, settings)
 
 
 def _not_opened(reason: str) -> None:

@@ -150,7 +150,8 @@ def _code(code: types.CodeType, walk: _Walk) -> None:
     if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         raise Unliftable("it is asynchronous")
     body = [(inst.opname, inst.argrepr if not isinstance(inst.argval, types.CodeType) else "") for inst in _steps(code)]
-    walk.parts.append(repr((body, code.co_argcount, code.co_kwonlyargcount, code.co_varnames, code.co_flags)))
+    handlers = getattr(code, "co_exceptiontable", b"")  # until Python 3.10 they are in the body
+    walk.parts.append(repr((body, handlers, code.co_argcount, code.co_kwonlyargcount, code.co_varnames, code.co_flags)))
     generator = bool(code.co_flags & inspect.CO_GENERATOR) and code.co_name != "<genexpr>"
     for inst in _steps(code):
         own = code.co_name == "<genexpr>" and inst.opname == "YIELD_VALUE"

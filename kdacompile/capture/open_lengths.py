@@ -16,27 +16,28 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.capture import open_sizes
+from kdacompile.capture.trial import Trial
 from kdacompile.compat import sizes
 from kdacompile.graph import prefilter
 from kdacompile.ops.definitions import mla
-from kdacompile.rewrite import compiler_pass, held
 from kdacompile.rewrite.fresh_caches import CONCATENATIONS
 from kdacompile.settings import Settings
 
 
-def open_lengths(gm: fx.GraphModule, settings: Settings) -> None:
+def open_lengths(trial: Trial, settings: Settings) -> None:
     """Have lengths that will change captured open; does not return if that takes another capture.
 
     Does nothing to a graph that has nothing to rewrite.
     """
-    lengths, prompts = set(_of_caches(gm.graph)), _of_prompts(gm.graph)
+    graph = trial.gm.graph
+    lengths, prompts = set(_of_caches(graph)), _of_prompts(graph)
     if not lengths and not prompts:
         return
-    if prompts or not any(map(compat.is_own_op, gm.graph.nodes)):
-        trial = held.copy_of(gm)
-        lengths = lengths if compiler_pass.rewrite(trial, settings).matches else set[int]()
-        lengths |= prompts & set(_of_queries(trial.graph))
-    open_sizes.open_up(sizes.of_size(gm.graph, lengths), settings)
+    if prompts or not any(map(compat.is_own_op, graph.nodes)):
+        rewritten, found = trial.rewritten
+        lengths = lengths if found else set[int]()
+        lengths |= prompts & set(_of_queries(rewritten))
+    open_sizes.open_up(sizes.of_size(graph, lengths), settings)
 
 
 def _of_caches(graph: fx.Graph) -> Iterator[int]:

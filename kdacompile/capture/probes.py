@@ -40,8 +40,8 @@ def make(call: Call, found: dict[int, str], sizes: Sizes, seed: int) -> list[Ten
             value = torch.linspace(0, sizes["T"], shape[0])
         elif tensor.dtype.is_floating_point:
             value = _draw(found.get(index, ""), shape, generator)
-        else:
-            value = torch.zeros(shape)
+        else:  # a mask, or numbers that are indices wherever there are two tokens
+            value = torch.randint(0, 2, shape, generator=generator)
         made.append(value.to(dtype=tensor.dtype, device=tensor.device))
     return made
 

@@ -4,6 +4,10 @@ Where a function that may be linear attention is called in inference, the region
 result's size depends on data, and for any count of chunks or pools (``compat.region``): its layers are one graph then,
 which serves every length. A graph with nothing to rewrite is captured again as torch.compile does it, and so is one
 that the compiler behind this backend refuses.
+
+What it is for: glm5_next keeps rows by a boolean mask, at which its first prompt would be cut into ten graphs, and from
+the ninth prompt on its layers would have used up their recompilations and run in eager mode (docs/lengths.md). It goes
+once torch.compile captures such masks by itself, which ``capture_dynamic_output_shape_ops`` switches on for a process.
 """
 
 from __future__ import annotations
@@ -11,17 +15,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 
-from torch import fx
-
 from kdacompile import compat
+from kdacompile.capture.trial import Trial
 from kdacompile.compat import region
-from kdacompile.rewrite import compiler_pass, held
-from kdacompile.settings import Settings
 
 
-def keep(gm: fx.GraphModule, settings: Settings) -> None:
-    """Does not return if the graph was captured further for nothing."""
-    if region.is_used() and not _is_rewritten(gm, settings):
+def keep(trial: Trial) -> None:
+    """Does not return if the graph was captured further for nothing: no function was replaced, and nothing will be."""
+    if region.is_used() and not any(map(compat.is_own_op, trial.gm.graph.nodes)) and not trial.rewritten[1]:
         raise region.capture_as_ever()
 
 
@@ -29,13 +30,6 @@ def give_up() -> None:
     """Does not return if the graph was captured further than torch.compile does."""
     if region.is_used():
         raise region.capture_as_ever()
-
-
-def _is_rewritten(gm: fx.GraphModule, settings: Settings) -> bool:
-    """True if a function was replaced in the graph, or something will be; the graph stays as it is."""
-    if any(map(compat.is_own_op, gm.graph.nodes)):
-        return True
-    return bool(compiler_pass.rewrite(held.copy_of(gm), settings).matches)
 
 
 @contextlib.contextmanager
