@@ -13,13 +13,13 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from kdacompile import compat
+from kdacompile.store.disk import made_checked
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,8 @@ def library(source: str, real: str) -> ctypes.CDLL:
     key = hashlib.sha256(repr((text, command, platform.machine())).encode()).hexdigest()
     try:
         path = Path(compat.inductor_cache_dir(), "kdacompile", f"{Path(source).stem}-{key[:32]}.so")
-        if not (path.exists() and compat.disk_caches()):
-            _compile(command, text, path)
-        return ctypes.CDLL(str(path))
+        made = made_checked(path, lambda path: _compile(command, text, path), reuse=compat.disk_caches())
+        return ctypes.CDLL(str(made))
     except OSError as error:
         raise CannotCompile(f"the library cannot be made or loaded: {error}") from error
 
@@ -81,17 +80,10 @@ def compiler_path() -> str:
 
 
 def _compile(command: list[str], text: bytes, path: Path) -> None:
-    """Compile beside ``path`` and move into place, so that no other process ever sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder, path.name)
-        try:
-            subprocess.run(
-                [*command, "-", "-o", str(made)], input=text, capture_output=True, check=True, timeout=_SECONDS
-            )
-        except subprocess.CalledProcessError as error:
-            raise CannotCompile(f"{command[0]} failed: {error.stderr.decode(errors='replace')}") from error
-        except subprocess.TimeoutExpired as error:
-            raise CannotCompile(f"{command[0]} took longer than {_SECONDS:.0f} s") from error
-        made.replace(path)
-    log.debug("compiled %s with %s", path, command[0])
+    try:
+        subprocess.run([*command, "-", "-o", str(path)], input=text, capture_output=True, check=True, timeout=_SECONDS)
+    except subprocess.CalledProcessError as error:
+        raise CannotCompile(f"{command[0]} failed: {error.stderr.decode(errors='replace')}") from error
+    except subprocess.TimeoutExpired as error:
+        raise CannotCompile(f"{command[0]} took longer than {_SECONDS:.0f} s") from error
+    log.debug("compiled %s with %s", path.name, command[0])
