@@ -16,9 +16,12 @@ from kdacompile.patterns.engine.evaluate import Planned
 from kdacompile.patterns.engine.field import Numbers, P, R, Silent
 from kdacompile.patterns.engine.lanes import cut
 from kdacompile.patterns.engine.meanings import Field, Residues, raised_to
-from kdacompile.patterns.engine.traits import TRAITS, Trait
+from kdacompile.patterns.engine.traits import ATTENTION, TRAITS, Trait
 
-Drawn = Mapping[int, Tensor]
+OPERATORS = {**TRAITS, **ATTENTION}
+_UNKNOWN = Trait("pointwise")
+
+Drawn = Mapping[int, Tensor | Residues]
 """A tensor's numbers by modulus."""
 
 Constant = Callable[[Value, Tensor, Field], Residues]
@@ -59,7 +62,10 @@ class Evaluation:
         self.constants: dict[tuple[Value, int], Residues] = {}
         for value, drawn in inputs.items():
             if not isinstance(drawn, Tensor):
-                self.known.update({(value, modulus): Residues(data) for modulus, data in drawn.items()})
+                for modulus, data in drawn.items():
+                    self.known[value, modulus] = Residues(data) if isinstance(data, Tensor) else data
+        self.raw = {value: drawn for value, drawn in inputs.items() if isinstance(drawn, Tensor)}
+        """Masks and indices."""
 
     def __call__(self) -> list[Tensor]:
         """The outputs modulo P. Raises Silent."""
@@ -85,8 +91,8 @@ class Evaluation:
             moduli = set[int]().union(*(values.get(out, ()) for out in op.outs))
             if not moduli:
                 continue
-            wanted[op] = moduli
-            trait = _trait(op)
+            wanted[op] = moduli if op.out.dtype.is_floating_point else {P}
+            trait = OPERATORS.get(op.name, _UNKNOWN)
             for place, argument in [*enumerate(op.args), *((-1, given) for given in op.kwargs.values())]:
                 if place in trait.raw:
                     continue
@@ -98,7 +104,11 @@ class Evaluation:
         return wanted
 
     def run(self, item: Planned, modulus: int) -> None:
-        op, trait = item.op, _trait(item.op)
+        op = item.op
+        if not op.out.dtype.is_floating_point:
+            self.choose(item)
+            return
+        trait = _trait(op)
         try:
             results = self.compute(item, trait, self.fields[R if _exponent(op, trait) is not None else modulus])
         except Silent as error:
@@ -107,6 +117,13 @@ class Evaluation:
             raise SilentAt(op, f"it does not run on residues ({error})") from error
         for value, result in zip(op.outs, results, strict=False):
             self.known[value, modulus] = result
+
+    def choose(self, item: Planned) -> None:
+        """Masks from masks: the operator as it is."""
+        if not all(isinstance(given, Tensor) or given in self.raw for given in item.sources):
+            raise SilentAt(item.op, "a choice that depends on numbers")
+        given = [source if isinstance(source, Tensor) else self.raw[source] for source in item.sources]
+        self.raw.update(zip(item.op.outs, item.step(cut(given, item.where)), strict=False))
 
     def compute(self, item: Planned, trait: Trait, field: Field) -> list[Residues]:
         op = item.op
@@ -137,9 +154,10 @@ class Evaluation:
         """What the operator reads: residues, and masks and indices as they are; cut down as the plan has it."""
         found: list[Residues | Tensor | None] = []
         for value, source in zip(item.op.reads, item.sources, strict=True):
-            given = self.inputs.get(value)
             if value in raw:
-                found.append(source if isinstance(source, Tensor) else given if isinstance(given, Tensor) else None)
+                found.append(source if isinstance(source, Tensor) else self.raw.get(value))
+            elif value in self.raw:
+                found.append(field.constant(self.raw[value]))
             elif isinstance(source, Tensor):
                 found.append(source if item.where else self.read(value, source, field))
             else:
@@ -169,7 +187,7 @@ class Evaluation:
 
 
 def _trait(op: Op) -> Trait:
-    trait = TRAITS.get(op.name)
+    trait = OPERATORS.get(op.name)
     if trait is None:
         raise SilentAt(op, "")
     return trait
@@ -210,4 +228,4 @@ def _moved(item: Planned, operands: list[Any], field: Field) -> list[Residues]:
     return [Residues(one, mark, filled) for one, mark in zip(moved, item.step(marks), strict=True)]
 
 
-__all__ = ["Constant", "Evaluation", "SilentAt", "own_numbers"]
+__all__ = ["Constant", "Drawn", "Evaluation", "SilentAt", "own_numbers"]

@@ -195,6 +195,21 @@ def exponential2(f: Field, x: Any) -> Residues:
     return exponential(f, x, LN2)
 
 
+def softmax(f: Field, x: Any, dim: int, *_: Any) -> Residues:
+    """Modulo P, of exponents modulo R."""
+    made = exponential(f, x).x
+    total = made.sum(dim, keepdim=True) % P
+    return Residues(made * field.inverse(total, P) % P)
+
+
+def largest(f: Field, x: Any, dim: Any = None, keepdim: bool = False) -> Residues:
+    """The largest element is some number: where it matters which, nothing fits."""
+    x = f.of(x).x
+    dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
+    shape = x.sum(dims, keepdim=keepdim).shape
+    return Residues(field.random(shape, f.modulus, torch.Generator().manual_seed(29)))
+
+
 def sum_(f: Field, a: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Residues:
     a = f.of(a)
     _finite(a)

@@ -116,6 +116,12 @@ TRAITS: dict[str, Trait] = {
     **_each("native_dropout bernoulli rand_like rand dropout", Trait("random", linear="", outside=True)),
 }
 
+ATTENTION: dict[str, Trait] = {
+    **_each("_softmax _safe_softmax", Trait("reduction", m.softmax, "", exponent=0)),
+    "amax": Trait("reduction", m.largest, ""),
+}
+"""What attention holds besides."""
+
 
 def of_kind(*kinds: str) -> frozenset[str]:
     """The names of the operators of some kinds."""

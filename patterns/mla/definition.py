@@ -47,8 +47,9 @@ WEIGHTS = ("w", "w_k", "w_v")
 MASKS = ("mask", "mask_2", "mask_3")
 """Roles of masks that are operands, in the order in which the graph applies them."""
 
-VANISHING = -1e4
-"""A mask's number from which on nothing can be seen of a token: the least negative one that models use."""
+VANISHING = -1e9
+"""A mask's number from which on nothing can be seen of a token, unless scores are of that size themselves. Numbers
+nearer to zero (models use -1e4, which scores do reach) are added as they are."""
 
 
 def order_of(role: str, value: Value) -> str:

@@ -16,11 +16,23 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
+from kdacompile.patterns.engine.exact import Drawn, Evaluation
+from kdacompile.patterns.engine.field import P, R, Silent, random
 from kdacompile.patterns.engine.lanes import Factors, LaneError
 from kdacompile.patterns.engine.match import Verdict
+from kdacompile.patterns.engine.meanings import Residues
 from kdacompile.patterns.engine.placement import Placement
+from kdacompile.patterns.mla import exact
 from kdacompile.patterns.mla.bindings import MERGED
-from kdacompile.patterns.mla.definition import MASKS, VANISHING, WEIGHTS, LatentAttention, LatentCandidate, place
+from kdacompile.patterns.mla.definition import (
+    MASKS,
+    VANISHING,
+    WEIGHTS,
+    Hiding,
+    LatentAttention,
+    LatentCandidate,
+    place,
+)
 from kdacompile.patterns.mla.oracle import latent_attention
 from kdacompile.patterns.recurrence.proof import TOLERANCE, one_thread, token_error
 
@@ -42,17 +54,24 @@ def prove(candidate: LatentCandidate, *, wide: bool = False) -> Verdict[LatentAt
     for binding in candidate.bindings:
         try:
             with one_thread():
-                scale, error = _Prover(candidate, binding).run(wide=wide)
+                prover = _Prover(candidate, binding)
+                scale, error = prover.run(wide=wide)
+                found = prover.exactly(scale) if error <= TOLERANCE else ""
         except EvaluationError as failure:
             reason = reason or f"the region does not run on probes: {failure}"
             continue
         except TooLarge as failure:
             return Verdict(None, best, str(failure))
+        if found is False:
+            return Verdict(None, error, DIFFERS, code="field")
         if error <= TOLERANCE:
-            return Verdict(binding.with_(scale=scale), error)
+            return Verdict(binding.with_(scale=scale), error, silent="" if found is True else found)
         best = min(best, error)
         reason = f"the region does not compute attention over a latent (relative error {best:.1e})"
     return Verdict(None, best, reason)
+
+
+DIFFERS = "the region and attention over a latent are different functions: over a prime field their numbers differ"
 
 
 class TooLarge(Exception):
@@ -166,6 +185,69 @@ class _Prover:
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         return torch.where(seen, noise, -torch.inf)
 
+    # ---- over a prime field
+
+    def exactly(self, scale: float) -> bool | str:
+        """Whether the region is the binding's attention, exactly; what stood in the way where that cannot be told."""
+        try:
+            return self.compare(scale)
+        except Silent as error:
+            return str(error)
+
+    def compare(self, scale: float) -> bool | str:
+        generator = torch.Generator().manual_seed(7)
+        inputs: dict[Value, Drawn | Tensor] = dict(self.residues(generator))
+        roles = {p.role: inputs[p.value] for p in self.inputs}
+        inputs |= {duplicate: inputs[value] for duplicate, value in self.candidate.duplicates.items()}
+        shapes = tuple(_shape(inputs[value]) for value in self.candidate.cut)
+        evaluation = Evaluation(self.region.plans[shapes], inputs, self.region.outputs[:1])
+        masks = [self.hidden(mask, roles[mask.role]) for mask in self.binding.masks]
+        own = {
+            modulus: {
+                p.role: self.canonical(p, item)
+                for p in self.inputs
+                if p.role not in MASKS and not isinstance(drawn := roles[p.role], Tensor)
+                for item in [_numbers(drawn[modulus])]
+            }
+            for modulus in (P, R)
+        }
+        want = exact.latent_attention(
+            {modulus: self.operands(given) for modulus, given in own.items()},
+            masks,
+            own[R].get("sinks"),
+            evaluation.fields[R],
+            scale=scale,
+            causal=self.binding.causal,
+        )
+        have = self.binding.output.to_canonical(evaluation()[0])
+        return torch.equal(have, want) or evaluation.numbers.excuse() or False
+
+    def residues(self, generator: torch.Generator) -> Iterator[tuple[Value, Drawn | Tensor]]:
+        for placement in self.inputs:
+            shape = [math.prod(part for _, part in dim) for dim in self.factors(placement)]
+            drawn = {modulus: random(shape, modulus, generator) for modulus in (P, R)}
+            if "=" in placement.axes:
+                same = placement.axes.index("=")
+                drawn = {modulus: data.narrow(same, 0, 1).expand(shape) for modulus, data in drawn.items()}
+            if placement.role not in MASKS:
+                yield placement.value, drawn
+                continue
+            mask = self.mask(placement, shape, "ordinary", generator)
+            if mask.dtype is torch.bool:
+                yield placement.value, mask
+            else:
+                yield placement.value, {R: Residues(drawn[R], mask == -math.inf)}
+
+    def hidden(self, mask: Hiding, drawn: Drawn | Tensor) -> Residues:
+        """A mask as what it adds to the scores."""
+        placement = self.binding.inputs[mask.role]
+        if isinstance(drawn, Tensor):
+            hides = placement.to_canonical(drawn) != mask.keeps
+            return Residues(torch.zeros_like(hides, dtype=torch.int64), hides)
+        numbers = drawn[R]
+        assert isinstance(numbers, Residues) and numbers.gone is not None
+        return Residues(placement.to_canonical(numbers.x), placement.to_canonical(numbers.gone))
+
     # ---- the binding's own numbers
 
     def canonical(self, placement: Placement, tensor: Tensor) -> Tensor:
@@ -227,3 +309,11 @@ def _tidy(scale: float) -> float:
         return scale
     nice = round(scale**-2) ** -0.5
     return nice if abs(scale - nice) < 1e-9 * nice else scale
+
+
+def _numbers(drawn: Tensor | Residues) -> Tensor:
+    return drawn if isinstance(drawn, Tensor) else drawn.x
+
+
+def _shape(drawn: Drawn | Tensor) -> torch.Size:
+    return drawn.shape if isinstance(drawn, Tensor) else _numbers(drawn[R]).shape

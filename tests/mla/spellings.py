@@ -155,7 +155,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         MaskedFill, AddedMask, AddedNumber, NoPositions, UpcastScores,
     )
 }  # fmt: skip
-CAUSAL = {"Sdpa", "SdpaIsCausal", "AddedMask", "AddedNumber", "MaskedFill", "DeepSeekCausal", "MqaGrouped"}
+CAUSAL = {"Sdpa", "SdpaIsCausal", "AddedMask", "MaskedFill", "DeepSeekCausal", "MqaGrouped"}
 
 
 # -- near misses -------------------------------------------------------------------------------------------------------
