@@ -51,9 +51,14 @@ def test_shards_by_batch_and_by_heads_in_two_processes(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    for process in started:
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output[-3000:]
+    try:
+        for process in started:
+            output, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, output[-3000:]
+    finally:
+        for process in started:  # one that waits for another that failed
+            process.kill()
+            process.communicate()
 
 
 SHAPE = (2, 4, 2, 8)
