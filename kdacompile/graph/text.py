@@ -42,7 +42,8 @@ def region_text(ops: Iterable[Op], inputs: Iterable[Value], outputs: Iterable[Va
 
 def op_text(op: Op) -> str:
     """One operator, with the line of the user's code that it comes from."""
-    given = [_argument(arg) for arg in op.args]
+    sized = [arg for arg in op.args[:1] if isinstance(arg, Value) and arg not in op.reads]  # read for its sizes only
+    given = [_type(arg.shape, arg.dtype) for arg in sized] + [_argument(arg) for arg in op.args[len(sized) :]]
     given += [f"{key}={_argument(arg)}" for key, arg in op.kwargs.items() if key != "device"]
     name = operator_name(op.target).replace("::", ".")
     return f"{', '.join(map(typed, op.outs))} = {name}({', '.join(given)}){_comment(op.node)}"

@@ -16,12 +16,13 @@ from kdacompile import compat
 from kdacompile.graph.edit import Edit
 from kdacompile.graph.ir import Value, ancestors
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
+from kdacompile.patterns.engine.vocabulary import LAYOUT
 
 TOLERANCE = 1e-12
 """Relative error in float64: the same operators on the same numbers, products summed in another order at most."""
 
 LIMIT = 1 << 25
-"""Elements, of all values together, up to which a hoist is run."""
+"""Elements, of all values together that are no rearrangements, up to which a hoist is run."""
 
 MAX_OPS = 40_000
 
@@ -44,7 +45,8 @@ def agrees(edit: Edit, pairs: Collection[tuple[Value, Value]], inside: Collectio
     ops = ancestors([value for pair in pairs for value in pair], untouched)
     made = {value for op in ops for value in op.outs}
     read = sorted({value for op in ops for value in op.reads} - made, key=lambda value: value.index)
-    if not pairs or len(ops) > MAX_OPS or sum(math.prod(value.shape) for value in {*made, *read}) > LIMIT:
+    computed = [value for value in {*made, *read} if value.op is None or value.op.name not in LAYOUT]
+    if not pairs or len(ops) > MAX_OPS or sum(math.prod(value.shape) for value in computed) > LIMIT:
         return False
     region = Region(list(ops), read, [value for pair in pairs for value in pair])
     try:
