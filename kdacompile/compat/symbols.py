@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import sympy
@@ -118,6 +119,19 @@ def allowed(env: Any, sizes: dict[Any, int]) -> bool:
     numbers = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
     numbers |= {symbol: expr.xreplace(numbers) for symbol, expr in env.replacements.items()}
     return all(guard.expr.xreplace(numbers) == sympy.true for guard in env.guards)
+
+
+def guarded_with(env: Any, symbols: Collection[Any]) -> dict[Any, Any]:
+    """Other symbols that guards compare with one of ``symbols``, be it through a third, each with that one."""
+    behind = {symbol: symbol for symbol in symbols}
+    reached = sorted(symbols, key=str)
+    for symbol in reached:
+        for guard in env.guards:
+            if symbol in (free := guard.expr.free_symbols):
+                new = sorted(free.difference(behind), key=str)
+                behind |= dict.fromkeys(new, behind[symbol])
+                reached += new
+    return {other: symbol for other, symbol in behind.items() if other not in symbols}
 
 
 def size_at(size: Any, sizes: dict[Any, int]) -> Any:

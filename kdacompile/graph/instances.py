@@ -149,7 +149,12 @@ def _rotated(steps: tuple[int, ...], turn: int) -> tuple[int, ...]:
 def _first_allowed(
     env: Any, hints: Sizes, symbols: list[Any], choices: Callable[[int, int], list[int]], tied: Ties
 ) -> Sizes | None:
-    """The first assignment that differs in every symbol and that the guards allow."""
+    """The first assignment that differs in every symbol and that the guards allow.
+
+    Where it is not allowed by itself, what guards compare with a symbol moves as far as that: the length of a padding
+    mask with that of the prompt.
+    """
+    beside = {s: of for s, of in compat.guarded_with(env, {*symbols, *tied}).items() if s in hints and of in hints}
     options = [
         [size for size in choices(hints[symbol], turn) if size != hints[symbol] and compat.in_range(env, symbol, size)]
         for turn, symbol in enumerate(symbols)
@@ -157,8 +162,10 @@ def _first_allowed(
     for picked in itertools.islice(_diagonally(options), _MAX_TRIES):
         sizes = {**hints, **dict(zip(symbols, picked, strict=True))}
         sizes |= {symbol: sizes[other] for symbol, other in tied.items()}
-        if compat.allowed(env, sizes):
-            return sizes
+        moved = {other: hints[other] + sizes[symbol] - hints[symbol] for other, symbol in beside.items()}
+        for these in (sizes, {**sizes, **moved}):
+            if compat.allowed(env, these):
+                return these
     return None
 
 
