@@ -174,9 +174,9 @@ MODELS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]], list[
 
 def stages_of(name: str) -> tuple[Any, Any, Any]:
     """(report with every stage, its result, what eager mode yields)."""
-    import kdacompile
+    from kdacompile.explainer import explain
 
     fn, inputs, _ = MODELS[name]
     torch._dynamo.reset()
-    report = kdacompile.explain(fn, options={"kda.lift": False}, stages=True)(*inputs())
+    report = explain(fn, options={"kda.lift": False}, stages=True)(*inputs())
     return report, report.result, fn(*inputs())

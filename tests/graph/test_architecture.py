@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kdacompile
+from kdacompile.explainer import explain
 from kdacompile.lowering.linear_attention import linear_attention_program
 from kdacompile.lowering.text import to_text
 from tests.compare import worst_error
@@ -32,7 +32,7 @@ def test_the_example_is_what_the_printers_say() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 4, 3, size, generator=generator) for size in (6, 6, 5))
     torch._dynamo.reset()
-    report = kdacompile.explain(model, options={"kda.lift": False}, stages=True)(q, k, v)
+    report = explain(model, options={"kda.lift": False}, stages=True)(q, k, v)
     assert worst_error(report.result, model(q, k, v)) <= 1e-5
     made = {stage.name: stage.text for stage in report.stages}
     assert made["match"].startswith("proven")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import kdacompile
+from kdacompile.explainer import explain
 from kdacompile.report.findings import Stage
+from kdacompile.report.report import Report
 from tests.compare import worst_error
 from tests.graph.models import MODELS, delta_rule_loop, stages_of, tokens
 
@@ -42,17 +43,17 @@ def _kept(stage: Stage) -> str:
 
 
 def test_an_operator_names_types_arguments_and_line() -> None:
-    report = kdacompile.explain(delta_rule_loop, options={"kda.lift": False}, stages=True)(*tokens())
+    report = explain(delta_rule_loop, options={"kda.lift": False}, stages=True)(*tokens())
     text = next(stage.text for stage in report.stages if stage.name == "functional")
     line = delta_rule_loop.__code__.co_firstlineno + 2
     assert re.search(rf"^%\d+\[2,3,4\]:f32 = aten\.sigmoid\(%\d+\)  # models\.py:{line}$", text, re.MULTILINE)
 
 
 def test_stages_are_kept_only_where_they_are_asked_for() -> None:
-    report = kdacompile.explain(delta_rule_loop, options={"kda.lift": False})(*tokens())
+    report = explain(delta_rule_loop, options={"kda.lift": False})(*tokens())
     assert report.matches and not report.stages
 
 
 def test_stages_survive_json() -> None:
     report, _, _ = stages_of("delta_rule_loop")
-    assert kdacompile.Report.from_json(report.to_json()).stages == report.stages
+    assert Report.from_json(report.to_json()).stages == report.stages
