@@ -17,7 +17,7 @@ from .decays import exp, masked_sum, prefix_decay, suffix_decay, token_decays, t
 from .macros import log_gate
 
 
-@triton.jit(do_not_specialize=["T", "N", "first_head", "v_sb", "do_sb"])
+@triton.jit(do_not_specialize=["T", "N", "first_head"])
 def pair_gradients(
     v_ptr, v_sb, v_st, v_sh, v_sd, g_ptr, g_sb, g_st, g_sh, do_ptr, do_sb, do_st, do_sh, do_sd, A_log_ptr, dt_bias_ptr,
     cu_seqlens, chunk_offsets, N, T, scale, gate_scale, first_head,
@@ -129,7 +129,7 @@ def state_products(
     return dq, zs, dk, dtotal
 
 
-@triton.jit(do_not_specialize=["T", "N", "first_head", "v_sb", "do_sb"])
+@triton.jit(do_not_specialize=["T", "N", "first_head"])
 def gradients(
     q_ptr, q_sb, q_st, q_sh, q_sd, k_ptr, k_sb, k_st, k_sh, k_sd, v_ptr, v_sb, v_st, v_sh, v_sd,
     g_ptr, g_sb, g_st, g_sh, g_sd, do_ptr, do_sb, do_st, do_sh, do_sd, A_log_ptr, dt_bias_ptr,

@@ -35,8 +35,10 @@ class Schedule:
     warps: int
 
 
-def schedule(key_width: int, value_width: int, length: int, item: int, chunk_size: int = 0) -> Schedule:
-    """The schedule of a shape; ``item``: bytes of an operand's element."""
+def schedule(
+    key_width: int, value_width: int, length: int, item: int, *, channels: bool, chunk_size: int = 0
+) -> Schedule:
+    """The schedule of a shape; ``item``: bytes of an operand's element; ``channels``: a gate for each."""
     keys, values = padded(key_width), padded(value_width)
     widest = 64 if item == 2 and FEW_KEYS <= key_width <= 128 else 32
     wish = min(chunk_size or widest, widest, max(length, 1))
@@ -48,7 +50,7 @@ def schedule(key_width: int, value_width: int, length: int, item: int, chunk_siz
         scan_columns=min(values, 32),
         scan_warps=4,
         scan_stages=2 if keys <= 128 else 1,
-        keys=min(keys, 32),
+        keys=16 if channels else min(keys, 32),
         columns=min(values, 128 if item == 2 else 32),
         warps=4,
     )
@@ -77,7 +79,10 @@ class _Backward:
         batch, self._length, self._key_heads, self._width = call.q.shape
         self._heads, self._columns = call.v.shape[2:]
         self._dtype = torch.bfloat16 if call.compute_dtype is torch.bfloat16 else torch.float32
-        self._plan = schedule(self._width, self._columns, self._length, self._dtype.itemsize, call.chunk_size)
+        self._plan = schedule(
+            self._width, self._columns, self._length, self._dtype.itemsize, channels=call.gate == "channel",
+            chunk_size=call.chunk_size,
+        )  # fmt: skip
         packed = call.cu_seqlens is not None
         self._chunks = batch * -(-self._length // self._plan.chunk)
         if packed:

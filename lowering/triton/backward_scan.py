@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["T", "N", "first_head", "v_sb", "do_sb", "state_sn", "final_sn"])
+@triton.jit(do_not_specialize=["T", "N", "first_head", "state_sn", "final_sn"])
 def scan(
     v_ptr, v_sb, v_st, v_sh, v_sd, do_ptr, do_sb, do_st, do_sh, do_sd,
     state_ptr, state_sn, state_sh, state_sk, state_sv, final_ptr, final_sn, final_sh, final_sk, final_sv, dstate_ptr,

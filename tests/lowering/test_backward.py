@@ -38,6 +38,6 @@ def test_what_is_declined() -> None:
 @pytest.mark.parametrize("width", [16, 80, 128, 256])
 def test_schedules(width: int, item: int) -> None:
     for length in (1, 40, 8192):
-        plan = schedule(width, width, length, item)
+        plan = schedule(width, width, length, item, channels=True)
         blocks = (plan.chunk, plan.prepare_keys, plan.scan_columns, plan.keys, plan.columns)
         assert min(blocks) >= 16 and plan.chunk <= 64
