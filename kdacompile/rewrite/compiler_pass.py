@@ -42,9 +42,9 @@ def run(
         for graph in before:
             gm.graph = graph
         report = GraphReport((), (internal(reason, first_own_line(gm.graph)),), len(gm.graph.nodes))
-        if complete is None:
+        if (finish := complete) is None:
             return report  # else there may be ops that stand where functions were lifted
-        return contain("completing a report", lambda: complete(report, gm, settings), lambda _: report)
+        return contain("completing a report", lambda: finish(report, gm, settings), lambda _: report)
 
     report = contain("rewriting a graph", attempt, instead, strict=settings.strict)
     report = replace(report, rejections=(*postponed(), *report.rejections))
