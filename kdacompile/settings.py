@@ -46,6 +46,7 @@ class Settings:
     inner: Inner = "inductor"
     disable: tuple[str, ...] = ()
     lift: bool = True
+    deadline: float = 30.0
     inductor_options: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
 
     def inductor_patches(self) -> dict[str, Any]:
@@ -93,6 +94,14 @@ def _boolean(key: str, value: object) -> bool:
     return value
 
 
+def _seconds(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise OptionTypeError(key=key, expected="a number of seconds", value=value)
+    if not value > 0:
+        raise OptionValueError(key=key, expected="a number of seconds above 0", value=value)
+    return float(value)
+
+
 def _choice(choices: object) -> Callable[[str, object], str]:
     names: tuple[str, ...] = get_args(choices)
 
@@ -138,6 +147,7 @@ _OWN_OPTIONS: dict[str, Callable[[str, object], Any]] = {
     "kda.precision": _choice(Precision),  # absorb upcasts of the inputs ("match"), or keep computing in fp32
     "kda.inner": _choice(Inner),  # the compiler of everything that is not rewritten
     "kda.disable": _pattern_names,  # patterns never to rewrite
+    "kda.deadline": _seconds,  # processor time to search a graph without a match; 30 s unless told
     "kda.lift": _boolean,  # replace proven functions before they are captured, so that one graph serves all lengths
 }
 

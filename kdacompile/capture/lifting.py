@@ -33,6 +33,7 @@ from kdacompile.capture.probes import roles
 from kdacompile.capture.store import Verdict
 from kdacompile.capture.turning import FARTHEST
 from kdacompile.capture.watched import Watch
+from kdacompile.patterns.engine import deadline
 from kdacompile.report.findings import Match
 from kdacompile.settings import Settings
 from kdacompile.store.fingerprint import source_fingerprint
@@ -75,7 +76,11 @@ class Lifts:
                 if not (lengths_vary or store.has(key) or _pays(call, opened, identity)):
                     return Verdict(fn.__qualname__, source_of(fn), reason="a length this short is captured faster")
                 self.known[key] = _settle(
-                    key, fn.__qualname__, source_of(fn), functools.partial(prove, fn, identity, opened, settings)
+                    key,
+                    fn.__qualname__,
+                    source_of(fn),
+                    settings.deadline,
+                    functools.partial(prove, fn, identity, opened, settings),
                 )
             found = self.known[key]
             if isinstance(found, Lifted) or not found.wrong_layout:
@@ -95,7 +100,7 @@ class Lifts:
             def prove() -> Verdict:
                 return library.prove(fn, documented, opened, lambda text: load("draft", Verdict("", "", text)).run)
 
-            self.known[key] = _settle(key, library.name_of(fn), library.source_of(fn), prove)
+            self.known[key] = _settle(key, library.name_of(fn), library.source_of(fn), settings.deadline, prove)
         return self.known[key]
 
     def known_by(self, key: str) -> Lifted | None:
@@ -116,12 +121,15 @@ def _chunk(numbers: AbstractSet[int]) -> int:
     return max((number for number in numbers if 8 <= number <= verify.LARGEST_CHUNK), default=0)
 
 
-def _settle(key: str, name: str, source: str, prove: Callable[[], Verdict]) -> Lifted | Verdict:
+def _settle(key: str, name: str, source: str, seconds: float, prove: Callable[[], Verdict]) -> Lifted | Verdict:
     """The verdict on disk, or a new one."""
     verdict = store.load(key)
     if verdict is None:
         try:
-            verdict = prove()
+            with deadline.within(seconds):
+                verdict = prove()
+        except deadline.OutOfTime as error:
+            return Verdict(name, source, reason=error.reason)  # not for other processes, which may be given longer
         except Unliftable as error:
             verdict = Verdict(name, source, reason=error.reason, wrong_layout=isinstance(error, WrongLayout))
         store.save(key, verdict)

@@ -21,6 +21,7 @@ from kdacompile.capture.probes import make
 from kdacompile.capture.turning import FARTHEST, to_visit
 from kdacompile.capture.watched import Point, Watch
 from kdacompile.compat.tracing import tree_flatten, tree_leaves
+from kdacompile.patterns.engine import deadline
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """Relative error (RMS) by the coarsest floating dtype among the arguments: rounding, for any order of summation."""
@@ -72,6 +73,7 @@ def compare_everywhere(
 
     def visit(points: Iterable[Point]) -> None:
         for batch, length in points:
+            deadline.check()
             errors[batch, length] = compare(fn, other, call, roles, length, batch, watch)
 
     visit((BATCHES[0], length) for length in wanted)

@@ -18,6 +18,7 @@ from kdacompile.graph.instances import NO_TIES, Instances, Sizes, Ties
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
 from kdacompile.graph.readings import Readings
 from kdacompile.graph.turns import Turns
+from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.match import B, Candidate, Match, Obstacle, Verdict
 from kdacompile.patterns.engine.spec import Inner, R, Spec
 from kdacompile.report import findings, loops, trace
@@ -126,6 +127,7 @@ class Matching(Generic[R, B]):
         refused: list[tuple[Candidate[B], Verdict[B]]] = []
         failures: list[Rejection] = []
         for found in self.candidates(graph, inner):
+            deadline.check()
             if isinstance(found, Obstacle):
                 obstacles.append(found)
                 continue
@@ -226,6 +228,7 @@ class Matching(Generic[R, B]):
                 op = splice.apply(splice.check())
             except CannotSplice as error:
                 return Rejection(name, error.reason, source, error.code)
+        deadline.restart()
         self.rewritten |= match.candidate.ops
         holds = tuple(node.name for node in self.relied_on(match))
         found = findings.Match(name, match.mode, source, roles, match.max_error, op, match.absorbed, holds=holds)

@@ -13,6 +13,7 @@ from kdacompile.graph.edit import NewCalls
 from kdacompile.graph.ir import Graph
 from kdacompile.graph.readings import Readings
 from kdacompile.patterns import canonical
+from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.match import Code
 from kdacompile.patterns.mla.spec import LATENT_ATTENTION
 from kdacompile.patterns.recurrence.calls import CALLS
@@ -70,15 +71,25 @@ class Search:
             return
         trace.dynamo(self.gm)
         self.context.inside = not (self.has_recurrence and canonical.may_take_loops_apart(self.gm.graph))
+        try:
+            with deadline.within(self.context.settings.deadline):
+                self.search_all()
+        except deadline.OutOfTime as error:
+            self.recurrence.rejections += [
+                Rejection("linear_attention", error.reason, first_own_line(self.gm.graph), "deadline")
+            ]
+        if self.found:
+            self.gm.graph.lint()
+            self.gm.recompile()
+            trace.rewritten(self.gm)
+
+    def search_all(self) -> None:
+        """The graph as it is, with the values of tables, and in other forms."""
         self.search()
         if self.has_recurrence and any(node.users for node in self.tables):
             self.search_with_tables()
         if not compat.switches_modes(self.gm.graph):
             self.search_canonical_forms()
-        if self.found:
-            self.gm.graph.lint()
-            self.gm.recompile()
-            trace.rewritten(self.gm)
 
     @property
     def found(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Value, map_values
+from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.match import B, Candidate, Verdict
 
 
@@ -51,6 +52,7 @@ class Verdicts(Generic[B]):
         self.known: dict[tuple[object, ...], tuple[Verdict[B], list[Value]]] = {}
 
     def __call__(self, candidate: Candidate[B], *, wide: bool = False) -> Verdict[B]:
+        deadline.check()
         bindings = candidate.bindings  # those that are looked for when they are asked for follow from the structure
         forms = tuple(binding.text() for binding in bindings) if isinstance(bindings, list) else ()
         duplicates = tuple(map(candidate.cut.index, chain.from_iterable(candidate.duplicates.items())))

@@ -13,6 +13,7 @@ from itertools import product
 import torch
 
 from kdacompile.graph.ir import Op, Value, ancestors
+from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.match import Candidate, Obstacle
 from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING, PLACING, is_float8
@@ -47,6 +48,7 @@ class Effort:
     """Operators looked through for more."""
 
     def take(self, group: Group) -> bool:
+        deadline.check()
         self.ways -= 1
         self.operators -= len(group.ops) + 200  # a small group may stand below many others
         return self.ways >= 0 or self.operators >= 0
