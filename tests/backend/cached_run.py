@@ -21,13 +21,12 @@ from tests.backend.layers import delta_arguments, gated_delta_loop
 
 def change_the_rewrite() -> None:
     """Twice the scale, whatever was proven."""
-    options = rewrite.LinearAttentionSplice.options
+    call = rewrite.LinearAttentionSplice.call
 
-    def doubled(self: rewrite.LinearAttentionSplice, like: torch.fx.Node) -> dict[str, Any]:
-        found = options(self, like)
-        return {**found, "scale": 2 * found["scale"]}
+    def doubled(self: rewrite.LinearAttentionSplice, *args: Any, **options: Any) -> torch.fx.Node:
+        return call(self, *args, **options, scale=2 * self.match.binding.scale)
 
-    rewrite.LinearAttentionSplice.options = doubled  # type: ignore[method-assign]
+    rewrite.LinearAttentionSplice.call = doubled  # type: ignore[method-assign]
 
 
 def main(variant: str) -> None:
