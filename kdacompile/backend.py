@@ -161,7 +161,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
     run = _pass(settings)
     memory = contain(
         "looking for a report on disk",
-        lambda: remembered.Memory(gm, run.identity()),
+        lambda: remembered.Memory(gm, run.identity(), capture.complete(GraphReport(), gm, settings).matches),
         lambda _: None,
         strict=settings.strict,
     )

@@ -133,7 +133,9 @@ def _settle(key: str, name: str, source: str, seconds: float, prove: Callable[[]
         except Unliftable as error:
             verdict = Verdict(name, source, reason=error.reason, wrong_layout=isinstance(error, WrongLayout))
         store.save(key, verdict)
-    return load(key, verdict) if verdict.text else verdict
+    # A verdict on disk may name another checkout's file, or a line from before an edit elsewhere in it.
+    here = replace(verdict, source=source, matches=tuple({**match, "source": source} for match in verdict.matches))
+    return load(key, here) if here.text else here
 
 
 def _key(identity: Identity, call: Call, settings: Settings) -> str:

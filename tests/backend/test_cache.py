@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pickle
@@ -196,3 +197,47 @@ def test_a_lost_or_broken_report_is_no_error(broken: bytes, tmp_path: Path, monk
         memory.emit()
     assert [(graph.from_cache, graph.matches) for graph in report.graphs] == [(True, ())]
     assert report.graphs[0].nodes > 10
+
+
+TEXT = """
+import torch
+
+def attention(q, k, v, g):
+    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    outs = []
+    for t in range(q.shape[1]):
+        state = state * g[:, t].exp()[..., None, None] + k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        outs.append((state * q[:, t].unsqueeze(-1)).sum(-2))
+    return torch.stack(outs, dim=1)
+"""
+
+
+def imported_from(path: Path, text: str) -> Any:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_model", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.attention
+
+
+def test_a_recalled_report_names_the_lines_of_this_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph's text is the same in another checkout, and after an edit above it; files and lines are not."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "caches"))
+    arguments = delta_arguments()[:4]
+    one = graph_of(imported_from(tmp_path / "one" / "model.py", TEXT), *arguments)
+    memory = remembered.Memory(one, "v1")
+    with inductor_config.patch(force_disable_caches=False):
+        memory.keep([backend.compiler_pass.run(one, Settings())])
+    other = graph_of(imported_from(tmp_path / "other" / "model.py", "# edited" + 6 * "\n" + TEXT), *arguments)
+    (before,), (after,) = memory.recall(), remembered.Memory(other, "v1").recall()
+    with collecting() as told:
+        remembered.Memory(other, "v1").emit()
+    assert before.matches[0].source.startswith(str(tmp_path / "one"))
+    file, line = after.matches[0].source.split(":")
+    assert file == str(tmp_path / "other" / "model.py")
+    assert int(line) == int(before.matches[0].source.split(":")[1]) + 6
+    assert told.matches[0].loop == f"{file}:{TEXT[: TEXT.index('for t')].count(chr(10)) + 1 + 6}"
+    assert str(tmp_path / "one") not in str(told)

@@ -236,6 +236,18 @@ def test_a_verdict_is_remembered_on_disk(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [match.lifted for match in report.matches] == ["recurrent_gla"]
 
 
+def test_a_verdict_of_another_checkout_names_the_lines_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(20)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(lifting, "source_of", lambda fn: "/another/checkout/functions.py:7")
+        compiled(functions.recurrent_gla)(*args)
+    torch._dynamo.reset()
+    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
+    with collecting() as report:
+        compiled(functions.recurrent_gla)(*args)
+    assert [match.source for match in report.matches] == [lifting.source_of(functions.recurrent_gla)]
+
+
 CORRUPTIONS: dict[str, Callable[[bytes], bytes]] = {
     "one operation for another": lambda data: data.replace(b"gate_scale=1.0", b"gate_scale=2.0"),
     "no Python": lambda data: data.replace(b"def replacement", b"def def replacement"),
