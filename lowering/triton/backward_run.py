@@ -56,13 +56,21 @@ def schedule(
     )
 
 
+RUN_ON_A_GPU = 128, 128
+"""K and V that gave float64's gradients on a GPU. Others pass in the interpreter; since compiling them for Hopper has
+gone wrong before (``docs/training.md``), they wait until ``tests/lowering/test_backward_cuda.py`` has run there."""
+
+
 class TritonGradients:
     """:class:`kdacompile.lowering.adjoint.GradientKernels`: every row, every shape up to K = V = 256, any strides."""
 
     name = "triton"
 
     def declines(self, call: Call) -> str | None:
-        return TritonKernels().declines(call)
+        reason = TritonKernels().declines(call)
+        if reason is None and (call.q.shape[-1], call.v.shape[-1]) != RUN_ON_A_GPU:
+            reason = "only heads of 128 channels have been compared with float64 on a GPU"
+        return reason
 
     def gradients(
         self, call: Call, grad_o: Tensor | None, grad_state: Tensor | None, scratch: Scratch | None = None

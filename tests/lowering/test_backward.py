@@ -29,9 +29,11 @@ def test_gradients_in_the_interpreter(part: str, tmp_path: Path) -> None:
 
 @needs_triton
 def test_what_is_declined() -> None:
-    call = call_of(cases.make_case())
-    assert TritonGradients().declines(call) is None
-    assert TritonGradients().declines(call_of(cases.make_case().to(torch.float64))) == "no torch.float64 kernels"
+    wide = cases.make_case(key_dim=128, value_dim=128)
+    assert TritonGradients().declines(call_of(wide)) is None
+    assert TritonGradients().declines(call_of(wide.to(torch.float64))) == "no torch.float64 kernels"
+    narrow = TritonGradients().declines(call_of(cases.make_case()))
+    assert narrow == "only heads of 128 channels have been compared with float64 on a GPU"
 
 
 @pytest.mark.parametrize("item", [2, 4])
