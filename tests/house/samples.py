@@ -24,7 +24,7 @@ NEAR_MISS = Rejection(
     pattern="gated_delta_rule",
     reason="the state passes through tanh between two steps",
     source="model.py:12",
-    code="nonlinear-state",
+    code="operator",
 )
 
 

@@ -35,11 +35,11 @@ def test_json_is_plain() -> None:
 
 
 def test_identical_rejections_are_counted_not_repeated() -> None:
-    other = Rejection("kda", "other", "model.py:1", "other")
+    other = Rejection("kda", "other", "model.py:1", "roles")
     report = Report(graphs=[GraphReport(rejections=(NEAR_MISS, other)), GraphReport(rejections=(NEAR_MISS,))])
     assert [(rejection.code, rejection.count) for rejection in report.rejections] == [
-        ("nonlinear-state", 2),
-        ("other", 1),
+        ("operator", 2),
+        ("roles", 1),
     ]
     assert "(2 times)" in str(report)
 
@@ -68,7 +68,7 @@ def test_html_is_one_page_with_everything_escaped() -> None:
 
 def test_html_of_an_empty_or_foreign_report() -> None:
     assert "Nothing matched" in Report().to_html()
-    unknown = Report(graphs=[GraphReport(rejections=(Rejection("from_the_future", "why", "gone.py:9", "code"),))])
+    unknown = Report(graphs=[GraphReport(rejections=(Rejection("from_the_future", "why", "gone.py:9", "proof"),))])
     assert "from_the_future" in unknown.to_html()
 
 

@@ -59,9 +59,9 @@ def check(
         tensors={n: None if x is None else x.to(device) for n, x in case.tensors.items()},
         cu_seqlens=None if case.cu_seqlens is None else case.cu_seqlens.to(device),
     )
-    grads = [None if w is None else w.to(device) for w in given]
-    found = KERNELS.gradients(call_of(there), *grads, Scratch(poison=True))
-    again = KERNELS.gradients(call_of(there), *grads)
+    of_o, of_state = (None if w is None else w.to(device) for w in given)
+    found = KERNELS.gradients(call_of(there), of_o, of_state, Scratch(poison=True))
+    again = KERNELS.gradients(call_of(there), of_o, of_state)
     have: dict[str, Tensor] = {}
     for name, x, same in zip(cases.TENSORS, found, again, strict=True):
         if case.tensors[name] is None:
