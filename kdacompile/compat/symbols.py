@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -93,6 +94,16 @@ def tie(size: Any, other: Any) -> None:
     """Guard that two sizes are equal: from here on they have the same symbols."""
     if isinstance(size, torch.SymInt) or isinstance(other, torch.SymInt):
         bool(size == other)
+
+
+def name_of(env: Any, symbol: Any) -> str:
+    """A size as the caller of the graph knows it, "dimension 1 of x"; the symbol's own name where it is no input's."""
+    for source in env.var_to_sources.get(symbol, ()):
+        text: Any = source.name() if callable(source.name) else source.name
+        found = re.fullmatch(r"L\['(\w+)'\](.*)\.size\(\)\[(\d+)\]", str(text))
+        if found is not None:
+            return f"dimension {found[3]} of {found[1]}{found[2]}"
+    return str(symbol)
 
 
 def shape_env(nodes: list[fx.Node]) -> Any:

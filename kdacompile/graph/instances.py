@@ -84,8 +84,10 @@ class Instances:
             for sizes in self.chosen(symbols, numbers, tied, turns):
                 reason = disagreement(sizes)
                 if reason is not None:
-                    where = ", ".join(f"{symbol} = {sizes[symbol]}" for symbol in sorted(symbols, key=str))
-                    return f"{reason} (at {where})"
+                    env = compat.shape_env(self.nodes)
+                    named = sorted((compat.name_of(env, symbol), sizes[symbol]) for symbol in symbols)
+                    where = ", ".join(f"{name} = {size}" for name, size in named)
+                    return f"{reason} (with {where}); dynamic=False compiles for each size alone"
         except (CannotInstantiate, NotAffine) as error:
             return str(error)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -180,6 +181,14 @@ def test_what_depends_on_a_size_is_not_burned_in(fn: Function) -> None:
     with torch.no_grad(), collecting() as static:
         compiled(fn)(*calls[0])
     assert static.matches  # at sizes fixed for good it is linear attention
+
+
+def test_a_reason_names_the_dimension_and_what_to_do() -> None:
+    _, report = at_each(window_of_20, [delta_arguments(length=12)[:3]], every(3, 1))
+    (told,) = report.rejections
+    assert told.code == "dynamic"
+    assert re.search(r"with (.*, )?dimension 1 of [qkv] = \d+", told.reason), told.reason
+    assert "dynamic=False" in told.reason
 
 
 def test_a_window_as_long_as_the_sequence_is_no_window() -> None:
