@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Value
+from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.exact import Drawn, Evaluation
 from kdacompile.patterns.engine.field import P, R, Silent, random
@@ -52,6 +53,7 @@ def prove(candidate: LatentCandidate, *, wide: bool = False) -> Verdict[LatentAt
     """The first binding that holds, with the scale that its scores have."""
     best, reason = float("inf"), ""
     for binding in candidate.bindings:
+        deadline.check()
         try:
             with one_thread():
                 prover = _Prover(candidate, binding)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Value
+from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.field import Silent
 from kdacompile.patterns.engine.lanes import LaneError
@@ -131,6 +132,7 @@ def _prove(candidate: RecurrenceCandidate, runner: _Runner, *, wide: bool) -> Ve
     refused: LaneError | EvaluationError | None = None
     differs: Verdict[Recurrence] | None = None
     for binding in candidate.bindings:
+        deadline.check()
         try:
             verdict = _judge(candidate, binding, runner, drawn, wide=wide)
         except (LaneError, EvaluationError) as error:
