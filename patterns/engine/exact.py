@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value, map_values, walk_values
 from kdacompile.patterns.engine.evaluate import Planned
-from kdacompile.patterns.engine.field import Numbers, P, R, Silent
+from kdacompile.patterns.engine.field import GONE, Numbers, P, R, Silent
 from kdacompile.patterns.engine.lanes import cut
 from kdacompile.patterns.engine.meanings import Field, Residues, raised_to
 from kdacompile.patterns.engine.traits import ATTENTION, TRAITS, Trait
@@ -57,7 +58,9 @@ class Evaluation:
         self.outputs = outputs
         self.constant = constant
         self.numbers = Numbers()
-        self.fields = {modulus: Field(modulus, self.numbers) for modulus in (P, R)}
+        wide = any(out.dtype == torch.float64 for item in plan for out in item.op.outs)
+        gone = GONE[torch.float64 if wide else torch.float32]
+        self.fields = {modulus: Field(modulus, self.numbers, gone) for modulus in (P, R)}
         self.known: dict[tuple[Value, int], Residues] = {}
         self.constants: dict[tuple[Value, int], Residues] = {}
         for value, drawn in inputs.items():
@@ -172,7 +175,7 @@ class Evaluation:
                     places = [place for place in item.where if place[0] == index]
                     only: list[Any] = [None] * index + [gone.expand(before.x.shape)]
                     gone = cut(only, places)[index]
-                found[index] = Residues(narrow[index], gone, before.filled)
+                found[index] = Residues(narrow[index], gone, before.fill)
             elif value not in raw:
                 found[index] = self.constant(value, narrow[index], field)
             else:
@@ -224,8 +227,8 @@ def _moved(item: Planned, operands: list[Any], field: Field) -> list[Residues]:
         else given
         for given in operands
     ]
-    filled = any(given.filled for given in operands if isinstance(given, Residues))
-    return [Residues(one, mark, filled) for one, mark in zip(moved, item.step(marks), strict=True)]
+    fill = max(given.fill for given in operands if isinstance(given, Residues))
+    return [Residues(one, mark, fill) for one, mark in zip(moved, item.step(marks), strict=True)]
 
 
 __all__ = ["Constant", "Drawn", "Evaluation", "SilentAt", "own_numbers"]

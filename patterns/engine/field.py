@@ -38,8 +38,14 @@ SMOOTH = (2, 3, 5, 7, 11, 13)
 MANY = 1 << 15
 """Different numbers of one constant that are still read one by one."""
 
-GONE = -746.0
-"""From here down the exponential of a number is zero, in float64 and all the more in every other dtype."""
+GONE = {torch.float64: -746.0, torch.float32: -104.0}
+"""From here down the exponential of a number is zero, in this dtype and all the more in narrower ones."""
+
+HIDING = -1e9
+"""In the place of another number, this or less is taken for -inf (docs/soundness.md)."""
+
+LOWEST = -1e38
+"""Added to any number that a float32 model works with, what is below this still has the exponential zero."""
 
 
 class Silent(Exception):

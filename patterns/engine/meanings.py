@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.patterns.engine import field
-from kdacompile.patterns.engine.field import GONE, LN2, Numbers, P, R, Silent
+from kdacompile.patterns.engine.field import GONE, HIDING, LN2, LOWEST, Numbers, P, R, Silent
 
 
 @dataclass(slots=True)
@@ -25,8 +25,12 @@ class Residues:
 
     x: Tensor
     gone: Tensor | None = None
-    filled: bool = False
-    """Some of those are finite, though so low that their exponential is zero: they replace and are not added."""
+    fill: float = -math.inf
+    """The largest of those that is finite, though its exponential is zero: it replaces, and nothing is added to it."""
+
+    @property
+    def filled(self) -> bool:
+        return self.fill > LOWEST
 
 
 @dataclass(slots=True)
@@ -35,24 +39,26 @@ class Field:
 
     modulus: int
     numbers: Numbers
+    gone: float = GONE[torch.float64]
+    """From here down the exponential of a number is zero in the region's widest dtype."""
 
-    def of(self, item: Any) -> Residues:
-        """An operand: a tensor's residues, or a literal."""
+    def of(self, item: Any, *, replaces: bool = False) -> Residues:
+        """An operand: a tensor's residues, or a literal; one that ``replaces`` elements may make them vanish."""
         if isinstance(item, Residues):
             return item
         if isinstance(item, (bool, int, float)):
-            if self.modulus == R and item <= GONE:
+            if self.modulus == R and (item == -math.inf or (replaces and item <= self.gone)):
                 zero = torch.zeros((), dtype=torch.int64)
-                return Residues(zero, zero == 0, math.isfinite(item))
+                return Residues(zero, zero == 0, float(item))
             return Residues(torch.tensor(self.numbers.read(float(item), self.modulus)))
         raise Silent(f"a {type(item).__name__} where a number is needed")
 
     def constant(self, data: Tensor) -> Residues:
-        if not data.is_floating_point() or self.modulus != R or not bool((data <= GONE).any()):
+        gone = data <= self.gone
+        if not data.is_floating_point() or self.modulus != R or not bool(gone.any()):
             return Residues(self.numbers.tensor(data, self.modulus))
-        gone = data <= GONE
-        finite = bool((gone & (data != -math.inf)).any())
-        return Residues(self.numbers.tensor(torch.where(gone, 0.0, data), self.modulus), gone, finite)
+        fill = float(data[gone].max())
+        return Residues(self.numbers.tensor(torch.where(gone, 0.0, data), self.modulus), gone, fill)
 
 
 Rule = Callable[..., "Residues | list[Residues]"]
@@ -203,11 +209,13 @@ def softmax(f: Field, x: Any, dim: int, *_: Any) -> Residues:
 
 
 def largest(f: Field, x: Any, dim: Any = None, keepdim: bool = False) -> Residues:
-    """The largest element is some number: where it matters which, nothing fits."""
+    """The largest element is some number, of these elements its own: where it matters which, nothing fits."""
     x = f.of(x).x
+    places = torch.arange(1, x.numel() + 1).view(x.shape)
+    seed = int((x * (places * 2654435761 % 65521) % f.modulus).sum()) % (1 << 31)
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
     shape = x.sum(dims, keepdim=keepdim).shape
-    return Residues(field.random(shape, f.modulus, torch.Generator().manual_seed(29)))
+    return Residues(field.random(shape, f.modulus, torch.Generator().manual_seed(seed)))
 
 
 def sum_(f: Field, a: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Residues:
@@ -272,11 +280,12 @@ def addmm(f: Field, a: Any, b: Any, c: Any, *, beta: float = 1, alpha: float = 1
 
 def _both(f: Field, a: Any, b: Any, pick: Callable[[Tensor, Tensor], Tensor]) -> Residues:
     """Some elements of one tensor and some of another."""
-    a, b = f.of(a), f.of(b)
+    a, b = f.of(a, replaces=True), f.of(b, replaces=True)
     gone = None
     if a.gone is not None or b.gone is not None:
         gone = pick(*(torch.zeros_like(t.x, dtype=torch.bool) if t.gone is None else t.gone for t in (a, b)))
-    return Residues(pick(a.x, b.x), gone)
+    fill = max(a.fill, b.fill)
+    return Residues(pick(a.x, b.x), gone, fill if fill > HIDING else -math.inf)
 
 
 def where(f: Field, chosen: Tensor, a: Any, b: Any) -> Residues:
@@ -297,16 +306,17 @@ def triu(f: Field, a: Any, diagonal: int = 0) -> Residues:
 
 def _triangle(a: Residues, part: Callable[[Tensor, int], Tensor], diagonal: int) -> Residues:
     gone = None if a.gone is None else part(a.gone.expand(a.x.shape), diagonal)
-    return Residues(part(a.x, diagonal), gone)
+    return Residues(part(a.x, diagonal), gone, a.fill)
 
 
 def constant_pad_nd(f: Field, a: Any, pad: Sequence[int], value: float = 0) -> Residues:
-    a, border = f.of(a), f.of(value)
+    a, border = f.of(a), f.of(value, replaces=True)
     x = torch.nn.functional.pad(a.x, list(pad), value=int(border.x))
     if a.gone is None and border.gone is None:
         return Residues(x)
     inside = torch.zeros_like(a.x, dtype=torch.bool) if a.gone is None else a.gone.expand(a.x.shape)
-    return Residues(x, torch.nn.functional.pad(inside, list(pad), value=border.gone is not None))
+    gone = torch.nn.functional.pad(inside, list(pad), value=border.gone is not None)
+    return Residues(x, gone, max(a.fill, border.fill))
 
 
 def scatter(f: Field, a: Any, dim: int, index: Tensor, source: Any, **options: Any) -> Residues:
@@ -314,7 +324,7 @@ def scatter(f: Field, a: Any, dim: int, index: Tensor, source: Any, **options: A
         raise Silent("a scatter that computes")
     if isinstance(source, Residues):
         return _both(f, a, source, lambda one, other: one.scatter(dim, index, other))
-    filler = f.of(source)
+    filler = f.of(source, replaces=True)
     return _both(f, a, filler, lambda one, other: one.scatter(dim, index, other.expand(index.shape)))
 
 

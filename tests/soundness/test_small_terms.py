@@ -120,6 +120,7 @@ def test_masks_that_let_something_through(name: str) -> None:
 EXACT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "filled with -inf": lambda x, later: x.masked_fill(later, -torch.inf).exp(),
     "filled with -1e9": lambda x, later: x.masked_fill(later, -1e9).exp(),
+    "filled with -200, which float32 takes for it": lambda x, later: x.masked_fill(later, -200.0).exp(),
     "zero": lambda x, later: torch.where(later, 0.0, x.exp()),
     "tril twice": lambda x, later: x.tril().exp().tril(),
 }
