@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kdacompile.errors import InternalError
 from tests.ascend.tools import Edit, SimulatedDevice, ToolError, Tools
 
 ORDERS = (("AIC", "AIV0", "AIV1"), ("AIV1", "AIV0", "AIC"))
@@ -20,7 +21,8 @@ def damage_is_caught(
     for order in ORDERS:
         try:
             right = is_right(SimulatedDevice(tools, order, {kernel: edits}))
-        except ToolError as error:
+        except (ToolError, InternalError) as error:
+            assert isinstance(error, ToolError) or isinstance(error.__cause__, ToolError), error
             assert any(name in str(error) for name in errors.split("|")), error
             return True
         if not right:
