@@ -3,7 +3,7 @@
 Three kinds of subject:
 
 - ``model.py:attention --tensor q=1x64x4x32 --tensor k=1x64x4x32:bf16``: a function of a file, called with random
-  tensors by name (normal, in [0, 1) for the dtype bool or an integer: zeros and ones);
+  tensors by name (normally distributed; zeros and ones for bool and int64);
 - ``model.py:make``: a function without parameters that returns a callable and the tuple of its arguments;
 - ``kimi_linear``: a transformers model type. Its configuration keeps every width, but has one layer of each kind, few
   experts and a small vocabulary, and its weights are random: what matches depends on none of that.

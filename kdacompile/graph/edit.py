@@ -15,12 +15,10 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from kdacompile import compat
-from kdacompile.graph.build import drop_unread
+from kdacompile.graph.build import REPLAY_ERRORS, drop_unread
 from kdacompile.graph.ir import Graph, Op, Value, ancestors, map_values, walk_values
 from kdacompile.graph.recorder import Recorder
 from kdacompile.patterns.engine.uniform import mark_uniform
-
-CALL_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError, KeyError)
 
 
 class CannotEdit(Exception):
@@ -57,7 +55,7 @@ class NewCalls:
                     node.meta[key] = like.meta[key]
             try:
                 compat.propagate_fake(node, like)
-            except CALL_ERRORS as error:
+            except REPLAY_ERRORS as error:
                 self.graph.erase_node(node)
                 raise CannotEdit(str(error)) from error
             self.known[text] = node
@@ -155,7 +153,7 @@ class Edit:
         try:
             with torch.no_grad(), compat.no_fake_modes(), recorder:
                 result = function(*args, **kwargs)
-        except CALL_ERRORS as error:
+        except REPLAY_ERRORS as error:
             recorder.roll_back(mark)
             raise CannotEdit(str(error)) from error
         value = recorder.value_of(result)
