@@ -44,10 +44,11 @@ def rounded_inputs(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def run(case: Case, inputs: Inputs, launch: Launcher, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    options = {"cores": CORES, **options}
     q, k, v = (x.to(dtype) for x in (inputs.q, inputs.k, inputs.v))
     return run_chunks(
         q, k, v, inputs.g, inputs.beta, inputs.initial_state, scale=case.scale, delta=case.delta, gate=case.gate,
-        cu_seqlens=inputs.cu_seqlens, cores=CORES, launch=launch, **options,
+        cu_seqlens=inputs.cu_seqlens, launch=launch, **options,
     )  # fmt: skip
 
 

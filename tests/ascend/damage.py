@@ -8,9 +8,10 @@ from kdacompile.errors import InternalError
 from tests.ascend.tools import Edit, SimulatedDevice, ToolError, Tools
 
 ORDERS = (("AIC", "AIV0", "AIV1"), ("AIV1", "AIV0", "AIC"))
-LOUD = "DeadlockError|FlagError|BoundsError"
+RACE = "RaceError"
+LOUD = f"DeadlockError|FlagError|BoundsError|{RACE}"
 WAIT = r'"hivm\.hir\.sync_block_wait"'
-NOTHING = '"hivm.hir.pipe_barrier"'
+NOTHING = '"hivm.hir.set_mask_norm"'  # an operation that does nothing
 
 
 def damage_is_caught(
@@ -20,7 +21,7 @@ def damage_is_caught(
     of the orders."""
     for order in ORDERS:
         try:
-            right = is_right(SimulatedDevice(tools, order, {kernel: edits}))
+            right = is_right(SimulatedDevice(tools, order, edits={kernel: edits}))
         except (ToolError, InternalError) as error:
             assert isinstance(error, ToolError) or isinstance(error.__cause__, ToolError), error
             assert any(name in str(error) for name in errors.split("|")), error

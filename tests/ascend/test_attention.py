@@ -19,7 +19,7 @@ from kdacompile.lowering.target import ASCEND910_95, ASCEND910B, TARGETS
 from kdacompile.lowering.verify import relative_error
 from kdacompile.ops.mla_fused import FusedAttention
 from tests.ascend.cases import CORES
-from tests.ascend.damage import NOTHING, ORDERS, WAIT, damage_is_caught
+from tests.ascend.damage import NOTHING, ORDERS, RACE, WAIT, damage_is_caught
 from tests.ascend.layout import TEMPORARIES, on_chip, within_capacity
 from tests.ascend.tools import ARCH, NEXT_ARCH, SimulatedDevice, ToolError, Tools
 from tests.ops.mla_cases import MlaCase, make_mla
@@ -191,6 +191,12 @@ def test_a_dropped_wait(tools: Tools) -> None:
     facts = device.compiled["attend"].facts
     waits = facts["cube"]["block_waits"] + facts["vec"]["block_waits"]
     assert all(damage_is_caught(tools, "attend", [(WAIT, NOTHING, i)], is_right) for i in range(waits))
+
+
+def test_all_cores_sharing_one_workspace(tools: Tools) -> None:
+    device = SimulatedDevice(tools, edits={"attend": [(r"(affine_map<\(d0\) -> \(d0 \*) \d+", r"\1 0", -1)]})
+    with pytest.raises(ToolError, match=RACE):
+        attend(device, DAMAGED)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ import numpy as np
 from tests.ascend.simulator import (
     DeadlockError,
     FlagError,
+    RaceError,
     Simulator,
     UnsupportedError,
     device,
@@ -152,7 +153,7 @@ def run_kernel(request: dict[str, Any]) -> dict[str, Any]:
     for edit in request["edits"]:
         text = _edited(text, *edit)
     arguments = [views[x] if isinstance(x, str) else x for x in request["arguments"]]
-    simulator = Simulator(parse(text), request["order"])
+    simulator = Simulator(parse(text), request["order"], request["seed"])
     simulator.run(request["kernel"], arguments, request["grid"], request["workspace_bytes"])
     np.savez(request["arrays"], **arrays)
     return {}
@@ -175,7 +176,7 @@ def main() -> None:
         request = json.loads(line)
         try:
             answer = actions[request.pop("do")](request)
-        except (CompilerError, UnsupportedError, BoundsError, DeadlockError, FlagError, ValueError) as error:
+        except (CompilerError, UnsupportedError, BoundsError, DeadlockError, FlagError, RaceError, ValueError) as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
 

@@ -95,6 +95,7 @@ class Tools:
         launch: Launch,
         *,
         order: Sequence[str] = ("AIC", "AIV0", "AIV1"),
+        seed: int | None = None,
         edits: Sequence[Edit] = (),
     ) -> None:
         """Run a launch in the simulator; its tensors are written in place, but views with gaps, which are only read."""
@@ -111,6 +112,7 @@ class Tools:
             kinds={name: "bf16" for name, x in tensors.items() if x.dtype is torch.bfloat16},
             arrays=str(path),
             order=list(order),
+            seed=seed,
             edits=[list(edit) for edit in edits],
         )
         with np.load(path) as stored:
@@ -137,11 +139,13 @@ def _numpy(x: Tensor) -> Any:
 class SimulatedDevice:
     """A launcher that compiles each kernel with the real compiler and runs it in the simulator.
 
-    ``edits`` by kernel name change what runs; ``order`` is that of the cores. Uninitialised outputs are poisoned.
+    ``edits`` by kernel name change what runs; ``order`` is that of the cores, ``seed`` any other one. Uninitialised
+    outputs are poisoned.
     """
 
     tools: Tools
     order: Sequence[str] = ("AIC", "AIV0", "AIV1")
+    seed: int | None = None
     edits: dict[str, Sequence[Edit]] = field(default_factory=dict[str, Sequence[Edit]])
     compiled: dict[str, Compiled] = field(default_factory=dict[str, Compiled])
 
@@ -151,4 +155,4 @@ class SimulatedDevice:
         io = next((x.dtype for n, x in launch.arguments.items() if n in pointers and isinstance(x, Tensor)), io)
         compiled = self.tools.compile(launch.kernel, dict(launch.constants), io=io)
         self.compiled[launch.kernel.name] = compiled
-        self.tools.run(compiled, launch, order=self.order, edits=self.edits.get(launch.kernel.name, ()))
+        self.tools.run(compiled, launch, order=self.order, seed=self.seed, edits=self.edits.get(launch.kernel.name, ()))

@@ -6,8 +6,8 @@ one AIC and two AIV run as coroutines over numpy memory: the addresses are the c
 a core that waits for a flag that nobody sets is a deadlock. Needs numpy, ml_dtypes and the ``ascendnpu-ir`` wheel, and
 nothing of kdacompile.
 
-Not modelled: time, and the pipes inside one core, which run in program order here. A dropped flag between pipes is
-still seen, because sets and waits must balance; a dropped barrier is not.
+What it computes is one order of things; that no other order computes anything else is what races.py checks: each pipe
+of each core has a vector clock, and two accesses that nothing orders are an error. Not modelled: time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from .facts import Facts, Memory, UnitFacts, device, facts, next_facts
 from .machine import DeadlockError, FlagError, Simulator
 from .parse import Module, UnsupportedError, parse
+from .races import RaceError
 
 __all__ = [
     "DeadlockError",
@@ -22,6 +23,7 @@ __all__ = [
     "FlagError",
     "Memory",
     "Module",
+    "RaceError",
     "Simulator",
     "UnitFacts",
     "UnsupportedError",

@@ -43,7 +43,7 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "mulf": lambda x, y: x * y,
     "divf": lambda x, y: x / y,
 }
-_NOTHING = ("func.return", "hivm.hir.set_ffts_base_addr", "hivm.hir.set_mask_norm", "hivm.hir.pipe_barrier")
+_NOTHING = ("func.return", "hivm.hir.set_ffts_base_addr", "hivm.hir.set_mask_norm")
 _PURE = (
     "arith.constant",
     "hivm.hir.pointer_cast",
@@ -86,11 +86,11 @@ class Blocking:
 
 
 class Wait(Blocking):
-    def __init__(self, flag: Callable[[Env], int]) -> None:
-        self.flag = flag
+    def __init__(self, pipe: str, flag: Callable[[Env], int]) -> None:
+        self.pipe, self.flag = pipe, flag
 
     def run(self, env: Env, core: Core) -> Run:
-        while not core.flags.take(core, self.flag(env)):
+        while not core.flags.take(core, self.pipe, self.flag(env)):
             yield False
         yield True
 
@@ -173,7 +173,7 @@ class Decoder:
             node = Loop(op, codes[0]) if op.name == "scf.for" else Branch(op, codes)
             return node if any(code.blocks for code in codes) else node.run_at_once
         if op.name == "hivm.hir.sync_block_wait":
-            return Wait(_number(op, r"static_flag_id = (\d+)"))
+            return Wait(_pipe(op), _number(op, r"static_flag_id = (\d+)"))
         family, _, name = op.name.rpartition(".")
         handler = {"arith": _arith, "affine": self._affine, "memref": _memref, "hivm.hir": _hivm}.get(family)
         if op.name == "func.call":
@@ -218,6 +218,10 @@ def _number(op: Op, pattern: str) -> Callable[[Env], int]:
         return lambda env: value
     name = op.operands[-1]
     return lambda env: int(env[name])
+
+
+def _pipe(op: Op) -> str:
+    return op.get(r"\bpipe = #hivm.pipe<PIPE_(\w+)>")
 
 
 def _arith(op: Op, name: str) -> Step:
@@ -282,20 +286,33 @@ def _memref(op: Op, name: str) -> Step:
         strides = contiguous(sizes, dtype.itemsize)
         return _assign(op, lambda x, shift: View(x.buffer, dtype, x.offset + shift, sizes, strides))
     if name == "load":
-        return _assign(op, lambda x, *index: _scalar(x.array[index]))
+        return _scalar_load(op)
     if name == "store":
-        operands = op.operands
-
-        def store(env: Env, core: Core) -> None:
-            value, target, *index = (env[word] for word in operands)
-            target.array[tuple(index)] = value
-
-        return store
+        return _scalar_store(op)
     raise UnsupportedError(op.name)
 
 
-def _scalar(x: Any) -> Any:
-    return int(x) if np.issubdtype(x.dtype, np.integer) else x
+def _scalar_load(op: Op) -> Step:
+    (result,), operands = op.results, op.operands
+
+    def load(env: Env, core: Core) -> None:
+        source, *index = (env[word] for word in operands)
+        found = source.array[tuple(index)]
+        core.clocks.instruction(core.name, "S", "load", [source.element(index)], [])
+        env[result] = int(found) if np.issubdtype(found.dtype, np.integer) else found
+
+    return load
+
+
+def _scalar_store(op: Op) -> Step:
+    operands = op.operands
+
+    def store(env: Env, core: Core) -> None:
+        value, target, *index = (env[word] for word in operands)
+        target.array[tuple(index)] = value
+        core.clocks.instruction(core.name, "S", "store", [], [target.element(index)])
+
+    return store
 
 
 def _part(op: Op, name: str) -> Step:
@@ -329,18 +346,26 @@ def _hivm(op: Op, name: str) -> Step:
         event = _number(op, r"static_event_id = #hivm.event<EVENT_ID(\d+)>")
         return lambda env, core: getattr(core, name)(source, target, event(env))
     if name == "sync_block_set":
-        static = op.find(r"static_flag_id = (\d+)")
+        static, pipe = op.find(r"static_flag_id = (\d+)"), op.get(r"\btpipe = #hivm.pipe<PIPE_(\w+)>")
         flag = int(static) if static is not None else op.operands[0]
-        return lambda env, core: core.flags.set(core, flag if isinstance(flag, int) else env[flag])
+        return lambda env, core: core.flags.set(core, pipe, flag if isinstance(flag, int) else env[flag])
+    if name == "pipe_barrier":
+        pipe = _pipe(op)
+        return lambda env, core: core.clocks.barrier(core.name, pipe)
     raise UnsupportedError(op.name)
 
 
 def _call(op: Op) -> Step:
     callee, operands = op.get(r"callee = @(\w+)"), op.operands
-    function = call(callee)
+    function, pipe, target = call(callee)
 
     def step(env: Env, core: Core) -> None:
         core.calls[callee] += 1
-        function(core, [env[name] for name in operands])
+        values = [env[name] for name in operands]
+        before = values[target].read().tobytes() if pipe == "MTE3" else None
+        function(core, values)
+        if pipe:
+            same = before is not None and before == values[target].read().tobytes()
+            core.clocks.instruction(core.name, pipe, callee, values[:target], values[target:], same=same)
 
     return step

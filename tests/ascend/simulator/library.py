@@ -42,12 +42,13 @@ _REDUCTIONS: dict[str, Callable[[Any, int], Any]] = {
 _ROUNDING: dict[int, Callable[[Any], Any]] = {0: np.rint, 2: np.floor, 3: np.ceil, 4: np.trunc}
 
 
-def call(callee: str) -> Function:
-    """The implementation of a library function."""
-    for pattern, make in _TABLE:
+def call(callee: str) -> tuple[Function, str, int]:
+    """The implementation of a library function, the pipe it runs on ("" where it says so itself), and its first operand
+    that is written."""
+    for pattern, make, pipe, target in _TABLE:
         found = re.match(pattern, callee)
         if found is not None:
-            return make(*found.groups())
+            return make(*found.groups()), pipe, target
     raise UnsupportedError(f"library function {callee}")
 
 
@@ -129,6 +130,9 @@ def _mma(kind: str) -> Function:
     def mma(core: Core, a: list[Any]) -> None:
         left, right, init, m, k, n, target = a[:7]
         waits, sets = a[7:9], a[9:11]
+        for event in waits:
+            if event >= 0:
+                core.wait_flag("MTE2", "MTE1", int(event))
         x, y = (_plain(tile).astype(np.float32) for tile in (left, right))
         x = x.T if kind.startswith("ta") else x
         y = y.T if kind.endswith("tb") else y
@@ -136,9 +140,9 @@ def _mma(kind: str) -> Function:
         total = np.zeros((blocks_m * rows, blocks_n * cols), np.float32) if init else _plain(target).copy()
         total[:m, :n] += x[:m, :k] @ y[:k, :n]
         target.array[...] = total.reshape(blocks_m, rows, blocks_n, cols).transpose(2, 0, 1, 3)
-        for event in waits:
-            if event >= 0:
-                core.wait_flag("MTE2", "MTE1", int(event))
+        core.clocks.instruction(core.name, "MTE1", "mma", [left, right], [])
+        core.clocks.follow(core.name, "MTE1", "M")
+        core.clocks.instruction(core.name, "M", "mma", [] if init else [target], [target])
         for event in sets:
             if event >= 0:
                 core.set_flag("MTE1", "MTE2", int(event))
@@ -152,20 +156,22 @@ def _fixpipe(core: Core, a: list[Any]) -> None:
     target.write(_plain(a[0])[:rows, :cols].astype(target.dtype))
 
 
-_TABLE: tuple[tuple[str, Callable[..., Function]], ...] = (
-    (r"(vcmp_\w\w)_", _binary),
-    (r"(vcmp)s_(\w\w)_", lambda head, tail: _binary(f"{head}_{tail}")),
-    (r"(vadd|vsub|vmul|vdiv|vmax|vmin)s?_", _binary),
-    (r"(vand|vor)_", _binary),
-    (r"(vexp|vln|vnot|vabs)_", _unary),
-    (r"vsel_", _select),
-    (r"vcast_(\w+?)_(?:to_\w+)_1d_with", _cast),
-    (r"arange_\dd_", lambda: _arange),
-    (r"(?:enablevc_)?reduce_(sum|max)_([ar]+)_float", _reduce),
-    (r"(?:enablevc_)?cumsum_([ar]+)_float", _cumsum),
-    (r"broadcast_(?:scalar|first_axis|middle_axis|last_axis)", _copy),
-    (r"(?:load_gm_to_ubuf|store_ubuf_to_gm|copy_ubuf_to_ubuf|set_l1)_", _copy),
-    (r"nd2nz_", lambda: _nd2nz),
-    (r"mma_tile_\w+?_to_float_?(|ta|tb|ta_tb)$", _mma),
-    (r"fixpipe_nz2nd_", lambda: _fixpipe),
+_TABLE: tuple[tuple[str, Callable[..., Function], str, int], ...] = (
+    (r"(vcmp_\w\w)_", _binary, "V", 2),
+    (r"(vcmp)s_(\w\w)_", lambda head, tail: _binary(f"{head}_{tail}"), "V", 2),
+    (r"(vadd|vsub|vmul|vdiv|vmax|vmin)s?_", _binary, "V", 2),
+    (r"(vand|vor)_", _binary, "V", 2),
+    (r"(vexp|vln|vnot|vabs)_", _unary, "V", 1),
+    (r"vsel_", _select, "V", 3),
+    (r"vcast_(\w+?)_(?:to_\w+)_1d_with", _cast, "V", 1),
+    (r"arange_\dd_", lambda: _arange, "V", 0),
+    (r"(?:enablevc_)?reduce_(sum|max)_([ar]+)_float", _reduce, "V", 1),
+    (r"(?:enablevc_)?cumsum_([ar]+)_float", _cumsum, "V", 1),
+    (r"broadcast_(?:scalar|first_axis|middle_axis|last_axis)", _copy, "V", 1),
+    (r"copy_ubuf_to_ubuf_", _copy, "V", 1),
+    (r"(?:load_gm_to_ubuf|set_l1)_", _copy, "MTE2", 1),
+    (r"store_ubuf_to_gm_", _copy, "MTE3", 1),
+    (r"nd2nz_", lambda: _nd2nz, "MTE2", 1),
+    (r"mma_tile_\w+?_to_float_?(|ta|tb|ta_tb)$", _mma, "", 0),
+    (r"fixpipe_nz2nd_", lambda: _fixpipe, "FIX", 1),
 )

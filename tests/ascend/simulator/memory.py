@@ -95,6 +95,11 @@ class View:
         packed = np.packbits(np.broadcast_to(values, self.sizes), bitorder="little")
         self.buffer[self.offset : self.offset + packed.size] = packed
 
+    def element(self, index: list[int]) -> View:
+        """One element, as a view."""
+        shift = sum(i * stride for i, stride in zip(index, self.strides, strict=True))
+        return View(self.buffer, self.dtype, self.offset + shift, (1,), (self.dtype.itemsize,))
+
     def subview(self, offsets: list[int], sizes: list[int], strides: list[int], rank: int) -> View:
         """A part of this view; dimensions of size 1 are dropped from the left down to ``rank``."""
         shift = sum(o * s for o, s in zip(offsets, self.strides, strict=True))
