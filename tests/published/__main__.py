@@ -1,0 +1,124 @@
+"""``python -m tests.published``: published implementations under backend="kda", next to eager.
+
+Repositories are named by commit and path; their clones lie in one folder, as ``DIR/owner/name``. A row says what was
+matched, whether all results (and arguments that are written to) equal eager's, and why something was left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import pkgutil
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kdacompile.explainer import explain
+from tests import published
+from tests.compare import worst_error
+from tests.published.registry import CASES, Case
+from tests.published.sources import Library, MissingSource
+
+HEADER = "| repository | commit | path | case | matched | equal | s | reason |\n|---|---|---|---|---|---|---|---|"
+FRAME = {"draw", "registry", "sources", "__main__"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a case. ``matched`` is None where it was skipped."""
+
+    case: Case
+    matched: tuple[str, ...] | None
+    error: float
+    seconds: float
+    reason: str
+
+    @property
+    def complete(self) -> bool:
+        return self.matched is not None and not Counter(self.case.finds) - Counter(self.matched)
+
+    @property
+    def wrong(self) -> bool:
+        return self.matched is not None and not self.error <= self.case.bound
+
+    def __str__(self) -> str:
+        found = "skipped" if self.matched is None else ", ".join(self.matched) or "-"
+        equal = "" if self.matched is None else f"{'no' if self.wrong else 'yes'} ({self.error:.0e})"
+        where = self.case.repository
+        cells = (where.name, where.commit[:8], self.case.path, self.case.name, found, equal, f"{self.seconds:.1f}")
+        return "| " + " | ".join((*cells, self.reason.replace("|", "/"))) + " |"
+
+
+def measure(case: Case, library: Library) -> Row:
+    """Run one case eagerly and under the backend, on equal arguments."""
+    started = time.perf_counter()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    try:
+        fn, arguments = case.make(library.load(case.repository, case.path))
+    except MissingSource as missing:
+        return Row(case, None, 0.0, 0.0, str(missing))
+    own, theirs = copy.deepcopy((fn, arguments)), (fn, arguments)
+    with torch.no_grad():
+        expected = _run(*theirs)
+        report = explain(own[0])(*own[1])
+    found = tuple(match.pattern for match in report.matches)
+    error = worst_error((report.result, own[1]), expected)
+    reasons = [f"{r.reason} [{r.code}]" for r in report.rejections] + [f"break: {b}" for b in report.graph_breaks]
+    missed = bool(Counter(case.finds) - Counter(found))
+    return Row(case, found, error, time.perf_counter() - started, "; ".join(reasons[:3]) if missed else "")
+
+
+def _run(fn: Any, arguments: tuple[Any, ...]) -> Any:
+    torch.manual_seed(1)
+    return fn(*arguments), arguments
+
+
+def collect() -> list[Case]:
+    """All cases: every file of this folder that is not part of the frame registers its own."""
+    for found in pkgutil.iter_modules(published.__path__):
+        if found.name not in FRAME and not found.name.startswith("test_"):
+            importlib.import_module(f"{published.__name__}.{found.name}")
+    return CASES
+
+
+def summary(rows: Sequence[Row]) -> str:
+    ran = [row for row in rows if row.matched is not None]
+    family = [row for row in ran if row.case.finds]
+    names = {row.case.repository.name for row in ran}
+    return (
+        f"{len(ran)} cases of {len(names)} repositories, {len(rows) - len(ran)} skipped; "
+        f"{sum(row.complete for row in family)} of {len(family)} of the family matched; "
+        f"{sum(row.wrong for row in ran)} wrong"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.published", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repos", type=Path, default=Path("repos"), metavar="DIR", help="where the clones lie")
+    parser.add_argument("--only", default="", help="cases whose repository, path or name contains this")
+    arguments = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    library = Library(arguments.repos)
+    rows: list[Row] = []
+    print(HEADER, flush=True)
+    for case in collect():
+        if arguments.only in str(case):
+            rows.append(measure(case, library))
+            print(rows[-1], flush=True)
+    print(summary(rows))
+    return 0 if rows and not any(row.wrong for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

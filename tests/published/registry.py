@@ -1,0 +1,41 @@
+"""What a case is: a function or a module of a published file, arguments for it, and what is to be found in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from tests.published.sources import Repository
+
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+Maker = Callable[[ModuleType], Program]
+
+CASES: list[Case] = []
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to call one file. ``finds`` are the patterns to be found, none for what is not of the family."""
+
+    repository: Repository
+    path: str
+    name: str
+    make: Maker
+    finds: tuple[str, ...] = ()
+    bound: float = 1e-5
+    """Relative error up to which results count as equal to eager's."""
+
+    def __str__(self) -> str:
+        return f"{self.repository.name} {self.path} {self.name}"
+
+
+def case(repository: Repository, path: str, *finds: str, bound: float = 1e-5) -> Callable[[Maker], Maker]:
+    """Register what the function makes of the file's module, a callable and its arguments, under its own name."""
+
+    def register(make: Maker) -> Maker:
+        CASES.append(Case(repository, path, make.__name__, make, finds, bound))
+        return make
+
+    return register

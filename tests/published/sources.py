@@ -1,0 +1,152 @@
+"""Files of public repositories as modules, read from local clones at fixed commits. Nothing of them is kept here.
+
+A clone lies at ``DIR/owner/name``. A file is written to a temporary folder and run from there; what it imports from its
+own repository is loaded in the same way, and libraries that are not installed become :class:`Absent`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import Any
+
+NEEDED = ("einops", "transformers")
+"""Libraries that what is run calls: without them a case is skipped. All others only serve what is not run."""
+
+
+class MissingSource(Exception):
+    """A repository, a file or a library that a case needs is not here; the text says how to get it."""
+
+
+class Absent(ModuleType):
+    """Stands for a library that is not installed: its names exist, decorators leave functions as they are."""
+
+    def __getattr__(self, name: str) -> Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
+
+    def __getitem__(self, item: object) -> Absent:
+        return self
+
+    def __or__(self, other: object) -> Absent:
+        return self
+
+    __ror__ = __or__
+
+    def __mro_entries__(self, bases: tuple[type, ...]) -> tuple[type, ...]:
+        return (object,)
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A public repository at one commit. ``roots`` are the folders from which its files import each other."""
+
+    name: str
+    commit: str
+    roots: tuple[str, ...] = ("",)
+
+    @property
+    def clone(self) -> str:
+        return f"git clone https://github.com/{self.name} DIR/{self.name}"
+
+
+@dataclass
+class Library:
+    """The repositories below one folder, and the modules made of their files. ``patches`` replace text of a file."""
+
+    folder: Path
+    written: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="published-")))
+    modules: dict[tuple[str, str], ModuleType] = field(default_factory=dict[tuple[str, str], ModuleType])
+    trees: dict[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+
+    def load(self, repository: Repository, path: str) -> ModuleType:
+        """The module of one file. Raises MissingSource."""
+        key = repository.name, path
+        if key in self.modules:
+            return self.modules[key]
+        text = self._git(repository, "show", f"{repository.commit}:{path}")
+        place = self.written / repository.name / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+        module = ModuleType("published." + f"{repository.name}/{path}"[:-3].replace(".", "_").replace("/", "."))
+        module.__file__ = str(place)
+        namespace: dict[str, Any] = vars(module)
+        namespace["__builtins__"] = {**vars(builtins), "__import__": self._importer(repository, path)}
+        self.modules[key] = sys.modules[module.__name__] = module
+        try:
+            exec(compile(text, str(place), "exec"), namespace)
+        except BaseException:
+            del self.modules[key], sys.modules[module.__name__]
+            raise
+        namespace["__builtins__"] = builtins
+        return module
+
+    def _git(self, repository: Repository, *command: str) -> str:
+        where = self.folder / repository.name
+        if not where.exists():
+            raise MissingSource(repository.clone)
+        done = subprocess.run(["git", "-C", str(where), *command], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise MissingSource(f"git -C DIR/{repository.name} fetch origin {repository.commit}")
+        return done.stdout
+
+    def _file_of(self, repository: Repository, dotted: str, roots: tuple[str, ...]) -> str | None:
+        """The file that makes the module of this name."""
+        if repository.name not in self.trees:
+            listed = self._git(repository, "ls-tree", "-r", "--name-only", repository.commit)
+            self.trees[repository.name] = frozenset(listed.splitlines())
+        base = dotted.replace(".", "/")
+        for root in roots:
+            for ending in (".py", "/__init__.py"):
+                path = str(PurePosixPath(root) / base) + ending
+                if path in self.trees[repository.name]:
+                    return path
+        return None
+
+    def _importer(self, repository: Repository, path: str) -> Callable[..., Any]:
+        """What ``import`` means in one file."""
+        package = PurePosixPath(path).parent
+
+        def importer(
+            name: str, names: Any = None, values: Any = None, wanted: tuple[str, ...] | None = (), level: int = 0
+        ) -> Any:
+            if level:
+                base = package.parents[level - 2] if level > 1 else package
+                return self._own(repository, name, wanted or (), (str(base),))
+            if self._file_of(repository, name, repository.roots) and wanted:
+                return self._own(repository, name, wanted, repository.roots)
+            try:
+                return builtins.__import__(name, names, values, wanted or (), 0)
+            except ImportError:
+                if name.partition(".")[0] in NEEDED:
+                    raise MissingSource(f"pip install {name.partition('.')[0]}") from None
+                return Absent(name)
+
+        return importer
+
+    def _own(self, repository: Repository, name: str, wanted: tuple[str, ...], roots: tuple[str, ...]) -> Any:
+        """``from name import wanted`` in the repository: a module that has these names, submodules among them."""
+        file = self._file_of(repository, name, roots) if name else None
+        module = self.load(repository, file) if file and not file.endswith("__init__.py") else None
+        if module is not None:
+            return module
+        found = ModuleType(name or "package")
+        package: Any = None
+        for each in wanted:
+            below = self._file_of(repository, f"{name}.{each}".strip("."), roots)
+            if below:
+                vars(found)[each] = self.load(repository, below)
+                continue
+            package = package or (self.load(repository, file) if file else Absent(name))
+            vars(found)[each] = getattr(package, each)
+        return found
