@@ -12,8 +12,9 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.ops.signature import MLA
+from kdacompile.patterns.engine.field import unreached
 from kdacompile.patterns.engine.placement import Placement
-from kdacompile.patterns.mla.definition import VANISHING, Hiding, LatentAttention
+from kdacompile.patterns.mla.definition import Hiding, LatentAttention
 from kdacompile.rewrite.splice import CannotSplice, Splice
 
 
@@ -85,7 +86,8 @@ class MlaSplice(Splice[LatentAttention]):
 
     def seeing(self, q: fx.Node, mask: fx.Node) -> fx.Node:
         """The queries, zero where the mask hides everything: neither they nor the keys have a gradient there."""
-        rows = self.method(self.method(self.method(mask, "le", VANISHING), "all", -1), "transpose", 1, 2)
+        lowest = unreached(compat.example_value(mask).dtype)
+        rows = self.method(self.method(self.method(mask, "le", lowest), "all", -1), "transpose", 1, 2)
         return self.method(q, "masked_fill", self.method(rows, "unsqueeze", -1), 0.0)
 
     def per_head(self, weight: fx.Node) -> fx.Node:

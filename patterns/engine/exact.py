@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value, map_values, walk_values
 from kdacompile.patterns.engine.evaluate import Planned
-from kdacompile.patterns.engine.field import GONE, Numbers, P, R, Silent
+from kdacompile.patterns.engine.field import GONE, Numbers, P, R, Silent, unreached
 from kdacompile.patterns.engine.lanes import cut
 from kdacompile.patterns.engine.meanings import Field, Residues, raised_to
 from kdacompile.patterns.engine.traits import ATTENTION, TRAITS, Trait
@@ -58,9 +58,9 @@ class Evaluation:
         self.outputs = outputs
         self.constant = constant
         self.numbers = Numbers()
-        wide = any(out.dtype == torch.float64 for item in plan for out in item.op.outs)
-        gone = GONE[torch.float64 if wide else torch.float32]
-        self.fields = {modulus: Field(modulus, self.numbers, gone) for modulus in (P, R)}
+        widest = _widest(plan)
+        gone = GONE[torch.float64 if widest == torch.float64 else torch.float32]
+        self.fields = {modulus: Field(modulus, self.numbers, gone, unreached(widest)) for modulus in (P, R)}
         self.known: dict[tuple[Value, int], Residues] = {}
         self.constants: dict[tuple[Value, int], Residues] = {}
         for value, drawn in inputs.items():
@@ -170,6 +170,7 @@ class Evaluation:
         narrow = cut([part.x if isinstance(part, Residues) else part for part in found], item.where)  # type: ignore[misc]
         for index, (value, before) in enumerate(zip(item.op.reads, list(found), strict=True)):
             if isinstance(before, Residues):
+                field.of(before)
                 gone = before.gone
                 if gone is not None:
                     places = [place for place in item.where if place[0] == index]
@@ -217,9 +218,10 @@ def _moved(item: Planned, operands: list[Any], field: Field) -> list[Residues]:
     adds = item.op.name in ("index_add", "scatter_add", "index_put")
     if adds:
         moved = [result % field.modulus for result in moved]
+    logs = _logs(item, operands)
     if all(given.gone is None for given in operands if isinstance(given, Residues)):
-        return [Residues(result) for result in moved]
-    if adds:
+        return [Residues(result, log=log) for result, log in zip(moved, logs or [None] * len(moved), strict=True)]
+    if adds or logs:
         raise Silent("-inf in something other than a sum")
     marks = [
         (given.gone.expand(given.x.shape) if given.gone is not None else given.x < 0)
@@ -229,6 +231,23 @@ def _moved(item: Planned, operands: list[Any], field: Field) -> list[Residues]:
     ]
     fill = max(given.fill for given in operands if isinstance(given, Residues))
     return [Residues(one, mark, fill) for one, mark in zip(moved, item.step(marks), strict=True)]
+
+
+def _logs(item: Planned, operands: list[Any]) -> list[Tensor]:
+    """The same of logarithms; none if there are none."""
+    residues = [given for given in operands if isinstance(given, Residues)]
+    if all(given.log is None for given in residues):
+        return []
+    if len(residues) > 1:
+        raise Silent("logarithms beside other numbers")
+    given: list[Any] = [each.log if isinstance(each, Residues) else each for each in operands]
+    return item.step(given)
+
+
+def _widest(plan: Sequence[Planned]) -> torch.dtype:
+    """The dtype that reaches farthest of those a region computes in."""
+    found = {out.dtype for item in plan for out in item.op.outs if out.dtype.is_floating_point}
+    return min(found, key=lambda dtype: torch.finfo(dtype).min, default=torch.float32)
 
 
 __all__ = ["Constant", "Drawn", "Evaluation", "SilentAt", "own_numbers"]

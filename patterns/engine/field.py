@@ -41,11 +41,10 @@ MANY = 1 << 15
 GONE = {torch.float64: -746.0, torch.float32: -104.0}
 """From here down the exponential of a number is zero, in this dtype and all the more in narrower ones."""
 
-HIDING = -1e9
-"""In the place of another number, this or less is taken for -inf (docs/soundness.md)."""
 
-LOWEST = -1e38
-"""Added to any number that a float32 model works with, what is below this still has the exponential zero."""
+def unreached(dtype: torch.dtype) -> float:
+    """From here down no number of a model in this dtype is told from -inf: half its lowest (docs/soundness.md)."""
+    return torch.finfo(dtype).min / 2
 
 
 class Silent(Exception):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.patterns.engine import field
-from kdacompile.patterns.engine.field import GONE, HIDING, LN2, LOWEST, Numbers, P, R, Silent
+from kdacompile.patterns.engine.field import GONE, LN2, Numbers, P, R, Silent, unreached
 
 
 @dataclass(slots=True)
@@ -27,10 +27,8 @@ class Residues:
     gone: Tensor | None = None
     fill: float = -math.inf
     """The largest of those that is finite, though its exponential is zero: it replaces, and nothing is added to it."""
-
-    @property
-    def filled(self) -> bool:
-        return self.fill > LOWEST
+    log: Tensor | None = None
+    """Modulo R: the numbers are ``x + log(log)``, with these modulo P. A logarithm itself no field knows."""
 
 
 @dataclass(slots=True)
@@ -41,10 +39,16 @@ class Field:
     numbers: Numbers
     gone: float = GONE[torch.float64]
     """From here down the exponential of a number is zero in the region's widest dtype."""
+    lowest: float = unreached(torch.float64)
+    """From here down no number of the region is told from -inf, whatever is added to it."""
 
-    def of(self, item: Any, *, replaces: bool = False) -> Residues:
-        """An operand: a tensor's residues, or a literal; one that ``replaces`` elements may make them vanish."""
+    def of(self, item: Any, *, replaces: bool = False, logs: bool = False) -> Residues:
+        """An operand: a tensor's residues, or a literal; one that ``replaces`` elements may make them vanish. Only who
+        asks for ``logs`` may get a logarithm.
+        """
         if isinstance(item, Residues):
+            if item.log is not None and not logs:
+                raise Silent(A_LOGARITHM)
             return item
         if isinstance(item, (bool, int, float)):
             if self.modulus == R and (item == -math.inf or (replaces and item <= self.gone)):
@@ -52,6 +56,10 @@ class Field:
                 return Residues(zero, zero == 0, float(item))
             return Residues(torch.tensor(self.numbers.read(float(item), self.modulus)))
         raise Silent(f"a {type(item).__name__} where a number is needed")
+
+    def fills(self, a: Residues) -> bool:
+        """Whether numbers that hide are such as a model's numbers may reach."""
+        return a.fill > self.lowest
 
     def constant(self, data: Tensor) -> Residues:
         gone = data <= self.gone
@@ -64,9 +72,12 @@ class Field:
 Rule = Callable[..., "Residues | list[Residues]"]
 
 
-def _gone(*operands: Residues) -> Tensor | None:
+A_LOGARITHM = "a logarithm in something other than a sum"
+
+
+def _gone(f: Field, *operands: Residues) -> Tensor | None:
     """Where a sum is -inf, because a term is."""
-    if any(operand.filled for operand in operands):
+    if any(map(f.fills, operands)):
         raise Silent("a finite number that hides is added")
     marks = [operand.gone for operand in operands if operand.gone is not None]
     if not marks:
@@ -81,21 +92,26 @@ def _gone(*operands: Residues) -> Tensor | None:
 def _finite(*operands: Residues) -> None:
     if any(operand.gone is not None for operand in operands):
         raise Silent("-inf in something other than a sum")
+    if any(operand.log is not None for operand in operands):
+        raise Silent(A_LOGARITHM)
 
 
 # -- sums and products ----------------------------------------------------------------------------------------------
 
 
 def add(f: Field, a: Any, b: Any, *, alpha: float = 1) -> Residues:
-    a, b = f.of(a), f.of(b)
+    a, b = f.of(a, logs=True), f.of(b, logs=True)
     if alpha != 1:
-        b = mul(f, b, alpha)
-    return Residues((a.x + b.x) % f.modulus, _gone(a, b))
+        b = neg(f, b) if alpha == -1 else mul(f, b, alpha)
+    logs = [each.log for each in (a, b) if each.log is not None]
+    log = logs[0] * logs[1] % P if len(logs) == 2 else logs[0] if logs else None
+    return Residues((a.x + b.x) % f.modulus, _gone(f, a, b), log=log)
 
 
 def sub(f: Field, a: Any, b: Any, *, alpha: float = 1) -> Residues:
-    b = f.of(b)
-    _finite(b)
+    b = f.of(b, logs=True)
+    if b.gone is not None:
+        _finite(b)
     return add(f, a, b, alpha=-alpha)
 
 
@@ -104,13 +120,18 @@ def rsub(f: Field, a: Any, b: Any, alpha: float = 1) -> Residues:
 
 
 def neg(f: Field, a: Any) -> Residues:
-    return mul(f, a, -1)
+    a = f.of(a, logs=True)
+    if a.log is None:
+        return mul(f, a, -1)
+    if a.gone is not None:
+        _finite(a)
+    return Residues(-a.x % f.modulus, log=field.inverse(a.log, P))
 
 
 def mul(f: Field, a: Any, b: Any) -> Residues:
     gone = None
     for one, other in ((a, b), (b, a)):
-        if isinstance(other, (int, float)) and other > 0 and isinstance(one, Residues) and not one.filled:
+        if isinstance(other, (int, float)) and other > 0 and isinstance(one, Residues) and not f.fills(one):
             gone = one.gone
     a, b = f.of(a), f.of(b)
     if gone is None:
@@ -122,7 +143,7 @@ def div(f: Field, a: Any, b: Any, *, rounding_mode: str | None = None) -> Residu
     if rounding_mode is not None:
         raise Silent("a division that rounds")
     a = f.of(a)
-    if isinstance(b, (int, float)) and b > 0 and not a.filled:
+    if isinstance(b, (int, float)) and b > 0 and not f.fills(a):
         return Residues(a.x * pow(f.numbers.read(float(b), f.modulus), -1, f.modulus) % f.modulus, a.gone)
     return _over(f, a, f.of(b))
 
@@ -183,6 +204,7 @@ def powers(base: Tensor, exponent: Tensor, modulus: int) -> Tensor:
 def raised_to(f: Field, base: float | Tensor, x: Residues) -> Residues:
     """``c ** x`` modulo P, of exponents modulo R."""
     data = torch.as_tensor(base, dtype=torch.float64)
+    x = f.of(x)
     if not bool((data > 0).all()):
         raise Silent("a power of a number that is not positive")
     rate = f.numbers.tensor(data.log(), R)
@@ -191,9 +213,9 @@ def raised_to(f: Field, base: float | Tensor, x: Residues) -> Residues:
 
 def exponential(f: Field, x: Any, rate: float | int = 1) -> Residues:
     """``exp(rate x)`` modulo P, of exponents modulo R. ``rate`` is modulo R."""
-    x = f.of(x)
-    power = x.x if rate == 1 else x.x * rate % R
-    made = field.exp(power)
+    x = f.of(x, logs=rate == 1)
+    made = field.exp(x.x if rate == 1 else x.x * rate % R)
+    made = made if x.log is None else made * x.log % P
     return Residues(made if x.gone is None else torch.where(x.gone, 0, made))
 
 
@@ -203,19 +225,52 @@ def exponential2(f: Field, x: Any) -> Residues:
 
 def softmax(f: Field, x: Any, dim: int, *_: Any) -> Residues:
     """Modulo P, of exponents modulo R."""
-    made = exponential(f, x).x
-    total = made.sum(dim, keepdim=True) % P
+    made, total = _shares(f, x, dim)
     return Residues(made * field.inverse(total, P) % P)
+
+
+def _shares(f: Field, x: Any, dim: Any, *, keepdim: bool = True) -> tuple[Tensor, Tensor]:
+    """``exp(x)`` and its sum, modulo P; none of those compared may be hidden by a number that others could reach."""
+    x = f.of(x, logs=True)
+    if f.fills(x):
+        raise Silent("a finite number that hides is compared with others")
+    made = exponential(f, x).x
+    return made, made.sum(dim, keepdim=keepdim) % P
+
+
+def logsumexp(f: Field, x: Any, dim: Any, keepdim: bool = False) -> Residues:
+    _exponents(f)
+    total = _shares(f, x, dim, keepdim=keepdim)[1]
+    return Residues(torch.zeros_like(total), log=total)
+
+
+def log_softmax(f: Field, x: Any, dim: int, *_: Any) -> Residues:
+    _exponents(f)
+    total = field.inverse(_shares(f, x, dim)[1], P)
+    x = f.of(x)
+    return Residues(x.x, x.gone, x.fill, total.expand(x.x.shape))
+
+
+def _exponents(f: Field) -> None:
+    if f.modulus != R:
+        raise Silent("a logarithm that does not end in an exponential")
 
 
 def largest(f: Field, x: Any, dim: Any = None, keepdim: bool = False) -> Residues:
     """The largest element is some number, of these elements its own: where it matters which, nothing fits."""
+    if not (dim is None or isinstance(dim, (int, list, tuple))):
+        raise Silent("the larger of two")
     x = f.of(x).x
     places = torch.arange(1, x.numel() + 1).view(x.shape)
     seed = int((x * (places * 2654435761 % 65521) % f.modulus).sum()) % (1 << 31)
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
     shape = x.sum(dims, keepdim=keepdim).shape
     return Residues(field.random(shape, f.modulus, torch.Generator().manual_seed(seed)))
+
+
+def largest_and_where(f: Field, x: Any, dim: Any = None, keepdim: bool = False) -> list[Residues]:
+    """``max``; where the largest is no field knows."""
+    return [largest(f, x, dim, keepdim)]
 
 
 def sum_(f: Field, a: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Residues:
@@ -239,7 +294,7 @@ def prod(f: Field, a: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> 
 
 def cumsum(f: Field, a: Any, dim: int, **_: Any) -> Residues:
     a = f.of(a)
-    if a.filled:
+    if f.fills(a):
         raise Silent("a finite number that hides is added")
     gone = None if a.gone is None else a.gone.expand(a.x.shape).int().cumsum(dim) > 0
     return Residues(a.x.cumsum(dim) % f.modulus, gone)
@@ -284,8 +339,7 @@ def _both(f: Field, a: Any, b: Any, pick: Callable[[Tensor, Tensor], Tensor]) ->
     gone = None
     if a.gone is not None or b.gone is not None:
         gone = pick(*(torch.zeros_like(t.x, dtype=torch.bool) if t.gone is None else t.gone for t in (a, b)))
-    fill = max(a.fill, b.fill)
-    return Residues(pick(a.x, b.x), gone, fill if fill > HIDING else -math.inf)
+    return Residues(pick(a.x, b.x), gone, max(a.fill, b.fill))
 
 
 def where(f: Field, chosen: Tensor, a: Any, b: Any) -> Residues:

@@ -118,7 +118,10 @@ TRAITS: dict[str, Trait] = {
 
 ATTENTION: dict[str, Trait] = {
     **_each("_softmax _safe_softmax", Trait("reduction", m.softmax, "", exponent=0)),
+    "_log_softmax": Trait("reduction", m.log_softmax, ""),
+    "logsumexp": Trait("reduction", m.logsumexp, ""),
     "amax": Trait("reduction", m.largest, ""),
+    "max": Trait("reduction", m.largest_and_where, ""),
 }
 """What attention holds besides."""
 

@@ -47,10 +47,6 @@ WEIGHTS = ("w", "w_k", "w_v")
 MASKS = ("mask", "mask_2", "mask_3")
 """Roles of masks that are operands, in the order in which the graph applies them."""
 
-VANISHING = -1e9
-"""A mask's number from which on nothing can be seen of a token, unless scores are of that size themselves. Numbers
-nearer to zero (models use -1e4, which scores do reach) are added as they are."""
-
 
 def order_of(role: str, value: Value) -> str:
     """The op's own order of a role's dimensions; a weight may have one for heads, then Y counts the rows of each."""
@@ -73,7 +69,8 @@ class Hiding:
     keeps: bool
     """Of a boolean mask: True marks what may be seen."""
     fill: float
-    """What hidden scores become: -inf, or a number so low that only a row hidden as a whole can tell. Of a mask that is
+    """What hidden scores become: -inf, or a number so low that only a row hidden as a whole can tell (half the dtype's
+    lowest; numbers nearer to zero, which scores may reach, are added as they are). Of a mask that is
     added: -inf if it adds nothing else, 0 if nobody knows."""
 
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.field import unreached
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.values import number
 from kdacompile.patterns.engine.vocabulary import LAYOUT, ORDERED
-from kdacompile.patterns.mla.definition import MASKS, VANISHING
+from kdacompile.patterns.mla.definition import MASKS
 from kdacompile.patterns.mla.sources import named
 from kdacompile.patterns.mla.walk import Attention, Hidden
 
@@ -28,9 +29,8 @@ LARGEST_CONSTANT = 1 << 26
 KEYS_LAST, KEYS_BEFORE = ("BHTS", "BTHS"), ("BHST", "BTSH", "BSTH", "BSHT")
 """Layouts of scores that a constant mask is compared in, by the dimension that the softmax runs over."""
 
-ROUNDED = -1e8
-"""A number beside which scores are lost in rounding: added or put in their place, it is the same."""
-
+HIDDEN = torch.finfo(torch.float64).min
+"""What stands in constant masks, in float64, for the finite numbers that hide in the model's dtype."""
 
 Applied = tuple[Hidden, "Tensor | None"]
 """A mask with the numbers that it adds to the scores, if it is constant."""
@@ -90,7 +90,7 @@ def _is_causal(mask: Tensor, layout: str, sizes: dict[str, int]) -> bool:
     pairs = zip(reversed(mask.shape), reversed(keep.shape), strict=False)
     if any(one != other and 1 not in (one, other) for one, other in pairs):
         return False
-    hidden = mask <= VANISHING
+    hidden = mask <= HIDDEN
     return bool(((mask == 0) | hidden).all()) and bool((hidden == ~keep).all())
 
 
@@ -113,7 +113,8 @@ def read_masks(found: Attention, sizes: dict[str, int]) -> Masks | Obstacle:
 def _numbers(hidden: Hidden) -> Tensor | str | None:
     """What a constant mask adds to the scores; None for one of the inputs; else why that cannot be told."""
     mask = hidden.mask
-    if not mask.const or not (hidden.fill is None or _hides(number(hidden.fill))):
+    dtype = hidden.op.out.dtype
+    if not mask.const or not (hidden.fill is None or _hides(number(hidden.fill), dtype)):
         return None
     if math.prod(mask.shape) > LARGEST_CONSTANT:
         return "the mask is too large to be computed here"
@@ -121,10 +122,13 @@ def _numbers(hidden: Hidden) -> Tensor | str | None:
         data = constant(mask)
     except EvaluationError as error:
         return f"the mask cannot be computed here ({error})"
-    if hidden.fill is None:
+    if hidden.fill is not None:
+        fill = HIDDEN if number(hidden.fill) != -math.inf else -math.inf
+        return torch.zeros(data.shape, dtype=torch.float64).masked_fill(data != hidden.keeps, fill)
+    if not data.is_floating_point():
         return data
-    fill = number(hidden.fill) or -math.inf
-    return torch.zeros(data.shape, dtype=torch.float64).masked_fill(data != hidden.keeps, fill)
+    data = data.double()
+    return data.masked_fill((data <= unreached(dtype)) & (data != -math.inf), HIDDEN)
 
 
 def _is_causal_somehow(numbers: Tensor, found: Attention, sizes: dict[str, int]) -> bool:
@@ -148,9 +152,9 @@ def _operands(applied: list[Applied], sizes: dict[str, int]) -> list[Carried] | 
         mask = _operand(hidden, numbers, sizes)
         if isinstance(mask, str):
             return Obstacle("mask", mask, hidden.op)
-        if mask.replaces and len(applied) > 1 and mask.fill > ROUNDED:
-            reason = "two masks are applied, and one of them leaves what the other hides a number near the scores"
-            return Obstacle("mask", reason, hidden.op)
+        numbers_added = mask.value.dtype is not torch.bool and not (numbers is not None and bool((numbers <= 0).all()))
+        if numbers_added and any(before.replaces for before in found):
+            return Obstacle("mask", "numbers are added to what another mask has put in the place of scores", hidden.op)
         found.append(mask)
     if len(found) > len(MASKS):
         return Obstacle("mask", f"more than {len(MASKS)} masks are applied", applied[0][0].op)
@@ -167,8 +171,9 @@ def _operand(hidden: Hidden, numbers: Tensor | None, sizes: dict[str, int]) -> C
     return replace(mask, fill=-math.inf) if gone else mask
 
 
-def _hides(number: float | None) -> bool:
-    return number is not None and number <= VANISHING
+def _hides(number: float | None, dtype: torch.dtype) -> bool:
+    """Whether no score in this dtype reaches a number."""
+    return number is not None and number <= unreached(dtype)
 
 
 def _carried(hidden: Hidden) -> Carried | str:
@@ -178,20 +183,21 @@ def _carried(hidden: Hidden) -> Carried | str:
         if value is not None:
             return Carried(value, keeps=True, fill=0.0)
         where = _unnamed_where(mask)
-        return _selected(where) if where is not None else "the mask is not a tensor of the model"
+        return _selected(where, hidden.op.out.dtype) if where is not None else "the mask is not a tensor of the model"
     fill, value = number(hidden.fill), named(mask)
     if fill is None or value is None or value.dtype is not torch.bool:
         return "the scores are selected by something other than a boolean mask"
-    if not _hides(fill):
-        return f"hidden scores become {fill:g}, which still lets something through"
+    if not _hides(fill, hidden.op.out.dtype):
+        return f"hidden scores become {fill:g}, which other scores may reach"
     return Carried(value, hidden.keeps, fill)
 
 
 def selection(mask: Value) -> Carried | None:
     """The condition of a mask of numbers that two of them make."""
+    sums = _sums(mask)
     while mask.op is not None and mask.op.name in ORDERED | {"expand"}:
         mask = mask.op.reads[0]
-    found = _selected(mask.op) if mask.op is not None and mask.op.name == "where" else ""
+    found = _selected(mask.op, sums) if mask.op is not None and mask.op.name == "where" else ""
     return None if isinstance(found, str) else found
 
 
@@ -202,13 +208,23 @@ def _unnamed_where(value: Value) -> Op | None:
     return value.op if value.op is not None and value.op.name == "where" else None
 
 
-def _selected(where: Op) -> Carried | str:
+def _sums(mask: Value) -> torch.dtype:
+    """The widest dtype in which a mask is added to scores."""
+    dtypes, stack = {mask.dtype}, list(mask.users)
+    while stack:
+        op = stack.pop()
+        dtypes.add(op.out.dtype)
+        stack += [user for user in op.out.users if op.name in LAYOUT]
+    return min((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda dtype: torch.finfo(dtype).min)
+
+
+def _selected(where: Op, dtype: torch.dtype) -> Carried | str:
     condition, yes, no = where.args  # the numbers are plain ones where Inductor's dispatcher is on
     value = named(condition) if isinstance(condition, Value) else None
     numbers = number(yes), number(no)
     if value is None or None in numbers:
         return "the mask is not a tensor of the model"
     for keeps, (kept, hidden) in ((True, numbers), (False, numbers[::-1])):
-        if kept == 0 and hidden is not None and _hides(hidden):
-            return Carried(value, keeps, hidden)
+        if kept == 0 and _hides(hidden, dtype):
+            return Carried(value, keeps, hidden or 0.0)
     return "what the mask adds to hidden scores still lets something through"

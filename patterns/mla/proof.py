@@ -27,7 +27,6 @@ from kdacompile.patterns.mla import exact
 from kdacompile.patterns.mla.bindings import MERGED
 from kdacompile.patterns.mla.definition import (
     MASKS,
-    VANISHING,
     WEIGHTS,
     Hiding,
     LatentAttention,
@@ -45,6 +44,9 @@ Operands = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Te
 
 MANY = 256
 """Tokens of a cache of more that are run; of queries half as many, or as many if they are as many as the tokens."""
+
+LARGE = 1e8
+"""Far above the scores of the first probe."""
 
 KINDS = ("ordinary", "hidden", "peaked")
 
@@ -273,7 +275,7 @@ class _Prover:
         for role in MASKS:
             if role in roles and roles[role].is_floating_point():
                 have = have - roles[role]
-        plain = have.abs() < -VANISHING / 2  # scores of the first probe are small, whatever they are added to
+        plain = have.abs() < LARGE  # scores of the first probe are small, whatever they are added to
         if not bool(plain.any()):
             return math.nan
         x, y = products[plain], have[plain]

@@ -367,7 +367,7 @@ class TokensFirst(Layer):
         buffer = torch.empty(batch * HEADS, length, length)
         scores = torch.baddbmm(buffer, q.transpose(0, 1), k.permute(1, 2, 0), beta=0.0, alpha=self.scale)
         scores = scores.view(batch, HEADS, length, length)
-        scores = scores.masked_fill(torch.triu(torch.ones(length, length, dtype=torch.bool), 1), -1e9)
+        scores = scores.masked_fill(torch.triu(torch.ones(length, length, dtype=torch.bool), 1), -torch.inf)
         weights = scores.softmax(-1).view(batch * HEADS, length, length)
         out = torch.bmm(weights, v.transpose(0, 1)).view(batch, HEADS, length, VALUE)
         return self.wo(out.permute(2, 0, 1, 3).reshape(length, batch, -1)).transpose(0, 1)

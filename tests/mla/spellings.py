@@ -116,7 +116,7 @@ class SdpaWindow(Naive):
 
 class MaskedFill(Naive):
     def mask(self, scores: Tensor) -> Tensor:
-        return scores.masked_fill(~causal(*scores.shape[-2:]), -1e9)
+        return scores.masked_fill(~causal(*scores.shape[-2:]), torch.finfo(scores.dtype).min)
 
 
 class AddedMask(Naive):
@@ -297,7 +297,7 @@ NEAR_MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "weights_returned": (WeightsReturned, "attention weights"),
     "expanded_cache": (ExpandedCache, "cached expanded"),
     "expanded_static_cache": (ExpandedStaticCache, "cached expanded"),
-    "weak_mask": (WeakMask, "still lets something through"),
+    "weak_mask": (WeakMask, "other scores may reach"),
     "bias": (_bias, "bias"),
     "dropout": (_dropout, "dropout"),
 }

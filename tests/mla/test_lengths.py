@@ -80,7 +80,7 @@ def test_lengths_that_the_graph_overwrites_stay_a_mask() -> None:
 
 
 def finite(scores: Tensor, limit: Tensor) -> Tensor:
-    return scores.masked_fill(torch.arange(CACHED) >= limit[:, None, None, None], -1e9)
+    return scores.masked_fill(torch.arange(CACHED) >= limit[:, None, None, None], torch.finfo(scores.dtype).min)
 
 
 def from_one(scores: Tensor, limit: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def test_a_static_cache_has_lengths(fill: float, tokens: int, start: int) -> Non
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("module", [Static(-1e30, late=1), Static(-1e30, writes=False)], ids=["late", "wraps"])
+@pytest.mark.parametrize("module", [Static(-3e38, late=1), Static(-3e38, writes=False)], ids=["late", "wraps"])
 def test_nobody_knows_that_a_token_is_seen(module: Static, tokens: int) -> None:
     """The first query may see nothing and average; an index, unlike ``index_copy``, may count from the end."""
     report, error = run_static(module, tokens, 0 if module.writes else -tokens)

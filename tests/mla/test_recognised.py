@@ -219,7 +219,7 @@ class TwoMasks(Padded):
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-LOW, GONE = -1e9, float("-inf")
+LOW, GONE = torch.finfo(torch.float32).min / 2, float("-inf")
 
 
 @pytest.mark.parametrize("causal_first", [True, False])

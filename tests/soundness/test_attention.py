@@ -56,7 +56,8 @@ def equals_eager(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[str]:
 HIDDEN: dict[str, Callable[[Tensor], Tensor]] = {
     "-inf": lambda s: s.masked_fill(LATER, -torch.inf),
     "the lowest number": lambda s: s.masked_fill(LATER, torch.finfo(s.dtype).min),
-    "-1e9": lambda s: s.masked_fill(LATER, -1e9),
+    "half the lowest": lambda s: s.masked_fill(LATER, torch.finfo(s.dtype).min / 2),
+    "-1e9 added": lambda s: s + LATER * -1e9,
     "-1e4 added": lambda s: s + LATER * -1e4,
 }
 
@@ -79,6 +80,104 @@ FINITE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", FINITE)
 def test_masks_that_large_scores_reach(name: str) -> None:
     equals_eager(Layer(FINITE[name]), given(size=3e4))
+
+
+LOWEST = torch.finfo(torch.float32).min
+LARGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "-1e9 replaces": lambda s: s.masked_fill(LATER, -1e9),
+    "-1e9 added": lambda s: s + LATER * -1e9,
+    "-1e12 by where": lambda s: torch.where(LATER, -1e12, s),
+    "-1e9 made by where, and added": lambda s: s + torch.where(LATER, -1e9, 0.0),
+    "-1e20 replaces": lambda s: s.masked_fill(LATER, -1e20),
+    "a quarter of the lowest": lambda s: (s * 1e20).masked_fill(LATER, LOWEST / 4),
+    "the lowest of float16, added": lambda s: s + LATER * torch.finfo(torch.float16).min,
+    "-1e9 and then scaled down": lambda s: s.masked_fill(LATER, -1e9) * 1e-3,
+    "-1e9 and then shifted": lambda s: s.masked_fill(LATER, -1e9) + 1e9 * LATER,
+    "the lowest, shifted back": lambda s: s.masked_fill(LATER, LOWEST) + LATER * -LOWEST,
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_masks_that_larger_scores_reach(name: str) -> None:
+    """A query whose scores are all below the number sees what it hides; no number but the dtype's lowest is safe."""
+    q, latent, rope = given()
+    equals_eager(Layer(LARGE[name]), (q.abs() * 1e12, latent, -rope.abs() * 1e8))
+    equals_eager(Layer(LARGE[name]), (q * 1e10, latent, rope))
+
+
+UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "-inf": lambda s: s.masked_fill(LATER | FIRST, -torch.inf),
+    "the lowest number": lambda s: s.masked_fill(LATER | FIRST, LOWEST),
+    "the lowest number twice": lambda s: s.masked_fill(LATER, LOWEST).masked_fill(FIRST, LOWEST),
+    "half of it added twice": lambda s: s + LATER * (LOWEST / 2) + FIRST * (LOWEST / 2),
+    "the lowest number, then half": lambda s: s.masked_fill(LATER, LOWEST).masked_fill(FIRST, LOWEST / 2),
+    "-inf, then the lowest number": lambda s: s.masked_fill(LATER, -torch.inf).masked_fill(FIRST, LOWEST),
+}
+FIRST = (torch.arange(T) < 3).expand(T, T)
+"""Padding on the left: the first queries see nothing."""
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_queries_that_see_nothing(name: str) -> None:
+    """They average over what the lowest number hides, as eager does; of -inf alone they are zero, and eager's NaN."""
+    module = Layer(UNSEEN[name])
+    with torch.no_grad():
+        expected = module(*given())
+        report = explained(module, given())
+    seen = ~expected.isnan()
+    assert report.matches and torch.equal(seen, ~report.result.isnan() & (report.result != 0) | seen), str(report)
+    assert relative_error(report.result[seen], expected[seen]) <= 2e-5, str(report)
+
+
+WRITTEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "logsumexp": lambda s, v: (s - s.logsumexp(-1, keepdim=True)).exp() @ v,
+    "log_softmax": lambda s, v: s.log_softmax(-1).exp() @ v,
+    "amax": lambda s, v: ((w := (s - s.amax(-1, keepdim=True)).exp()) @ v) / w.sum(-1, keepdim=True),
+    "max over a dimension": lambda s, v: (
+        ((w := (s - s.max(-1, keepdim=True).values).exp()) @ v) / w.sum(-1, keepdim=True)
+    ),
+    "the sum's inverse": lambda s, v: (
+        ((w := (s - s.amax(-1, keepdim=True)).exp()) @ v) * w.sum(-1, keepdim=True).reciprocal()
+    ),
+}
+
+
+class Written(Layer):
+    """The softmax in other words, on ``bend`` of the scores."""
+
+    def __init__(self, attend: Callable[[Tensor, Tensor], Tensor], bend: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(HIDDEN["-inf"])
+        self.attend, self.bend = attend, bend
+
+    def forward(self, q: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+        kv = self.kv_b(latent).view(*latent.shape[:2], HEADS, NOPE + VALUE).transpose(1, 2)
+        k = torch.cat([kv[..., :NOPE], k_rope[:, None].expand(-1, HEADS, -1, -1)], -1)
+        scores = (q @ k.mT * (NOPE + ROPE) ** -0.5).masked_fill(LATER, -torch.inf)
+        return self.attend(self.bend(scores), kv[..., NOPE:])
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_way_to_write_the_softmax_is_shown_exactly(name: str) -> None:
+    assert equals_eager(Written(WRITTEN[name], lambda s: s), given()) == ["exactly"]
+
+
+NEARLY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "logsumexp of a little more": lambda s, v: (s - (s * (1 + 1e-11)).logsumexp(-1, keepdim=True)).exp() @ v,
+    "logsumexp of half": lambda s, v: (s - s.logsumexp(-1, keepdim=True) * (1 - 1e-12)).exp() @ v,
+    "log_softmax, scaled": lambda s, v: (s.log_softmax(-1) * (1 + 1e-11)).exp() @ v,
+    "log_softmax of another dimension": lambda s, v: s.log_softmax(-2).nan_to_num(0.0).exp() @ v,
+    "a maximum that stays": lambda s, v: (
+        ((w := (s - s.amax(-1, keepdim=True) * (1 + 1e-11)).exp()) @ v) / (w.sum(-1, keepdim=True) + 1e-12)
+    ),
+    "a sum of all but a little": lambda s, v: (
+        ((w := (s - s.amax(-1, keepdim=True)).exp()) @ v) / ((1 + 1e-11) * w.sum(-1, keepdim=True))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_what_is_nearly_the_softmax(name: str) -> None:
+    assert equals_eager(Written(NEARLY[name], lambda s: s), given()) == []
 
 
 def positions(dtype: torch.dtype, length: int) -> Tensor:
