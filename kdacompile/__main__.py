@@ -15,8 +15,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_explain(commands.add_parser("explain", help="what the backend does with a function, or a transformers model"))
-    commands.add_parser("doctor", help="what this machine can run, and why not the rest")
-    commands.add_parser("support", help="what is recognised, as a Markdown table")
+    for name, text in (
+        ("doctor", "what this machine can run, and why not the rest"),
+        ("support", "what is recognised: a table, Markdown in a pipe"),
+    ):
+        commands.add_parser(name, help=text).add_argument("--json", action="store_true", help="for a program to read")
     _add_plan(commands.add_parser("plan", help="how a pattern is cut into stages for a target, and its buffers"))
     overhead = commands.add_parser("overhead", help="what the backend costs programs that have nothing for it")
     overhead.add_argument("program", nargs="?", default="", help="only programs whose names begin so")
@@ -35,6 +38,7 @@ def _add_explain(explain: argparse.ArgumentParser) -> None:
     )
     explain.add_argument("--tokens", type=int, default=128, help="length of a model's prompt (default: 128)")
     explain.add_argument("--device", default="cpu", help="where it runs (default: cpu)")
+    explain.add_argument("--no-time", action="store_true", help="do not call it again to estimate what is gained")
     explain.add_argument("--train", action="store_true", help="with gradients, as in training")
     explain.add_argument("--json", action="store_true", help="the report as JSON, for a program to read")
     explain.add_argument("--html", type=Path, help="write the report there as a page")
@@ -46,11 +50,13 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--size", nargs="+", default=[], metavar="NAME=N", help="B T H K V, C (a chunk), BV (a value tile)"
     )
-    plan.add_argument("--target", default="ascend910b", help="ascend910b, ascend910b1, ascend910_95, cuda_sm90, cpu")
+    targets = "ascend910b, ascend910b1, ascend910_95, cuda_sm90, cpu, or here: this machine's (default: ascend910b)"
+    plan.add_argument("--target", default="ascend910b", help=targets)
     forms = "token: the one-token step; segment: what a run of chunks does to the state"
     plan.add_argument("--form", default="chunk", choices=["chunk", "token", "segment"], help=forms)
     plan.add_argument("--naive", action="store_true", help="the textbook's order, to compare with")
     plan.add_argument("--io", default="bf16", help="dtype of the inputs: bf16, fp16, fp32 (default: bf16)")
+    plan.add_argument("--json", action="store_true", help="stages, buffers and cost for a program to read")
     plan.add_argument("--html", type=Path, help="write a page with the picture there")
     plan.add_argument("--svg", type=Path, help="write the picture there")
     plan.add_argument("--table", action="store_true", help="all patterns and targets, as a Markdown table")
@@ -60,7 +66,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     # Each command imports what it needs, and doctor must work where torch does not.
     if arguments.command == "doctor":
-        return doctor.main()
+        return doctor.main(as_json=arguments.json)
     from kdacompile.errors import KdaError
     from kdacompile.lowering.errors import LoweringError
 
@@ -72,8 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.command == "support":
             from kdacompile import support
 
-            print(support.table())
-            return 0
+            return support.main(as_json=arguments.json)
         if arguments.command == "overhead":
             from kdacompile.bench import overhead
 
@@ -85,9 +90,12 @@ def _run(arguments: argparse.Namespace) -> int:
         from kdacompile.bench import harness
 
         return harness.main(arguments.suite, arguments.case, arguments.json, arguments.timeout)
-    except (KdaError, LoweringError) as error:
+    except (KdaError, LoweringError, OSError) as error:
         print(f"kdacompile: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("kdacompile: stopped", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
-from kdacompile import capture, compat
+from kdacompile import capture, compat, doctor
 from kdacompile.capture import open_lengths, widened
 from kdacompile.capture.trial import Trial
 from kdacompile.containment import contain
@@ -20,6 +23,8 @@ from kdacompile.report.findings import GraphReport
 from kdacompile.rewrite import compiler_pass, held
 from kdacompile.settings import Settings, parse
 from kdacompile.store.fingerprint import source_fingerprint
+
+log = logging.getLogger(__name__)
 
 
 class KdaPass(compat.CustomGraphPass):
@@ -83,10 +88,25 @@ def kda(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """The backend function; ``mode`` and ``options`` as torch.compile hands them over (see ``settings.parse``)."""
-    settings = parse(mode, options)
+    settings = _for_this_machine(parse(mode, options), example_inputs)
     contain("choosing sizes to leave open", lambda: _open(gm, settings), _not_opened, strict=settings.strict)
     with widened.given_up_where_refused():
         return _compiled(gm, example_inputs, settings)
+
+
+def _for_this_machine(settings: Settings, example_inputs: Sequence[Any]) -> Settings:
+    """Without the C++ compiler that Inductor needs for a CPU, what is not rewritten runs eagerly."""
+    if settings.inner != "inductor" or compat.has_cpp_compiler():
+        return settings
+    if not any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in example_inputs):
+        return settings
+    _say_no_compiler()
+    return replace(settings, inner="eager")
+
+
+@functools.cache
+def _say_no_compiler() -> None:
+    log.warning("no C++ compiler was found, so what kdacompile does not rewrite runs eagerly: %s", doctor.COMPILER_HINT)
 
 
 def _open(gm: fx.GraphModule, settings: Settings) -> None:

@@ -6,13 +6,14 @@ looked up with importlib and only torch itself is tried.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata, util
 from pathlib import Path
 from typing import Literal, TextIO
@@ -20,6 +21,10 @@ from typing import Literal, TextIO
 from packaging.version import Version
 
 TORCH_RANGE = ("2.11", "2.14")  # first and last minor version tested; pyproject.toml requires the same
+COMPILER_HINT = {
+    "Darwin": "xcode-select --install",
+    "Windows": "install Visual Studio's C++ build tools, and start from their command prompt",
+}.get(platform.system(), "install g++ or clang++ (apt install g++), or set CXX")
 Status = Literal["ok", "note", "missing", "broken"]
 _SIGNS: dict[Status, str] = {"ok": "[ok]     ", "note": "[note]   ", "missing": "[missing]", "broken": "[broken] "}
 
@@ -62,10 +67,11 @@ def check_entry_point() -> Check:
 
 
 def check_cpu() -> Check:
-    candidates = (shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
-    compiler = next((path for path in candidates if path), None)
+    names = (os.environ.get("CXX"), "g++", "clang++", *(["cl"] if platform.system() == "Windows" else []))
+    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
     if not compiler:
-        return Check("CPU", "missing", "no C++ compiler: Inductor cannot build CPU kernels", "install g++ or clang++")
+        slow = "no C++ compiler: ops run through PyTorch operators, the rest of a model eagerly; right, but slower"
+        return Check("CPU", "missing", slow, COMPILER_HINT)
     return Check("CPU", "ok", f"{os.cpu_count()} cores; {compiler} for Inductor's kernels and our own")
 
 
@@ -155,12 +161,29 @@ CHECKS: tuple[Callable[[], Check], ...] = (
 )
 
 
-def main(out: TextIO | None = None) -> int:
+def main(out: TextIO | None = None, *, as_json: bool = False) -> int:
     """Print every finding; exit status 1 where the backend cannot work."""
     findings = [check() for check in CHECKS]
-    for finding in findings:
-        print(finding, file=out or sys.stdout)
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2), file=out or sys.stdout)
+    elif out is not None:
+        print(*findings, sep="\n", file=out)
+    else:
+        from kdacompile.commands import console
+
+        console.show_checks(findings)
     return 1 if any(finding.status == "broken" for finding in findings) else 0
+
+
+def device_problem(name: str) -> str | None:
+    """Why nothing can run on a device of torch's, such as ``cuda``; None where it can."""
+    import torch
+
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch built without it says so with an assertion
+        return f"this machine cannot run on device {name!r} ({str(error).splitlines()[0]}); see `kdacompile doctor`"
+    return None
 
 
 def version_of(distribution: str) -> str | None:

@@ -19,7 +19,7 @@ import torch
 from kdacompile import compat
 from kdacompile.report import trace
 from kdacompile.report.collect import collecting
-from kdacompile.report.findings import GraphBreak, Stage
+from kdacompile.report.findings import GraphBreak, Saved, Stage
 from kdacompile.report.report import Report
 from kdacompile.settings import Settings, parse
 
@@ -43,13 +43,15 @@ def explain(
     fullgraph: bool = False,
     backend: Backend | None = None,
     stages: bool = False,
+    timed: bool = False,
 ) -> Callable[..., Report]:
     """Explain what ``torch.compile(fn, backend="kda")`` does with one call.
 
     Returns a function: ``explain(model)(*args, **kwargs)`` runs the model once on those arguments and returns the
     :class:`~kdacompile.report.report.Report`, with the model's output as ``report.result``. What is not rewritten runs
     eagerly (``kda.inner="eager"``), which makes explaining cheap; pass ``options={"kda.inner": "inductor"}`` for the
-    full compilation. ``stages`` keeps every graph as text, from Dynamo's to the rewritten one (``report.stages``).
+    full compilation. ``timed`` calls both forms again for a second each, and estimates from that what the matches gain
+    (``report.saved``). ``stages`` keeps every graph as text, from Dynamo's to the rewritten one (``report.stages``).
     ``backend`` replaces the backend function itself, for tests.
     """
     target = _original(fn)
@@ -64,8 +66,10 @@ def explain(
         with collecting() as report, keeping, compat.dynamo_settings(_NO_LIMIT):
             report.result = compiled(*args, **kwargs)
         report.title, report.stages = _name(target), kept
-        report.captured = probe.graphs
+        report.captured, report.device = probe.graphs, probe.device
         report.graph_breaks = probe.breaks + _unlocated_breaks(probe.breaks, breaks_before)
+        if timed and report.matches:
+            report.saved = _saved(lambda: target(*args, **kwargs), lambda: compiled(*args, **kwargs))
         return report
 
     return explained
@@ -76,7 +80,7 @@ class _Probe:
 
     def __init__(self, backend: Backend, mode: str | None, options: Mapping[str, Any]) -> None:
         self.backend, self.mode, self.options = backend, mode, options
-        self.graphs = 0
+        self.graphs, self.device = 0, ""
         self.breaks: list[GraphBreak] = []
 
     @property
@@ -85,6 +89,8 @@ class _Probe:
         return parse(self.mode, self.options)
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        tensors = (x for x in example_inputs if isinstance(x, torch.Tensor))
+        self.device = next((x.device.type for x in tensors), self.device)
         # Counted afterwards: the backend may have capture start anew instead.
         compiled = self.backend(gm, example_inputs, mode=self.mode, options=dict(self.options))
         self.graphs += 1
@@ -94,6 +100,16 @@ class _Probe:
             source = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
             self.breaks.append(GraphBreak(_first_line(reason.reason), source))
         return compiled
+
+
+def _saved(before: Callable[[], object], after: Callable[[], object]) -> Saved:
+    from kdacompile.bench import measure  # it needs torch's profiler, and who asks for no times does not
+
+    found = measure.timings({"before": before, "after": after})
+    gain = measure.Speedup.of(found["before"], found["after"])
+    text = f"a call takes {found['after']} instead of {found['before']}: {gain}; what did not match ran eagerly in both"
+    busy = measure.load()
+    return Saved(found["before"].median, found["after"].median, f"{text}; {busy}" if busy else text)
 
 
 def _kda() -> Backend:

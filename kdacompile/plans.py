@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from importlib import util
 from pathlib import Path
 from typing import Any, cast
+
+import torch
 
 from kdacompile import lowering
 from kdacompile.errors import UnknownPatternError
@@ -133,6 +136,9 @@ def parse_sizes(words: Sequence[str]) -> dict[str, int]:
 
 def main(arguments: Any) -> int:
     """``python -m kdacompile plan``; ``arguments`` as parsed in ``__main__``."""
+    for path in (arguments.html, arguments.svg):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
     if arguments.table:
         if arguments.write:
             arguments.write.write_text(with_table(arguments.write.read_text()))
@@ -140,9 +146,14 @@ def main(arguments: Any) -> int:
             print(table())
         return 0
     sizes = parse_sizes(arguments.size)
+    if arguments.target == "here":
+        arguments.target = here()
     pattern, target, io, form = (str(getattr(arguments, name)) for name in ("pattern", "target", "io", "form"))
     found = plan(pattern, target, optimise=not arguments.naive, io=io, form=form, **sizes)
-    print(found, end="")
+    if arguments.json:
+        print(json.dumps(as_data(found), indent=2))
+    else:
+        print(found, end="")
     if arguments.html:
         alone = arguments.naive or form == "token"
         naive = None if alone else plan(pattern, target, optimise=False, io=io, form=form, **sizes)
@@ -150,6 +161,46 @@ def main(arguments: Any) -> int:
     if arguments.svg:
         arguments.svg.write_text(found.to_svg())
     return 0
+
+
+def here() -> str:
+    """The target that stands for this machine."""
+    if torch.cuda.is_available():
+        return "cuda_sm90"
+    return "ascend910b" if util.find_spec("torch_npu") else "cpu"
+
+
+def as_data(found: Plan) -> dict[str, Any]:
+    """A plan as plain data."""
+    return {
+        "program": found.program.name,
+        "target": found.target.name,
+        "sizes": dict(found.sizes),
+        "io": str(found.io),
+        "handovers": found.handovers,
+        "least_handovers": found.lower_bound,
+        "workspace_bytes": found.workspace_bytes,
+        "tensor_bytes": found.tensor_bytes,
+        "stages": [
+            {
+                "name": stage.name,
+                "flops": str(stage.flops),
+                "bytes": str(stage.bytes),
+                "tasks": [str(task) for task in stage.tasks],
+            }
+            for stage in found.stages
+        ],
+        "buffers": [
+            {
+                "name": buffer.name,
+                "bytes": found.bytes(buffer),
+                "from": buffer.producer,
+                "to": list(buffer.consumers),
+                "addresses": list(buffer.addresses),
+            }
+            for buffer in found.buffers
+        ],
+    }
 
 
 def _arrows(*figures: int | None) -> str:

@@ -1,4 +1,7 @@
-"""Runs a suite: every contender of every case in a fresh process with empty compiler caches."""
+"""Runs a suite: every contender of every case in a fresh process with empty compiler caches, timed in turn.
+
+What is there is written after every case, and when somebody stops it.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,22 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import util
 from pathlib import Path
 from typing import Any
 
-from kdacompile.bench import cuda, table
+from kdacompile.bench import cuda, measure, table
+from kdacompile.bench.relay import READY
 from kdacompile.bench.suites import SUITES, Case, Suite
 from kdacompile.doctor import version_of
 from kdacompile.errors import BenchError, MissingDependencyError
+from kdacompile.store.disk import write_whole
 
-_TICK = 1.0  # seconds between two looks at the running contender
+ROUNDS = 5
 _STDERR_TAIL = 15  # lines of a failed contender's stderr that are kept
 
 Results = dict[str, dict[str, dict[str, Any]]]  # case -> contender -> figures, or {"failure": text}
@@ -39,10 +45,22 @@ def main(suite_name: str, only: Sequence[str] | None, json_path: Path, timeout: 
         raise BenchError(detail=f"no case of suite {suite_name!r} matches {', '.join(only or ())}; it has {known}")
     if util.find_spec("fla"):
         print("warning: flash-linear-attention is installed and transformers binds its functions", file=sys.stderr)
-    results = _run_all(suite_name, suite, cases, timeout)
-    print(table.render(cases, suite, results))
-    json_path.write_text(json.dumps(_record(suite_name, cases, results), indent=2) + "\n")
-    print(f"\nwritten to {json_path}")
+    busy = measure.load()
+    if busy:
+        print(f"warning: {busy}", file=sys.stderr)
+
+    def write(results: Results) -> None:
+        record = _record(suite_name, [case for case in cases if case.name in results], results)
+        write_whole(json_path, json.dumps({**record, "load": busy or measure.load()}, indent=2) + "\n")
+
+    results, finished = _run_all(suite_name, suite, cases, timeout, write)
+    done = [case for case in cases if case.name in results]
+    if done:
+        print(table.render(done, suite, results))
+        print(f"\nwritten to {json_path}; `python -m kdacompile.bench.charts {json_path}` draws it")
+    if not finished:
+        print(f"stopped after {len(done)} of {len(cases)} cases", file=sys.stderr)
+        return 130
     return 1 if any("failure" in figures for by_name in results.values() for figures in by_name.values()) else 0
 
 
@@ -63,55 +81,105 @@ def _suite(name: str) -> Suite:
     return SUITES[name]
 
 
-def _run_all(suite_name: str, suite: Suite, cases: Sequence[Case], timeout: float) -> Results:
-    results: Results = {case.name: {} for case in cases}
-    work = [(case, contender) for case in cases for contender in suite.contenders]
-    for number, (case, contender) in enumerate(work, 1):
-        label = f"[{number}/{len(work)}] {case.name} T={case.length}, {contender}"
-        figures = _run_one(suite_name, case, contender, timeout, label)
-        results[case.name][contender] = figures
-        _progress(f"{label}: {table.one_line(figures)}", last=True)
-    return results
+def _run_all(
+    suite_name: str, suite: Suite, cases: Sequence[Case], timeout: float, write: Callable[[Results], None]
+) -> tuple[Results, bool]:
+    """Measure, case after case; what there is is written after each. False where somebody stopped it."""
+    results: Results = {}
+    try:
+        for number, case in enumerate(cases, 1):
+            results[case.name] = _run_case(suite_name, suite, case, timeout, f"[{number}/{len(cases)}]")
+            write(results)
+    except KeyboardInterrupt:
+        return results, False
+    return results, True
 
 
-def _run_one(suite_name: str, case: Case, contender: str, timeout: float, label: str) -> dict[str, Any]:
-    """One contender in its own process. Its caches live and die with a temporary folder, so nothing is ever warm."""
-    with tempfile.TemporaryDirectory(prefix="kdacompile-bench-") as folder:
-        out, err = Path(folder, "result.json"), Path(folder, "stderr.txt")
-        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-        with err.open("w") as stderr:
-            nothing = subprocess.DEVNULL
-            command, environment = _command(suite_name, case, contender, out), {**os.environ, **caches}
-            process = subprocess.Popen(command, env=environment, stdin=nothing, stdout=nothing, stderr=stderr)
-            finished = _wait(process, timeout, label)
-        if not finished:
-            return {"failure": f"not finished after {timeout:.0f} s"}
-        if process.returncode != 0 or not out.exists():
-            tail = err.read_text(errors="replace").splitlines()[-_STDERR_TAIL:]
-            return {"failure": f"exit status {process.returncode}", "stderr": tail}
-        return json.loads(out.read_text())
+def _run_case(suite_name: str, suite: Suite, case: Case, timeout: float, place: str) -> dict[str, dict[str, Any]]:
+    """Every contender gets ready alone; then they are timed in turn."""
+    contenders: dict[str, _Contender] = {}
+    with ExitStack() as stack:
+        for name in suite.contenders:
+            label = f"{place} {case.name} T={case.length}, {name}"
+            contenders[name] = stack.enter_context(_Contender(suite_name, case, name, timeout, label))
+            contenders[name].wait("first call")
+        for turn in range(ROUNDS):
+            for contender in contenders.values():
+                contender.send(f"round {turn + 1} of {ROUNDS}")
+        found = {name: contender.figures() for name, contender in contenders.items()}
+    for name, figures in found.items():
+        _progress(f"{place} {case.name} T={case.length}, {name}: {table.one_line(figures)}", last=True)
+    return found
+
+
+class _Contender:
+    """A contender in its own process. Its caches live and die with a temporary folder, so nothing is ever warm."""
+
+    def __init__(self, suite_name: str, case: Case, name: str, timeout: float, label: str) -> None:
+        self._timeout, self._label, self._failure = timeout, label, ""
+        self._folder = tempfile.TemporaryDirectory(prefix="kdacompile-bench-")
+        self._out, self._err = Path(self._folder.name, "result.json"), Path(self._folder.name, "stderr.txt")
+        caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+        environment = {**os.environ, **{key: str(Path(self._folder.name, place)) for key, place in caches.items()}}
+        with self._err.open("w") as stderr:
+            self._process = subprocess.Popen(
+                _command(suite_name, case, name, self._out),
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
+            )  # fmt: skip
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._in, self._lines = self._process.stdin, self._process.stdout
+
+    def __enter__(self) -> _Contender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+        self._folder.cleanup()
+
+    def send(self, what: str) -> None:
+        """Have one round timed."""
+        if self._failure:
+            return
+        try:
+            print("go", file=self._in, flush=True)
+        except OSError:  # it has ended
+            self._failure = f"exit status {self._process.wait()}"
+        else:
+            self.wait(what)
+
+    def wait(self, what: str) -> None:
+        """Until it says that it is ready."""
+        _progress(f"{self._label}: {what} ...", last=False)
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            self._process.kill()
+
+        timer = threading.Timer(self._timeout, give_up)
+        timer.start()
+        try:
+            ready = any(line.strip() == READY for line in iter(self._lines.readline, ""))
+        finally:
+            timer.cancel()
+        if not ready:
+            late_by = f"not finished after {self._timeout:.0f} s"
+            self._failure = late_by if late.is_set() else f"exit status {self._process.wait()}"
+
+    def figures(self) -> dict[str, Any]:
+        """What it measured, or why not."""
+        if not self._failure:
+            self._process.communicate()
+            if self._process.returncode == 0 and self._out.exists():
+                return json.loads(self._out.read_text())
+            self._failure = f"exit status {self._process.returncode}"
+        return {"failure": self._failure, "stderr": self._err.read_text(errors="replace").splitlines()[-_STDERR_TAIL:]}
 
 
 def _command(suite_name: str, case: Case, contender: str, out: Path) -> list[str]:
     return [sys.executable, "-m", "kdacompile.bench.worker", suite_name, case.name, contender, str(out)]
-
-
-def _wait(process: subprocess.Popen[bytes], timeout: float, label: str) -> bool:
-    start = time.monotonic()
-    _progress(f"{label} ...", last=False)
-    try:
-        while (elapsed := time.monotonic() - start) < timeout:
-            try:
-                process.wait(_TICK)
-                return True
-            except subprocess.TimeoutExpired:
-                if sys.stderr.isatty():
-                    _progress(f"{label} ... {elapsed:.0f} s", last=False)
-        return False
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
 
 
 def _progress(text: str, *, last: bool) -> None:

@@ -1,17 +1,24 @@
-"""Clocks and scales of the benchmark."""
+"""Clocks and scales of the benchmark.
+
+Times are medians and quartiles of ``torch.utils.benchmark``'s blocks, and contenders take turns, so that what else the
+machine does meets all of them alike. Where that was much, it is said.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, get_num_threads
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.benchmark import Timer
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -23,13 +30,82 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def median_seconds(call: Callable[[], object], *, least_runs: int = 11, least_seconds: float = 2.0) -> float:
-    """The median over enough runs for both limits, after one run that does not count."""
-    call()
-    samples: list[float] = []
-    while len(samples) < least_runs or sum(samples) < least_seconds:
-        samples.append(seconds_of(call))
-    return statistics.median(samples)
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call: the median and the quartiles of its blocks."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Timing:
+        low, median, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
+        return cls(median, low, high)
+
+    @property
+    def spread(self) -> float:
+        """The interquartile range, as a share of the median."""
+        return (self.high - self.low) / self.median
+
+    def __str__(self) -> str:
+        return f"{in_unit(self.median)} (quartiles {in_unit(self.low)} to {in_unit(self.high)})"
+
+
+def timings(calls: Mapping[str, Callable[[], object]], *, seconds: float = 1.0, rounds: int = 5) -> dict[str, Timing]:
+    """The calls in turn, ``rounds`` times, ``seconds`` for each in all. They are warm: each has been called before.
+
+    ``torch.utils.benchmark`` chooses the length of a block, so that its clock costs nothing, and waits for the device.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            samples[name] += samples_of(call, seconds / rounds)
+    return {name: Timing.of(found) for name, found in samples.items()}
+
+
+def samples_of(call: Callable[[], object], seconds: float) -> list[float]:
+    """Seconds a call, block by block, for about so many seconds."""
+    timer = Timer("call()", globals={"call": call}, num_threads=get_num_threads())
+    return timer.blocked_autorange(min_run_time=seconds).times
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How many times faster one call is than another: by the medians, and between which bounds by the quartiles."""
+
+    times: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, slow: Timing, fast: Timing) -> Speedup:
+        return cls(slow.median / fast.median, slow.low / fast.high, slow.high / fast.low)
+
+    def __str__(self) -> str:
+        if self.least <= 1.0 <= self.most:
+            return f"cannot be told on this machine now ({self.least:.2f} to {self.most:.2f} times)"
+        faster = self.times > 1.0
+        numbers = (self.times, self.least, self.most) if faster else (1 / self.times, 1 / self.most, 1 / self.least)
+        return "{:.1f} times {word} ({:.1f} to {:.1f})".format(*numbers, word="faster" if faster else "slower")
+
+
+def load() -> str:
+    """What else the machine is busy with, as a warning; "" where that is little, or the system does not say."""
+    if not hasattr(os, "getloadavg"):
+        return ""
+    busy, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if busy < 0.5 * cores:
+        return ""
+    return f"this machine is busy: {busy:.1f} processes want its {cores} cores, so times may be far too long"
+
+
+def in_unit(seconds: float) -> str:
+    """``0.00123`` as ``1.23 ms``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size or unit == "us":
+            return f"{seconds / size:.3g} {unit}"
+    raise AssertionError
 
 
 def peak_tensor_bytes(call: Callable[[], object]) -> int:

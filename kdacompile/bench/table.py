@@ -43,7 +43,7 @@ def ratios(by_contender: Mapping[str, Figures]) -> dict[str, float]:
 def one_line(figures: Figures) -> str:
     if "failure" in figures:
         return f"FAILED ({figures['failure']})"
-    return f"first call {figures['first_call_seconds']:.2f} s, run {_milliseconds(figures['run_seconds'])}"
+    return f"first call {figures['first_call_seconds']:.2f} s, run {_run(figures)}"
 
 
 def _verdict(case: Case, by_contender: Mapping[str, Figures]) -> str:
@@ -64,7 +64,7 @@ def _cells(figures: Figures) -> tuple[str, ...]:
         return ("failed", *([""] * (len(_HEADER) - 3)))
     return (
         f"{figures['first_call_seconds']:.2f} s",
-        _milliseconds(figures["run_seconds"]),
+        _run(figures),
         _mebibytes(figures["peak_tensor_bytes"]),
         _mebibytes(figures["first_call_resident_bytes"]),
         f"{figures['error_output']:.1e}",
@@ -72,8 +72,10 @@ def _cells(figures: Figures) -> tuple[str, ...]:
     )
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms"
+def _run(figures: Figures) -> str:
+    """The median, and half of the interquartile range."""
+    half = 0.5 * (figures.get("run_high_seconds", 0.0) - figures.get("run_low_seconds", 0.0))
+    return f"{1e3 * figures['run_seconds']:.2f} ±{1e3 * half:.2f} ms"
 
 
 def _mebibytes(size: int | None) -> str:

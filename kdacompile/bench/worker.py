@@ -1,4 +1,8 @@
-"""One contender on one case, in this process alone: ``python -m kdacompile.bench.worker SUITE CASE CONTENDER OUT``."""
+"""One contender on one case, in this process alone: ``python -m kdacompile.bench.worker SUITE CASE CONTENDER OUT``.
+
+It makes its first call, says that it is ready, and times one round for every line it is sent: contenders take turns.
+What it measured is written when nothing more is sent.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,12 @@ import torch
 from torch import Tensor
 
 from kdacompile.bench import measure
+from kdacompile.bench.relay import READY
 from kdacompile.bench.suites import SUITES, Case
 from kdacompile.patterns.recurrence.definition import token_recurrence
 from kdacompile.report.collect import collecting
 
+ROUND_SECONDS = 0.5
 _L2NORM_EPS = 1e-6  # the transformers functions' own
 Output = tuple[Tensor, Tensor]
 
@@ -109,19 +115,17 @@ def _start_inductor(device: torch.device) -> None:
     torch.compiler.reset()
 
 
-def measured(contender: str, case: Case, inputs: Inputs) -> dict[str, Any]:
-    call = contender_call(contender, case, inputs)
+def first_call(call: Callable[[], Output], inputs: Inputs) -> dict[str, Any]:
+    """Call once: what that takes, what the backend reports, and how far the result is from the recurrence in fp64."""
     outputs: list[Output] = []
     measure.reset_peak_resident()
     resident = measure.resident_bytes("VmRSS")
     with collecting() as report:
-        first_call = measure.seconds_of(lambda: outputs.append(call()))
+        seconds = measure.seconds_of(lambda: outputs.append(call()))
     highest = measure.resident_bytes("VmHWM")
     errors = [measure.relative_error(*pair) for pair in zip(outputs.pop(), inputs.oracle(), strict=True)]
     return {
-        "first_call_seconds": first_call,
-        "run_seconds": measure.median_seconds(call),
-        "peak_tensor_bytes": measure.peak_tensor_bytes(call),
+        "first_call_seconds": seconds,
         "first_call_resident_bytes": None if resident is None or highest is None else highest - resident,
         "error_output": errors[0],
         "error_state": errors[1],
@@ -135,8 +139,17 @@ def main(suite_name: str, case_name: str, contender: str, out: str) -> None:
     suite = SUITES[suite_name]
     case = next(case for case in suite.cases if case.name == case_name)
     torch.set_num_threads(suite.threads)
-    result = measured(contender, case, Inputs.random(case, suite.device))
-    Path(out).write_text(json.dumps(result))
+    inputs = Inputs.random(case, suite.device)
+    call = contender_call(contender, case, inputs)
+    figures = first_call(call, inputs)
+    samples: list[float] = []
+    print(READY, flush=True)
+    for _ in sys.stdin:
+        samples += measure.samples_of(call, ROUND_SECONDS)
+        print(READY, flush=True)
+    run = measure.Timing.of(samples)
+    figures |= {"run_seconds": run.median, "run_low_seconds": run.low, "run_high_seconds": run.high}
+    Path(out).write_text(json.dumps({**figures, "peak_tensor_bytes": measure.peak_tensor_bytes(call)}))
 
 
 if __name__ == "__main__":

@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
+import traceback
 import webbrowser
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from kdacompile.errors import MissingDependencyError, SubjectError
+from kdacompile.commands import console
+from kdacompile.doctor import device_problem
+from kdacompile.errors import KdaError, MissingDependencyError, SubjectError
 from kdacompile.explainer import explain
 
 _DTYPES = {
@@ -38,6 +42,10 @@ _VOCABULARY, _EXPERTS = 1024, 16
 _LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
+_LIBRARIES = tuple(
+    str(Path(folder).resolve()) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
+
 Call = tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]
 
 
@@ -45,9 +53,13 @@ def main(arguments: Any) -> int:
     """``arguments`` as parsed in ``__main__``. Exit status 1 where nothing matched."""
     torch.manual_seed(0)
     fn, args, kwargs = subject(arguments.subject, arguments.tensor, arguments.tokens, arguments.device)
-    with torch.set_grad_enabled(arguments.train):
-        report = explain(fn)(*args, **kwargs)
-    print(report.to_json() if arguments.json else report)
+    doing, blame = console.progress("capturing, matching and checking"), _Told(arguments.subject, "calling it raises")
+    with torch.set_grad_enabled(arguments.train), blame, doing:
+        report = explain(fn, timed=not arguments.no_time)(*args, **kwargs)
+    if arguments.json:
+        print(report.to_json())
+    else:
+        console.show_report(report)
     if arguments.html or arguments.open:
         page = arguments.html or Path("kdacompile-report.html")
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +75,9 @@ def subject(name: str, tensors: Sequence[str], tokens: int, device: str) -> Call
 
     Raises :class:`~kdacompile.errors.SubjectError` where the name says nothing that can be run.
     """
+    problem = device_problem(device)
+    if problem is not None:
+        raise SubjectError(subject=name, problem=problem)
     file, _, function = name.rpartition(":")
     if file.endswith(".py"):
         return _from_file(Path(file), function, tensors, device)
@@ -86,7 +101,8 @@ def _from_file(path: Path, function: str, tensors: Sequence[str], device: str) -
     if wanted:
         hint = " ".join(f"--tensor {name}=1x64x4x32" for name in wanted)
         raise SubjectError(subject=f"{path}:{function}", problem=f"it has parameters: give their shapes ({hint})")
-    made = fn()
+    with _Told(f"{path}:{function}", "it raises"):
+        made = fn()
     if not (isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2 and callable(made[0])):
         raise SubjectError(
             subject=f"{path}:{function}", problem="it must return a callable and the tuple of its arguments"
@@ -102,8 +118,30 @@ def _module(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent.resolve()))  # as `python model.py` would have it
-    spec.loader.exec_module(module)
+    with _Told(str(path), "running the file raises"):
+        spec.loader.exec_module(module)
     return module
+
+
+class _Told:
+    """An exception of the subject's own code as a :class:`SubjectError` that names its line."""
+
+    def __init__(self, subject: str, what: str) -> None:
+        self.subject, self.what = subject, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or isinstance(error, KdaError) or not isinstance(error, Exception):
+            return
+        frames = traceback.extract_tb(trace)
+        own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+        text = str(error).strip().splitlines() or [""]
+        place = f" at {own[-1].filename}:{own[-1].lineno}"
+        raise SubjectError(
+            subject=self.subject, problem=f"{self.what} {type(error).__name__}: {text[0]}{place}"
+        ) from error
 
 
 def _tensor(text: str, device: str) -> tuple[str, Tensor]:

@@ -8,6 +8,7 @@ ops, ``schemas`` by what reads operators, ``cudnn``, ``launches`` and ``streams`
 
 from __future__ import annotations
 
+from kdacompile.compat import accepted
 from kdacompile.compat.inductor import (
     PASS_OPTION,
     CustomGraphPass,
@@ -16,6 +17,7 @@ from kdacompile.compat.inductor import (
     cache_key_tag,
     compile_fx,
     disk_caches,
+    has_cpp_compiler,
     inductor_cache_dir,
     inductor_modes,
     inductor_option,
@@ -90,6 +92,7 @@ __all__ = [
     "CustomGraphPass",
     "NoHint",
     "ShortenTraceback",
+    "accepted",
     "allowed",
     "aot_eager",
     "arithmetic_of",
@@ -106,6 +109,7 @@ __all__ = [
     "grad_mode_after",
     "graph_breaks",
     "guarded_with",
+    "has_cpp_compiler",
     "in_range",
     "inductor_cache_dir",
     "inductor_modes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -23,6 +24,17 @@ def compile_fx(gm: fx.GraphModule, inputs: Sequence[Any], config_patches: dict[s
 
     compiled: Any = inductor.compile_fx(gm, inputs, config_patches=config_patches)
     return compiled
+
+
+@functools.cache
+def has_cpp_compiler() -> bool:
+    """Whether Inductor finds the C++ compiler that its CPU kernels need."""
+    from torch._inductor import cpp_builder
+
+    try:
+        return bool(cpp_builder.get_cpp_compiler())
+    except (RuntimeError, OSError):  # InvalidCxxCompiler, and on Windows what it makes of a missing cl
+        return False
 
 
 def as_passes(given: object) -> list[Callable[[fx.Graph], object]]:

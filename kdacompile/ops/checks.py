@@ -23,6 +23,7 @@ from kdacompile.ops.errors import (
     GateError,
     GateParameterError,
     HeadGroupError,
+    OperandError,
     OptionError,
     RankError,
     SizeError,
@@ -94,14 +95,15 @@ def _check_linear_attention(
     if eps and not eps > 0.0:  # written so that NaN is refused too
         raise OptionError(name="qk_l2norm_eps", expected="0 (off) or positive", actual=eps)
     if call.q.dim() == call.v.dim() == 4:
-        _check_heads(call.q.shape[2], call.v.shape[2], symbolic)
+        _check_heads(call.q.shape[2], call.v.shape[2], call.q.shape[1], symbolic)
     check_operands(call, sizes, symbolic, {"initial_state": state_name})
 
 
-def _check_heads(heads: int, value_heads: int, symbolic: bool) -> None:
+def _check_heads(heads: int, value_heads: int, length: Size, symbolic: bool) -> None:
     known = not symbolic or (type(heads) is int and type(value_heads) is int)
     if known and (heads < 1 or value_heads < 1 or value_heads % heads):
-        raise HeadGroupError(heads=heads, value_heads=value_heads)
+        hint = _HEAD_FIRST if value_heads == length else ""
+        raise HeadGroupError(heads=heads, value_heads=value_heads, hint=hint)
 
 
 def check_gate(has_g: bool, has_A_log: bool, has_dt_bias: bool, gate: str, gate_fn: str, gate_scale: float) -> None:
@@ -163,7 +165,28 @@ def _check_operand(
     if len(actual) != len(dims):
         raise RankError(name=name, expected=len(dims), layout=layout, actual=tuple(actual))
     if expected and not _fits(actual, expected, operand.broadcast, symbolic):
-        raise SizeError(name=name, expected=tuple(expected), layout=layout, actual=tuple(actual))
+        hint = _HEAD_FIRST if _head_first(dims, actual, expected) else ""
+        raise SizeError(name=name, expected=tuple(expected), layout=layout, actual=tuple(actual), hint=hint)
+
+
+_HEAD_FIRST = "; the tokens come before the heads in every operand: transpose(1, 2) those that have the heads first"
+
+
+def _head_first(dims: Sequence[str], actual: Sequence[Size], expected: Sequence[Size]) -> bool:
+    """Whether the tokens are found where the heads should be."""
+    heads = next((place for place, dim in enumerate(dims) if dim in ("H", "HV")), None)
+    if heads is None or "T" not in dims:
+        return False
+    tokens = dims.index("T")
+    return not differ(actual[heads], expected[tokens], True) and differ(actual[tokens], expected[tokens], True)
+
+
+def check_tensors(required: Mapping[str, object], optional: Mapping[str, object]) -> None:
+    """Raise for the first operand that is not a tensor; an optional one may be None."""
+    for given, suffix in ((required, ""), (optional, " or None")):
+        for name, x in given.items():
+            if not isinstance(x, Tensor) and not (x is None and suffix):
+                raise OperandError(name=name, optional=suffix, kind=type(x).__name__)
 
 
 def _fits(actual: Sequence[Size], expected: Sequence[Size], broadcast: bool, symbolic: bool) -> bool:

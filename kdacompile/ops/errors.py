@@ -7,6 +7,8 @@ message stay readable in ``error.fields``.
 
 from __future__ import annotations
 
+from typing import Any
+
 from kdacompile.errors import KdaError
 
 
@@ -20,16 +22,29 @@ class RankError(OpError, ValueError):
     template = "{name} must have {expected} dimensions {layout}, got shape {actual}"
 
 
-class SizeError(OpError, ValueError):
+class _Hinted(OpError):
+    """An error that may say what the mistake looks like."""
+
+    def __init__(self, *, hint: str = "", **fields: Any) -> None:
+        super().__init__(hint=hint, **fields)
+
+
+class SizeError(_Hinted, ValueError):
     """A tensor has the right rank, but a dimension disagrees with the other tensors."""
 
-    template = "{name} must have shape {expected} ({layout}), got {actual}"
+    template = "{name} must have shape {expected} ({layout}), got {actual}{hint}"
 
 
-class HeadGroupError(OpError, ValueError):
+class HeadGroupError(_Hinted, ValueError):
     """The value heads cannot be divided evenly among the key heads."""
 
-    template = "v has {value_heads} heads, which is not a positive multiple of the {heads} heads of q and k"
+    template = "v has {value_heads} heads, which is not a positive multiple of the {heads} heads of q and k{hint}"
+
+
+class OperandError(OpError, TypeError):
+    """An operand that is not a tensor."""
+
+    template = "{name} must be a tensor{optional}, got {kind}"
 
 
 class DtypeError(OpError, TypeError):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kdacompile.lowering.gates import GATE_FUNCTIONS
 from kdacompile.ops import definitions
+from kdacompile.ops.checks import check_tensors
 from kdacompile.ops.errors import GateParameterError, OptionError, RankError, StateError
 
 DEFAULT_L2NORM_EPS = 1e-6
@@ -87,6 +88,8 @@ def linear_attention(
     Raises:
         kdacompile.ops.errors.OpError: one class per mistake, each also a ValueError or a TypeError.
     """
+    optional = {"g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens, "A_log": A_log}
+    check_tensors({"q": q, "k": k, "v": v}, {**optional, "dt_bias": dt_bias})
     _check_gate_parameters(gate_fn, A_log, gate_scale)
     gate = _gate_kind(g)
     o, final_state = definitions.linear_attention(
@@ -150,6 +153,8 @@ def linear_attention_step(
     Raises:
         kdacompile.ops.errors.OpError: as :func:`linear_attention`; ``StateError`` for ``inplace`` without a state.
     """
+    optional = {"g": g, "beta": beta, "state": state, "A_log": A_log, "dt_bias": dt_bias}
+    check_tensors({"q": q, "k": k, "v": v}, optional)
     _check_gate_parameters(gate_fn, A_log, gate_scale)
     squeezed = q.dim() == 3
     if squeezed:

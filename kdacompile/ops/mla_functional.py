@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.ops import definitions
+from kdacompile.ops.checks import check_tensors
 from kdacompile.ops.errors import OptionError, RankError, SizeError
 
 
@@ -68,6 +69,8 @@ def mla(
     Raises:
         kdacompile.ops.errors.OpError: one class per mistake, each also a ValueError or a TypeError.
     """
+    optional = {"q_rope": q_rope, "k_rope": k_rope, "w_uk": w_uk, "w_uv": w_uv, "mask": mask, "sinks": sinks}
+    check_tensors({"q": q, "latent": latent}, {**optional, "lengths": lengths, "block_table": block_table})
     if scale is None:
         if w_uk is None:
             raise OptionError(name="scale", expected="a number: without w_uk it has no default", actual=None)
@@ -114,6 +117,7 @@ def mla_decode(
 
     The other arguments and the results are those of :func:`mla`; o is ``[B, T, H, R]``.
     """
+    check_tensors({"q": q, "cache": cache}, {"lengths": lengths, "block_table": block_table})
     if cache.dim() == 4 and cache.shape[2] == 1:
         cache = cache.squeeze(2)
     for name, x, dims in (("q", q, 4), ("cache", cache, 3)):

@@ -31,13 +31,14 @@ class Match:
     checked: str = ""  # how it was shown to be the pattern: "exactly", or "by probes" and what stood in the way
     not_lifted: str = ""  # why that loop's function was not replaced before it was captured
 
-    @property
-    def plan_command(self) -> str:
+    def plan_command(self, device: str = "") -> str:
         """What shows how the match is cut into stages and buffers; ``kdacompile.plan`` is the same from Python."""
         form = " --form token" if self.mode == "step" else ""
-        return f"python -m kdacompile plan {self.pattern}{form}"
+        target = f" --target {PLAN_TARGETS[device]}" if device in PLAN_TARGETS else ""
+        return f"kdacompile plan {self.pattern}{target}{form}"
 
-    def __str__(self) -> str:
+    def text(self, device: str = "") -> str:
+        """Some lines; ``device`` is that of the plan it names."""
         lines = [f"{self.pattern} ({self.mode}) at {self.source}"]
         error = f"max error {self.max_error:.1e}"
         lines.append(f"    runs as {self.op}, {error}{_checked(self.checked)}{_cached(self.from_cache)}")
@@ -50,10 +51,53 @@ class Match:
             lines.append("    " + ", ".join(f"{role} = {value}" for role, value in self.roles.items()))
         if self.absorbed:
             lines.append("    absorbed: " + ", ".join(self.absorbed))
-        lines.append(f"    plan: {self.plan_command}")
+        lines.append(f"    plan: {self.plan_command(device)}")
         if self.holds:
             lines.append("    holds while these keep their values: " + ", ".join(self.holds))
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+PLAN_TARGETS = {"cpu": "cpu", "cuda": "cuda_sm90", "npu": "ascend910b"}
+"""The plan's target for a device."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Matches that differ in their tensors alone: layers of a model, or turns of a loop."""
+
+    first: Match
+    count: int
+    max_error: float
+
+    @classmethod
+    def of(cls, matches: Iterable[Match]) -> list[Layers]:
+        """Alike matches together, in order of first appearance."""
+        alike: dict[tuple[object, ...], list[Match]] = {}
+        for match in matches:
+            kind = tuple(value for name, value in vars(match).items() if name not in ("roles", "max_error", "holds"))
+            alike.setdefault(kind, []).append(match)
+        return [cls(found[0], len(found), max(match.max_error for match in found)) for found in alike.values()]
+
+    def text(self, device: str = "") -> str:
+        if self.count == 1:
+            return self.first.text(device)
+        roles = {role: f"{value} (in the first)" for role, value in self.first.roles.items()}
+        shown = replace(self.first, max_error=self.max_error, roles=roles)
+        return f"{self.count} layers: {shown.text(device)}"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Seconds a call takes without the rewrite and with it, everything else run eagerly in both: an estimate of what
+    the matches gain. Medians; ``text`` has the spread.
+    """
+
+    before: float
+    after: float
+    text: str
 
 
 @dataclass(frozen=True)
@@ -117,6 +161,8 @@ class Findings:
     graph_breaks: list[GraphBreak] = field(default_factory=list[GraphBreak])
     captured: int | None = None  # graphs Dynamo captured, where known; nested regions make more GraphReports
     title: str = ""
+    device: str = ""  # the type of device it ran on, where known
+    saved: Saved | None = None  # where the call was timed
     stages: list[Stage] = field(default_factory=list[Stage])  # every graph as text, where it was asked for
     result: Any = None  # what the explained call returned; not part of the JSON
 
@@ -126,6 +172,11 @@ class Findings:
     @property
     def matches(self) -> list[Match]:
         return [match for graph in self.graphs for match in graph.matches]
+
+    @property
+    def layers(self) -> list[Layers]:
+        """The matches, those that are alike counted."""
+        return Layers.of(self.matches)
 
     @property
     def rejections(self) -> list[Rejection]:

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from kdacompile.errors import ReportFormatError, StrictError
-from kdacompile.report.findings import Findings, GraphBreak, GraphReport, Match, Rejection, Stage, merge
-from kdacompile.report.page import render
+from kdacompile.report.findings import Findings, GraphBreak, GraphReport, Match, Rejection, Saved, Stage, merge
+from kdacompile.report.page import near_miss_page, render
 from kdacompile.settings import Settings
 
 _FORMAT = 1
@@ -29,8 +29,13 @@ class Report(Findings):
         title = "kdacompile report" + (f" for {self.title}" if self.title else "")
         summary = ", ".join(f"{count} x {name}" for name, count in self.counts.items()) or "no matches"
         lines = [title, f"{_plural(self.graph_count, 'graph')}, {summary}"]
-        lines += _section("matches", self.matches)
+        if self.saved:
+            lines.append(f"estimated gain: {self.saved.text}")
+        lines += _section("matches", [layers.text(self.device) for layers in self.layers])
         lines += _section("near misses, left to Inductor", self.rejections)
+        if self.rejections:
+            codes = dict.fromkeys(rejection.code for rejection in self.rejections)
+            lines += ["  what to do: " + ", ".join(near_miss_page(code) for code in codes)]
         lines += _section("graph breaks, across which no pattern reaches", self.graph_breaks)
         if self.seconds:
             spent = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in self.seconds.items())
@@ -42,6 +47,8 @@ class Report(Findings):
             "format": _FORMAT,
             "title": self.title,
             "captured": self.captured,
+            "device": self.device,
+            "saved": asdict(self.saved) if self.saved else None,
             "graphs": [asdict(graph) for graph in self.graphs],
             "graph_breaks": [asdict(graph_break) for graph_break in self.graph_breaks],
             "stages": [asdict(stage) for stage in self.stages],
@@ -65,6 +72,8 @@ class Report(Findings):
                 graph_breaks=[GraphBreak(**graph_break) for graph_break in fields["graph_breaks"]],
                 captured=fields["captured"],
                 title=fields["title"],
+                device=fields.get("device", ""),
+                saved=Saved(**fields["saved"]) if fields.get("saved") else None,
                 stages=[Stage(**stage) for stage in fields.get("stages", [])],
             )
         except (KeyError, TypeError) as error:

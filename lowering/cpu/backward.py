@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import struct
 from collections.abc import Sequence
 from functools import cache
@@ -14,10 +13,8 @@ from torch import Tensor
 from kdacompile.containment import contain
 
 from ..layout import sequence_bounds
-from .compiler import CannotCompile, library, parallel_for
+from .compiler import CannotCompile, library, parallel_for, say_slow
 from .recurrence import NAMES, address, in_rows, operand, runs_recurrence
-
-log = logging.getLogger(__name__)
 
 # struct problem of the source: operands (pointer and strides), pointers, sizes, scale, and whether memory ran out
 _PROBLEM = struct.Struct("@24q 9q 9q d q")
@@ -59,7 +56,7 @@ def _kernel(dtype: torch.dtype) -> _Kernel | None:
         try:
             return _Kernel(NAMES[dtype])
         except CannotCompile as error:
-            log.info("the CPU differentiates linear attention through torch operators: %s", error)
+            say_slow(str(error))
             return None
 
     return contain("loading the CPU's kernel of the gradients", load, lambda _: None)

@@ -70,6 +70,16 @@ def library(source: str, real: str) -> ctypes.CDLL:
         raise CannotCompile(f"the library cannot be made or loaded: {error}") from error
 
 
+@cache
+def say_slow(reason: str) -> None:
+    """Once a reason: what it costs that there are no C kernels, and what helps."""
+    log.warning(
+        "linear attention runs through PyTorch operators on this CPU, right but slower (%s); %s",
+        reason,
+        "install a C compiler, or name it in CC",
+    )
+
+
 def compiler_path() -> str:
     """The C compiler; a C++ compiler will do, and Inductor has need of one anyway."""
     candidates = (os.environ.get("CC"), "cc", "gcc", "clang", os.environ.get("CXX"), "g++", "clang++")

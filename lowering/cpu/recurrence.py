@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import struct
 from functools import cache
 
@@ -13,9 +12,7 @@ from torch import Tensor
 from kdacompile.containment import contain
 
 from ..layout import sequence_bounds
-from .compiler import CannotCompile, library, parallel_for
-
-log = logging.getLogger(__name__)
+from .compiler import CannotCompile, library, parallel_for, say_slow
 
 MAX_KEY_WIDTH = 512
 """A strip of the state lives on the thread's stack."""
@@ -54,7 +51,7 @@ def _kernel(dtype: torch.dtype) -> _Kernel | None:
         try:
             return _Kernel(NAMES[dtype])
         except CannotCompile as error:
-            log.info("the CPU runs linear attention through torch operators: %s", error)
+            say_slow(str(error))
             return None
 
     return contain("loading the CPU's kernel", load, lambda _: None)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,19 @@ OURS = {
 THEIRS = OURS | {"first_call_seconds": 50.0, "run_seconds": 0.002, "matches": []}
 FAILED = {"failure": "exit status 1", "stderr": ["RuntimeError: no compiler"]}
 PAIR = Suite("cpu", 1, (CASE,), contenders=("kda", "inductor"), packages=())
+
+
+def worker(arguments: tuple[Any, ...], figures: dict[str, Any], each_round: str = "pass") -> list[str]:
+    """A worker's command line, in the place of the harness's own: it answers at once."""
+    program = f"""
+import json, os, pathlib, sys
+print('ready', flush=True)
+for _ in sys.stdin:
+    {each_round}
+    print('ready', flush=True)
+pathlib.Path(sys.argv[1]).write_text(json.dumps({figures!r}))
+"""
+    return [sys.executable, "-c", program, str(arguments[-1])]
 
 
 def test_ratios_are_marked_against_their_goals() -> None:
@@ -74,15 +89,11 @@ def test_the_op_and_the_function_agree_with_the_oracle() -> None:
 def test_a_suite_runs_each_contender_in_its_own_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_one(suite: str, case: Case, contender: str, timeout: float, label: str) -> dict[str, Any]:
-        assert (suite, case, timeout) == ("tiny", CASE, 5.0)
-        assert contender in label
-        return dict(OURS if contender == "kda" else THEIRS)
-
+    figures = {"kda": OURS, "inductor": THEIRS}
+    monkeypatch.setattr(harness, "_command", lambda *arguments: worker(arguments, figures[arguments[2]]))
     monkeypatch.setitem(SUITES, "tiny", PAIR)
-    monkeypatch.setattr(harness, "_run_one", run_one)
     path = tmp_path / "bench.json"
-    assert harness.main("tiny", None, path, 5.0) == 0
+    assert harness.main("tiny", None, path, 60.0) == 0
     record = json.loads(path.read_text())
     assert record["cases"][0]["ratios"]["first_call"] == 25.0
     assert record["versions"]["torch"]
@@ -99,23 +110,76 @@ def test_a_worker_that_fails_is_reported_with_its_last_words(monkeypatch: pytest
     assert failure == {"failure": "exit status 1", "stderr": ["last words"]}
 
 
-def test_a_worker_starts_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def command(*arguments: Any) -> list[str]:
+        return worker(arguments, OURS, f"open({str(log)!r}, 'a').write('{arguments[2]} ')")
+
+    monkeypatch.setattr(harness, "_command", command)
+    monkeypatch.setitem(SUITES, "tiny", PAIR)
+    assert harness.main("tiny", None, tmp_path / "bench.json", 60.0) == 0
+    assert log.read_text().split() == ["kda", "inductor"] * harness.ROUNDS
+
+
+def test_a_worker_starts_cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its compiler caches are in an empty folder of its own, and gone afterwards."""
-    program = (
-        "import json, os, pathlib, sys; folder = os.environ['TORCHINDUCTOR_CACHE_DIR'];"
-        "pathlib.Path(sys.argv[1]).write_text(json.dumps({'folder': folder, 'there': os.path.exists(folder)}))"
-    )
-    monkeypatch.setattr(harness, "_command", lambda *arguments: [sys.executable, "-c", program, str(arguments[-1])])
-    first, second = (harness._run_one("tiny", CASE, "kda", 60.0, "label") for _ in range(2))
-    assert not first["there"]
-    assert first["folder"] != second["folder"]
-    assert not Path(first["folder"]).parent.exists()
+    log = tmp_path / "log"
+    note = "folder = os.environ['TORCHINDUCTOR_CACHE_DIR']; assert not os.path.exists(folder)"
+    each_round = f"{note}; open({str(log)!r}, 'a').write(folder + ' ')"
+    monkeypatch.setattr(harness, "_command", lambda *arguments: worker(arguments, OURS, each_round))
+    monkeypatch.setattr(harness, "ROUNDS", 1)
+    assert harness._run_case("tiny", PAIR, CASE, 60.0, "")["kda"] == OURS
+    first, second = log.read_text().split()
+    assert first != second
+    assert not Path(first).parent.exists()
 
 
 def test_a_worker_past_its_time_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "_TICK", 0.01)
-    figures = harness._run_one("cpu", SUITES["cpu"].cases[0], "eager", 0.05, "label")
+    monkeypatch.setattr(harness, "_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    figures = harness._run_case("tiny", PAIR, CASE, 0.05, "")["kda"]
     assert "not finished" in figures["failure"]
+
+
+def test_what_was_measured_is_kept_when_somebody_stops_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = (CASE, replace(CASE, name="second"))
+    run_case = harness._run_case
+
+    def stopped(suite_name: str, suite: Suite, case: Case, timeout: float, place: str) -> dict[str, Any]:
+        if case.name == "second":
+            raise KeyboardInterrupt
+        return run_case(suite_name, suite, case, timeout, place)
+
+    monkeypatch.setattr(harness, "_command", lambda *arguments: worker(arguments, OURS))
+    monkeypatch.setattr(harness, "_run_case", stopped)
+    monkeypatch.setitem(SUITES, "tiny", replace(PAIR, cases=cases))
+    path = tmp_path / "bench.json"
+    assert harness.main("tiny", None, path, 60.0) == 130
+    assert [case["name"] for case in json.loads(path.read_text())["cases"]] == ["tiny"]
+    assert "stopped after 1 of 2 cases" in capsys.readouterr().err
+
+
+def test_timings_have_quartiles_and_speedups_their_bounds() -> None:
+    timing = measure.Timing.of([3.0, 1.0, 2.0, 4.0])
+    assert timing.low < timing.median == 2.5 < timing.high
+    fast = measure.Timing(1.0, 0.9, 1.1)
+    assert str(measure.Speedup.of(measure.Timing(4.0, 3.3, 4.5), fast)) == "4.0 times faster (3.0 to 5.0)"
+    assert str(measure.Speedup.of(fast, measure.Timing(4.0, 3.3, 4.5))) == "4.0 times slower (3.0 to 5.0)"
+    assert "cannot be told" in str(measure.Speedup.of(measure.Timing(1.2, 0.8, 3.0), fast))
+
+
+def test_both_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    calls = {name: lambda name=name: called.append(name) for name in ("a", "b")}
+    found = measure.timings(calls, seconds=2e-6, rounds=2)
+    assert found.keys() == calls.keys()
+    assert called.index("b") < len(called) - 1 - called[::-1].index("a")  # a came again after b
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    assert "99.0 processes" in measure.load()
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert measure.load() == ""
 
 
 def test_what_is_missing_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

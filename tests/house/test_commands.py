@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from kdacompile.__main__ import main
-from kdacompile.commands import explain
+from kdacompile.commands import console, explain
+from tests.house.samples import sample_report
 
 GLA = '''
 import torch
@@ -90,3 +92,70 @@ def test_what_cannot_be_run_is_one_line_without_a_traceback(
     printed = capsys.readouterr().err
     assert problem in printed
     assert "Traceback" not in printed
+
+
+def test_an_exception_of_the_subject_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "wrong.py"
+    path.write_text("def fails(x):\n    raise ValueError('no such size')\n\n\ndef made():\n    return 1 / 0\n")
+    assert main(["explain", f"{path}:fails", "--tensor", "x=3"]) == 2
+    printed = capsys.readouterr().err
+    assert "ValueError: no such size" in printed and f"{path}:2" in printed and "Traceback" not in printed
+    assert main(["explain", f"{path}:made"]) == 2
+    assert f"ZeroDivisionError: division by zero at {path}:6" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_missing_is_said_first(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{file}:made", "--device", "cuda"]) == 2
+    assert "cannot run on device 'cuda'" in capsys.readouterr().err
+
+
+def test_the_gain_is_estimated_unless_that_is_unwanted(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{file}:made", "--json"]) == 0
+    saved = json.loads(capsys.readouterr().out)["saved"]
+    assert saved["before"] > 0 and saved["after"] > 0 and "quartiles" in saved["text"]
+    assert main(["explain", f"{file}:made", "--json", "--no-time"]) == 0
+    assert json.loads(capsys.readouterr().out)["saved"] is None
+
+
+@pytest.mark.parametrize("command", ["doctor", "support", "plan"])
+def test_programs_read_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_is_written_into_a_folder_that_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "new" / "plan.html"
+    assert main(["plan", "kda", "--target", "here", "--html", str(page)]) == 0
+    assert "<html" in page.read_text()
+    assert main(["plan", "kda", "--html", str(tmp_path / "new" / "plan.html" / "x.html")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(explain, "main", interrupted)
+    assert main(["explain", "kimi_linear"]) == 130
+    assert capsys.readouterr().err == "kdacompile: stopped\n"
+
+
+def test_a_terminal_gets_tables_and_a_pipe_gets_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    assert main(["support"]) == 0
+    assert capsys.readouterr().out.startswith("| pattern | name |")
+    monkeypatch.setattr(console, "is_rich", lambda _: True)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["support"]) == 0
+    drawn = capsys.readouterr().out
+    assert "┃" in drawn and "gated_delta_rule" in drawn
+    assert main(["doctor"]) == 0
+    assert "torch" in capsys.readouterr().out
+    console.show_report(sample_report())
+    shown = capsys.readouterr().out
+    assert "near miss" in shown and "╭" in shown
+    with console.progress("waiting"):
+        pass

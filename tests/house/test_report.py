@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -64,6 +65,25 @@ def test_html_is_one_page_with_everything_escaped() -> None:
     assert "<gate" not in page
     assert "Reports to test with" in page  # the source line itself
     assert "http" not in page  # nothing is loaded from elsewhere
+
+
+def test_layers_that_differ_in_their_tensors_alone_are_one_entry() -> None:
+    other = replace(MATCH, roles={"q": "other_query"}, max_error=9e-7)
+    report = Report(graphs=[GraphReport(matches=(MATCH, other)), GraphReport(matches=(replace(MATCH, mode="step"),))])
+    report.device = "cuda"
+    assert [(layers.count, layers.max_error) for layers in report.layers] == [(2, 9e-7), (1, MATCH.max_error)]
+    text = str(report)
+    assert f"2 layers: kda (sequence) at {MATCH.source}" in text
+    assert "max error 9.0e-07" in text and "q = query (in the first)" in text
+    assert "kdacompile plan kda --target cuda_sm90" in text
+    page = report.to_html()
+    assert "2 layers: Kimi Delta Attention" in page and "stages and buffers on NVIDIA Hopper" in page
+
+
+def test_a_near_miss_leads_to_what_to_do() -> None:
+    report = Report(graphs=[GraphReport(rejections=(NEAR_MISS,))])
+    assert "near-misses.md#operator" in str(report)
+    assert 'near-misses.md#operator">' in report.to_html()
 
 
 def test_html_of_an_empty_or_foreign_report() -> None:

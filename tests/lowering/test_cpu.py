@@ -128,11 +128,15 @@ def test_a_second_process_finds_the_kernel(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("_fresh")
-def test_without_a_compiler_the_executor_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_executor_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     no_compiler(monkeypatch)
     case = Case("channel", True, 50)
     inputs = make_inputs(case)
-    assert not runs_recurrence(inputs.q)
+    compiler.say_slow.cache_clear()
+    assert not runs_recurrence(inputs.q) and not runs_recurrence(inputs.q.double())
+    assert [record.message.count("install a C compiler") for record in caplog.records] == [1]  # once, for both dtypes
     o, _ = run_linear_attention(*inputs.tensors(), scale=case.scale, delta=True, gate="channel")
     assert o.isfinite().all()
     with pytest.raises(compiler.CannotCompile, match="no C compiler"):

@@ -120,6 +120,9 @@ def _api_step(**changes: Any) -> Callable[[], Any]:
 
 
 API_ERRORS: list[tuple[str, Callable[[], Any], type[errors.OpError]]] = [
+    ("q is None", _api(q=None), errors.OperandError),
+    ("beta is a list", _api(beta=[1.0]), errors.OperandError),
+    ("step state is a list", _api_step(state=[]), errors.OperandError),
     ("q rank 0", _api(q=z()), errors.RankError),
     ("g rank", _api(g=z(B, T)), errors.RankError),
     ("softplus without A_log", _api(g=z(B, T, HV), gate_fn="softplus"), errors.GateParameterError),
@@ -152,10 +155,17 @@ def test_messages_name_the_argument_and_both_shapes() -> None:
         _case(beta=z(B, T, H)).run()
 
 
+@pytest.mark.parametrize("name", ["g", "beta", "v"])
+def test_heads_before_tokens_are_noticed_where_the_sizes_show_it(name: str) -> None:
+    operands = {"v": z(B, T, HV, V), "g": z(B, T, HV, K), "beta": z(B, T, HV)}
+    with pytest.raises((errors.SizeError, errors.HeadGroupError), match=rf"^{name} .*transpose\(1, 2\)"):
+        _api(**{name: operands[name].transpose(1, 2)})()
+
+
 def test_every_class_of_the_catalogue_is_met_somewhere() -> None:
     met = {row[2] for row in (*OP_ERRORS, *API_ERRORS)}
     met |= {errors.StepLengthError}  # above
     met |= {errors.LatentWeightsError, errors.PagedCacheError}  # in test_mla
     met |= {errors.VmapError, errors.DoubleBackwardError, errors.DistributedTensorError}  # in the files on those
     catalogue = {x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, errors.OpError)}
-    assert catalogue - {errors.OpError} == met
+    assert catalogue - {errors.OpError, errors._Hinted} == met

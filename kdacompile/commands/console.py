@@ -1,0 +1,98 @@
+"""What a command shows: tables, colours and progress at a terminal, plain text in a pipe or without rich."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from importlib import util
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from kdacompile.doctor import Check
+    from kdacompile.report.report import Report
+
+_COLOURS = {"ok": "green", "note": "yellow", "missing": "dim", "broken": "bold red"}
+
+
+def is_rich(stream: TextIO) -> bool:
+    """Whether a person looks at the stream, and rich is there to please them."""
+    return stream.isatty() and util.find_spec("rich") is not None
+
+
+def show_checks(findings: Sequence[Check]) -> None:
+    """The doctor's findings."""
+    if not is_rich(sys.stdout):
+        print(*findings, sep="\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for finding in findings:
+        hint = Text(f"\n{finding.hint}", style="cyan") if finding.hint else Text()
+        status = Text(finding.status, style=_COLOURS[finding.status])
+        table.add_row(status, Text(finding.name, style="bold"), Text(finding.detail) + hint)
+    Console().print(table)
+
+
+def show_table(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: str) -> None:
+    """A table at a terminal, Markdown elsewhere."""
+    if not is_rich(sys.stdout):
+        print(markdown)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*header)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
+
+
+def show_report(report: Report) -> None:
+    """What ``explain`` found."""
+    if not is_rich(sys.stdout):
+        print(report)
+        return
+    from rich.console import Console
+
+    Console().print(report_view(report))
+
+
+def report_view(report: Report) -> Any:
+    """A report as something that rich prints; the documentation's screenshot is one too."""
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.text import Text
+
+    found = ", ".join(f"{count} x {name}" for name, count in report.counts.items()) or "no matches"
+    parts: list[Any] = [Text.assemble((f"kdacompile: {report.title or 'report'}", "bold"), f"  {found}")]
+    if report.saved:
+        parts.append(Text(f"estimated gain: {report.saved.text}", style="green"))
+    for layers in report.layers:
+        title, *lines = layers.text(report.device).splitlines()
+        body = Text("\n".join(line.strip() for line in lines))
+        parts.append(Panel(body, title=Text(title), title_align="left", border_style="green"))
+    for rejection in report.rejections:
+        title = Text(f"near miss: {rejection.pattern} [{rejection.code}] at {rejection.source}")
+        times = f" ({rejection.count} times)" if rejection.count > 1 else ""
+        parts.append(Panel(Text(rejection.reason + times), title=title, title_align="left", border_style="yellow"))
+    for graph_break in report.graph_breaks:
+        parts.append(Panel(Text(str(graph_break)), title="graph break", title_align="left", border_style="red"))
+    return Group(*parts)
+
+
+@contextmanager
+def progress(what: str) -> Generator[None]:
+    """A spinner at a terminal while something long runs, a line elsewhere; both on stderr."""
+    if not is_rich(sys.stderr):
+        print(f"{what} ...", file=sys.stderr, flush=True)
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield

@@ -1,0 +1,74 @@
+"""Machines that lack something: no compiler, no triton, another torch. Clear, slower, and right."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kdacompile import doctor
+from kdacompile.compat import accepted
+
+BARE = """
+import sys
+for name in ("triton", "numpy"):
+    sys.modules[name] = None  # as if it were not installed
+import torch
+
+def gla(q, k, v, g):
+    state, out = 0, []
+    for t in range(q.shape[1]):
+        state = state * g[:, t].sigmoid()[..., None] + k[:, t, :, :, None] * v[:, t, :, None]
+        out.append((q[:, t, :, :, None] * state).sum(-2))
+    return torch.stack(out, 1).tanh()
+
+torch.manual_seed(0)
+q, k, v, g = (torch.randn(1, 70, 2, 4).requires_grad_() for _ in range(4))
+compiled = torch.compile(gla, backend="kda", options={"kda.expect": {"gla": 1}})
+expected, found = gla(q, k, v, g), compiled(q, k, v, g)
+torch.testing.assert_close(found, expected)
+grads = [torch.autograd.grad(o.square().sum(), (q, k, v, g)) for o in (expected, found)]
+torch.testing.assert_close(*grads)
+compiled(q, k, v, g)
+"""
+
+
+def test_without_compilers_and_triton_the_model_runs_and_says_so_once(tmp_path: Path) -> None:
+    """macOS and Windows as they come: PATH leads to no compiler."""
+    hidden = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX")}
+    environment = {**hidden, "PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "caches")}
+    run = subprocess.run([sys.executable, "-c", BARE], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("no C++ compiler was found") == 1
+    assert run.stderr.count("right but slower (no C compiler)") == 1
+    assert "Traceback" not in run.stderr
+
+
+def test_importing_the_package_says_nothing(tmp_path: Path) -> None:
+    """torch warns of a numpy that is missing as it is imported: that is all that may be said."""
+    code = "import warnings; warnings.simplefilter('error'); import kdacompile, kdacompile.backend, kdacompile.ops"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.15.0"])
+def test_another_torch_is_said_when_the_backend_is_loaded(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr("torch.__version__", version)
+    with pytest.warns(RuntimeWarning, match=rf"{version} is outside the tested range; install torch 2.11 to 2.14"):
+        importlib.reload(accepted)
+
+
+@pytest.mark.parametrize(
+    ("system", "remedy"), [("Darwin", "xcode-select"), ("Windows", "build tools"), ("Linux", "g++")]
+)
+def test_the_doctor_has_the_remedy_of_each_system(monkeypatch: pytest.MonkeyPatch, system: str, remedy: str) -> None:
+    monkeypatch.setattr("platform.system", lambda: system)
+    try:
+        assert remedy in importlib.reload(doctor).COMPILER_HINT
+    finally:
+        monkeypatch.undo()
+        importlib.reload(doctor)
