@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +24,18 @@ WITHIN = ("patterns/", "kdacompile/graph/", "kdacompile/capture/", "kdacompile/r
 
 BOUNDARY = {
     "kdacompile/capture/hook.py": ("consult", "consult_library", "_contained", "install"),
+    "kdacompile/capture/lifting.py": ("Lifts.__init__",),
     "kdacompile/capture/widened.py": ("given_up_where_refused", "give_up"),
     "kdacompile/rewrite/compiler_pass.py": ("run",),
     "kdacompile/rewrite/held.py": ("Guarded.__call__",),
 }
-"""Functions that make the boundary, or are called outside of it to get back to plain torch."""
+"""Functions that make the boundary, or are called outside of it: when the package is imported, and to
+get back to plain torch.
+"""
 
 Moment = Literal["entry", "exit"]
+
+_PATIENCE = 300  # seconds that a child may take
 
 
 class Injected(Exception):
@@ -100,20 +108,72 @@ def boundaries(run: Callable[[], object]) -> list[Fault]:
 
 
 @contextmanager
+def striking(faults: Iterable[Fault], strike: Callable[[Fault], None]) -> Generator[None]:
+    """Call ``strike`` at each of these boundaries; what it raises is raised there, and ends the watch."""
+    events = {"call": "entry", "return": "exit"}
+    wanted = {(fault.place, fault.moment): fault for fault in faults}
+    seen: Counter[tuple[Place, str]] = Counter()
+
+    def maybe(frame: FrameType, happening: str, _: Any) -> None:
+        place = place_of(frame.f_code) if happening in events else None
+        if place is None or (key := (place, events[happening])) not in wanted:
+            return
+        seen[key] += 1
+        if seen[key] == wanted[key].number:
+            strike(wanted[key])
+
+    with profiled(maybe):
+        yield
+
+
+@contextmanager
 def injected(fault: Fault) -> Generator[list[str]]:
     """Raise ``Injected`` at one boundary, once; the list says where that has happened."""
     raised: list[str] = []
-    event = {"entry": "call", "exit": "return"}[fault.moment]
-    seen = 0
 
-    def maybe(frame: FrameType, happening: str, _: Any) -> None:
-        nonlocal seen
-        if raised or happening != event or place_of(frame.f_code) != fault.place:
-            return
-        seen += 1
-        if seen == fault.number:
-            raised.append(str(fault))
-            raise Injected(str(fault))
+    def strike(fault: Fault) -> None:
+        raised.append(str(fault))
+        raise Injected(str(fault))
 
-    with profiled(maybe):
+    with striking([fault], strike):
         yield raised
+
+
+def in_children(faults: Sequence[Fault], attempt: Callable[[], str], processes: int) -> dict[Fault, str]:
+    """What ``attempt`` says with each of these faults. It is run once: at every boundary a child of this process takes
+    over from there, raises, and tells what came of it. So what happens before the boundary is shared, and what comes
+    after runs without the watch. A fault that is not reached is left out; a child that dies is "DIED".
+    """
+    mine: list[Fault] = []
+    reached: list[Fault] = []
+    alive = 0
+
+    def strike(fault: Fault) -> None:
+        nonlocal alive
+        reached.append(fault)
+        if alive == processes:
+            os.wait()
+            alive -= 1
+        if os.fork():
+            alive += 1
+            return
+        signal.alarm(_PATIENCE)
+        sys.unraisablehook = lambda _: None  # Python says so where it drops an error: in a generator that is closed
+        mine.append(fault)
+        raise Injected(str(fault))
+
+    with tempfile.TemporaryFile("a+") as told:
+        try:
+            with striking(faults, strike):
+                result = attempt()
+            if mine:
+                told.write(f"{faults.index(mine[0])} {' '.join(result.split())}\n")
+                told.flush()
+        finally:
+            if mine:
+                os._exit(0)
+        for _ in range(alive):
+            os.wait()
+        told.seek(0)
+        lines = dict(line.rstrip().split(" ", 1) for line in told)
+    return {fault: lines.get(str(faults.index(fault)), "DIED") for fault in reached}

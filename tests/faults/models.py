@@ -90,7 +90,9 @@ class Case:
     def compile(self) -> tuple[list[Tensor], Report]:
         """The results, compiled by this package from nothing; two calls, since a fault may show in the second."""
         forget()
-        compiled = torch.compile(self.model, backend="kda", options={"kda.inner": self.inner})
+        # Under a watch compiling takes longer than a user would wait.
+        options: Any = {"kda.inner": self.inner, "kda.deadline": 3600.0}
+        compiled = torch.compile(self.model, backend="kda", options=options)
         with collecting() as report:
             results = self._results(compiled)
         for one, other in zip(results, self._results(compiled), strict=True):
