@@ -13,9 +13,11 @@ that does more says :meth:`~kdacompile.lowering.scratch.Scratch.once`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from kdacompile.compat.launches import launch, launch_stream
 
+from .replay import Described, Place, Program, program_of
 from .scratch import Scratch
 
 Operands = Sequence[Tensor | None]
@@ -46,8 +49,6 @@ class Address:
         return self.value
 
 
-Place = tuple[int, int, int]
-"""Of an argument that is an address: its position, the source it lies in (operands, then buffers), the bytes before."""
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset, in elements."""
 
@@ -62,12 +63,19 @@ class Launch(NamedTuple):
     descriptors: tuple[Place, ...]
 
     def run(self, addresses: Sequence[int], sources: Operands, stream: int | None) -> None:
+        launch(self.kernel, self.grid, self._on(addresses), stream)
+
+    def described(self, addresses: Sequence[int]) -> Described:
+        """The launch on these addresses, as a program is made of it."""
+        return self.kernel, self.grid, self._on(addresses), (*self.pointers, *self.descriptors)
+
+    def _on(self, addresses: Sequence[int]) -> list[Any]:
         arguments = list(self.arguments)
         for at, source, before in self.pointers:
             arguments[at] = addresses[source] + before
         for at, source, before in self.descriptors:
             arguments[at] = _based(arguments[at], Address(addresses[source] + before))
-        launch(self.kernel, self.grid, arguments, stream)
+        return arguments
 
 
 class Apply(NamedTuple):
@@ -97,7 +105,8 @@ class Buffer(NamedTuple):
     begin: int | None
 
 
-class Recorded(NamedTuple):
+@dataclass
+class Recorded:
     """What a call does. ``shared``: bytes of the allocation that buffers share; ``results``: numbers of sources."""
 
     device: torch.device
@@ -105,6 +114,8 @@ class Recorded(NamedTuple):
     shared: int
     steps: tuple[Launch | Apply, ...]
     results: tuple[int, ...]
+    in_programs: tuple[Launch | Apply | Program, ...] | None = field(default=None, compare=False)
+    """The steps with runs of launches as programs, from the first time that nobody is to be told of launches."""
 
     def run(self, operands: Operands, addresses: Sequence[int]) -> Results:
         if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
@@ -121,9 +132,28 @@ class Recorded(NamedTuple):
             sources.append(own)
             places.append(first + (begin or 0) if own is None else own.data_ptr())
         stream = launch_stream(device)
-        for step in self.steps:
-            step.run(places, sources, stream)
+        if stream is None:
+            for step in self.steps:
+                step.run(places, sources, stream)
+        else:
+            if self.in_programs is None:
+                self.in_programs = tuple(_programs(self.steps, places))
+            for step in self.in_programs:
+                if isinstance(step, Program):
+                    step.run(places, stream)
+                else:
+                    step.run(places, sources, stream)
         return tuple(sources[number] for number in self.results)  # pyright: ignore[reportReturnType]
+
+
+def _programs(steps: Iterable[Launch | Apply], addresses: Sequence[int]) -> Iterator[Launch | Apply | Program]:
+    """The steps, runs of launches as one program each where they can be."""
+    for launches, run in itertools.groupby(steps, key=lambda step: isinstance(step, Launch)):
+        some = list(run)
+        program = None
+        if launches:
+            program = program_of([step.described(addresses) for step in some if isinstance(step, Launch)])
+        yield from some if program is None else [program]
 
 
 class Recorder(Scratch):
@@ -286,7 +316,7 @@ def shares_memory(x: Tensor | None, addresses: Iterable[int]) -> bool:
     storage = x.untyped_storage()
     first = storage.data_ptr()
     last = first + storage.nbytes()
-    return sum(first <= address < last for address in addresses) > 1
+    return len([address for address in addresses if first <= address < last]) > 1
 
 
 def _is_descriptor(x: object) -> bool:

@@ -126,11 +126,13 @@ def mla_decode(
     width = cache.shape[-1]
     if not 0 < rank <= width or q.shape[-1] != width:
         raise SizeError(name="q", expected=(*q.shape[:3], width), layout=f"R = {rank} <= R + D", actual=tuple(q.shape))
-    q_rope, k_rope = (q[..., rank:], cache[..., rank:]) if rank < width else (None, None)
+    q_nope, latent, q_rope, k_rope = q, cache, None, None
+    if rank < width:
+        (q_nope, q_rope), (latent, k_rope) = (x.split_with_sizes((rank, width - rank), -1) for x in (q, cache))
     return mla(
-        q[..., :rank],
+        q_nope,
         q_rope,
-        cache[..., :rank],
+        latent,
         k_rope,
         scale=scale,
         lengths=lengths,

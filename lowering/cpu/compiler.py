@@ -57,13 +57,16 @@ def library(source: str, real: str) -> ctypes.CDLL:
     """The compiled form of ``source`` (a file of this folder) for ``real`` "float" or "double"."""
     text = (Path(__file__).parent / source).read_bytes()
     flags, register, registers = _TARGETS.get(torch.backends.cpu.get_cpu_capability(), _ANY_TARGET)
-    command = [
-        *(compiler_path(), "-x", "c", "-std=gnu11", "-O3", "-fno-math-errno", "-shared", "-fPIC", *flags),
-        *(f"-DREAL={real}", f"-DVECTOR_BYTES={register}", f"-DVECTORS={registers}"),
-    ]
+    sizes = (f"-DREAL={real}", f"-DVECTOR_BYTES={register}", f"-DVECTORS={registers}")
+    return built(text, ("-O3", "-fno-math-errno", *flags, *sizes), Path(source).stem)
+
+
+def built(text: bytes, flags: tuple[str, ...], name: str) -> ctypes.CDLL:
+    """The library that the C compiler makes of a source; raises :class:`CannotCompile`."""
+    command = [compiler_path(), "-x", "c", "-std=gnu11", "-shared", "-fPIC", *flags]
     key = hashlib.sha256(repr((text, command, platform.machine())).encode()).hexdigest()
     try:
-        path = Path(compat.inductor_cache_dir(), "kdacompile", f"{Path(source).stem}-{key[:32]}.so")
+        path = Path(compat.inductor_cache_dir(), "kdacompile", f"{name}-{key[:32]}.so")
         made = made_checked(path, lambda path: _compile(command, text, path), reuse=compat.disk_caches())
         return ctypes.CDLL(str(made))
     except OSError as error:

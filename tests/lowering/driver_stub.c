@@ -77,6 +77,11 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
   return CUDA_SUCCESS;
 }
 
+CUresult cuTensorMapReplaceAddress(CUtensorMap *map, void *address) {
+  ((uint64_t *)map)[0] = (uint64_t)address;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **parameters, void **extra) {
   if (listener) listener(config, f, parameters);
   return CUDA_SUCCESS;

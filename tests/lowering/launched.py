@@ -85,7 +85,7 @@ def _parameter_sizes(ptx: str) -> list[int]:
 
 def check(driver: Driver, run: Callable[[Any, Any], Any], call: Any, names: tuple[str, ...]) -> None:
     """Recorded with some operands, launched again with others."""
-    from kdacompile.lowering import recorded
+    from kdacompile.lowering import recorded, replay
     from kdacompile.lowering.scratch import Scratch
     from tests.lowering.test_recorded import moved
 
@@ -99,6 +99,10 @@ def check(driver: Driver, run: Callable[[Any, Any], Any], call: Any, names: tupl
     addresses = [0 if x is None else x.data_ptr() for x in given.values()]
     have = driver.during(lambda: known.run(tuple(given.values()), addresses), operands)
     assert want and have == want, (have, want)
+    kinds = {type(step) for step in known.in_programs or ()}
+    assert replay.Program in kinds and recorded.Launch not in kinds, (
+        kinds
+    )  # or Triton's launcher was compared to itself
 
 
 def main(folder: Path) -> None:
