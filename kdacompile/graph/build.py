@@ -109,7 +109,7 @@ class _Replay:
             result = _call(node, _widened(args, wide), _widened(kwargs, wide))
         expected = compat.example_value(node)
         known = isinstance(expected, torch.Tensor) and isinstance(result, torch.Tensor)
-        if known and [self.size_of(s) for s in expected.shape] != list(result.shape):
+        if known and not _is_reshaped(node) and [self.size_of(s) for s in expected.shape] != list(result.shape):
             raise ValueError("the replay disagrees with Dynamo's own shape")
         return result
 
@@ -248,6 +248,12 @@ def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _is_reshaped(node: fx.Node) -> bool:
+    """True if a method writes to what the node yields: ``unsqueeze_`` changes the shape that Dynamo keeps for it too."""
+    methods = [str(user.target) for user in node.users if user.op == "call_method" and user.args[:1] == (node,)]
+    return any(name.endswith("_") and not name.endswith("__") for name in methods)
 
 
 def _widest_dtype(tensors: list[torch.Tensor]) -> torch.dtype | None:

@@ -183,13 +183,14 @@ class Recorder(TorchDispatchMode):
         return args[0]
 
     def reshape(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """``squeeze_`` and the like, as matmul uses them on what it made itself. The name of an older tensor would
-        stand for two shapes: not here.
+        """``squeeze_`` and the like. From here on the name of an older tensor stands for its new shape: what it was
+        before has none any more.
         """
         alias = self.aliases.get(id(args[0]))
-        maker = alias.value.op if alias is not None and alias.generation == alias.storage.generation else None
-        if alias is None or maker is None or maker.position != self.position or alias.value.node is not None:
-            raise NotImplementedError(f"{func} on a tensor of an earlier call")
+        if alias is None or alias.value.op is None or alias.generation != alias.storage.generation:
+            raise NotImplementedError(f"{func} on a tensor of another graph")
+        alias.value.node = alias.storage.node = None
+        self.graph.names.pop(alias.value, None)
         twin = getattr(getattr(aten, operator_name(func).removeprefix("aten::").removesuffix("_")), overload_name(func))
         func(*args, **kwargs)
         out = tuple(args[0].shape), args[0].dtype

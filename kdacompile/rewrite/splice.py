@@ -58,6 +58,7 @@ class Splice(Generic[B]):
         self.derived = Derived(self, [placement.value for placement in results])
         self.redirected = self.derived.values
         self.dying |= self.derived.replaced()
+        self.dying -= self.writes_that_stay()
         self.stores: list[tuple[fx.Node, fx.Node]] = []
         """Copies of the final state into a buffer that are made again after the op: (copy, buffer)."""
 
@@ -76,6 +77,26 @@ class Splice(Generic[B]):
             if any(user not in nodes and compat.writes_first_argument(user) for user in node.users):
                 nodes.discard(node)
         return nodes
+
+    def writes_that_stay(self) -> set[fx.Node]:
+        """Writes to constants that are read outside the region too (a decay mask, filled in place), and to what those
+        are made of.
+        """
+        ops = self.match.candidate.ops
+        constants = {op.node for op in ops if op.out.const} - {op.node for op in ops if not op.out.const}
+        writes: dict[int, list[fx.Node]] = {}
+        for mutation in self.functional.mutations:
+            if mutation.node in constants & self.dying:
+                writes.setdefault(mutation.storage, []).append(mutation.node)
+        stack = [node for node in self.place if node not in self.dying] if writes else []
+        kept: set[fx.Node] = set()
+        while stack:
+            for read in stack.pop().all_input_nodes:
+                if read in constants - kept:
+                    written = writes.get(self.functional.storages.get(read, -1), [])
+                    kept.update((read, *written))
+                    stack += (read, *written)
+        return kept & {node for nodes in writes.values() for node in nodes}
 
     def now(self, position: int) -> int:
         """Where a position of the graph that was captured is in the graph as it is now."""

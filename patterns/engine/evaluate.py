@@ -35,6 +35,7 @@ from kdacompile.patterns.engine.lanes import (
     view_sizes,
     whole,
 )
+from kdacompile.patterns.engine.vocabulary import ELEMENTWISE
 
 
 class EvaluationError(Exception):
@@ -240,11 +241,17 @@ def _call(op: Op, *, own: bool = False) -> Step:
         sizes = op.args[1]
         return lambda tensors: [tensors[0].reshape(sizes)]
 
+    # Of whole numbers torch makes what the default dtype holds (0.9 ** n), unless they come as float64.
+    counted = (
+        not own and "dtype" not in kwargs and op.out.dtype.is_floating_point and op.name in ELEMENTWISE - {"where"}
+    )
+    counted = counted and not any(value.dtype.is_floating_point for value in op.reads)
+
     # The softmax's third argument asks for a dtype that float64 is not rounded to.
     given = (*op.args[:2], False) if op.name == "_softmax" and not own else op.args
 
     def call(tensors: list[Tensor]) -> list[Tensor]:
-        queue = iter(tensors)
+        queue = iter([tensor.double() for tensor in tensors] if counted else tensors)
         args = [next(queue) if isinstance(x, Value) else map_values(x, lambda _: next(queue)) for x in given]
         named = map_values(kwargs, lambda _: next(queue)) if kwargs else kwargs
         try:
