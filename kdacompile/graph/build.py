@@ -251,7 +251,7 @@ def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _is_reshaped(node: fx.Node) -> bool:
-    """True if a method writes to what the node yields: ``unsqueeze_`` changes the shape that Dynamo keeps for it too."""
+    """True if a method writes to what the node yields: ``unsqueeze_`` changes the shape that Dynamo keeps for it."""
     methods = [str(user.target) for user in node.users if user.op == "call_method" and user.args[:1] == (node,)]
     return any(name.endswith("_") and not name.endswith("__") for name in methods)
 
