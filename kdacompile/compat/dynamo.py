@@ -71,7 +71,7 @@ class CallSite:
 
     def widen_region(self, cause: Callable[..., Any]) -> None:
         """Capture the region past operators whose result's size depends on data (see ``region.widen``)."""
-        region.widen(self.tx.output, cause)
+        region.widen(self.tx, cause)
 
     def guard_global(self, namespace: dict[str, Any], name: str, attributes: Sequence[str]) -> bool:
         """Recapture once a global (or what attributes lead to) is another object; False if Dynamo cannot look at it."""
@@ -163,6 +163,9 @@ def _before_calls(kind: Any, function_of: Callable[[Any], Any], consult: Callabl
     def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         fn = function_of(self)
         replaced = None if fn is None else consult(fn, CallSite(self, tx, args, kwargs))
-        return usual(self, tx, args, kwargs) if replaced is None else replaced
+        if replaced is not None:
+            return replaced
+        with region.careful():
+            return usual(self, tx, args, kwargs)
 
     kind.call_function = call_function

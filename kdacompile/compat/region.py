@@ -6,10 +6,11 @@ backend and no other thread sees the change.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -24,21 +25,45 @@ and the function for whose sake they had been lifted.
 """
 
 
-def widen(output: Any, cause: Callable[..., Any]) -> None:
+def widen(tx: Any, cause: Callable[..., Any]) -> None:
     """From here on the region is captured through operators whose result's size depends on data, as
     ``torch._dynamo.config.capture_dynamic_output_shape_ops`` does for a process: Dynamo would cut the graph there. And
     counts of chunks or pools (divisions of sizes, rounded) are not told apart by whether they are one, wherever torch
     only asks in order to choose strides or a faster way, as it does not for sizes that depend on data.
 
-    ``output``: what Dynamo builds the region's graph with. ``cause``: the function it is done for.
+    ``tx``: the frame that Dynamo is at. ``cause``: the function it is done for.
     """
+    output = tx.output
     env: Any = output.shape_env
-    if isinstance(env, _wide()) or cause in _left_as_ever.get(output.root_tx.f_code, ()):
+    if cause in _left_as_ever.get(output.root_tx.f_code, ()):
+        return
+    _be_careful(tx)
+    if isinstance(env, _wide()):
         return
     capturing = env.settings.allow_dynamic_output_shape_ops
     env.settings = dataclasses.replace(env.settings, allow_dynamic_output_shape_ops=True)
     env.__class__ = _wide()
     env.cause, env.widened, env.counts_left_open = cause, not capturing, False
+
+
+@contextlib.contextmanager
+def careful() -> Generator[None]:
+    """Where capture fails in here that would not with the limits, the region is captured again with them: what is left
+    open may be too little for an operator to tell that two sizes agree.
+    """
+    try:
+        yield
+    except _failures() as error:
+        if not is_used():
+            raise
+        raise capture_as_ever() from error
+
+
+def _be_careful(tx: Any) -> None:
+    """``careful`` in every instruction to come, of this frame and of those that called it."""
+    while tx is not None and "step" not in vars(tx):
+        tx.step = careful()(tx.step)  # Dynamo looks it up for each instruction
+        tx = getattr(tx, "parent", None)
 
 
 def is_used() -> bool:
@@ -56,6 +81,13 @@ def refusals() -> tuple[type[Exception], ...]:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return BackendCompilerFailed, GuardOnDataDependentSymNode
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What Dynamo raises for code that it takes for wrong; where it merely cuts the graph it raises something else."""
+    from torch._dynamo.exc import TorchRuntimeError, UserError
+
+    return TorchRuntimeError, UserError, *refusals()
 
 
 def capture_as_ever() -> Exception:

@@ -66,9 +66,10 @@ class LinearAttentionSplice(Splice[Recurrence]):
             rate = self.method(rate, "unsqueeze", -1)
             node = self.with_meta(self.graph.call_function(operator.mul, (node, rate)), v)
         if match.binding.decay:
-            device = compat.example_value(v).device
+            like = compat.example_value(v)
+            dtype = torch.promote_types(like.dtype, torch.float32)
             logs = torch.tensor(match.binding.decay, dtype=torch.float64).log().tolist()
-            new = self.graph.call_function(torch.tensor, (logs,), {"dtype": torch.float32, "device": device})
+            new = self.graph.call_function(torch.tensor, (logs,), {"dtype": dtype, "device": like.device})
             return self.with_meta(new, v)
         if node is None:
             return None

@@ -75,7 +75,7 @@ def place_of(code: CodeType) -> Place | None:
     filename = code.co_filename
     if not filename.startswith(str(ROOT)):
         return None
-    file = filename[len(str(ROOT)) + 1 :]
+    file = filename[len(str(ROOT)) + 1 :].replace("kdacompile/patterns/", "patterns/")  # where it is installed
     if not file.startswith(WITHIN):
         return None
     name = code.co_qualname if sys.version_info >= (3, 11) else code.co_name
