@@ -364,20 +364,48 @@ class Splice(Generic[B]):
         same = all(compat.is_one(size) or str(ours) == str(theirs) for size, ours, theirs in pairs)
         if same or want.numel() == 0 or not self.keep_strides:
             return node
+        if self.is_returned(like) and not torch.ops.aten.is_non_overlapping_and_dense(want):
+            return self.with_gaps(node, want)
         order = sorted(range(want.dim()), key=lambda d: (-_hint(want.stride(d)), d))
         node = self.method(node, "permute", *order)
         node = self.method(node, "contiguous")
         return self.method(node, "permute", *(order.index(d) for d in range(want.dim())))
+
+    def is_returned(self, node: fx.Node) -> bool:
+        """Whether the graph's caller gets ``node``, or a view of it."""
+        own, stack, seen = self.functional.storages.get(node), [node], {node}
+        while stack:
+            for user in stack.pop().users:
+                if user.op == "output":
+                    return True
+                if user not in seen and own is not None and self.functional.storages.get(user) == own:
+                    stack.append(user)
+                    seen.add(user)
+        return False
+
+    def with_gaps(self, node: fx.Node, want: torch.Tensor) -> fx.Node:
+        """``node`` in memory that holds more than it (a slice of something padded), or less (expanded)."""
+        if compat.free_symbols(want):
+            return node
+        once = [1 if stride == 0 else size for size, stride in zip(want.shape, want.stride(), strict=True)]
+        for dim in (dim for dim, stride in enumerate(want.stride()) if stride == 0):
+            node = self.method(node, "narrow", dim, 0, 1)
+        options: dict[str, Any] = {"dtype": want.dtype, "device": want.device}
+        made = self.graph.call_function(torch.empty_strided, (once, list(want.stride())), options)
+        node = self.method(self.with_meta(made, node), "copy_", node)
+        return self.method(node, "expand", *want.shape) if once != list(want.shape) else node
 
     def redirect(self, placement: Placement, node: fx.Node, like: fx.Node) -> None:
         if self.derived.of[placement.value] != [placement.value]:
             self.derived.define(placement.value, self.laid_out(placement, node, like))
             return
         users = self.later_users(placement.value)
-        if users:
-            new = self.laid_out(placement, node, like)
-            for name, user in users:
-                user.replace_input_with(name, new)
+        made: dict[fx.Node, fx.Node] = {}
+        for name, user in users:
+            given = name if self.is_returned(name) else like
+            if given not in made:
+                made[given] = self.laid_out(placement, node, given)
+            user.replace_input_with(name, made[given])
 
     def absorbed_nodes(self) -> set[fx.Node]:
         """Nodes between the op's inputs and the region."""

@@ -99,7 +99,7 @@ class Evaluation:
             for place, argument in [*enumerate(op.args), *((-1, given) for given in op.kwargs.values())]:
                 if place in trait.raw:
                     continue
-                exponent = place == _exponent(op, trait)
+                exponent = place == exponent_of(op, trait)
                 if exponent and R in moduli:
                     raise SilentAt(op, "within an exponential")
                 for value in walk_values(argument):
@@ -113,7 +113,7 @@ class Evaluation:
             return
         trait = _trait(op)
         try:
-            results = self.compute(item, trait, self.fields[R if _exponent(op, trait) is not None else modulus])
+            results = self.compute(item, trait, self.fields[R if exponent_of(op, trait) is not None else modulus])
         except Silent as error:
             raise error if isinstance(error, SilentAt) else SilentAt(op, str(error)) from error
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -137,7 +137,13 @@ class Evaluation:
         if trait.meaning is None:
             if trait.kind not in ("layout", "pick", "place"):
                 raise Silent("")
-            return _moved(item, operands, field)
+            return moved(item, operands, field)
+        return self.meant(item, trait, operands, field)
+
+    def meant(self, item: Planned, trait: Trait, operands: list[Any], field: Field) -> list[Residues]:
+        """By the operator's meaning."""
+        op = item.op
+        assert trait.meaning is not None
         if op.name == "linalg_lu_factor_ex" and any(u.name != "linalg_lu_solve" for out in op.outs for u in out.users):
             raise Silent("its factors are read")
         queue = iter(operands)
@@ -146,9 +152,9 @@ class Evaluation:
         if op.name == "pow" and any(isinstance(source, Tensor) for source in item.sources):
             if item.where:
                 raise Silent("a table of powers is cut down")
-            place = 0 if _exponent(op, trait) is not None else 1
+            place = 0 if exponent_of(op, trait) is not None else 1
             args[place] = item.sources[place if len(item.sources) > 1 else 0]
-        if op.name == "pow" and _exponent(op, trait) is not None:
+        if op.name == "pow" and exponent_of(op, trait) is not None:
             return [raised_to(field, args[0], args[1])]
         found = trait.meaning(field, *args, **kwargs)
         return found if isinstance(found, list) else [found]
@@ -197,7 +203,7 @@ def _trait(op: Op) -> Trait:
     return trait
 
 
-def _exponent(op: Op, trait: Trait) -> int | None:
+def exponent_of(op: Op, trait: Trait) -> int | None:
     """The argument that stands in an exponent, if the operator has one."""
     if op.name == "pow" and isinstance(op.args[1], Value) and not op.args[1].const:
         if isinstance(op.args[0], Value) and not op.args[0].const:
@@ -212,7 +218,7 @@ def _numbers(operand: Any) -> Residues:
     return operand
 
 
-def _moved(item: Planned, operands: list[Any], field: Field) -> list[Residues]:
+def moved(item: Planned, operands: list[Any], field: Field) -> list[Residues]:
     """Elements are moved whatever they are: the operator itself runs on residues, and on the marks of -inf."""
     moved = item.step([given.x if isinstance(given, Residues) else given for given in operands])
     adds = item.op.name in ("index_add", "scatter_add", "index_put")
@@ -250,4 +256,4 @@ def _widest(plan: Sequence[Planned]) -> torch.dtype:
     return min(found, key=lambda dtype: torch.finfo(dtype).min, default=torch.float32)
 
 
-__all__ = ["Constant", "Drawn", "Evaluation", "SilentAt", "own_numbers"]
+__all__ = ["OPERATORS", "Constant", "Drawn", "Evaluation", "SilentAt", "exponent_of", "moved", "own_numbers"]

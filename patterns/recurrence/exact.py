@@ -23,10 +23,14 @@ from kdacompile.patterns.engine.evaluate import Region
 from kdacompile.patterns.engine.exact import Evaluation
 from kdacompile.patterns.engine.field import P, R, Silent, matmul
 from kdacompile.patterns.engine.meanings import Field, Residues, cumprod, powers
+from kdacompile.patterns.engine.types import FREE, LINEAR, Typing
 from kdacompile.patterns.recurrence import tables
 from kdacompile.patterns.recurrence.roles import Recurrence
 
 CHUNK = 64
+
+DEGREES = ((("v", "initial_state"), (LINEAR, LINEAR)), (("q",), (LINEAR, FREE)), (("g",), (FREE, FREE)))
+"""Of output and final state, in some of the inputs."""
 
 
 def recurrence(
@@ -103,6 +107,31 @@ class Check:
                 modulus: placement.from_canonical(data.expand(full)) for modulus, data in drawn.items()
             }
         return found
+
+    def untyped(self) -> str:
+        """Why the region's results are not linear in what the recurrence's are linear in; "" if they are.
+
+        Output and state are linear in v and the initial state, the output in q, and log gates stand in exponents alone
+        (but for one that is also the write gate: probes see what comes of that).
+        """
+        shapes = {value: drawn[P].shape for value, drawn in self.draw().items()}
+        plan = self.region.plans[tuple(shapes[value] for value in self.region.inputs)]
+        roles = {role: placement.value for role, placement in self.binding.inputs.items()}
+        for names, degrees in DEGREES:
+            logs = names == ("g",)
+            linear = {roles[name] for name in names if name in roles}
+            twice = any(value in linear for name, value in roles.items() if name not in names)  # Mamba-2's step size
+            if not linear or twice or (logs and self.binding.gate_fn == "factor"):
+                continue
+            typing = Typing(plan, shapes, self.region.outputs, linear, logs=logs)
+            try:
+                results = typing()
+            except Silent as error:
+                return f"the types of its results are not known ({error})"
+            if any(bool((result & ~degree != 0).any()) for result, degree in zip(results, degrees, strict=False)):
+                lost = "" if typing.first_lost is None else f" ({typing.first_lost.name})"
+                return f"its results have another degree in {' and '.join(names)} than the recurrence's{lost}"
+        return ""
 
     def reference(self, inputs: dict[Value, dict[int, Tensor]], exponents: Field) -> tuple[Tensor, Tensor]:
         """o ``[B, T, H, V]`` and the final state ``[B, H, K, V]``."""

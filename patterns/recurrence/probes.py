@@ -16,9 +16,16 @@ from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.roles import AXES, Recurrence
 
-KINDS = ("ordinary", "strong", "edges", "large", "dense", "graded", "long keys")
-"""Ordinary; strong gates; gates of 0 and -inf with zero keys and open or closed beta; large v; gates and beta of order
-1 / T; v of all sizes; keys that are not of unit length."""
+SCALES = {"huge": 2.0**40, "tiny": 2.0**-40}
+"""What v and the state, or queries alone, are multiplied with: outputs are too, be the factor as far off as this."""
+
+KINDS = (
+    "ordinary", "strong", "edges", "dense", "graded", "long keys", "huge", "tiny", "huge queries", "tiny queries",
+    "scaled keys",
+)  # fmt: skip
+"""Ordinary; strong gates; gates of 0 and -inf with zero keys and open or closed beta; gates and beta of order 1 / T; v
+of all sizes; keys that are not of unit length; v and the state, or queries, of another size; keys of sizes from 2 ** -5
+to 2 ** 5, with beta divided by the square and v multiplied (delta) or v divided, which leaves the state as it is."""
 
 
 def probes(binding: Recurrence, sizes: dict[str, int], kinds: Sequence[str]) -> Iterator[dict[Value, Tensor]]:
@@ -61,6 +68,20 @@ def _draw(
             noise = noise * (2.0 * pick[..., :1] - 1.0).exp2()
     elif kind == "graded" and role == "v":
         noise = noise * 10.0 ** (16.0 * pick[..., :1, :1] - 8.0)
-    elif kind == "large":
-        noise = noise * 1e3
+    noise = noise * _factor(role, kind, binding, sizes)
     return noise.expand(full)
+
+
+def _factor(role: str, kind: str, binding: Recurrence, sizes: dict[str, int]) -> float | Tensor:
+    """By what a kind of probe multiplies a role."""
+    if role == "q" and kind.endswith(" queries"):
+        return SCALES[kind.removesuffix(" queries")]
+    if role in ("v", "initial_state") and kind in SCALES:
+        return SCALES[kind]
+    if kind != "scaled keys" or (binding.delta and "beta" not in binding.inputs):
+        return 1.0
+    keys = (2.0 ** (torch.arange(sizes["T"]) * 7 % 11 - 5)).double().view(1, -1, 1, 1)
+    if role == "beta":
+        return keys[..., 0] ** -2.0 if binding.delta else 1.0
+    factors = {"k": keys, "v": keys if binding.delta else 1.0 / keys}
+    return factors.get(role, 1.0)

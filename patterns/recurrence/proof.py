@@ -416,6 +416,9 @@ def _probe_fully(binding: Recurrence, runner: _Runner, *, wide: bool) -> Verdict
             if found is False:
                 return Verdict(None, worst, DIFFERS, code="field")
             silent = found
+            untyped = exact.Check(binding, runner.region, sizes).untyped()
+            if untyped:
+                return Verdict(None, worst, untyped)
     return Verdict(binding, worst, probes=count, silent=silent)
 
 

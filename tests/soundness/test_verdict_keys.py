@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from kdacompile.capture.errors import Unliftable
 from kdacompile.capture.identity import identify
+from tests.soundness.programs import matched, refused, tokens
 
 TEXT = """
 def helper(x, power={default}):
@@ -71,3 +73,60 @@ def test_a_closure_counts() -> None:
 
     digests = {identify(closed(rate)).digest for rate in (0.5, 0.25, 1, True, torch.float16)}  # type: ignore[arg-type]
     assert len(digests) == 5
+
+
+def decayed(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return ((q @ k.mT * table.to(q.dtype)) @ v).transpose(1, 2)
+
+
+def powers(rate: float = 0.75, dtype: torch.dtype = torch.float64) -> Tensor:
+    place = torch.arange(16)
+    return (rate ** (place[:, None] - place).to(dtype)).tril()
+
+
+CAUSAL = torch.ones(16, 16, dtype=torch.bool).tril()
+TABLES: dict[str, Callable[[], Tensor]] = {
+    "one entry": lambda: powers() * (1 - 1e-3 * torch.eye(16)),
+    "one entry, a little": lambda: powers() * torch.where((torch.arange(256) == 48).view(16, 16), 1 + 1e-6, 1.0),
+    "the dtype of exponents": lambda: 0.75 ** (torch.arange(16)[:, None] - torch.arange(16)).to(torch.int8).tril(),
+    "the diagonal": lambda: powers().tril(-1),
+    "one diagonal more": lambda: powers() + 0.1 * torch.eye(16).roll(1, 1).triu(1),
+    "a literal": lambda: powers() * (torch.arange(16)[:, None] - torch.arange(16) < 15),
+    "turned round": lambda: powers().mT,
+    "later rows": lambda: powers() * torch.where(torch.arange(16) > 12, 0.5, 1.0)[:, None],
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_region_like_one_that_was_shown(name: str) -> None:
+    """Verdicts are remembered by structure: what differs in a table, a literal or a dtype has one of its own."""
+    found = tokens(16)
+    inputs = found["q"], found["k"], found["v"]
+    matched(lambda q, k, v: decayed(q, k, v, powers()), inputs, "retention")
+    refused(lambda q, k, v: decayed(q, k, v, TABLES[name]()), inputs)
+    matched(lambda q, k, v: decayed(q, k, v, powers(0.5)), inputs, "retention")
+
+
+LITERALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a factor": lambda w, s: (w * 1.0000001).tril() + 1e-7 * s,
+    "a diagonal": lambda w, s: w.tril(1),
+    "a dimension": lambda w, s: w.tril().mT,
+    "a sign": lambda w, s: w.tril() - 2 * w.tril(-9),
+    "a term": lambda w, s: torch.add(w.tril(), w.tril(-1), alpha=1e-9),
+    "another number in its place": lambda w, s: w.masked_fill(~CAUSAL, 1e-7),
+}
+
+
+@pytest.mark.parametrize("name", LITERALS)
+def test_a_literal_of_a_region_like_one_that_was_shown(name: str) -> None:
+    found = tokens(16)
+    inputs = found["q"], found["k"], found["v"]
+
+    def program(q: Tensor, k: Tensor, v: Tensor, bend: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        weights = q.transpose(1, 2) @ k.transpose(1, 2).mT
+        return (bend(weights, weights * weights) @ v.transpose(1, 2)).transpose(1, 2)
+
+    matched(lambda q, k, v: program(q, k, v, lambda w, s: w.tril()), inputs, "linear_attention")
+    refused(lambda q, k, v: program(q, k, v, LITERALS[name]), inputs)
+    matched(lambda q, k, v: program(q, k, v, lambda w, s: w.masked_fill(~CAUSAL, 0.0)), inputs, "linear_attention")

@@ -1,0 +1,114 @@
+"""Backpropagation that a model cuts part-way: gradients are eager's, whether the region is matched or left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compare import worst_error
+from tests.soundness.programs import BOUND, explained, tokens
+
+T = 12
+Cut = Callable[[int, Tensor], Tensor]
+
+
+def loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, *, before: Cut, key: Cut, out: Cut) -> Tensor:
+    """Gated linear attention; each of the three may cut the gradient of the state, a key or an output at token t."""
+    outputs: list[Tensor] = []
+    for t in range(q.shape[1]):
+        state = before(t, state) * g[:, t, :, None, None].exp()
+        state = state + key(t, k[:, t])[..., None] * v[:, t, :, None]
+        outputs.append(out(t, (q[:, t, :, None] @ state)[:, :, 0]))
+    return torch.stack(outputs, 1)
+
+
+def keep(_: int, x: Tensor) -> Tensor:
+    return x
+
+
+def no_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x * 1.0
+
+
+def switched(x: Tensor) -> Tensor:
+    torch.set_grad_enabled(False)
+    try:
+        return x.clone()
+    finally:
+        torch.set_grad_enabled(True)
+
+
+CUTS: dict[str, dict[str, Cut]] = {
+    "state detached once": {"before": lambda t, s: s.detach() if t == 6 else s},
+    "state detached every fourth token": {"before": lambda t, s: s.detach() if t % 4 == 0 else s},
+    "state detached at the last token": {"before": lambda t, s: s.detach() if t == T - 1 else s},
+    "state detached always": {"before": lambda t, s: s.detach()},
+    "state without grad once": {"before": lambda t, s: no_grad(s) if t == 5 else s},
+    "state with grad mode off": {"before": lambda t, s: switched(s) if t == 5 else s},
+    "half of the state": {"before": lambda t, s: torch.cat([s[..., :6].detach(), s[..., 6:]], -1) if t == 7 else s},
+    "a part of the state": {"before": lambda t, s: 0.5 * s.detach() + 0.5 * s if t == 7 else s},
+    "one head": {"before": lambda t, s: torch.cat([s[:, :1].detach(), s[:, 1:]], 1) if t == 3 else s},
+    "keys detached": {"key": lambda t, k: k.detach()},
+    "one key detached": {"key": lambda t, k: k.detach() if t == 2 else k},
+    "outputs detached": {"out": lambda t, o: o.detach() if t < 6 else o},
+    "one output without grad": {"out": lambda t, o: no_grad(o) if t == 4 else o},
+    "all outputs detached": {"out": lambda t, o: o.detach()},
+}
+
+
+def gradients(result: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+    if not result.requires_grad:
+        return [None] * len(leaves)
+    seed = torch.linspace(-1.0, 1.0, result.numel()).view(result.shape)
+    return list(torch.autograd.grad(result, leaves, seed, allow_unused=True))
+
+
+def check(program: Callable[..., Tensor]) -> list[str]:
+    found = tokens(T)
+    own, theirs = ([found[x].clone().requires_grad_() for x in ("q", "k", "v", "g", "state")] for _ in range(2))
+    report = explained(program, tuple(own), **{"kda.inner": "aot_eager"})
+    expected = program(*theirs)
+    assert report.result.requires_grad == expected.requires_grad, str(report)
+    assert worst_error(report.result, expected) <= BOUND, str(report)
+    for have, want in zip(gradients(report.result, own), gradients(expected, theirs), strict=True):
+        here, there = (torch.zeros(1) if x is None else x for x in (have, want))
+        assert bool((here == 0).all()) == bool((there == 0).all()), str(report)
+        if want is not None and have is not None:
+            assert worst_error(have, want) <= BOUND, str(report)
+    return [match.pattern for match in report.matches]
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_gradients_that_are_cut(name: str) -> None:
+    parts: dict[str, Cut] = {"before": keep, "key": keep, "out": keep, **CUTS[name]}
+    check(lambda *x: loop(*x, **parts))
+
+
+def test_gradients_that_are_not() -> None:
+    assert check(lambda *x: loop(*x, before=keep, key=keep, out=keep)) == ["simple_gla"]
+
+
+def closed(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same in closed form, with the gradient of the weights cut."""
+    q, k, v, total = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), g.transpose(1, 2).cumsum(-1)
+    decay = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    return (cut(q @ k.mT * decay) @ v + (q * total.exp()[..., None]) @ state).transpose(1, 2)
+
+
+WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda w: w.detach(),
+    "the diagonal": lambda w: torch.where(torch.eye(T, dtype=torch.bool), w.detach(), w),
+    "later rows": lambda w: torch.cat([w[..., :4, :], w[..., 4:, :].detach()], -2),
+    "without grad": no_grad,
+    "straight through": lambda w: w + (w * 0.5 - w * 0.5).detach(),
+    "half": lambda w: 0.5 * (w + w.detach()),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_gradients_of_weights_that_are_cut(name: str) -> None:
+    check(lambda *x: closed(*x, cut=WEIGHTS[name]))

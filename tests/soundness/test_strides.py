@@ -1,0 +1,72 @@
+"""Results have eager's strides, gaps and repetitions included: what a caller does with a stride comes out the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.compare import worst_error
+from tests.soundness.programs import BOUND, explained
+from tests.soundness.test_rows import attention
+
+Program = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """Computed on three tokens more, ``[B, H, T + 3, V]``."""
+    more = [F.pad(x, (0,) * (2 * (x.dim() - 2)) + (0, 3)) for x in (q, k, v, g)]
+    return attention(*more).transpose(1, 2)
+
+
+def buffer(v: Tensor, o: Tensor, step: slice) -> Tensor:
+    return v.new_zeros(*v.shape[:3], 2 * v.shape[3])[..., step].copy_(o)
+
+
+RESULTS: dict[str, Program] = {
+    "as it is": attention,
+    "heads first": lambda q, k, v, g: attention(q, k, v, g).transpose(1, 2).contiguous(),
+    "a slice of what was padded": lambda *x: padded(*x)[:, :, : x[0].shape[1]],
+    "that, tokens first": lambda *x: padded(*x)[:, :, : x[0].shape[1]].transpose(1, 2),
+    "of padded values": lambda q, k, v, g: attention(q, k, F.pad(v, (0, 5)), g)[..., : v.shape[-1]],
+    "of a row of both": lambda q, k, v, g: torch.cat([attention(q, k, v, g), v], -1)[..., : v.shape[-1]],
+    "channels first": lambda *x: attention(*x).permute(3, 0, 2, 1),
+    "half a buffer": lambda q, k, v, g: buffer(v, attention(q, k, v, g), slice(0, v.shape[-1])),
+    "every other place of a buffer": lambda q, k, v, g: buffer(v, attention(q, k, v, g), slice(None, None, 2)),
+    "expanded": lambda *x: attention(*x)[:, :, None].expand(-1, -1, 3, -1, -1),
+    "the last token": lambda *x: attention(*x)[:, -1:],
+    "one request": lambda *x: attention(*x)[0],
+}
+
+
+def given(batch: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(batch, 13, 3, width, generator=rng) for width in (4, 4, 6))
+    return q, k, v, -torch.rand(batch, 13, 3, generator=rng)
+
+
+@pytest.mark.parametrize("batch", [2, 1])
+@pytest.mark.parametrize("name", RESULTS)
+def test_strides_are_eagers(name: str, batch: int) -> None:
+    expected = RESULTS[name](*given(batch))
+    report = explained(RESULTS[name], given(batch), **{"kda.inner": "eager"})
+    assert len(report.matches) == 1, str(report)
+    assert report.result.stride() == expected.stride()
+    assert worst_error(report.result, expected) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["a slice of what was padded", "every other place of a buffer", "expanded"])
+def test_strides_through_inductor_and_gradients(name: str) -> None:
+    """As Inductor alone has them, which need not be eager's where it makes buffers of its own."""
+    torch._dynamo.reset()
+    own, theirs = ([x.requires_grad_() for x in given()] for _ in range(2))
+    plain = torch.compile(RESULTS[name])(*theirs)
+    report = explained(RESULTS[name], tuple(own))
+    assert len(report.matches) == 1, str(report)
+    assert report.result.stride() == plain.stride()
+    seed = torch.randn(plain.shape)
+    have, want = torch.autograd.grad(report.result, own, seed), torch.autograd.grad(plain, theirs, seed)
+    assert worst_error((report.result, have), (plain, want)) <= BOUND
