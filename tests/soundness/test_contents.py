@@ -48,7 +48,7 @@ def emptied(q: Tensor, k: Tensor, v: Tensor, g: Tensor, bounds: Tensor) -> Tenso
 
 PROGRAMS: dict[str, Program] = {
     "a mask of segments": lambda q, k, v, g, n: among(q, k, v, g, same(n)),
-    "a product with that mask": lambda q, k, v, g, n: among(q, k, v, g, CAUSAL) * same(n).sum(-1)[:, None, None].float(),
+    "a product with that mask": lambda q, k, v, g, n: among(q, k, v, g, CAUSAL) * same(n).sum(-1)[:, None, None],
     "gates of -inf where one begins": lambda q, k, v, g, n: attention(
         q, k, v, torch.where((torch.arange(T)[:, None] == n).any(-1)[:, None], -60.0, g)
     ),

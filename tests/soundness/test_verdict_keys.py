@@ -93,7 +93,7 @@ TABLES: dict[str, Callable[[], Tensor]] = {
     "the diagonal": lambda: powers().tril(-1),
     "one diagonal more": lambda: powers() + 0.1 * torch.eye(16).roll(1, 1).triu(1),
     "a literal": lambda: powers() * (torch.arange(16)[:, None] - torch.arange(16) < 15),
-    "turned round": lambda: powers().mT,
+    "both ways": lambda: powers() + powers().mT.triu(1),
     "later rows": lambda: powers() * torch.where(torch.arange(16) > 12, 0.5, 1.0)[:, None],
 }
 
@@ -111,7 +111,7 @@ def test_a_region_like_one_that_was_shown(name: str) -> None:
 LITERALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a factor": lambda w, s: (w * 1.0000001).tril() + 1e-7 * s,
     "a diagonal": lambda w, s: w.tril(1),
-    "a dimension": lambda w, s: w.tril().mT,
+    "both halves": lambda w, s: w.tril() + w.triu(1),
     "a sign": lambda w, s: w.tril() - 2 * w.tril(-9),
     "a term": lambda w, s: torch.add(w.tril(), w.tril(-1), alpha=1e-9),
     "another number in its place": lambda w, s: w.masked_fill(~CAUSAL, 1e-7),
