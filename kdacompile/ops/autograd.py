@@ -52,8 +52,9 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.differentiated, options, *tensors = inputs
-        results = output if ctx.differentiated.signature.keeps_results else ()
-        ctx.save_for_backward(*results, *tensors)
+        signature = ctx.differentiated.signature
+        kept = [x for name, x in zip(signature.results, output, strict=True) if name in signature.kept]
+        ctx.save_for_backward(*kept, *tensors)
         ctx.set_materialize_grads(False)  # an unused final state must not cost a backward pass over zeros
         ctx.options = {name: value for name, value in options.items() if name not in OF_THE_OUTPUT}
 

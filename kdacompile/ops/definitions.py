@@ -74,7 +74,7 @@ def _forward(signature: Signature, run: Callable[[Any], Any]) -> Any:
     return _define(signature.name, signature.schema, kernel, fake_of(signature))
 
 
-def _functional(signature: Signature, run: Callable[[Any], Any], backward: Kernel) -> Any:
+def functional(signature: Signature, run: Callable[[Any], Any], backward: Kernel) -> Any:
     """A functional op and its backward op, as autograd knows them."""
     name, backward_name = signature.name, signature.backward_name
     op = _forward(signature, run)
@@ -115,9 +115,9 @@ def _refuse_vmap(op: Any) -> Kernel:
     return vmap
 
 
-linear_attention = _functional(LINEAR_ATTENTION, kernels.run_sequence, kernels.backward_kernel_of(LINEAR_ATTENTION))
-linear_attention_step = _functional(
+linear_attention = functional(LINEAR_ATTENTION, kernels.run_sequence, kernels.backward_kernel_of(LINEAR_ATTENTION))
+linear_attention_step = functional(
     LINEAR_ATTENTION_STEP, kernels.run_step, kernels.backward_kernel_of(LINEAR_ATTENTION_STEP)
 )
 linear_attention_step_ = _in_place(LINEAR_ATTENTION_STEP_, kernels.run_inplace_step, linear_attention_step)
-mla = _functional(MLA, mla_kernels.run_mla, mla_kernels.mla_backward_kernel)
+mla = functional(MLA, mla_kernels.run_mla, mla_kernels.mla_backward_kernel)

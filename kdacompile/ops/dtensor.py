@@ -1,4 +1,5 @@
-"""Distributed tensors: batch and heads are independent, so the ops run on the local shards of either.
+"""Distributed tensors: batch and heads are independent, so the ops run on the local shards of either. Linear attention
+also takes tokens that are sharded, as context parallelism over that dimension of the mesh.
 
 What may be sharded is read off the operand table, by the names of dimensions that are of the batch or of the heads. On
 each dimension of the mesh every operand that has the one, or every one that has the other, is sharded there, evenly, so
@@ -9,14 +10,18 @@ which optional argument each of them is.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from kdacompile.lowering.operands import Kind, Operand, dimensions
 from kdacompile.ops.errors import DistributedTensorError
-from kdacompile.ops.signature import Signature
+from kdacompile.ops.signature import LINEAR_ATTENTION, O_DIMENSIONS, Signature
 
+TOKENS = "tokens"
 _MODULE = "torch.distributed.tensor"
 
 
@@ -32,7 +37,7 @@ def on_shards(op: Any, signature: Signature, tensors: Sequence[Any], options: di
 
 
 class _Sharded:
-    """One call: what each dimension of the mesh cuts, "batch", "heads" or nothing."""
+    """One call: what each dimension of the mesh cuts, "batch", "heads", "tokens" or nothing."""
 
     def __init__(self, op: Any, signature: Signature, tensors: Sequence[Any], options: dict[str, Any]) -> None:
         self.op, self.signature, self.tensors, self.options = op, signature, tensors, options
@@ -42,14 +47,34 @@ class _Sharded:
         self.layouts = [
             dimensions(x.layout if isinstance(x.layout, str) else x.layout(call)) for x in signature.operands
         ]
+        self.axes = dict(signature.axes)
+        if signature is LINEAR_ATTENTION:
+            self.axes["T"] = TOKENS
         self.cut: list[str] = [self._cut(place) for place in range(self.mesh.ndim)]
+        if self.cut.count(TOKENS) > 1:
+            raise self.refuse("tokens are sharded along two dimensions of the mesh")
 
     def run(self) -> Any:
         inputs = zip(self.signature.operands, self.layouts, self.tensors, strict=True)
-        results = self.op(*(self._local(*one) for one in inputs), **self.options)
+        operands = [self._local(*one) for one in inputs]
+        results = self._over_ranks(operands) if TOKENS in self.cut else self.op(*operands, **self.options)
         if not isinstance(results, tuple):
             return self._distributed(results, self.signature.result_layouts[0])
         return tuple(map(self._distributed, results, self.signature.result_layouts))
+
+    def _over_ranks(self, operands: Sequence[Any]) -> Any:
+        """o of this rank's tokens, and its part of the final state."""
+        from kdacompile.distributed.linear_attention import (
+            op,
+        )  # where it is needed: torch.distributed is slow to import
+
+        group, options = self.mesh.get_group(self.cut.index(TOKENS)), dict(self.options)
+        if options.pop("o_layout", O_DIMENSIONS) != O_DIMENSIONS:
+            raise self.refuse("tokens are sharded, and o is wanted in another order of dimensions")
+        total = self.tensors[0].shape[1]
+        return op(
+            *operands, **options, group=group.group_name, ranks=group.size(), order="contiguous", total=total
+        )[:2]  # fmt: skip
 
     def refuse(self, problem: str) -> DistributedTensorError:
         return DistributedTensorError(op=self.op.name(), problem=problem)
@@ -62,9 +87,9 @@ class _Sharded:
             placement = x.placements[place]
             if type(placement) is self.module.Shard:
                 name = layout[placement.dim] if placement.dim < len(layout) else "?"
-                if name not in self.signature.axes:
+                if name not in self.axes:
                     raise self.refuse(f"{operand.name} is sharded along {name}")
-                return self.signature.axes[name]
+                return self.axes[name]
         return ""
 
     def _local(self, operand: Operand, layout: tuple[str, ...], x: Any) -> Any:
@@ -87,17 +112,32 @@ class _Sharded:
                 raise self.refuse(
                     f"{operand.name} is {placement!r} on a dimension of the mesh that cuts the {cut or 'op'}"
                 )
-            if dim is not None and x.shape[dim] % self.mesh.size(place):
+            if dim is not None and cut != TOKENS and x.shape[dim] % self.mesh.size(place):
                 raise self.refuse(f"{layout[dim]} = {x.shape[dim]} of {operand.name} cannot be cut evenly")
             grads.append(self.module.Partial() if cut and dim is None else wanted)
         return x.to_local(grad_placements=grads)
 
     def _dim(self, operand: Operand, layout: tuple[str, ...], x: Any, cut: str) -> int | None:
         """The dimension of an operand that is cut, unless it only broadcasts there."""
-        found = [i for i, name in enumerate(layout) if cut and self.signature.axes.get(name) == cut]
+        found = [i for i, name in enumerate(layout) if cut and self.axes.get(name) == cut]
         return found[0] if found and not (operand.broadcast and x.shape[found[0]] == 1) else None
 
     def _distributed(self, x: Any, layout: str) -> Any:
-        names = [self.signature.axes.get(name) for name in dimensions(layout)]
-        placements = [self.module.Shard(names.index(cut)) if cut else self.module.Replicate() for cut in self.cut]
-        return self.module.DTensor.from_local(x, self.mesh, placements, run_check=False)
+        names = [self.axes.get(name) for name in dimensions(layout)]
+        placements = [self._placement(cut, names) for cut in self.cut]
+        if TOKENS not in self.cut:
+            return self.module.DTensor.from_local(x, self.mesh, placements, run_check=False)
+        shape = list(x.shape)
+        for place, (cut, placement) in enumerate(zip(self.cut, placements, strict=True)):
+            if cut in names:  # tokens may be cut unevenly, but q has their number
+                whole = self.tensors[0].shape[1] if cut == TOKENS else shape[placement.dim] * self.mesh.size(place)
+                shape[placement.dim] = whole
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        more = {"shape": torch.Size(shape), "stride": strides}
+        return self.module.DTensor.from_local(x, self.mesh, placements, run_check=False, **more)
+
+    def _placement(self, cut: str, names: Sequence[str | None]) -> Any:
+        """Of a result, on a dimension of the mesh: a state that ends on one of several ranks is a sum over them."""
+        if cut in names:
+            return self.module.Shard(names.index(cut))
+        return self.module.Partial() if cut else self.module.Replicate()

@@ -119,6 +119,12 @@ class DoubleBackwardError(OpError, NotImplementedError):
     template = "{op} is not differentiable: second derivatives are not implemented"
 
 
+class ContextParallelError(OpError, ValueError):
+    """What a rank holds under context parallelism, or the way it is asked for, does not fit the other ranks."""
+
+    template = "context parallel: {problem}"
+
+
 class DistributedTensorError(OpError, NotImplementedError):
     """DTensor operands that are not sharded alike, by batch or by heads; the ops run on local shards."""
 

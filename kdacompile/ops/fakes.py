@@ -24,9 +24,11 @@ def fake_of(signature: Signature) -> Kernel:
     def fake(*tensors: Tensor | None, o_layout: str = O_DIMENSIONS, **options: Any) -> Any:
         call: Call | Attention = signature.checked(tensors, options, symbolic=True)
         check_layout(o_layout)
-        (shape, dtype), (other_shape, other_dtype) = call.results
+        (shape, dtype), *others = call.results
         o = _empty_o(call.q, shape, dtype, o_layout)
-        return (o, call.q.new_empty(other_shape, dtype=other_dtype)) if len(signature.results) > 1 else o
+        return (
+            (o, *(call.q.new_empty(shape, dtype=dtype) for shape, dtype in others)) if len(signature.results) > 1 else o
+        )
 
     return fake
 

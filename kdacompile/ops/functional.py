@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from kdacompile.lowering.gates import GATE_FUNCTIONS
 from kdacompile.ops import definitions
 from kdacompile.ops.checks import check_tensors
 from kdacompile.ops.errors import GateParameterError, OptionError, RankError, StateError
+
+if TYPE_CHECKING:
+    from kdacompile.distributed import ContextParallel
 
 DEFAULT_L2NORM_EPS = 1e-6
 _GATE_LAYOUTS = "[HV], [B, T, HV] or [B, T, HV, K]"
@@ -35,6 +40,7 @@ def linear_attention(
     state_layout: str = "KV",
     chunk_size: int | None = None,
     out_dtype: torch.dtype | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with a decaying state and, optionally, the delta rule, over whole sequences.
 
@@ -75,6 +81,9 @@ def linear_attention(
         state_layout: "KV" or "VK" (``[.., HV, V, K]``), of both states. "VK" costs nothing: it is a transposed view.
         chunk_size: tokens the lowering treats at once; changes rounding and speed only. None or 0: its own choice.
         out_dtype: dtype of o; default v's.
+        context_parallel: q, k, v, g and beta hold this rank's tokens of longer sequences, see
+            :class:`kdacompile.distributed.ContextParallel`. ``cu_seqlens`` and the states are those of whole sequences,
+            the same on every rank; the final state is returned on every rank.
 
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]``, and the final state as float32 (float64 if q, k or v is float64), or
@@ -83,7 +92,8 @@ def linear_attention(
         are 16-bit, and TF32 where ``torch.set_float32_matmul_precision`` allows it; sums and state are float32.
 
     DTensors are computed shard by shard: on each dimension of their mesh every operand with a batch, or every operand
-    with heads (H and HV alike), is sharded there, evenly, and the others are replicated. Gradients are DTensors too.
+    with heads (H and HV alike), is sharded there, evenly, and the others are replicated. On one dimension every operand
+    with tokens may be sharded along T instead: context parallelism in contiguous order. Gradients are DTensors too.
 
     Raises:
         kdacompile.ops.errors.OpError: one class per mistake, each also a ValueError or a TypeError.
@@ -91,28 +101,26 @@ def linear_attention(
     optional = {"g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens, "A_log": A_log}
     check_tensors({"q": q, "k": k, "v": v}, {**optional, "dt_bias": dt_bias})
     _check_gate_parameters(gate_fn, A_log, gate_scale)
-    gate = _gate_kind(g)
-    o, final_state = definitions.linear_attention(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        _to_kv(initial_state, state_layout),
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        scale=_default_scale(q) if scale is None else scale,
-        delta=delta,
-        gate=gate,
-        gate_fn=gate_fn,
-        gate_scale=1.0 if gate_scale is None else gate_scale,
-        sigmoid_beta=sigmoid_beta,
-        qk_l2norm_eps=_l2norm_eps(qk_l2norm),
-        out_dtype=out_dtype,
-        chunk_size=0 if chunk_size is None else chunk_size,
-    )
-    return o, _from_kv(final_state, state_layout) if output_final_state else None
+    operands = (q, k, v, g, beta, _to_kv(initial_state, state_layout), A_log, dt_bias, cu_seqlens)
+    options = {
+        "scale": _default_scale(q) if scale is None else scale,
+        "delta": delta,
+        "gate": _gate_kind(g),
+        "gate_fn": gate_fn,
+        "gate_scale": 1.0 if gate_scale is None else gate_scale,
+        "sigmoid_beta": sigmoid_beta,
+        "qk_l2norm_eps": _l2norm_eps(qk_l2norm),
+        "out_dtype": out_dtype,
+        "chunk_size": 0 if chunk_size is None else chunk_size,
+    }
+    final_state: Tensor | None
+    if context_parallel is None:
+        o, final_state = definitions.linear_attention(*operands, **options)
+    else:
+        from kdacompile.distributed import calls  # torch.distributed is slow to import
+
+        o, final_state = calls.linear_attention(operands, options, context_parallel, final_state=output_final_state)
+    return o, None if final_state is None or not output_final_state else _from_kv(final_state, state_layout)
 
 
 def linear_attention_step(

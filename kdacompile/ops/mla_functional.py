@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from kdacompile.ops import definitions
 from kdacompile.ops.checks import check_tensors
 from kdacompile.ops.errors import OptionError, RankError, SizeError
+
+if TYPE_CHECKING:
+    from kdacompile.distributed import ContextParallel
 
 
 def mla(
@@ -27,6 +32,7 @@ def mla(
     return_lse: bool = False,
     form: str = "auto",
     out_dtype: torch.dtype | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-head latent attention: every head's keys and values are expanded from one latent per token.
 
@@ -57,6 +63,8 @@ def mla(
         return_lse: also return the natural logarithm of the sum of the scores' exponentials, over the keys alone.
         form: "auto", "absorbed" or "expanded".
         out_dtype: dtype of o; default q's.
+        context_parallel: q, q_rope, latent and k_rope hold this rank's tokens of longer sequences, see
+            :class:`kdacompile.distributed.ContextParallel`; prefill alone, without mask, lengths and pages.
 
     Returns:
         o ``[B, T, H, V]`` (``[B, T, H, R]`` without weights), and with ``return_lse`` lse ``[B, H, T]`` in float32
@@ -75,22 +83,14 @@ def mla(
         if w_uk is None:
             raise OptionError(name="scale", expected="a number: without w_uk it has no default", actual=None)
         scale = (q.shape[-1] + (0 if q_rope is None else q_rope.shape[-1])) ** -0.5
-    o, lse = definitions.mla(
-        q,
-        q_rope,
-        latent,
-        k_rope,
-        w_uk,
-        w_uv,
-        mask,
-        sinks,
-        lengths,
-        block_table,
-        scale=scale,
-        causal=causal,
-        form=form,
-        out_dtype=out_dtype,
-    )
+    operands = (q, q_rope, latent, k_rope, w_uk, w_uv, mask, sinks, lengths, block_table)
+    options = {"scale": scale, "causal": causal, "form": form, "out_dtype": out_dtype}
+    if context_parallel is None:
+        o, lse = definitions.mla(*operands, **options)
+    else:
+        from kdacompile.distributed.attention import parallel_mla  # torch.distributed is slow to import
+
+        o, lse = parallel_mla(operands, options, context_parallel)
     return (o, lse) if return_lse else o
 
 

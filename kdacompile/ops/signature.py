@@ -40,7 +40,7 @@ class Signature:
     ``result_layouts``: as those of operands. ``axes``: which dimensions are of the batch and of the heads, along which
     everything is independent. ``without``: fields of the call that the op does not have. ``written``: the operand that
     it overwrites, and what its schema calls that. ``o_layout``: whether it has the option of that name, see
-    :func:`kdacompile.ops.kernels.in_layout`. ``keeps_results``: whether its backward op takes its results.
+    :func:`kdacompile.ops.kernels.in_layout`. ``kept``: the results that its backward op takes.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Signature:
     without: frozenset[str] = frozenset()
     written: tuple[str, str] | None = None
     o_layout: bool = False
-    keeps_results: bool = False
+    kept: tuple[str, ...] = ()
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
@@ -87,7 +87,7 @@ class Signature:
     @property
     def backward_schema(self) -> str:
         grads = [f"Tensor? grad_{name}" for name in self.results]
-        results = [f"Tensor {name}" for name in self.results] if self.keeps_results else []
+        results = [f"Tensor {name}" for name in self.kept]
         named = [f"{text} {name}" for name, text in self.options.items() if name not in OF_THE_OUTPUT]
         return f"({', '.join([*grads, *results, *self._tensors, '*', *named, 'bool[] wanted'])}) -> Tensor[]"
 
@@ -128,7 +128,7 @@ class Signature:
 
     def of_backward(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """The tensors of a backward op: gradients and, where it takes them, results; and operands."""
-        count = len(self.results) * (2 if self.keeps_results else 1)
+        count = len(self.results) + len(self.kept)
         return tensors[:count], tensors[count:]
 
 
@@ -166,5 +166,5 @@ MLA = Signature(
     ("o", "lse"),
     ("[B, T, H, V]", "[B, H, T]"),
     {"B": "batch", "H": "heads"},
-    keeps_results=True,
+    kept=("o", "lse"),
 )

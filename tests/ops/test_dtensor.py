@@ -63,7 +63,7 @@ def test_shards_by_batch_and_by_heads_in_two_processes(tmp_path: Path) -> None:
 
 SHAPE = (2, 4, 2, 8)
 REFUSED: dict[str, tuple[list[Any], str]] = {
-    "tokens": ([Shard(1)] * 3, "q is sharded along T"),
+    "tokens of some": ([Shard(1), Replicate(), Shard(1)], "k is Replicate.* cuts the tokens"),
     "columns": ([Shard(3)] * 3, "q is sharded along K"),
     "one alone": ([Shard(2), Replicate(), Shard(2)], "k is Replicate.* cuts the heads"),
     "two ways": ([Shard(0), Shard(0), Shard(2)], "v is Shard.* cuts the batch"),

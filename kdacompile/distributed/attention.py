@@ -1,0 +1,69 @@
+"""MLA's prefill over tokens that lie on several ranks: the latent is gathered, not keys and values.
+
+A token's latent and rotated key are R + D columns for all heads (512 + 64 in DeepSeek-V3), its keys and values
+H (N + D + V) (40,960 there). So each rank gathers the latents of all tokens, after norm and RoPE, and expands what its
+own queries see block by block, as on one GPU. Gradients of the latents are summed over ranks, and each rank keeps its
+own tokens'. Queries of a fragment see everything before them, which is a causal call on the tokens up to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdacompile.distributed.collectives import gather
+from kdacompile.distributed.context import ContextParallel
+from kdacompile.lowering.operands import tensors
+from kdacompile.lowering.run_attention import Attention
+from kdacompile.ops import definitions
+from kdacompile.ops.errors import ContextParallelError
+
+_REFUSED = ("mask", "lengths", "block_table")
+
+
+def parallel_mla(
+    operands: Sequence[Tensor | None], options: Mapping[str, Any], context: ContextParallel
+) -> tuple[Tensor, Tensor]:
+    """o and lse of this rank's queries, from the op's arguments; q, latent and k_rope are this rank's tokens."""
+    call = Attention(*operands, **options)  # type: ignore[arg-type]
+    for name in _REFUSED:
+        if getattr(call, name) is not None:
+            raise ContextParallelError(problem=f"MLA takes no {name} here; causal masking is causal=True")
+    if call.q.shape[1] != call.latent.shape[1]:
+        raise ContextParallelError(problem="MLA is a prefill here: queries and latents are of the same tokens")
+    context.check_alike(["B", "T", "H", "R"], [*call.q.shape[:3], call.latent.shape[2]], call.q.device)
+    latent = _every_token(call.latent, context)
+    k_rope = None if call.k_rope is None else _every_token(call.k_rope, context)
+    results = [_fragment(call, options, latent, k_rope, *cut) for cut in _cuts(call, context, latent.shape[1])]
+    o, lse = zip(*results, strict=True)
+    return (o[0], lse[0]) if len(o) == 1 else (torch.cat(o, 1), torch.cat(lse, 2))
+
+
+def _every_token(x: Tensor, context: ContextParallel) -> Tensor:
+    return context.fragments.in_order(list(gather(x.contiguous(), context.name, context.ranks).unbind()))
+
+
+def _cuts(call: Attention, context: ContextParallel, total: int) -> list[tuple[int, int, int]]:
+    """Of each fragment: where its queries begin here, how many they are, and up to which token they see."""
+    cuts, begin = [], 0
+    for start, end in context.fragments.bounds(context.rank, total):
+        cuts.append((begin, end - start, end if call.causal else total))
+        begin += end - start
+    return cuts
+
+
+def _fragment(
+    call: Attention, options: Mapping[str, Any], latent: Tensor, k_rope: Tensor | None, begin: int, count: int, end: int
+) -> Any:
+    part = replace(
+        call,
+        q=call.q.narrow(1, begin, count),
+        q_rope=None if call.q_rope is None else call.q_rope.narrow(1, begin, count),
+        latent=latent[:, :end],
+        k_rope=None if k_rope is None else k_rope[:, :end],
+    )
+    return definitions.mla(*tensors(part), **options)

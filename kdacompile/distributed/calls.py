@@ -1,0 +1,69 @@
+"""Linear attention over a rank's tokens, by either method of :class:`.ContextParallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdacompile.distributed import linear_attention as parallel
+from kdacompile.distributed.collectives import gather, sum_over_ranks
+from kdacompile.distributed.context import ContextParallel
+from kdacompile.distributed.heads import to_heads, to_tokens
+from kdacompile.ops import definitions
+from kdacompile.ops.errors import ContextParallelError
+from kdacompile.ops.signature import LINEAR_ATTENTION
+
+
+def linear_attention(
+    operands: Sequence[Tensor | None], options: Mapping[str, Any], context: ContextParallel, *, final_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    """o of this rank's tokens and, if wanted, the final state of whole sequences, from the op's arguments."""
+    call = LINEAR_ATTENTION.call(*operands, **options)
+    _check_ranks(call, context)
+    if context.method == "heads":
+        return _by_heads(call, options, context, final_state)
+    more = {"group": context.name, "ranks": context.ranks, "order": context.order, "total": context.total_length or 0}
+    o, part, _, _ = parallel.op(*operands, **options, **more)
+    return o, sum_over_ranks(part, context.name) if final_state else None
+
+
+def _check_ranks(call: Any, context: ContextParallel) -> None:
+    """The sizes that every rank must have alike; T only where fragments must be equal."""
+    named = {"B": call.q.shape[0], "H": call.q.shape[2], "K": call.q.shape[3]}
+    named |= {"HV": call.v.shape[2], "V": call.v.shape[3], "the number of sequences": call.sequences}
+    if context.order == "zigzag" or context.method == "heads":
+        named["T"] = call.q.shape[1]
+    context.check_alike(list(named), list(named.values()), call.q.device)
+
+
+def _by_heads(
+    call: Any, options: Mapping[str, Any], context: ContextParallel, final_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    ranks, total = context.ranks, context.total_length
+    if total is not None and total != call.q.shape[1] * ranks:
+        raise ContextParallelError(problem=f'method "heads" needs the same number of tokens on every rank of {ranks}')
+    heads = call.q.shape[2]
+    q, k = call.q, call.k
+    if heads % ranks and ranks % heads == 0:  # fewer key heads than ranks: as many copies as it takes
+        q, k = (x.repeat_interleave(ranks // heads, 2) for x in (q, k))
+    tokens = {"q": q, "k": k, "v": call.v, "beta": call.beta}
+    replicated = {"initial_state": (call.initial_state, 1), "A_log": (call.A_log, 0), "dt_bias": (call.dt_bias, 0)}
+    if call.gate == "head":
+        replicated["g"] = (call.g, 0)
+    else:
+        tokens["g"] = call.g
+    mine: dict[str, Any] = {n: None if x is None else to_heads(x, context, n) for n, x in tokens.items()}
+    mine |= {n: None if x is None else _own(x, dim, context) for n, (x, dim) in replicated.items()}
+    mine["cu_seqlens"] = call.cu_seqlens
+    o, final = definitions.linear_attention(*(mine[operand.name] for operand in LINEAR_ATTENTION.operands), **options)
+    if not final_state:
+        return to_tokens(o, context), None
+    return to_tokens(o, context), gather(final, context.name, ranks).movedim(0, 1).flatten(1, 2)
+
+
+def _own(x: Tensor, dim: int, context: ContextParallel) -> Tensor:
+    """The heads of this rank, of what all ranks hold."""
+    return torch.tensor_split(x, context.ranks, dim)[context.rank]

@@ -1,0 +1,100 @@
+"""Collectives that autograd and torch.compile know: ops that hold a process group by its name.
+
+========================================  =======================================  ==============================
+``kdacompile::gather``                     one tensor of each rank, ``[ranks, ..]``  gradient: summed, own part taken
+``kdacompile::sum_over_ranks``             the sum, on every rank                    gradient: the same sum
+``kdacompile::exchange``                   all-to-all along the first dimension      gradient: the same exchange
+========================================  =======================================  ==============================
+
+The gradient that a rank hands to ``gather`` or ``sum_over_ranks`` is its own share: the loss is the sum of the ranks'.
+torch's functional collectives would do but for their names, which are private where they are differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kdacompile.compat.groups import gather_into, group_of
+from kdacompile.ops.errors import ContextParallelError
+
+_library = torch.library.Library("kdacompile", "FRAGMENT")
+
+
+def _define(schema: str, run: Any, fake: Any) -> Any:
+    name = schema.split("(", 1)[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kdacompile::{name}", fake, lib=_library)
+    return getattr(torch.ops.kdacompile, name).default
+
+
+def _gather(x: Tensor, group: str, ranks: int) -> Tensor:
+    found = x.new_empty(ranks * x.numel())  # the one shape that every backend takes
+    gather_into(found, x.reshape(-1), group=group_of(group))
+    return found.view(ranks, *x.shape)
+
+
+def _sum(x: Tensor, group: str) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group_of(group))
+    return total
+
+
+def _exchange(x: Tensor, group: str) -> Tensor:
+    found = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(found, x.contiguous(), group=group_of(group))
+    return found
+
+
+def _empty_like(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+gather = _define(
+    "gather(Tensor x, str group, int ranks) -> Tensor", _gather, lambda x, group, ranks: x.new_empty((ranks, *x.shape))
+)
+sum_over_ranks = _define("sum_over_ranks(Tensor x, str group) -> Tensor", _sum, _empty_like)
+exchange = _define("exchange(Tensor x, str group) -> Tensor", _exchange, _empty_like)
+
+
+def _remember_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.group = inputs[1]
+
+
+def _own_part_of_the_sum(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return sum_over_ranks(grad, ctx.group)[dist.get_rank(group_of(ctx.group))], None, None
+
+
+def _sum_again(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return sum_over_ranks(grad, ctx.group), None
+
+
+def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return exchange(grad, ctx.group), None
+
+
+for _name, _backward in (
+    ("gather", _own_part_of_the_sum),
+    ("sum_over_ranks", _sum_again),
+    ("exchange", _exchange_back),
+):
+    torch.library.register_autograd(f"kdacompile::{_name}", _backward, setup_context=_remember_group, lib=_library)
+
+
+def check_alike(names: Sequence[str], values: Sequence[int], group: str, ranks: int, device: torch.device) -> None:
+    """Raise where a rank's values differ from rank 0's, on every rank and with the ranks named.
+
+    One small all-gather, and its result is read on the host.
+    """
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    every = _gather(mine, group, ranks).tolist()
+    for name, column in zip(names, zip(*every, strict=True), strict=True):
+        odd = [rank for rank, value in enumerate(column) if value != column[0]]
+        if odd:
+            said = ", ".join(f"{column[rank]} on rank {rank}" for rank in odd[:4])
+            raise ContextParallelError(problem=f"{name} is {column[0]} on rank 0, but {said}")

@@ -1,0 +1,84 @@
+"""What context parallelism of linear attention sends and computes: formulas, on paper for any number of GPUs.
+
+One layer, one call. With the maps, each rank sends its fragments' (A, B) in float32, whatever T is, and reads its
+tokens twice more: once for B and once for A, beside the pass itself. Over heads, each rank sends its operands and gets
+o back. A ring carries an all-gather of n bytes a rank in ``(ranks - 1) n / bandwidth``, an all-to-all in
+``(ranks - 1) / ranks n / bandwidth``; both take a latency a message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kdacompile.ops.errors import ContextParallelError
+
+STATE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between ranks: bytes a second in one direction for each rank, and seconds a message."""
+
+    bandwidth: float
+    latency: float
+
+
+NVLINK = Link(bandwidth=450e9, latency=10e-6)
+"""Between the GPUs of one H100 or H200 host, by the data sheet: 900 GB/s in both directions together."""
+
+INFINIBAND = Link(bandwidth=50e9, latency=20e-6)
+"""400 Gb/s for each GPU."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes of one call: tokens T of all ranks, and bytes of one element of q, k, v and o."""
+
+    tokens: int
+    heads: int
+    value_heads: int
+    keys: int
+    values: int
+    batch: int = 1
+    delta: bool = True
+    channel_gate: bool = True
+    element: int = 2
+
+    @property
+    def map_bytes(self) -> int:
+        """Bytes of one fragment's (A, B)."""
+        width = self.keys if self.delta else 1
+        return STATE_BYTES * self.batch * self.value_heads * self.keys * (width + self.values)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's operands and output."""
+        gate = self.keys if self.channel_gate else 1
+        columns = 2 * self.heads * self.keys + self.value_heads * (2 * self.values + gate + 1)
+        return self.element * self.batch * columns
+
+
+@dataclass(frozen=True)
+class Cost:
+    """``sent`` bytes by each rank in one forward call, ``seconds`` of it, ``held`` bytes of what all ranks sent."""
+
+    method: str
+    sent: int
+    held: int
+    seconds: float
+
+
+def communication(
+    layer: Layer, ranks: int, *, method: str = "maps", order: str = "zigzag", link: Link = NVLINK
+) -> Cost:
+    """What one forward call sends. A backward call sends as much again (with maps, B' alone: less)."""
+    if method == "maps":
+        mine = layer.map_bytes * (2 if order == "zigzag" else 1)
+        sent = mine * (ranks - 1)
+        return Cost(method, sent, mine * ranks, sent / link.bandwidth + (ranks - 1) * link.latency)
+    if layer.value_heads % ranks:
+        problem = f'method "heads" cannot divide the {layer.value_heads} heads of v by {ranks} ranks'
+        raise ContextParallelError(problem=problem)
+    mine = layer.token_bytes * layer.tokens // ranks
+    sent = mine * (ranks - 1) // ranks
+    return Cost(method, sent, mine, sent / link.bandwidth + (ranks - 1) * link.latency)

@@ -1,0 +1,126 @@
+"""Which tokens a rank holds under context parallelism, and which sequences begin, end and pass there.
+
+A *fragment* is a run of tokens that follow each other. Two orders give a rank its fragments:
+
+``contiguous``: one fragment a rank, in the order of ranks. All are ``ceil(T / ranks)`` tokens long but the last ones,
+which may be shorter or empty (as ``torch.chunk`` and a DTensor's ``Shard`` cut).
+``zigzag``: ``2 ranks`` fragments of one length; rank r holds number r and number ``2 ranks - 1 - r``. Causal attention
+then costs every rank the same. It is the order of PyTorch's ``context_parallel``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdacompile.ops.errors import ContextParallelError
+
+ORDERS = ("contiguous", "zigzag")
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """The fragments of ``ranks`` ranks in an order."""
+
+    order: str
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ContextParallelError(problem=f"order must be one of {', '.join(ORDERS)}; got {self.order!r}")
+
+    @property
+    def per_rank(self) -> int:
+        return 2 if self.order == "zigzag" else 1
+
+    @property
+    def count(self) -> int:
+        return self.ranks * self.per_rank
+
+    def held_by(self, rank: int) -> tuple[int, ...]:
+        """The numbers of a rank's fragments, as they lie there."""
+        return (rank,) if self.order == "contiguous" else (rank, self.count - 1 - rank)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where each fragment lies, in the order of tokens, if the fragments of all ranks are put one after another."""
+        held = [number for rank in range(self.ranks) for number in self.held_by(rank)]
+        return tuple(held.index(number) for number in range(self.count))
+
+    def bounds(self, rank: int, length: int) -> tuple[tuple[int, int], ...]:
+        """First token and the one after the last, of each fragment of a rank; ``length`` is T of all ranks together."""
+        if self.order == "zigzag" and length % self.count:
+            problem = f"zigzag over {self.ranks} ranks needs a multiple of {self.count} tokens, got {length}; pad them"
+            raise ContextParallelError(problem=problem)
+        size = -(-length // self.count)
+        return tuple((min(n * size, length), min((n + 1) * size, length)) for n in self.held_by(rank))
+
+    def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
+        """What ``rank`` holds of a tensor that has all tokens along ``dim``."""
+        spans = self.bounds(rank, x.shape[dim])
+        cut = [x.narrow(dim, start, end - start) for start, end in spans]
+        return cut[0] if len(cut) == 1 else torch.cat(cut, dim)
+
+    def in_order(self, shards: list[Tensor], dim: int = 1) -> Tensor:
+        """All tokens in their order, from what every rank holds."""
+        parts = [part for shard in shards for part in shard.tensor_split(self.per_rank, dim)]
+        return torch.cat([parts[place] for place in self.places], dim)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """How sequences lie in the fragments of one rank: bool tensors ``[fragments, N]``.
+
+    ``starts``: the first token is in the fragment. ``ends``: the last is. ``enters``: the sequence comes from the
+    fragment before. ``leaves``: it goes on in the next one. A sequence without tokens starts and ends in the one place
+    where it would lie. ``bounds`` ``[fragments N + 1]`` packs what is here; None where sequences are rows of a batch.
+    """
+
+    starts: Tensor
+    ends: Tensor
+    enters: Tensor
+    leaves: Tensor
+    bounds: Tensor | None = None
+
+
+def rows(fragments: Fragments, rank: int, device: torch.device) -> Sequences:
+    """Sequences that are rows of a batch, N = 1 standing for all: each runs through every fragment."""
+    numbers = _numbers(fragments, rank, device)
+    first, last = numbers == 0, numbers == fragments.count - 1
+    return Sequences(starts=first, ends=last, enters=~first, leaves=~last)
+
+
+def packed(fragments: Fragments, rank: int, cu_seqlens: Tensor, length: int, here: int) -> Sequences:
+    """Sequences packed along T with the global bounds ``cu_seqlens`` ``[N + 1]``; nothing is read on the host.
+
+    ``length`` is T of all ranks, ``here`` this rank's.
+    """
+    spans = fragments.bounds(rank, length)
+    if sum(end - start for start, end in spans) != here:
+        expected = sum(end - start for start, end in spans)
+        problem = f"rank {rank} of {fragments.ranks} must hold {expected} of {length} tokens, but has {here}"
+        raise ContextParallelError(problem=problem)
+    numbers = _numbers(fragments, rank, cu_seqlens.device)
+    size = -(-length // fragments.count)
+    start, end = (numbers * size).clamp(max=length), ((numbers + 1) * size).clamp(max=length)
+    first, last = cu_seqlens[:-1], cu_seqlens[1:]
+    within = (first >= start) & ((first < end) | ((first == end) & (numbers == fragments.count - 1)))
+    local = torch.minimum(torch.maximum(cu_seqlens, start), end) - start
+    if len(spans) == 2:
+        local[1] += spans[0][1] - spans[0][0]
+    return Sequences(
+        starts=within,
+        ends=torch.where(first == last, within, (last > start) & (last <= end)),
+        enters=(first < start) & (last > start),
+        leaves=(first < end) & (last > end),
+        bounds=torch.cat([local[0], *local[1:, 1:]]),
+    )
+
+
+def _numbers(fragments: Fragments, rank: int, device: torch.device) -> Tensor:
+    """``[fragments, 1]``: the numbers of a rank's fragments, without a copy from the host."""
+    held = fragments.held_by(rank)
+    step = held[1] - held[0] if len(held) == 2 else 1
+    return (torch.arange(len(held), device=device) * step + held[0]).unsqueeze(1)

@@ -1,0 +1,213 @@
+"""What the ranks of a process group check: results and gradients of a rank's tokens against those of all tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from kdacompile.distributed import ContextParallel, causal_conv1d
+from kdacompile.ops import linear_attention, mla
+from kdacompile.ops.errors import ContextParallelError, DistributedTensorError
+
+TOKENS = 24
+BOUNDS = [0, 3, 3, 11, 24, 24]
+"""Sequences that cross ranks, lie inside one, and are empty, in the middle and at the end."""
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def operands(gate: str, bounds: Sequence[int] | None, tokens: int) -> dict[str, Tensor]:
+    """Float64 operands of linear attention; keys longer than 1, and gates of -1000 among them."""
+    batch, heads, value_heads, keys, values = 1 if bounds else 2, 2, 4, 5, 3
+    layout = {"head": (), "token": (batch, tokens), "channel": (batch, tokens)}
+    found = {
+        "q": random(batch, tokens, heads, keys),
+        "k": 0.6 * random(batch, tokens, heads, keys),
+        "v": random(batch, tokens, value_heads, values),
+        "beta": torch.rand(batch, tokens, value_heads, dtype=torch.float64),
+        "initial_state": random(len(bounds) - 1 if bounds else batch, value_heads, keys, values),
+    }
+    if gate != "none":
+        g = -torch.rand(*layout[gate], value_heads, *((keys,) if gate == "channel" else ()), dtype=torch.float64)
+        if gate != "head":
+            g[:, tokens // 3] = -1000.0
+        found["g"] = g
+    return found
+
+
+def compare(
+    function: Callable[..., tuple[Tensor, ...]],
+    tensors: dict[str, Tensor],
+    sharded: Sequence[str],
+    context: ContextParallel,
+    shared: int = 0,
+) -> None:
+    """``function(tensors, context)`` on a rank's tokens against ``function(tensors, None)`` on all of them.
+
+    The last ``shared`` results are the same on every rank; the others have tokens along dimension 1.
+    """
+    whole = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    expected = function(whole, None)
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in expected]
+    torch.autograd.backward(expected, weights)
+    mine = {n: (context.shard(x) if n in sharded else x).clone().requires_grad_() for n, x in tensors.items()}
+    results = function(mine, context)
+    cut = len(results) - shared
+    total: Any = 0.0
+    for i, (have, want, weight) in enumerate(zip(results, expected, weights, strict=True)):
+        torch.testing.assert_close(have, context.shard(want) if i < cut else want)
+        total = total + ((have * context.shard(weight)) if i < cut else have * weight / context.ranks).sum()
+    total.backward()
+    for name, x in mine.items():
+        grad, want = x.grad, whole[name].grad
+        assert grad is not None and want is not None
+        if name not in sharded:
+            dist.all_reduce(grad)  # each rank's share
+        torch.testing.assert_close(grad, context.shard(want) if name in sharded else want)
+
+
+def attend(tensors: dict[str, Tensor], context: Any, bounds: Sequence[int] | None, **options: Any) -> Any:
+    bounds_of = None if bounds is None else torch.tensor(bounds)
+    return linear_attention(
+        **tensors, cu_seqlens=bounds_of, output_final_state=True, context_parallel=context, **options
+    )
+
+
+def with_tokens(gate: str) -> tuple[str, ...]:
+    return ("q", "k", "v", "beta", *(() if gate in ("none", "head") else ("g",)))
+
+
+def rows_of_the_family(rank: int, world: int) -> None:
+    """Every gate, with and without the delta rule, both orders and methods, rows of a batch and packed sequences."""
+    for order in ("contiguous", "zigzag"):
+        for method in ("maps", "heads"):
+            context = ContextParallel(order=order, method=method)
+            for gate in ("none", "head", "token", "channel"):
+                for bounds, delta in ((None, True), (BOUNDS, True), (BOUNDS, False), (None, False)):
+                    compare(
+                        lambda x, c, b=bounds, d=delta: attend(x, c, b, delta=d),
+                        operands(gate, bounds, TOKENS), with_tokens(gate), context, shared=1,
+                    )  # fmt: skip
+
+
+def fragments_of_many_lengths(rank: int, world: int) -> None:
+    """The last ranks are shorter, or empty; sequences end where ranks do; everything on one token."""
+    for total, bounds in ((4 * world - 1, None), (4 * world - 1, [0, 4, 4 * world - 1]), (2, None), (1, [0, 1])):
+        context = ContextParallel(total_length=total)
+        compare(
+            lambda x, c, b=bounds: attend(x, c, b), operands("channel", bounds, total), with_tokens("channel"),
+            context, shared=1,
+        )  # fmt: skip
+
+
+def gate_functions_and_layouts(rank: int, world: int) -> None:
+    """Parameters of gate functions get a share of their gradient on each rank; norms and state layouts as ever."""
+    for order in ("contiguous", "zigzag"):
+        for bounds in (None, BOUNDS):
+            tensors = operands("channel", bounds, TOKENS)
+            tensors |= {"A_log": 0.3 * random(4), "dt_bias": random(4, 5), "g": random(*tensors["g"].shape)}
+            tensors["initial_state"] = tensors["initial_state"].mT.contiguous()
+            compare(
+                lambda x, c, b=bounds: attend(
+                    x, c, b, gate_fn="softplus", sigmoid_beta=True, qk_l2norm=True, state_layout="VK", scale=0.3
+                ),
+                tensors, with_tokens("channel"), ContextParallel(order=order), shared=1,
+            )  # fmt: skip
+
+
+def convolution(rank: int, world: int) -> None:
+    for order in ("contiguous", "zigzag"):
+        for bounds in (None, BOUNDS):
+            rows = 1 if bounds else 2
+            tensors = {"x": random(rows, TOKENS, 6), "weight": random(6, 4), "bias": random(6)}
+            compare(lambda x, c, b=bounds: (_convolve(x, c, b),), tensors, ("x",), ContextParallel(order=order))
+
+
+def _convolve(tensors: dict[str, Tensor], context: Any, bounds: Sequence[int] | None) -> Tensor:
+    x, weight, bias = tensors["x"], tensors["weight"], tensors["bias"]
+    if context is not None:
+        cu_seqlens = None if bounds is None else torch.tensor(bounds)
+        return causal_conv1d(x, weight, bias, context_parallel=context, activation="silu", cu_seqlens=cu_seqlens)
+    spans = [(0, TOKENS)] if bounds is None else itertools.pairwise(bounds)
+    parts = [x[:, start:end].mT for start, end in spans if end > start]
+    return torch.cat([F.silu(F.conv1d(F.pad(p, (3, 0)), weight[:, None], bias, groups=6)).mT for p in parts], 1)
+
+
+def latent_attention(rank: int, world: int) -> None:
+    for order in ("contiguous", "zigzag"):
+        for causal in (True, False):
+            tensors = {
+                "q": random(2, TOKENS, 3, 4), "q_rope": random(2, TOKENS, 3, 2), "latent": random(2, TOKENS, 5),
+                "k_rope": random(2, TOKENS, 2), "w_uk": random(3, 4, 5), "w_uv": random(3, 6, 5),
+            }  # fmt: skip
+            compare(
+                lambda x, c, causal=causal: _latent(x, c, causal),
+                tensors, ("q", "q_rope", "latent", "k_rope"), ContextParallel(order=order),
+            )  # fmt: skip
+
+
+def _latent(tensors: dict[str, Tensor], context: Any, causal: bool) -> tuple[Tensor, Tensor]:
+    o, lse = mla(**tensors, causal=causal, return_lse=True, context_parallel=context)  # type: ignore[arg-type, misc]
+    return o, lse.transpose(1, 2)
+
+
+def under_compile(rank: int, world: int) -> None:
+    """One graph, with its backward, and the same numbers."""
+    tensors, context = operands("channel", None, TOKENS), ContextParallel(order="zigzag")
+    mine = [context.shard(x) if n in with_tokens("channel") else x for n, x in tensors.items()]
+    leaves = [x.clone().requires_grad_() for x in mine]
+
+    def model(*values: Tensor) -> tuple[Tensor, Tensor | None]:
+        return attend(dict(zip(tensors, values, strict=True)), context, None)
+
+    found = []
+    for function in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        o, state = function(*leaves)
+        assert state is not None
+        found.append([o, state, *torch.autograd.grad(o.sum() + state.sum(), leaves)])
+    torch.testing.assert_close(*found)
+
+
+def ranks_that_differ(rank: int, world: int) -> None:
+    """Sizes that are not those of rank 0 are named with their ranks, on every rank."""
+    x = random(1, 4, 2, 4 if rank else 6)
+    with pytest.raises(ContextParallelError, match="K is 6 on rank 0, but 4 on rank 1"):
+        linear_attention(x, x, x, context_parallel=ContextParallel())
+    with pytest.raises(ContextParallelError, match="T is 4 on rank 0, but 6 on rank 1"):
+        x = random(1, 6 if rank else 4, 2, 4)
+        linear_attention(x, x, x, context_parallel=ContextParallel(order="zigzag"))
+
+
+def tokens_of_dtensors(rank: int, world: int) -> None:
+    """DTensors sharded along T: the op finds the group in their mesh, and gradients are DTensors too."""
+    mesh = DeviceMesh("cpu", list(range(world)))
+    for tokens in (TOKENS, TOKENS - 1):
+        tensors = operands("channel", None, tokens)
+        whole = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+        placed: dict[str, Any] = {
+            name: distribute_tensor(x, mesh, [Shard(1) if name in with_tokens("channel") else Replicate()])
+            for name, x in tensors.items()
+        }
+        placed = {name: x.requires_grad_() for name, x in placed.items()}
+        found: list[list[Any]] = []
+        for inputs in (placed, whole):
+            o, state = attend(inputs, None, None)
+            total = o.square().sum() + state.square().sum()
+            found.append([o, state, *torch.autograd.grad(total, list(inputs.values()))])
+        for have, want in zip(*found, strict=True):
+            assert isinstance(have, DTensor)
+            torch.testing.assert_close(have.full_tensor(), want)
+    with pytest.raises(DistributedTensorError, match="k is "):
+        linear_attention(placed["q"], placed["k"].redistribute(mesh, [Replicate()]), placed["v"])

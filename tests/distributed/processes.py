@@ -1,0 +1,52 @@
+"""Functions that run in several processes over gloo, each started by its module, name, rank, world and store."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 300
+
+
+def in_processes(module: str, name: str, world: int, folder: Path) -> None:
+    """Run ``module.name(rank, world)`` in ``world`` processes; what one of them prints on failing is the assertion."""
+    command = [sys.executable, "-m", "tests.distributed.processes", module, name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(folder / f"store-{name}-{world}")],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        for process in started:
+            output, _ = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, output[-3000:]
+    finally:
+        for process in started:  # one that waits for another that failed
+            process.kill()
+            process.communicate()
+
+
+def main(module: str, name: str, rank: int, world: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    torch.manual_seed(0)
+    getattr(importlib.import_module(module), name)(rank, world)
+    dist.barrier()
+    os._exit(0)  # gloo ends its threads in no order when a process ends, and may abort it then
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

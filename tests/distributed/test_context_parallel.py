@@ -1,0 +1,60 @@
+"""Context parallelism in processes over gloo: a rank's results and gradients are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kdacompile.distributed import ContextParallel, causal_conv1d
+from kdacompile.ops import mla
+from kdacompile.ops.errors import ContextParallelError, OpError
+from tests.distributed.processes import in_processes
+
+if not dist.is_available():
+    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
+
+CHECKS = "tests.distributed.checks"
+
+
+@pytest.mark.parametrize(
+    "name", ["rows_of_the_family", "convolution", "latent_attention", "under_compile", "ranks_that_differ"]
+)
+def test_two_ranks(name: str, tmp_path: Path) -> None:
+    in_processes(CHECKS, name, 2, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fragments_of_many_lengths", "gate_functions_and_layouts", "tokens_of_dtensors"])
+def test_three_ranks(name: str, tmp_path: Path) -> None:
+    in_processes(CHECKS, name, 3, tmp_path)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_no_process_group_is_said() -> None:
+    with pytest.raises(ContextParallelError, match=r"call torch\.distributed\.init_process_group"):
+        ContextParallel()
+
+
+@pytest.mark.usefixtures("group")
+def test_what_does_not_fit_is_said() -> None:
+    with pytest.raises(ContextParallelError, match="method must be one of maps, heads"):
+        ContextParallel(method="ring")
+    context, x = ContextParallel(), torch.randn(1, 4, 6)
+    with pytest.raises(OpError, match=r"weight must have shape \(6, 3\)"):
+        causal_conv1d(x, torch.randn(5, 3), context_parallel=context)
+    with pytest.raises(OpError, match="activation must be"):
+        causal_conv1d(x, torch.randn(6, 3), context_parallel=context, activation="relu")
+    q, latent = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 8)
+    with pytest.raises(ContextParallelError, match="MLA takes no lengths here"):
+        mla(q, None, latent, None, scale=1.0, lengths=torch.tensor([3]), context_parallel=context)
+    with pytest.raises(ContextParallelError, match="MLA is a prefill here"):
+        mla(q[:, :1], None, latent, None, scale=1.0, context_parallel=context)
