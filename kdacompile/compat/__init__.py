@@ -51,7 +51,6 @@ from kdacompile.compat.nodes import (
     source_name,
     switches_modes,
     transforms,
-    wrapped_tensors,
     writes_first_argument,
     written_arguments,
 )
@@ -147,7 +146,6 @@ __all__ = [
     "tie",
     "trace_artifact",
     "transforms",
-    "wrapped_tensors",
     "writes_first_argument",
     "written_arguments",
 ]

@@ -16,6 +16,7 @@ from torch import fx
 from torch._guards import tracing
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 _OWN_ATTRIBUTE = re.compile(r"(\._buffers\[[^\]]*\]|\.\w+)$")
 
@@ -191,12 +192,6 @@ def transforms(graph: fx.Graph) -> bool:
     return any(getattr(node.target, "__name__", "") in _TRANSFORMS for node in graph.nodes)
 
 
-def wrapped_tensors(graph: fx.Graph) -> bool:
-    """True if an input of the graph is a tensor subclass around other tensors, such as a DTensor."""
-    inputs = (example_value(node) for node in graph.nodes if node.op == "placeholder")
-    return any(is_traceable_wrapper_subclass(value) for value in inputs)
-
-
 def attribute(gm: fx.GraphModule | None, node: fx.Node) -> Any:
     value: Any = gm
     for part in str(node.target).split("."):
@@ -224,8 +219,10 @@ def is_graph_constant(node: fx.Node) -> bool:
 
 @contextlib.contextmanager
 def fake_mode_of(node: fx.Node) -> Generator[Any]:
-    """Enter the fake mode the node's example value lives in."""
-    value = example_value(node)
+    """Enter the fake mode the node's example value lives in; of tensors around others, that of those."""
+    value = next(iter(tree_leaves(example_value(node))), None)
+    while is_traceable_wrapper_subclass(value):
+        value = getattr(value, value.__tensor_flatten__()[0][0])
     mode = getattr(value, "fake_mode", None)
     if mode is None:
         yield None
@@ -235,7 +232,7 @@ def fake_mode_of(node: fx.Node) -> Generator[Any]:
 
 
 @contextlib.contextmanager
-def _unlogged() -> Generator[None]:
+def unlogged() -> Generator[None]:
     """torch writes an error for each operator that does not take its inputs: here the exception says so to a caller who
     tries whether it does.
     """
@@ -258,7 +255,7 @@ def propagate_fake(node: fx.Node, like: fx.Node) -> None:
     key = "example_value" if "example_value" in like.meta else "val"
     args = map_arg(node.args, example_value)
     kwargs = map_arg(node.kwargs, example_value)
-    with _disable_current_modes(), fake_mode_of(like), _unlogged():
+    with _disable_current_modes(), fake_mode_of(like), unlogged():
         if node.op == "call_method":
             node.meta[key] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:

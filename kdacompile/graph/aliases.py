@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.compat import local
 from kdacompile.graph.ir import Graph
 
 LARGEST = 1 << 22
@@ -23,10 +24,17 @@ LARGEST = 1 << 22
 
 
 def overwritten(functional: Graph, nodes: Iterable[fx.Node]) -> fx.Node | None:
-    """An input of the graph that is written while another input lies, in part, in the same memory."""
+    """What the graph writes while something else lies, in part, in the same memory: an input beside another input, what
+    a call on a tensor subclass has yielded.
+    """
     written = {mutation.storage for mutation in functional.mutations}
     if not written:
         return None
+    nodes = list(nodes)
+    for node in nodes:
+        inside = local.is_wrapped(compat.example_value(node)) or local.touches(node)
+        if inside and functional.storages.get(node) in written:
+            return node
     shared: dict[Any, list[tuple[fx.Node, torch.Tensor]]] = {}
     for node in nodes:
         value = compat.example_value(node)

@@ -21,6 +21,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from kdacompile import compat
+from kdacompile.compat import local
 from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.graph.recorder import Recorder, map_tensors
 from kdacompile.patterns.engine.uniform import mark_uniform
@@ -125,7 +126,7 @@ class _Replay:
         expected = compat.example_value(node)
         if not compat.is_value(expected) and not compat.writes_first_argument(node):
             self.run_plain(node, expected)
-        elif compat.is_opaque_call(node) or not self.loadable(node):
+        elif compat.is_opaque_call(node) or local.touches(node) or not self.loadable(node):
             self.opaque(node)
         elif compat.is_literal(node):
             with compat.no_fake_modes():

@@ -122,9 +122,14 @@ def _is_projected(latent: fx.Node, names: Mapping[fx.Node, str], projections: Co
 def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
     for node in graph.nodes:
         if node.op in ("call_function", "call_method"):
-            target = node.target
-            name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-            yield node, name.split(".")[0]
+            yield node, name_of(node)
+
+
+def name_of(node: fx.Node) -> str:
+    """The function or method that a node calls."""
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    return name.split(".")[0]
 
 
 def _spreads(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from kdacompile.report.collect import emit, postponed
 from kdacompile.report.findings import GraphReport, internal
 from kdacompile.report.report import enforce
 from kdacompile.report.source import first_own_line
-from kdacompile.rewrite import fresh_caches
+from kdacompile.rewrite import fresh_caches, local
 from kdacompile.rewrite.held import Tables
 from kdacompile.rewrite.search import Search
 from kdacompile.settings import Settings
@@ -66,8 +66,11 @@ def rewrite(
     gm: fx.GraphModule, settings: Settings, tables: Tables | None = None, *, trial: bool = False
 ) -> GraphReport:
     """Rewrite ``gm`` in place and say what was done. ``trial``: it is a function that may become one op (``lift``)."""
-    search = Search(Readings(gm), settings, tables or {}, trial=trial)
-    if search.has_recurrence or search.has_attention:
-        with compat.no_python_dispatcher(), compat.no_saved_tensors_hooks():
+    with compat.no_python_dispatcher(), compat.no_saved_tensors_hooks():
+        captured = local.localise(gm.graph)
+        search = Search(Readings(gm), settings, tables or {}, trial=trial)
+        if search.has_recurrence or search.has_attention:
             search.run()
+        if captured is not None and not search.found:
+            gm.graph = captured
     return search.report()

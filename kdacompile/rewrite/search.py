@@ -21,6 +21,7 @@ from kdacompile.patterns.recurrence.spec import RECURRENCE
 from kdacompile.report import trace
 from kdacompile.report.findings import GraphReport, Rejection
 from kdacompile.report.source import first_own_line, source_of
+from kdacompile.rewrite import local
 from kdacompile.rewrite.attention import MlaSplice
 from kdacompile.rewrite.held import Tables
 from kdacompile.rewrite.linear_attention import LinearAttentionSplice
@@ -43,6 +44,7 @@ class Search:
         """Canonical rules that the functional graph has seen."""
         self.seconds: dict[str, float] = {}
         self.nodes = len(gm.graph.nodes)
+        self.subclasses: list[Rejection] = []
         self.has_recurrence = prefilter.may_have_recurrence(gm.graph) or any(map(compat.is_own_op, gm.graph.nodes))
         self.has_attention = not trial and prefilter.may_have_attention(gm.graph)  # what is lifted is a recurrence
         self.context = Context(readings, settings, self.timed, trial=trial)
@@ -65,10 +67,6 @@ class Search:
             if self.has_recurrence:
                 self.reject(reason, first_own_line(self.gm.graph), "transform")
             return
-        if compat.wrapped_tensors(self.gm.graph):
-            reason = "inputs are tensor subclasses (DTensor); local tensors are rewritten (DTensor.to_local, local_map)"
-            self.reject(reason, "unknown", "subclass")
-            return
         trace.dynamo(self.gm)
         self.context.inside = not (self.has_recurrence and canonical.may_take_loops_apart(self.gm.graph))
         try:
@@ -78,6 +76,9 @@ class Search:
             self.recurrence.rejections += [
                 Rejection("linear_attention", error.reason, first_own_line(self.gm.graph), "deadline")
             ]
+        if (node := local.left_alone(self.gm.graph)) is not None:
+            reason = "tensor subclasses (DTensor, quantised) are computed with here; local tensors are rewritten"
+            self.subclasses = [Rejection("linear_attention", reason, source_of(node), "subclass")]
         if self.found:
             self.gm.graph.lint()
             self.gm.recompile()
@@ -177,5 +178,5 @@ class Search:
 
     def report(self) -> GraphReport:
         matches = (*self.recurrence.matches, *self.attention.matches)
-        rejections = (*self.recurrence.rejections, *self.attention.rejections)
+        rejections = (*self.subclasses, *self.recurrence.rejections, *self.attention.rejections)
         return GraphReport(matches, rejections, self.nodes, self.seconds)

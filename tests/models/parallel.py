@@ -1,0 +1,120 @@
+"""Models on several processes: ``python -m tests.models.parallel RANK WORLD STORE CASE FOLDER``.
+
+Every case is compared with the same model on one process: results, gradients, and how many layers are matched.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from kdacompile.report.collect import collecting
+from tests.models import mla_zoo, zoo
+from tests.models.latent_block import Block, tensor_parallel
+
+EAGER = {"kda.inner": "aot_eager"}
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def close(have: Tensor, want: Tensor, what: str) -> None:
+    torch.testing.assert_close(whole(have).detach(), want.detach(), rtol=2e-4, atol=2e-5, msg=lambda m: f"{what}: {m}")
+
+
+def block(prepare: Callable[[nn.Module], None], mine: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+    """Two layers, forward and backward, compiled layer by layer as torchtitan does."""
+    torch.manual_seed(0)
+    alone = nn.ModuleList([Block() for _ in range(2)])
+    torch.manual_seed(0)
+    model = nn.ModuleList([Block() for _ in range(2)])
+    prepare(model)
+    for layer in model:
+        layer.compile(backend="kda", options=EAGER)
+    x, cos = torch.randn(4, 6, 32), torch.randn(6, 1, 4)
+
+    def run(layers: nn.ModuleList, given: Tensor) -> Tensor:
+        for layer in layers:
+            given = given + layer(given, cos)
+        return given
+
+    want = run(alone, x)
+    want.square().mean().backward()
+    with collecting() as report:
+        have = run(model, mine(x))
+        have.square().mean().backward()
+    assert report.counts == {"mla": len(report.graphs) and sum(bool(graph.matches) for graph in report.graphs)}, report
+    assert report.counts["mla"] in (1, 2), report  # the second layer may use the first one's code
+    close(have, mine(want), "result")
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None, name
+        close(ours.grad, theirs.grad, name)
+    with torch.no_grad():
+        close(run(model, mine(x)), mine(want), "inference")
+
+
+def transformers_plan(name: str, folder: Path) -> None:
+    """``from_pretrained(tp_plan="auto")``: a prompt, and steps over its cache."""
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    case = mla_zoo.CASES.get(name)
+    model = case.build("sdpa") if case else zoo.CASES[name].build(attention="sdpa")
+    layers = case.attentions + bool(case.linear) if case else zoo.CASES[name].layers
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    sharded = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", attn_implementation="sdpa").eval()
+    assert any(isinstance(x, DTensor) for x in sharded.parameters())
+    compiled = torch.compile(sharded, backend="kda", options=EAGER)
+    caches = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    with torch.no_grad(), collecting() as report:
+        for ids in (mla_zoo.tokens(17), mla_zoo.tokens(1, seed=1), mla_zoo.tokens(1, seed=2)):
+            have = compiled(input_ids=ids, past_key_values=caches[0], use_cache=True).logits
+            want = model(input_ids=ids, past_key_values=caches[1], use_cache=True).logits
+            close(have, want, f"{name}, {ids.shape[1]} tokens")
+    modes = [match.mode for match in report.matches]
+    assert modes.count("sequence") == layers and modes.count("step") >= layers, report
+
+
+def main(rank: int, world: int, store: str, case: str, folder: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    if case == "tp":
+        mesh = DeviceMesh("cpu", list(range(world)))
+        block(lambda model: [tensor_parallel(layer, mesh) for layer in model] and None)
+    elif case == "fsdp":
+        mesh = DeviceMesh("cpu", list(range(world)))
+        block(lambda model: _fsdp(model, mesh))
+    elif case == "fsdp_tp":
+        both = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+
+        def prepare(model: nn.Module) -> None:
+            for layer in model.children():
+                tensor_parallel(layer, both["tp"])
+            _fsdp(model, both["dp"])
+
+        block(prepare)
+    else:
+        transformers_plan(case, Path(folder))
+    dist.barrier()
+    print("equal", flush=True)
+    os._exit(0)  # gloo ends its threads in no order when a process ends, and may abort it then
+
+
+def _fsdp(model: nn.Module, mesh: Any) -> None:
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
