@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 ASCEND_ENVIRONMENT ?= .venv-ascend
 ASCEND_PYTHON ?= $(shell command -v python3.11 || echo $(PYTHON))
 
-.PHONY: help demo test test-ascend check lint types pytest matrix bench doctor clean
+.PHONY: help demo test test-ascend check lint types pytest matrix bench charts docs release-check doctor clean
 
 help:
 	@echo "make demo    install, then run a hand-written KDA layer under backend=\"kda\" (examples/own_model.py)"
@@ -20,6 +20,9 @@ help:
 	@echo "make check   lint and types only"
 	@echo "make matrix  every model, every length, as a table"
 	@echo "make bench   ours beside Inductor alone and eager, on this CPU"
+	@echo "make docs    the documentation as a site, in site/"
+	@echo "make charts  the charts and the screenshot of the README, from docs/results/"
+	@echo "make release-check   build the wheel and install it into clean environments"
 	@echo "make doctor  what this machine can run, and why not the rest"
 
 # Stamps make installation happen once, and again when what is to be installed changes. The torch version is part of the
@@ -27,6 +30,7 @@ help:
 TORCH_STAMP := $(VENV)/.torch-$(subst /,_,$(subst =,_,$(TORCH)))
 BASE_STAMP := $(VENV)/.base
 TEST_STAMP := $(VENV)/.test
+DOCS_STAMP := $(VENV)/.docs
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +46,10 @@ $(BASE_STAMP): pyproject.toml $(TORCH_STAMP)
 
 $(TEST_STAMP): pyproject.toml $(TORCH_STAMP)
 	$(BIN)/python -m pip install -e ".[test,models,dev]"
+	@touch $@ $(BASE_STAMP)
+
+$(DOCS_STAMP): pyproject.toml $(TORCH_STAMP)
+	$(BIN)/python -m pip install -e ".[docs,plot,cli,release]"
 	@touch $@ $(BASE_STAMP)
 
 demo: $(BASE_STAMP)
@@ -74,8 +82,18 @@ matrix: $(TEST_STAMP)
 bench: $(TEST_STAMP)
 	$(BIN)/python -m kdacompile bench --suite cpu
 
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+charts: $(DOCS_STAMP)
+	$(BIN)/python -m kdacompile.bench.charts docs/results/*.json --out docs/charts --page docs/results.md
+	cd examples && ../$(BIN)/kdacompile explain quickstart.py:made --no-time --svg ../docs/charts/explain.svg
+
+release-check: $(DOCS_STAMP)
+	$(BIN)/python -m tests.release
+
 doctor: $(BASE_STAMP)
 	$(BIN)/python -m kdacompile doctor
 
 clean:
-	rm -rf $(VENV) $(ASCEND_ENVIRONMENT) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ASCEND_ENVIRONMENT) build dist site *.egg-info .pytest_cache .ruff_cache

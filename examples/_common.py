@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,18 +12,20 @@ import torch
 from torch import Tensor
 
 import kdacompile
+from kdacompile.bench import measure
+from kdacompile.doctor import device_problem
 from kdacompile.report.report import Report
 
 _STARTED = time.perf_counter()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
-    """One contender's numbers; ``error`` is relative to eager's result."""
+    """One contender's numbers; ``error`` is relative to eager's result, ``call`` what :func:`print_table` times."""
 
     name: str
     first_call: float
-    run: float
+    call: Callable[[], Any]
     error: float | None = None
 
 
@@ -32,7 +33,11 @@ def arguments(description: str | None, argv: Sequence[str] | None) -> argparse.N
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, and no compiling by Inductor at all")
     parser.add_argument("--device", default="cpu")
-    return parser.parse_args(argv)
+    found = parser.parse_args(argv)
+    problem = device_problem(found.device)
+    if problem is not None:
+        parser.error(problem)
+    return found
 
 
 def compiled(fn: Callable[..., Any], args: argparse.Namespace) -> Callable[..., Any]:
@@ -64,27 +69,19 @@ def timed(call: Callable[[], Any], device: torch.device | str) -> tuple[Any, flo
 
 
 def contend(
-    name: str,
-    call: Callable[[], Tensor],
-    device: torch.device | str,
-    expected: Tensor | None = None,
-    runs: int = 5,
+    name: str, call: Callable[[], Tensor], device: torch.device | str, expected: Tensor | None = None
 ) -> tuple[Tensor, Result]:
-    """The first call (for a compiled function: the compile), then the median of ``runs`` more."""
+    """The first call; for a compiled function that is the compile."""
     say(f"{name}: first call ...")
     value, first = timed(call, device)
-    say(f"{name}: first call took {first:.2f} s; running {runs} more ...")
-    run = statistics.median(timed(call, device)[1] for _ in range(runs))
-    error = None if expected is None else relative_error(value, expected)
-    return value, Result(name, first, run, error)
+    say(f"{name}: first call took {first:.2f} s")
+    return value, Result(name, first, call, None if expected is None else relative_error(value, expected))
 
 
-def contend_kda(
-    call: Callable[[], Tensor], device: torch.device | str, expected: Tensor, runs: int = 5
-) -> tuple[Report, Result]:
+def contend_kda(call: Callable[[], Tensor], device: torch.device | str, expected: Tensor) -> tuple[Report, Result]:
     """:func:`contend` for a function compiled with backend="kda", with the report of what it did."""
     with kdacompile.collecting() as report:
-        _, result = contend("kda", call, device, expected, runs)
+        _, result = contend("kda", call, device, expected)
     return report, result
 
 
@@ -104,10 +101,19 @@ def print_matches(report: Report) -> None:
 
 
 def print_table(results: Sequence[Result]) -> None:
-    print(f"\n{'':<10}{'first call':>12}{'run':>12}{'error':>12}")
+    """Time the contenders in turn; print medians, quartiles, and how much faster kda is, or that nobody can tell."""
+    say(f"running {', '.join(result.name for result in results)} in turn ...")
+    runs = measure.timings({result.name: result.call for result in results})
+    print(f"\n{'':<10}{'first call':>12}{'error':>12}   run")
     for result in results:
         error = "" if result.error is None else f"{result.error:.1e}"
-        print(f"{result.name:<10}{result.first_call:>10.2f} s{1000 * result.run:>9.2f} ms{error:>12}")
+        print(f"{result.name:<10}{result.first_call:>10.2f} s{error:>12}   {runs[result.name]}")
+    print()
+    for name in ("eager", "inductor"):
+        if name in runs:
+            print(f"kda beside {name}: {measure.Speedup.of(runs[name], runs['kda'])}")
+    if measure.load():
+        print(f"warning: {measure.load()}")
     print()
 
 

@@ -78,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = batch(8, length, args.device, seed=-1)
     common.say(f"{layers} KDA layers, {sum(p.numel() for p in model.parameters())} parameters, {length} tokens")
 
-    expected, eager = common.contend("eager", lambda: gradients(model, model, tokens), args.device, runs=3)
+    expected, eager = common.contend("eager", lambda: gradients(model, model, tokens), args.device)
     fast = common.compiled(model, args)
-    report, kda = common.contend_kda(lambda: gradients(model, fast, tokens), args.device, expected, runs=3)
+    report, kda = common.contend_kda(lambda: gradients(model, fast, tokens), args.device, expected)
     results = [eager, kda]
     if args.quick:
         common.say("Inductor alone: left out by --quick")
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         twin = copy.deepcopy(model)
         alone = torch.compile(twin, backend="inductor")
         common.say("Inductor alone compiles the unrolled loop, forward and backward")
-        results.append(common.contend("inductor", lambda: gradients(twin, alone, tokens), args.device, expected, 3)[1])
+        results.append(common.contend("inductor", lambda: gradients(twin, alone, tokens), args.device, expected)[1])
 
     losses = train(model, fast, length, args.device, steps)
     common.print_matches(report)

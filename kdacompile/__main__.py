@@ -42,6 +42,7 @@ def _add_explain(explain: argparse.ArgumentParser) -> None:
     explain.add_argument("--train", action="store_true", help="with gradients, as in training")
     explain.add_argument("--json", action="store_true", help="the report as JSON, for a program to read")
     explain.add_argument("--html", type=Path, help="write the report there as a page")
+    explain.add_argument("--svg", type=Path, help="write what a terminal shows there, as a picture (needs rich)")
     explain.add_argument("--open", action="store_true", help="show the page in a browser")
 
 

@@ -99,7 +99,7 @@ def _run_case(suite_name: str, suite: Suite, case: Case, timeout: float, place: 
     """Every contender gets ready alone; then they are timed in turn."""
     contenders: dict[str, _Contender] = {}
     with ExitStack() as stack:
-        for name in suite.contenders:
+        for name in suite.contenders_of(case):
             label = f"{place} {case.name} T={case.length}, {name}"
             contenders[name] = stack.enter_context(_Contender(suite_name, case, name, timeout, label))
             contenders[name].wait("first call")
@@ -147,11 +147,12 @@ class _Contender:
         except OSError:  # it has ended
             self._failure = f"exit status {self._process.wait()}"
         else:
-            self.wait(what)
+            self.wait(what if sys.stderr.isatty() else "")
 
     def wait(self, what: str) -> None:
         """Until it says that it is ready."""
-        _progress(f"{self._label}: {what} ...", last=False)
+        if what:
+            _progress(f"{self._label}: {what} ...", last=False)
         late = threading.Event()
 
         def give_up() -> None:
@@ -190,12 +191,21 @@ def _progress(text: str, *, last: bool) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def _processor() -> str:
+    """Its name where the system tells it."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def _record(suite_name: str, cases: Sequence[Case], results: Results) -> dict[str, Any]:
     versions = {name: version_of(name) for name in ("torch", "kdacompile", "transformers", "triton")}
     measured = [(asdict(case), results[case.name]) for case in cases]
     return {
         "suite": suite_name,
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "title": SUITES[suite_name].title or f"suite {suite_name}",
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()},
         "versions": versions,
         "cases": [{**case, "results": found, "ratios": table.ratios(found)} for case, found in measured],
     }

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, get_num_threads
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
+from torch.utils.benchmark import timer as wall
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -64,9 +65,9 @@ def timings(calls: Mapping[str, Callable[[], object]], *, seconds: float = 1.0, 
     return {name: Timing.of(found) for name, found in samples.items()}
 
 
-def samples_of(call: Callable[[], object], seconds: float) -> list[float]:
+def samples_of(call: Callable[[], object], seconds: float, clock: Callable[[], float] = wall) -> list[float]:
     """Seconds a call, block by block, for about so many seconds."""
-    timer = Timer("call()", globals={"call": call}, num_threads=get_num_threads())
+    timer = Timer("call()", globals={"call": call}, num_threads=get_num_threads(), timer=clock)
     return timer.blocked_autorange(min_run_time=seconds).times
 
 

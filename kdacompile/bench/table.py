@@ -17,7 +17,7 @@ _WORDS = {"first_call": "first call", "run": "run", "memory": "tensor memory"}
 def render(cases: Sequence[Case], suite: Suite, results: Mapping[str, Mapping[str, Figures]]) -> str:
     rows: list[tuple[str, ...]] = [_HEADER]
     for case in cases:
-        for contender in suite.contenders:
+        for contender in suite.contenders_of(case):
             rows.append((f"{case.name} T={case.length}", contender, *_cells(results[case.name][contender])))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,18 @@ class Inputs:
         decay = self.g.double().exp()
         decay = decay if decay.dim() == 4 else decay.unsqueeze(-1)
         scale = q.shape[-1] ** -0.5
-        return token_recurrence(q, k, self.v, decay, self.beta, delta=True, scale=scale)
+        return token_recurrence(q, k, self.v.double(), decay, self.beta.double(), delta=True, scale=scale)
+
+    def with_gradients(self, call: Callable[[], Output]) -> Callable[[], Output]:
+        """The call and the backward of it: o, and the gradients of all inputs in one vector."""
+        tensors = [x.requires_grad_() for x in (self.q, self.k, self.v, self.g, self.beta)]
+
+        def run() -> Output:
+            o, state = call()
+            grads = torch.autograd.grad(o.sum() + state.sum(), tensors)
+            return o.detach(), torch.cat([grad.flatten() for grad in grads])
+
+        return run
 
 
 def _l2norm(x: Tensor) -> Tensor:
@@ -115,7 +127,7 @@ def _start_inductor(device: torch.device) -> None:
     torch.compiler.reset()
 
 
-def first_call(call: Callable[[], Output], inputs: Inputs) -> dict[str, Any]:
+def first_call(call: Callable[[], Output], oracle: Callable[[], Output]) -> dict[str, Any]:
     """Call once: what that takes, what the backend reports, and how far the result is from the recurrence in fp64."""
     outputs: list[Output] = []
     measure.reset_peak_resident()
@@ -123,7 +135,7 @@ def first_call(call: Callable[[], Output], inputs: Inputs) -> dict[str, Any]:
     with collecting() as report:
         seconds = measure.seconds_of(lambda: outputs.append(call()))
     highest = measure.resident_bytes("VmHWM")
-    errors = [measure.relative_error(*pair) for pair in zip(outputs.pop(), inputs.oracle(), strict=True)]
+    errors = [measure.relative_error(*pair) for pair in zip(outputs.pop(), oracle(), strict=True)]
     return {
         "first_call_seconds": seconds,
         "first_call_resident_bytes": None if resident is None or highest is None else highest - resident,
@@ -140,12 +152,15 @@ def main(suite_name: str, case_name: str, contender: str, out: str) -> None:
     case = next(case for case in suite.cases if case.name == case_name)
     torch.set_num_threads(suite.threads)
     inputs = Inputs.random(case, suite.device)
-    call = contender_call(contender, case, inputs)
-    figures = first_call(call, inputs)
+    call, oracle = contender_call(contender, case, inputs), inputs.oracle
+    if case.train:
+        call, oracle = inputs.with_gradients(call), inputs.with_gradients(oracle)
+    clock = time.process_time if suite.threads == 1 else measure.wall
+    figures = first_call(call, oracle)
     samples: list[float] = []
     print(READY, flush=True)
     for _ in sys.stdin:
-        samples += measure.samples_of(call, ROUND_SECONDS)
+        samples += measure.samples_of(call, ROUND_SECONDS, clock)
         print(READY, flush=True)
     run = measure.Timing.of(samples)
     figures |= {"run_seconds": run.median, "run_low_seconds": run.low, "run_high_seconds": run.high}

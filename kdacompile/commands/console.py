@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import os
+import re
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from importlib import util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -68,21 +72,53 @@ def report_view(report: Report) -> Any:
     from rich.panel import Panel
     from rich.text import Text
 
+    from kdacompile.report.page import near_miss_page
+
     found = ", ".join(f"{count} x {name}" for name, count in report.counts.items()) or "no matches"
     parts: list[Any] = [Text.assemble((f"kdacompile: {report.title or 'report'}", "bold"), f"  {found}")]
     if report.saved:
         parts.append(Text(f"estimated gain: {report.saved.text}", style="green"))
     for layers in report.layers:
-        title, *lines = layers.text(report.device).splitlines()
+        title, *lines = _here(layers.text(report.device)).splitlines()
         body = Text("\n".join(line.strip() for line in lines))
         parts.append(Panel(body, title=Text(title), title_align="left", border_style="green"))
     for rejection in report.rejections:
-        title = Text(f"near miss: {rejection.pattern} [{rejection.code}] at {rejection.source}")
+        title = Text(_here(f"near miss: {rejection.pattern} at {rejection.source}"))
         times = f" ({rejection.count} times)" if rejection.count > 1 else ""
-        parts.append(Panel(Text(rejection.reason + times), title=title, title_align="left", border_style="yellow"))
+        advice = Text(f"\nwhat to do: near misses, {rejection.code}", f"link {near_miss_page(rejection.code)}")
+        body = Text(rejection.reason + times) + advice
+        parts.append(Panel(body, title=title, title_align="left", border_style="yellow"))
     for graph_break in report.graph_breaks:
-        parts.append(Panel(Text(str(graph_break)), title="graph break", title_align="left", border_style="red"))
+        parts.append(Panel(Text(_here(str(graph_break))), title="graph break", title_align="left", border_style="red"))
     return Group(*parts)
+
+
+def _here(text: str) -> str:
+    """With paths as they are from the current folder."""
+    return text.replace(f"{Path.cwd()}{os.sep}", "")
+
+
+def draw_report(report: Report, path: Path) -> None:
+    """What :func:`show_report` shows at a terminal, as SVG: ``path``, and beside it ``NAME-dark.svg``.
+
+    Raises :class:`~kdacompile.errors.MissingDependencyError` without rich.
+    """
+    try:
+        from rich import terminal_theme
+        from rich.console import Console
+    except ImportError as error:
+        from kdacompile.errors import MissingDependencyError  # it imports torch, and doctor may not
+
+        raise MissingDependencyError(what="--svg", package="rich", install="'kdacompile[cli]'") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    themes = {path: terminal_theme.DEFAULT_TERMINAL_THEME}
+    themes[path.with_name(f"{path.stem}-dark{path.suffix}")] = terminal_theme.SVG_EXPORT_THEME
+    for target, theme in themes.items():
+        console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
+        console.print(report_view(report))
+        drawn = console.export_svg(title="kdacompile explain", theme=theme, unique_id="report")
+        fonts = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # they would be loaded from elsewhere
+        target.write_text(fonts, encoding="utf-8")
 
 
 @contextmanager

@@ -60,6 +60,8 @@ def main(arguments: Any) -> int:
         print(report.to_json())
     else:
         console.show_report(report)
+    if arguments.svg:
+        console.draw_report(report, arguments.svg)
     if arguments.html or arguments.open:
         page = arguments.html or Path("kdacompile-report.html")
         page.parent.mkdir(parents=True, exist_ok=True)

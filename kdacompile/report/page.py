@@ -30,7 +30,7 @@ def near_miss_page(code: str) -> str:
     page = _DOCS / "near-misses.md"
     if page.exists():
         return f"{page.resolve().as_uri()}#{code}"
-    return f"{_site()}/near-misses/#{code}"
+    return f"{_site()}/near-misses.html#{code}"
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -159,3 +160,13 @@ def test_a_terminal_gets_tables_and_a_pipe_gets_text(
     assert "near miss" in shown and "╭" in shown
     with console.progress("waiting"):
         pass
+
+
+def test_what_a_terminal_shows_is_written_as_a_picture(file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    picture = tmp_path / "new" / "report.svg"
+    assert main(["explain", f"{file}:made", "--no-time", "--svg", str(picture)]) == 0
+    for path in (picture, picture.with_name("report-dark.svg")):
+        drawn = "".join(ElementTree.parse(path).getroot().itertext())
+        assert "gla" in drawn and "kdacompile" in drawn
+        assert "font-face" not in drawn  # nothing is loaded from elsewhere

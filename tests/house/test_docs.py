@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from importlib import util
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+
+from kdacompile.bench import charts
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -22,12 +27,80 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     broken: list[str] = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
             broken.append(link)
     assert broken == []
+
+
+def blocks(page: Path) -> str:
+    """The Python blocks of a page as one program, without those behind a comment that says why they do not run."""
+    found = re.findall(r"(<!-- not run: .+ -->\s+)?```python\n(.*?)```", page.read_text(), re.DOTALL)
+    return "\n".join(code for skipped, code in found if not skipped)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_every_python_block_runs(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "page.py").write_text(blocks(page))
+    fresh = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "caches")}
+    command = [sys.executable, "page.py"]
+    run = subprocess.run(command, cwd=tmp_path, env=fresh, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_the_pages_exist(page: Path) -> None:
+    """Subcommands, modules and targets of make that a page names."""
+    text = page.read_text()
+    modules = set(re.findall(r"python -m ((?:kdacompile|tests)[\w.]*\w)", text))
+    missing = {name for name in modules if util.find_spec(name) is None}
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    missing |= set(re.findall(r"`make ([\w-]+)`", text)) - targets
+    known = {"doctor", "explain", "support", "plan", "bench", "overhead"}
+    missing |= set(re.findall(r"`(?:python -m )?kdacompile (\w+)", text)) - known
+    assert missing == set()
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= listed
+
+
+def test_the_notebook_holds_the_quick_start() -> None:
+    cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert "\n\n".join(code) + "\n" == blocks(ROOT / "docs" / "quickstart.md")
+
+
+def test_the_page_of_charts_is_what_the_figures_make() -> None:
+    files = sorted((ROOT / "docs" / "results").glob("*.json"))
+    made = charts.page({path.stem: charts.load([path]) for path in files}, "charts")
+    assert (ROOT / "docs" / "results.md").read_text() == made, "run `make charts`"
+    for path in files:
+        for theme in ("light", "dark"):
+            ElementTree.parse(ROOT / "docs" / "charts" / f"{path.stem}-{theme}.svg")
+
+
+def test_figures_of_the_gpu_are_those_of_its_page() -> None:
+    record = charts.load([ROOT / "docs" / "results" / "h200-lengths.json"])
+    table = (ROOT / "docs" / "cuda.md").read_text()
+    for case in record["cases"]:
+        for contender, figures in case["results"].items():
+            assert f"| {case['name']} | {contender} | {figures['device_us']} us |" in table
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings")
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "WARNING" not in run.stderr
+    assert "linear_attention_step" in (tmp_path / "api.html").read_text()
 
 
 def test_the_readme_is_short() -> None:

@@ -9,7 +9,7 @@ import torch
 
 
 @pytest.mark.parametrize(
-    "name", ["own_model", "train_step", "kimi_linear", "qwen3_next", "deepseek_v3", "absorbed_mla"]
+    "name", ["quickstart", "own_model", "train_step", "kimi_linear", "qwen3_next", "deepseek_v3", "absorbed_mla"]
 )
 def test_example(name: str) -> None:
     if name in {"kimi_linear", "qwen3_next", "deepseek_v3"}:

@@ -1,0 +1,60 @@
+"""Charts of what the benches wrote: lines against lengths, bars of everything else, and what cannot be drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kdacompile.bench import charts
+
+
+def case(name: str, length: int | None = None, *, train: bool = False, **seconds: float) -> dict[str, Any]:
+    results = {contender: {"run_seconds": time} for contender, time in seconds.items()}
+    return {"name": name, "length": length, "train": train, "results": results}
+
+
+LENGTHS = [
+    case("long", 512, kda=2e-3, eager=9e-3),
+    case("short", 64, kda=1e-3),
+    case("train", 64, train=True, kda=4e-3),
+]
+
+
+def test_cases_of_many_lengths_are_lines_and_others_bars() -> None:
+    found = charts.panels(LENGTHS)
+    assert {kind: [item["name"] for item in cases] for kind, cases in found.items()} == {"forward": ["short", "long"]}
+    assert charts.panels([case("a", 64, kda=1.0), case("b", 64, kda=1.0)]) == {}
+    assert charts.panels([case("a", kda=1.0), case("b", kda=1.0)]) == {}
+
+
+def test_times_are_read_in_the_unit_of_each_suite() -> None:
+    figures = {"a": {"device_us": 5.0}, "b": {"decode_ms": 2.0}, "c": {"failure": "no memory"}, "d": {"run_seconds": 3}}
+    assert charts.times({"results": figures}) == pytest.approx({"a": 5e-6, "b": 2e-3, "d": 3.0})
+
+
+@pytest.mark.parametrize("cases", [LENGTHS, [case("cpu", kda=1.0, other=2.0)]], ids=["lines", "bars"])
+def test_a_chart_is_drawn_for_light_and_dark_and_always_the_same(cases: list[Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = charts.draw(cases, tmp_path / "new" / "chart", "title")
+    assert [path.name for path in paths] == ["chart-light.svg", "chart-dark.svg"]
+    first = [path.read_text() for path in paths]
+    assert first[0] != first[1]
+    assert [path.read_text() for path in charts.draw(cases, tmp_path / "new" / "chart", "title")] == first
+
+
+def test_the_command_merges_and_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / f"{name}.json" for name in "abc"]
+    for path, suite, found in zip(files, ("one", "one", "two"), ([LENGTHS[0]], LENGTHS[1:], []), strict=True):
+        path.write_text(json.dumps({"suite": suite, "cases": found}))
+    merged, page = tmp_path / "merged.json", tmp_path / "page.md"
+    assert charts.main([*map(str, files[:2]), "--merge", str(merged), "--page", str(page)]) == 0
+    assert [item["name"] for item in json.loads(merged.read_text())["cases"]] == ["long", "short", "train"]
+    assert "| long | 2 ms | 9 ms |" in page.read_text() and 'src="./merged-light.svg"' in page.read_text()
+    assert charts.main([*map(str, files), "--merge", str(merged)]) == 2
+    assert charts.main([str(files[2])]) == 2
+    assert charts.main([str(tmp_path / "missing.json")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
