@@ -80,6 +80,7 @@ from kdacompile.compat.symbols import (
     size_hint,
     symbolic_sizes,
     tie,
+    times_captured,
 )
 
 __all__ = [
@@ -144,6 +145,7 @@ __all__ = [
     "switches_modes",
     "symbolic_sizes",
     "tie",
+    "times_captured",
     "trace_artifact",
     "transforms",
     "writes_first_argument",

@@ -9,6 +9,9 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+
+# Torch-private: which compilation this is, and what was demanded of its sizes.
+from torch._guards import CompileContext, TracingContext
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from kdacompile.compat.nodes import example_value
@@ -88,6 +91,20 @@ def is_number(symbol: Any) -> bool:
 def settle(env: Any, symbol: Any) -> None:
     """Guard that a symbol stays what it is: with another value the graph is captured again."""
     env.evaluate_expr(sympy.Eq(symbol, env.backed_var_to_val[symbol]))
+
+
+def times_captured() -> int | None:
+    """How often the code that is being compiled was captured before; None where it will not be captured again for other
+    sizes, or where its caller has demanded that sizes stay open.
+    """
+    compiled, tracing = CompileContext.current_compile_id(), TracingContext.try_get()
+    if compiled is None or compiled.frame_compile_id is None or tracing is None:
+        return None
+    contexts = tracing.tensor_to_context.values()
+    demands = [each for context in contexts for each in getattr(context, "constraint_sizes", None) or ()]
+    if any(each is not None and not each.warn_only for each in demands):
+        return None
+    return compiled.frame_compile_id
 
 
 def tie(size: Any, other: Any) -> None:

@@ -36,6 +36,9 @@ MAX_CANDIDATES = 24
 NEAR = 64
 """Operators above a mask among which the one that chooses tokens is looked for."""
 
+FIXED_GRAPHS = 4
+"""Captures of one piece of code that may be for their own sizes alone; half of what torch.compile allows by default."""
+
 Timed = Callable[[str], AbstractContextManager[None]]
 
 
@@ -184,6 +187,10 @@ class Matching(Generic[R, B]):
         if failure is not None and failure.code == "dynamic" and self.spec.narrows and self.narrow(graph, candidate):
             verdict = self.judge(candidate)
             failure = self.attempt_all(graph, candidate, verdict) if verdict.binding is not None else failure
+        if failure is not None and failure.code == "dynamic" and self.fix_sizes(candidate):
+            alone = replace(verdict, alone=True)
+            failures = (self.rewrite(graph, match) for match in self.forms(graph, candidate, alone))
+            failure = next((None for each in failures if each is None), failure)
         return failure
 
     def attempt_all(self, graph: Graph, candidate: Candidate[B], verdict: Verdict[B]) -> Rejection | None:
@@ -275,6 +282,22 @@ class Matching(Generic[R, B]):
         if self.disagreement(graph, match, {other.pop(): one.pop()}) is not None:
             return False
         compat.tie(*pair)
+        return True
+
+    def fix_sizes(self, candidate: Candidate[B]) -> bool:
+        """Have the sizes that a candidate depends on guarded, so that others are captured anew; False where they are to
+        stay open: for the caller, or for an op that the graph has already.
+        """
+        captured = compat.times_captured()
+        if any(map(compat.is_own_op, self.context.readings.gm.graph.nodes)):
+            return False
+        nodes = _nodes_of(candidate.ops, candidate.cut)
+        symbols = set[Any]().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
+        if self.context.trial or captured is None or captured >= FIXED_GRAPHS or any(map(compat.is_unbacked, symbols)):
+            return False
+        env = compat.shape_env(self.context.instances.nodes)
+        for symbol in symbols:
+            compat.settle(env, symbol)
         return True
 
     def narrow(self, graph: Graph, candidate: Candidate[B]) -> bool:

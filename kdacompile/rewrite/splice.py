@@ -364,8 +364,9 @@ class Splice(Generic[B]):
         same = all(compat.is_one(size) or str(ours) == str(theirs) for size, ours, theirs in pairs)
         if same or want.numel() == 0 or not self.keep_strides:
             return node
-        if self.is_returned(like) and not torch.ops.aten.is_non_overlapping_and_dense(want):
-            return self.with_gaps(node, want)
+        fixed = not compat.free_symbols((*want.shape, *want.stride()))
+        if fixed and self.is_returned(like) and not torch.ops.aten.is_non_overlapping_and_dense(want):
+            return self.with_gaps(node, [*map(int, want.shape)], [*map(int, want.stride())])
         order = sorted(range(want.dim()), key=lambda d: (-_hint(want.stride(d)), d))
         node = self.method(node, "permute", *order)
         node = self.method(node, "contiguous")
@@ -383,17 +384,16 @@ class Splice(Generic[B]):
                     seen.add(user)
         return False
 
-    def with_gaps(self, node: fx.Node, want: torch.Tensor) -> fx.Node:
+    def with_gaps(self, node: fx.Node, shape: list[int], strides: list[int]) -> fx.Node:
         """``node`` in memory that holds more than it (a slice of something padded), or less (expanded)."""
-        if compat.free_symbols(want):
-            return node
-        once = [1 if stride == 0 else size for size, stride in zip(want.shape, want.stride(), strict=True)]
-        for dim in (dim for dim, stride in enumerate(want.stride()) if stride == 0):
+        like = compat.example_value(node)
+        once = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
+        for dim in (dim for dim, stride in enumerate(strides) if stride == 0):
             node = self.method(node, "narrow", dim, 0, 1)
-        options: dict[str, Any] = {"dtype": want.dtype, "device": want.device}
-        made = self.graph.call_function(torch.empty_strided, (once, list(want.stride())), options)
+        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        made = self.graph.call_function(torch.empty_strided, (once, strides), options)
         node = self.method(self.with_meta(made, node), "copy_", node)
-        return self.method(node, "expand", *want.shape) if once != list(want.shape) else node
+        return self.method(node, "expand", *shape) if once != shape else node
 
     def redirect(self, placement: Placement, node: fx.Node, like: fx.Node) -> None:
         if self.derived.of[placement.value] != [placement.value]:

@@ -146,11 +146,14 @@ class Verdict(Generic[B]):
     silent: str = ""
     """What kept the region from being compared over a prime field; "" if it was, and is equal there."""
     code: Code = "proof"
+    alone: bool = False
+    """Whether it holds at the sizes that it was found at, and nobody knows at which others."""
 
     @property
     def shown(self) -> str:
         """How the binding was shown to hold, for reports."""
-        return f"by probes ({self.silent} stood in the way of an exact check)" if self.silent else "exactly"
+        how = f"by probes ({self.silent} stood in the way of an exact check)" if self.silent else "exactly"
+        return how + ", for these sizes alone" if self.alone else how
 
 
 @dataclass(frozen=True)

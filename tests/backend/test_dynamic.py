@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kdacompile.report.collect import collecting
 from kdacompile.report.report import Report
+from kdacompile.rewrite import matching
 from tests.backend.layers import (
     codes,
     compiled,
@@ -183,7 +184,8 @@ def test_what_depends_on_a_size_is_not_burned_in(fn: Function) -> None:
     assert static.matches  # at sizes fixed for good it is linear attention
 
 
-def test_a_reason_names_the_dimension_and_what_to_do() -> None:
+def test_a_reason_names_the_dimension_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "FIXED_GRAPHS", 0)
     _, report = at_each(window_of_20, [delta_arguments(length=12)[:3]], every(3, 1))
     (told,) = report.rejections
     assert told.code == "dynamic"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kdacompile.rewrite.matching import FIXED_GRAPHS
 from tests.backend.layers import delta_arguments, patterns
 from tests.backend.test_dynamic import at_each, every
 
@@ -107,3 +108,42 @@ def test_what_is_affine_in_positions_stays_open(name: str) -> None:
     agreed, report = at_each(fn, calls, every(3, 1))
     assert all(agreed)
     assert len(patterns(report)) == 1, str(report)  # one graph for both
+
+
+FIXED = ("window made of numbers", "fraction", "table")
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", FIXED)
+def test_what_is_not_known_elsewhere_has_graphs_of_its_own(name: str, dynamic: bool | None) -> None:
+    """As many as are allowed, each guarded; then one for all sizes, which is Inductor's."""
+    calls = [delta_arguments(1, length)[:3] for length in (48, 32, 96, 17, 21, 33, 57, 400)]
+    agreed, report = at_each(DECLINED[name], calls, dynamic=dynamic)
+    assert all(agreed)
+    alone = [match for match in report.matches if match.checked.endswith(", for these sizes alone")]
+    first = 0 if dynamic else 1  # captured before any size was open
+    assert len(alone) == FIXED_GRAPHS - first and len(report.matches) == FIXED_GRAPHS, str(report)
+    assert report.graph_count == FIXED_GRAPHS + 1
+
+
+def test_sizes_that_the_caller_has_left_open_stay_open() -> None:
+    torch._dynamo.reset()
+    run = torch.compile(DECLINED["table"], backend="kda", options={"kda.inner": "eager"})
+    for length in (48, 32, 400):
+        inputs = delta_arguments(1, length)[:3]
+        for x in inputs:
+            torch._dynamo.mark_dynamic(x, 1)
+        assert torch.allclose(run(*inputs), DECLINED["table"](*inputs), atol=1e-4)
+
+
+def test_an_op_that_is_there_keeps_its_open_sizes() -> None:
+    """One graph for all, though another region of it would rather have one for each."""
+    other = DECLINED["table"]
+
+    def both(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return OPEN["causal"](q, k, v), other(k, q, v)
+
+    calls = [delta_arguments(1, length)[:3] for length in (48, 32, 96, 400)]
+    agreed, report = at_each(both, calls, dynamic=True)
+    assert all(agreed)
+    assert report.graph_count == 1 and len(report.matches) == 1, str(report)
