@@ -15,6 +15,8 @@ from kdacompile.distributed.fragments import Fragments
 from kdacompile.ops.errors import ContextParallelError
 
 METHODS = ("maps", "heads")
+GATHERED = 16
+"""Most ranks whose maps every rank holds at once: 4.2 MB each with 32 heads of 128, and as many bytes sent."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class ContextParallel:
         method: "maps" sends one affine map of the state a fragment, float32 and independent of T, and reads the tokens
             twice. "heads" sends the operands themselves, so that each rank has all tokens of some heads: results are
             those of one rank bit for bit. It needs heads that divide evenly.
+        steps: compose the maps in steps, log2(ranks) messages of one map, rather than gather them all. None: above 16
+            ranks.
         check: compare the sizes of all ranks before each call and name those that differ, at the cost of one small
             collective that the host waits for. None: where tensors are on the CPU. Compiled code does not check.
 
@@ -43,6 +47,7 @@ class ContextParallel:
     order: str = "contiguous"
     total_length: int | None = None
     method: str = "maps"
+    steps: bool | None = None
     check: bool | None = None
     name: str = field(init=False)
     rank: int = field(init=False)
@@ -59,6 +64,8 @@ class ContextParallel:
         object.__setattr__(self, "ranks", dist.get_world_size(group))
         if self.rank < 0:
             raise ContextParallelError(problem="this process is not in the group")
+        if self.steps is None:
+            object.__setattr__(self, "steps", self.ranks > GATHERED)
         _ = self.fragments  # an unknown order
 
     @property

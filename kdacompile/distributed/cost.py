@@ -3,13 +3,15 @@
 One layer, one call. With the maps, each rank sends its fragments' (A, B) in float32, whatever T is, and reads its
 tokens twice more: once for B and once for A, beside the pass itself. Over heads, each rank sends its operands and gets
 o back. A ring carries an all-gather of n bytes a rank in ``(ranks - 1) n / bandwidth``, an all-to-all in
-``(ranks - 1) / ranks n / bandwidth``; both take a latency a message.
+``(ranks - 1) / ranks n / bandwidth``; both take a latency a message. Above 16 ranks maps are composed in steps, one map
+a message.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kdacompile.distributed.context import GATHERED
 from kdacompile.ops.errors import ContextParallelError
 
 STATE_BYTES = 4
@@ -74,6 +76,10 @@ def communication(
     """What one forward call sends. A backward call sends as much again (with maps, B' alone: less)."""
     if method == "maps":
         mine = layer.map_bytes * (2 if order == "zigzag" else 1)
+        if ranks > GATHERED:
+            messages = (ranks - 1).bit_length() + 1
+            seconds = messages * (mine / link.bandwidth + link.latency * (2 if order == "zigzag" else 1))
+            return Cost(method, mine * messages, mine, seconds)
         sent = mine * (ranks - 1)
         return Cost(method, sent, mine * ranks, sent / link.bandwidth + (ranks - 1) * link.latency)
     if layer.value_heads % ranks:

@@ -1,7 +1,8 @@
 """Linear attention whose tokens lie on several ranks: ``kdacompile::linear_attention_parallel``.
 
 1. Each rank makes the affine map of each of its fragments, as if no state came in (:mod:`.maps`).
-2. One all-gather of the maps, and a fold: the state that enters each fragment.
+2. One all-gather of the maps, and a fold: the state that enters each fragment. Between many ranks the maps are
+   composed in steps instead (:mod:`.scan`).
 3. The local pass with the states that enter.
 
 The backward op does the same in reverse: what the outputs ask of the entering state, one all-gather, a fold with
@@ -23,6 +24,7 @@ from torch import Tensor
 from kdacompile.compat.groups import group_of
 from kdacompile.distributed import collectives, maps
 from kdacompile.distributed.fragments import Fragments, Sequences, packed, rows
+from kdacompile.distributed.scan import entering_by_steps, leaving_by_steps
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.operands import Result
 from kdacompile.ops import definitions
@@ -37,8 +39,8 @@ _WITH_TOKENS = ("q", "k", "v", "beta")
 class ParallelCall(Call):
     """The operand table of the op: a rank's tokens, the bounds and states of whole sequences.
 
-    ``total``: T of all ranks together, or 0 where it need not be known. The final state is this rank's part: the sum
-    over ranks is the state.
+    ``total``: T of all ranks together, or 0 where it need not be known. ``steps``: see :mod:`.scan`. The final state is
+    this rank's part: the sum over ranks is the state.
     """
 
     _: KW_ONLY
@@ -46,6 +48,7 @@ class ParallelCall(Call):
     ranks: int
     order: str
     total: int = 0
+    steps: bool = False
 
     @cached_property
     def fragments(self) -> Fragments:
@@ -53,11 +56,15 @@ class ParallelCall(Call):
 
     @property
     def results(self) -> tuple[Result, ...]:  # type: ignore[override]
-        """Of o, the final state, the states that enter this rank's fragments, and A of every fragment."""
+        """Of o, the final state, the states that enter this rank's fragments, and A of every fragment.
+
+        With ``steps``, A of this rank's.
+        """
         o, (state, dtype) = super().results
         runs, (heads, keys, values) = 1 if self.cu_seqlens is not None else self.q.shape[0], state[1:]
         entering = (self.fragments.per_rank, runs, heads, keys, values)
-        a = (self.fragments.count, runs, heads, keys, keys if self.delta else 1)
+        held = self.fragments.per_rank if self.steps else self.fragments.count
+        a = (held, runs, heads, keys, keys if self.delta else 1)
         return o, (state, dtype), (entering, dtype), (a, dtype)
 
 
@@ -72,11 +79,13 @@ def forward(call: ParallelCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o ``[B, T, HV, V]``, this rank's part of the final state, and what the backward op keeps."""
     local = _Local(call)
     written, a = local.map()
-    every = _of_every_fragment(torch.cat([a, written], -1), call)
-    a, written = every[..., : a.shape[-1]], every[..., a.shape[-1] :]
-    dense = call.cu_seqlens is None
-    states = maps.entering(a, written, local.initial[0] if dense else None)
-    entering = torch.stack([states[number] for number in local.held])
+    initial = local.initial[0] if call.cu_seqlens is None else None
+    if call.steps:
+        entering = entering_by_steps(a, written, initial, call.group)
+    else:
+        every = _of_every_fragment(torch.cat([a, written], -1), call)
+        a, written = every[..., : a.shape[-1]], every[..., a.shape[-1] :]
+        entering = local.held_of(maps.entering(a, written, initial))
     o, final = local.run(local.states(entering))
     part = torch.where(local.mask(local.sequences.ends), final, 0).sum(0)
     return o, part, entering, a.contiguous()
@@ -96,8 +105,10 @@ def backward(*arguments: Tensor | None, wanted: list[bool], **options: Any) -> l
     only = [operand.name == "initial_state" for operand in LINEAR_ATTENTION.operands if operand.differentiable]
     (asked,) = local.gradients(grad_o, ending, states, only)
     asked = local.crossing(sequences.enters, local.by_fragment(asked))
-    grad_states = maps.leaving(a, _of_every_fragment(asked, call))
-    onward = torch.stack([grad_states[number] for number in local.held])
+    if call.steps:
+        onward = leaving_by_steps(a, asked, call.group)
+    else:
+        onward = local.held_of(maps.leaving(a, _of_every_fragment(asked, call)))
     leaving = torch.where(local.mask(sequences.leaves), onward, 0 if ending is None else ending)
     place = only.index(True)
     found = local.gradients(grad_o, leaving, states, wanted)
@@ -188,6 +199,10 @@ class _Local:
             x if name == "initial_state" else x.reshape(getattr(self.call, name).shape)
             for name, x in zip(names, found, strict=True)
         ]
+
+    def held_of(self, every: Sequence[Tensor]) -> Tensor:
+        """What belongs to this rank's fragments, of a tensor for each fragment."""
+        return torch.stack([every[number] for number in self.held])
 
     def by_sequence(self, states: Tensor) -> Tensor:
         """``[fragments, N, ..]`` in the order of the op's sequences: a row's fragments lie beside each other."""

@@ -64,17 +64,15 @@ class _Sharded:
 
     def _over_ranks(self, operands: Sequence[Any]) -> Any:
         """o of this rank's tokens, and its part of the final state."""
-        from kdacompile.distributed.linear_attention import (
-            op,
-        )  # where it is needed: torch.distributed is slow to import
+        from kdacompile.distributed.context import GATHERED  # imported late: torch.distributed is slow
+        from kdacompile.distributed.linear_attention import op
 
         group, options = self.mesh.get_group(self.cut.index(TOKENS)), dict(self.options)
         if options.pop("o_layout", O_DIMENSIONS) != O_DIMENSIONS:
             raise self.refuse("tokens are sharded, and o is wanted in another order of dimensions")
         total = self.tensors[0].shape[1]
-        return op(
-            *operands, **options, group=group.group_name, ranks=group.size(), order="contiguous", total=total
-        )[:2]  # fmt: skip
+        options |= {"group": group.group_name, "ranks": group.size(), "order": "contiguous", "total": total}
+        return op(*operands, **options, steps=group.size() > GATHERED)[:2]
 
     def refuse(self, problem: str) -> DistributedTensorError:
         return DistributedTensorError(op=self.op.name(), problem=problem)

@@ -112,6 +112,17 @@ def fragments_of_many_lengths(rank: int, world: int) -> None:
         )  # fmt: skip
 
 
+def maps_in_steps(rank: int, world: int) -> None:
+    """Maps composed in steps: both orders, the delta rule or a diagonal, rows and packed sequences."""
+    for order in ("contiguous", "zigzag"):
+        for bounds, delta in ((None, True), (BOUNDS, True), (None, False)):
+            compare(
+                lambda x, c, b=bounds, d=delta: attend(x, c, b, delta=d),
+                operands("token", bounds, TOKENS), with_tokens("token"),
+                ContextParallel(order=order, steps=True), shared=1,
+            )  # fmt: skip
+
+
 def gate_functions_and_layouts(rank: int, world: int) -> None:
     """Parameters of gate functions get a share of their gradient on each rank; norms and state layouts as ever."""
     for order in ("contiguous", "zigzag"):

@@ -27,7 +27,9 @@ def test_two_ranks(name: str, tmp_path: Path) -> None:
     in_processes(CHECKS, name, 2, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["fragments_of_many_lengths", "gate_functions_and_layouts", "tokens_of_dtensors"])
+@pytest.mark.parametrize(
+    "name", ["fragments_of_many_lengths", "gate_functions_and_layouts", "maps_in_steps", "tokens_of_dtensors"]
+)
 def test_three_ranks(name: str, tmp_path: Path) -> None:
     in_processes(CHECKS, name, 3, tmp_path)
 
