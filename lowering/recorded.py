@@ -164,7 +164,7 @@ class Recorder(Scratch):
         self._operands = operands
         self._begins = {x.data_ptr(): number for number, x in enumerate(operands) if x is not None}
         self._buffers: list[Tensor] = []  # held until the end, so that no two have had the same address
-        self._steps: list[Launch | Apply] = []
+        self.steps: list[Launch | Apply] = []
         self._known = True
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -184,13 +184,13 @@ class Recorder(Scratch):
         pointers = [(at, *self._place(x)) for at, x in enumerate(values) if isinstance(x, Tensor)]
         descriptors = [(at, *self._place(x.base)) for at, x in enumerate(values) if _is_descriptor(x)]
         kept = (None if isinstance(x, Tensor) else _based(x, None) if _is_descriptor(x) else x for x in values)
-        self._steps.append(Launch(compiled, (*grid, 1, 1)[:3], tuple(kept), tuple(pointers), tuple(descriptors)))
+        self.steps.append(Launch(compiled, (*grid, 1, 1)[:3], tuple(kept), tuple(pointers), tuple(descriptors)))
 
     def apply(self, function: Callable[..., object], *args: Any) -> None:
         function(*args)
         views = [(at, *self._view(x)) for at, x in enumerate(args) if isinstance(x, Tensor)]
         kept = (None if isinstance(x, Tensor) else x for x in args)
-        self._steps.append(Apply(function, tuple(kept), tuple(views)))
+        self.steps.append(Apply(function, tuple(kept), tuple(views)))
 
     def once(self) -> None:
         self._known = False
@@ -210,7 +210,7 @@ class Recorder(Scratch):
             own = number in seen or number in returned
             buffers.append(Buffer(*layouts[number][:2], x.dtype, None if own else end))
             end += 0 if own else -(-x.nbytes // APART) * APART
-        steps = tuple(step if isinstance(step, Launch) else _compact(step, layouts) for step in self._steps)
+        steps = tuple(step if isinstance(step, Launch) else _compact(step, layouts) for step in self.steps)
         return Recorded(device, tuple(buffers), end, steps, returned)
 
     def _sources(self) -> list[Tensor | None]:
@@ -237,7 +237,7 @@ class Recorder(Scratch):
     def _layouts_seen(self) -> dict[int, set[Layout | None]]:
         """By source: how functions of torch see it."""
         seen: dict[int, set[Layout | None]] = {}
-        for step in self._steps:
+        for step in self.steps:
             for _, number, layout in step.views if isinstance(step, Apply) else ():
                 seen.setdefault(number, set()).add(layout)
         return seen

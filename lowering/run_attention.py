@@ -51,7 +51,8 @@ class Attention:
     """The operand table of ``kdacompile::mla``, and one call of it.
 
     latent and k_rope are the cache, whole or in pages. Without w_uk and w_uv, q and the result are as wide as the
-    latent. A float mask is added to the scores. ``out_dtype`` is what o is wanted in, q's by default.
+    latent. A float mask is added to the scores. schedule is what ``kdacompile::mla_schedule`` made of the lengths, or
+    None. ``out_dtype`` is what o is wanted in, q's by default.
     """
 
     q: Annotated[Tensor, Operand(_query_layout)]
@@ -64,6 +65,7 @@ class Attention:
     sinks: Annotated[Tensor | None, Operand("[H]")]
     lengths: Annotated[Tensor | None, Operand("[B]", Kind.INDEX)]
     block_table: Annotated[Tensor | None, Operand("[B, pages]", Kind.INDEX)]
+    schedule: Annotated[Tensor | None, Operand("[entries]", Kind.INDEX)] = None
     _: KW_ONLY
     scale: float
     causal: bool

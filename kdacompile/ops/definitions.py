@@ -5,6 +5,7 @@
 ``kdacompile::linear_attention_step``    one token, functional
 ``kdacompile::linear_attention_step_``   one token, the state is overwritten
 ``mla``                                  latent attention: prefill and decoding, contiguous and paged caches
+``mla_schedule``                         how its kernels share out requests of different lengths
 ``..._backward``                         the gradients of a functional op, as a list of the wanted
 ======================================  ==================================================================
 
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kdacompile.ops import autograd, kernels, mla_kernels
+from kdacompile.ops import autograd, kernels, mla_cut, mla_kernels
 from kdacompile.ops.dispatch import DispatchKey, Kernel, privateuse1_device
 from kdacompile.ops.errors import VmapError
 from kdacompile.ops.fakes import backward_fake_of, fake_of
@@ -121,3 +122,4 @@ linear_attention_step = functional(
 )
 linear_attention_step_ = _in_place(LINEAR_ATTENTION_STEP_, kernels.run_inplace_step, linear_attention_step)
 mla = functional(MLA, mla_kernels.run_mla, mla_kernels.mla_backward_kernel)
+mla_schedule = _define(mla_cut.NAME, mla_cut.SCHEMA, mla_cut.composite, mla_cut.fake)

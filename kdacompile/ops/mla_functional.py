@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kdacompile.lowering.operands import Kind
 from kdacompile.ops import definitions
 from kdacompile.ops.checks import check_tensors
-from kdacompile.ops.errors import OptionError, RankError, SizeError
+from kdacompile.ops.errors import DtypeError, OptionError, RankError, SizeError
 
 if TYPE_CHECKING:
     from kdacompile.distributed import ContextParallel
@@ -29,6 +30,7 @@ def mla(
     sinks: Tensor | None = None,
     lengths: Tensor | None = None,
     block_table: Tensor | None = None,
+    schedule: Tensor | None = None,
     return_lse: bool = False,
     form: str = "auto",
     out_dtype: torch.dtype | None = None,
@@ -60,6 +62,7 @@ def mla(
             length may be anything, NaN included. On the CPU the values are checked.
         block_table: ``[B, pages]`` int32 or int64: the pages of each request. Entries past its last page may be
             anything.
+        schedule: what :func:`mla_schedule` made of these lengths; None leaves that to the call.
         return_lse: also return the natural logarithm of the sum of the scores' exponentials, over the keys alone.
         form: "auto", "absorbed" or "expanded".
         out_dtype: dtype of o; default q's.
@@ -78,7 +81,8 @@ def mla(
         kdacompile.ops.errors.OpError: one class per mistake, each also a ValueError or a TypeError.
     """
     optional = {"q_rope": q_rope, "k_rope": k_rope, "w_uk": w_uk, "w_uv": w_uv, "mask": mask, "sinks": sinks}
-    check_tensors({"q": q, "latent": latent}, {**optional, "lengths": lengths, "block_table": block_table})
+    optional |= {"lengths": lengths, "block_table": block_table, "schedule": schedule}
+    check_tensors({"q": q, "latent": latent}, optional)
     if scale is None:
         if w_uk is None:
             raise OptionError(name="scale", expected="a number: without w_uk it has no default", actual=None)
@@ -86,7 +90,7 @@ def mla(
     operands = (q, q_rope, latent, k_rope, w_uk, w_uv, mask, sinks, lengths, block_table)
     options = {"scale": scale, "causal": causal, "form": form, "out_dtype": out_dtype}
     if context_parallel is None:
-        o, lse = definitions.mla(*operands, **options)
+        o, lse = definitions.mla(*operands, schedule, **options)
     else:
         from kdacompile.distributed.attention import parallel_mla  # torch.distributed is slow to import
 
@@ -102,6 +106,7 @@ def mla_decode(
     scale: float,
     lengths: Tensor | None = None,
     block_table: Tensor | None = None,
+    schedule: Tensor | None = None,
     causal: bool = True,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -117,7 +122,7 @@ def mla_decode(
 
     The other arguments and the results are those of :func:`mla`; o is ``[B, T, H, R]``.
     """
-    check_tensors({"q": q, "cache": cache}, {"lengths": lengths, "block_table": block_table})
+    check_tensors({"q": q, "cache": cache}, {"lengths": lengths, "block_table": block_table, "schedule": schedule})
     if cache.dim() == 4 and cache.shape[2] == 1:
         cache = cache.squeeze(2)
     for name, x, dims in (("q", q, 4), ("cache", cache, 3)):
@@ -137,7 +142,37 @@ def mla_decode(
         scale=scale,
         lengths=lengths,
         block_table=block_table,
+        schedule=schedule,
         causal=causal,
         return_lse=return_lse,
         out_dtype=out_dtype,
     )
+
+
+def mla_schedule(lengths: Tensor, *, rows: int, width: int) -> Tensor:
+    """How the kernels of :func:`mla` share out the caches of requests of different lengths: once for all layers.
+
+    It is made on the device of the lengths, and no length is read on the host. A call of :func:`mla` without one makes
+    its own. To be made anew whenever a length changes; a schedule of other lengths gives wrong results.
+
+    Args:
+        lengths: ``[B]`` int32 or int64, as :func:`mla` is given them.
+        rows: queries times heads of a request, T * H.
+        width: how many tokens a request may have: S, or pages of a request times tokens of a page.
+
+    Returns:
+        ``[entries]`` int32, for ``schedule`` of :func:`mla` and :func:`mla_decode`. Without entries where the device's
+        kernels make no use of one.
+
+    Raises:
+        kdacompile.ops.errors.OpError: one class per mistake, each also a ValueError or a TypeError.
+    """
+    check_tensors({"lengths": lengths}, {})
+    if lengths.dim() != 1:
+        raise RankError(name="lengths", expected=1, layout="[B]", actual=tuple(lengths.shape))
+    if lengths.dtype not in Kind.INDEX.dtypes:
+        raise DtypeError(name="lengths", expected=Kind.INDEX.described, actual=lengths.dtype)
+    for name, value in (("rows", rows), ("width", width)):
+        if value < 1:
+            raise OptionError(name=name, expected="a positive number", actual=value)
+    return definitions.mla_schedule(lengths, rows=rows, width=width)

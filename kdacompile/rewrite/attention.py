@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.ops import definitions
+from kdacompile.ops.dtensor import holds_dtensors
 from kdacompile.ops.signature import MLA
 from kdacompile.patterns.engine.field import unreached
 from kdacompile.patterns.engine.placement import Placement
@@ -20,6 +23,8 @@ from kdacompile.rewrite.splice import CannotSplice, Splice
 
 class MlaSplice(Splice[LatentAttention]):
     """One rewrite: ``check`` everything, then ``apply``."""
+
+    before: fx.Node
 
     def check_grad(self) -> None:
         super().check_grad()
@@ -59,6 +64,7 @@ class MlaSplice(Splice[LatentAttention]):
     def apply(self, before: fx.Node) -> str:
         """Insert the op before ``before``, redirect the output, erase the region. Returns the op's name."""
         binding, like = self.match.binding, self.match.output.value.node
+        self.before = before
         with self.graph.inserting_before(before):
             given = {role: self.operand(placement) for role, placement in binding.inputs.items()}
             if binding.prefix:
@@ -73,6 +79,7 @@ class MlaSplice(Splice[LatentAttention]):
             lengths = self.lengths(given["lengths"], q, latent, table) if "lengths" in given else None
             tensors = {"q": q, "q_rope": q_rope, "latent": latent, "k_rope": k_rope, "w_uk": w_uk, "w_uv": w_uv}
             tensors |= {"mask": mask, "sinks": given.get("sinks"), "lengths": lengths, "block_table": table}
+            tensors |= {"schedule": None if lengths is None else self.schedule(lengths, q, latent, table)}
             call = self.call(MLA, tensors, q, form="auto")
             self.redirect(self.match.output, self.getitem(call, 0, like), like)
         self.erase()
@@ -99,15 +106,26 @@ class MlaSplice(Splice[LatentAttention]):
         """The tensor of a role in the role's own order."""
         if placement.role == "block_table":
             return placement.value.node
-        if placement.role == "lengths" and "T" in placement.axes:  # one a query: the last one's counts
-            node = self.method(placement.value.node, "narrow", placement.axes.index("T"), -1, 1)
-            for name, args in replace(placement, axes=placement.axes.replace("T", ".")).steps(self.match.binding.sizes):
-                node = self.method(node, name, *args)
-            return node
+        if placement.role == "lengths":
+            return self.of_requests(placement)
         node = self.canonical(placement)
         if placement.columns is None or placement.columns == (0, placement.value.shape[-1]):
             return node
         return self.part(node, -1, *placement.columns)
+
+    def of_requests(self, placement: Placement) -> fx.Node:
+        """The lengths, one a request, by nodes that all layers have in common."""
+        node = self.first_view(placement.value.node)
+        if "T" in placement.axes:  # one a query: the last one's counts
+            node = self.shared(node, "narrow", placement.axes.index("T"), -1, 1)
+            placement = replace(placement, axes=placement.axes.replace("T", "."))
+        elif self.is_overwritten(node):
+            return self.canonical(placement)
+        elif node is placement.value.node:
+            node = self.derived.node(node)
+        for name, args in placement.steps(self.match.sizes):
+            node = self.shared(node, name, *args)
+        return node
 
     def block_table(self, node: fx.Node, q: fx.Node, latent: fx.Node) -> fx.Node:
         """``[B, pages]``, all entries counted from the pool's front."""
@@ -125,19 +143,63 @@ class MlaSplice(Splice[LatentAttention]):
         Written out where one number counts for all: the compiler does that beside the clamp, the op at every call.
         """
         if self.match.binding.lengths_plus:
-            node = self.method(node, "add", self.match.binding.lengths_plus)
-        held = self.size(latent, 1)
-        if table is not None:
-            pages = self.size(table, 1)
-            both = isinstance(held, int) and isinstance(pages, int)
-            held = pages * held if both else self.product(pages, held)
-        node = self.method(node, "clamp", 0, held)
-        return self.method(self.method(node, "expand", self.size(q, 0)), "contiguous")
+            node = self.shared(node, "add", self.match.binding.lengths_plus)
+        node = self.shared(node, "clamp", 0, self.held(latent, table))
+        return self.shared(self.shared(node, "expand", self.size(q, 0)), "contiguous")
 
-    def product(self, one: Any, other: Any) -> fx.Node:
-        """Of two sizes, one of which only the graph knows."""
-        like = one if isinstance(one, fx.Node) else other
-        return self.with_meta(self.graph.call_function(operator.mul, (one, other)), like)
+    def held(self, latent: fx.Node, table: fx.Node | None) -> Any:
+        """How many tokens a request may have."""
+        tokens = self.size(latent, 1)
+        if table is None:
+            return tokens
+        pages = compat.example_value(table).shape[1]
+        return self.product(pages if isinstance(pages, int) else self.shared(table, "size", 1), tokens)
+
+    def schedule(self, lengths: fx.Node, q: fx.Node, latent: fx.Node, table: fx.Node | None) -> fx.Node | None:
+        """How requests of these lengths are shared out, which all layers have in common; None where nothing reads it:
+        off CUDA devices, and for shards, each of which has its own.
+        """
+        example = compat.example_value(q)
+        one = isinstance(example.shape[0], int) and example.shape[0] == 1
+        if not example.is_cuda or one or holds_dtensors([example, compat.example_value(lengths)]):
+            return None
+        rows = self.product(self.size(q, 1), self.size(q, 2))
+        options = {"rows": rows, "width": self.held(latent, table)}
+        return self.shared_call(definitions.mla_schedule, (lengths,), options)
+
+    def first_view(self, node: fx.Node) -> fx.Node:
+        """A view, or the same one that another layer took before."""
+        source, storages = next(iter(node.all_input_nodes), None), self.functional.storages
+        if source is None or node.op not in ("call_function", "call_method") or storages.get(source) is None:
+            return node
+        first = self.first_view(source)
+        if storages.get(node) != storages[source] or node.args[:1] != (source,):
+            return node
+        return self.made_before(node.op, node.target, (first, *node.args[1:]), node.kwargs) or node
+
+    def shared(self, node: fx.Node, name: str, *args: Any) -> fx.Node:
+        """``method``, or what an earlier layer made by it."""
+        found = self.made_before("call_method", name, (node, *args), {})
+        return self.method(node, name, *args) if found is None else found
+
+    def shared_call(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> fx.Node:
+        found = self.made_before("call_function", function, args, options)
+        like = next(arg for arg in args if isinstance(arg, fx.Node))
+        return found or self.with_meta(self.graph.call_function(function, args, options), like)
+
+    def made_before(self, kind: str, target: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> fx.Node | None:
+        """A node of the same value that stands before this place: nobody writes to what it reads."""
+        source = next(arg for arg in args if isinstance(arg, fx.Node))
+        if self.is_overwritten(source):
+            return None
+        alike = (x for x in source.users if (x.op, x.target, x.args, x.kwargs) == (kind, target, args, options))
+        earlier = self.place[self.before]
+        return next((x for x in alike if self.place.get(x, earlier) < earlier and x not in self.dying), None)
+
+    def product(self, one: Any, other: Any) -> Any:
+        """Of two sizes: a number, or a node where only the graph knows one."""
+        both = isinstance(one, int) and isinstance(other, int)
+        return one * other if both else self.shared_call(operator.mul, (one, other), {})
 
     def mask(self, given: dict[str, fx.Node], dtype: torch.dtype) -> fx.Node | None:
         """The masks as the op takes them: True for what may be seen, or numbers to add.

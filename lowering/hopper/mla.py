@@ -219,7 +219,7 @@ def attend(
     blocks = (length + 63) // 64
     if SCHEDULED:
         low = gl.load(pieces + piece * 4 + 1)
-        high = gl.load(pieces + piece * 4 + 2)
+        high = gl.minimum(gl.load(pieces + piece * 4 + 2), blocks)
     else:
         each = (blocks + SPLITS - 1) // SPLITS
         low = (piece % SPLITS) * each

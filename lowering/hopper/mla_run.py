@@ -13,8 +13,8 @@ from torch import Tensor
 from ..attention_calls import absorb
 from ..run_attention import Attention
 from ..scratch import Scratch
-from ..split import BLOCK
-from ..triton.mla_run import Results, decodes, device_of, on
+from ..split import BLOCK, workers
+from ..triton.mla_run import Results, cut, decodes, device_of, on
 from . import run
 from .descriptors import aligned, described
 from .launches import LOG2E
@@ -84,6 +84,21 @@ def _attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
         scratch.launch(kernels.attend, grid)(**arguments, **results.launch_options(), num_warps=4)
         results.combine()
     return results.o, results.lse
+
+
+def entries(requests: int, rows: int, device: torch.device) -> int:
+    """Numbers in the schedule of so many requests with ``rows`` queries times heads each."""
+    return 4 * (workers(-(-rows // ROWS), device_of(device).multiprocessors) + 2 * requests)
+
+
+def schedule(lengths: Tensor, rows: int, width: int, scratch: Scratch) -> Tensor:
+    """What :class:`HopperDecode` cuts requests of these lengths by, of up to ``width`` tokens."""
+    device, requests = lengths.device, lengths.shape[0]
+    table = scratch.result((entries(requests, rows, device),), torch.int32, device)
+    share = workers(-(-rows // ROWS), device_of(device).multiprocessors)
+    with on(device):
+        cut(scratch.contiguous(lengths), table.view(-1, 4), width, share, scratch, chained=True)
+    return table
 
 
 def _mask(call: Attention, absent: Tensor, scratch: Scratch) -> dict[str, Any]:

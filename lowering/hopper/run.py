@@ -44,7 +44,7 @@ def machine(x: Tensor) -> str | None:
 
 @cache
 def _machine(device: torch.device) -> str | None:
-    if torch.cuda.get_device_capability(device) != (9, 0):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
         return "not a Hopper GPU"
     found = _triton_version()
     if found is None or not Version(TRITON[0]) <= found < Version(TRITON[1]):

@@ -169,7 +169,7 @@ def attend(
     slot = piece
     if SCHEDULED:
         low = tl.load(pieces + piece * 4 + 1) * BLOCK
-        high = tl.load(pieces + piece * 4 + 2) * BLOCK
+        high = tl.minimum(tl.load(pieces + piece * 4 + 2), blocks) * BLOCK
         slot = tl.load(pieces + piece * 4 + 3)
     else:
         each = (blocks + SPLITS - 1) // SPLITS

@@ -170,9 +170,13 @@ class Results:
             self.part_o = scratch.empty((self.split.pieces, self.rows, rank), torch.float32, device)
             self.part_lse = scratch.empty((self.split.pieces, self.rows), torch.float32, device)
         self.plan = self.pieces = self.lse
+        self.given = False
         if self.split.scheduled:
-            self.plan = scratch.result((batch, 2), torch.int32, device)
-            self.pieces = scratch.result((_power(self.split.pieces), 4), torch.int32, device)
+            shape = self.split.pieces + batch, 4
+            self.given = fits(call.schedule, shape, device)
+            made = call.schedule if self.given else None
+            self.pieces = scratch.result(shape, torch.int32, device) if made is None else made.view(shape)
+            self.plan = self.pieces[self.split.pieces :]
 
     def arguments(self) -> dict[str, Any]:
         """What the decode kernels call these; for what is absent, any tensor, which is never read.
@@ -197,16 +201,10 @@ class Results:
         return {"launch_pdl": True} if self.chained and self.split.scheduled else {}
 
     def schedule(self) -> None:
-        """Cut on the device, where only it knows the lengths."""
-        if not self.split.scheduled:
-            return
-        batch = self.call.q.shape[0]
-        sizes = {"BP": _power(batch), "PP": _power(self.split.pieces), "LOG_B": (batch - 1).bit_length()}
-        costs = {"BLOCK": BLOCK, "OVERHEAD": OVERHEAD, "PARTIAL": PARTIAL}
-        self.scratch.launch(_kernels("mla_split").schedule, (1,))(
-            self.lengths, self.plan, self.pieces, batch, self.call.width, self.workers, **sizes, **costs,
-            CHAINED=self.chained, num_warps=4 if batch <= 512 else 16,
-        )  # fmt: skip
+        """Cut on the device, where only it knows the lengths, unless that was done for several calls at once."""
+        if self.split.scheduled and not self.given:
+            assert self.lengths is not None  # else all requests are equally long
+            cut(self.lengths, self.pieces, self.call.width, self.workers, self.scratch, chained=self.chained)
 
     def combine(self) -> None:
         """Merge the partial results."""
@@ -216,15 +214,35 @@ class Results:
         batch, width, at_once, programs = call.q.shape[0], padded(rank), 4, self.rows
         if self.split.scheduled:  # many requests may not be cut: not too many programs to find that out
             programs = min(programs, -(-COMBINING * device_of(call.q.device).multiprocessors // batch))
-        elif splits > at_once:  # many parts of few rows
+            splits = self.split.pieces // batch  # on average, where all are cut
+        if splits > at_once * (2 if self.split.scheduled else 1):  # many parts of few rows
             at_once = min(_power(splits), 128)
             width = min(width, max(64, 1024 // at_once))
         self.scratch.launch(_kernels("mla_split").combine, (programs, -(-rank // width), batch))(
             self.part_o, self.part_lse, self.o, self.lse, self.lse if self.sinks is None else self.sinks,
-            self.plan, call.q.shape[1], call.q.shape[2], self.rows, splits, R=rank, BC=width, BS=at_once,
+            self.plan, call.q.shape[1], call.q.shape[2], self.rows, self.split.splits, R=rank, BC=width, BS=at_once,
             SCHEDULED=self.split.scheduled, HAS_SINKS=call.sinks is not None, CHAINED=self.chained, num_warps=4,
             **({"launch_pdl": True} if self.chained else {}),
         )  # fmt: skip
+
+
+def cut(lengths: Tensor, pieces: Tensor, width: int, workers: int, scratch: Scratch, *, chained: bool) -> None:
+    """Fill the table of pieces ``[pieces + B, 4]`` of requests with these lengths, for so many programs at once."""
+    batch = lengths.shape[0]
+    count = pieces.shape[0] - batch
+    sizes = {"BP": _power(batch), "PP": _power(count), "LOG_B": (batch - 1).bit_length()}
+    costs = {"BLOCK": BLOCK, "OVERHEAD": OVERHEAD, "PARTIAL": PARTIAL}
+    scratch.launch(_kernels("mla_split").schedule, (1,))(
+        lengths, pieces, batch, width, workers, count, **sizes, **costs, CHAINED=chained,
+        num_warps=4 if batch <= 512 else 16,
+    )  # fmt: skip
+
+
+def fits(schedule: Tensor | None, shape: tuple[int, int], device: torch.device) -> bool:
+    """Whether a schedule is a table of this shape; one made for other rows, or for fewer requests, is left alone."""
+    if schedule is None or schedule.dtype is not torch.int32 or schedule.device != device:
+        return False
+    return schedule.is_contiguous() and schedule.numel() == shape[0] * shape[1]
 
 
 def _kernels(module: str) -> Any:

@@ -20,11 +20,12 @@ LEVELS: tl.constexpr = tl.constexpr(16)  # of sizes that pieces are ordered by
 
 @triton.jit
 def schedule(
-    lengths, plan, pieces, B, WIDTH, WORKERS,
+    lengths, pieces, B, WIDTH, WORKERS, PIECES,
     BP: tl.constexpr, PP: tl.constexpr, LOG_B: tl.constexpr, BLOCK: tl.constexpr, OVERHEAD: tl.constexpr,
     PARTIAL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program. lengths ``[B]``; plan ``[B, 2]``: first slot and number of parts; pieces ``[PP, 4]``.
+    """One program. lengths ``[B]``; pieces ``[PIECES + B, 4]``: the table, then of each request its first slot and the
+    number of its parts, the plan.
 
     Two cuts are weighed: *whole*, where only requests longer than a worker's share are cut (evenly), and *ranges*,
     where the requests in a row are cut into shares of equal work, however a request lies across them. The first leaves
@@ -57,13 +58,14 @@ def schedule(
         offset = (first - 1) * range_share - start
         step = tl.full([BP], 0, tl.int32) + range_share
     slot = tl.cumsum(parts, 0) - parts
-    tl.store(plan + b * 2, slot, mask=real)
-    tl.store(plan + b * 2 + 1, parts, mask=real)
-    _pieces(pieces, slot, parts, offset, step, blocks, B, WORKERS, PP, LOG_B)
+    plan = pieces + (PIECES + b) * 4
+    tl.store(plan, slot, mask=real)
+    tl.store(plan + 1, parts, mask=real)
+    _pieces(pieces, slot, parts, offset, step, blocks, B, WORKERS, PIECES, PP, LOG_B)
 
 
 @triton.jit
-def _pieces(pieces, slot, parts, offset, step, blocks, B, WORKERS, PP: tl.constexpr, LOG_B: tl.constexpr):
+def _pieces(pieces, slot, parts, offset, step, blocks, B, WORKERS, PIECES, PP: tl.constexpr, LOG_B: tl.constexpr):
     """The table of pieces, the longest first: a long piece that starts last would keep all others waiting."""
     piece = tl.arange(0, PP)
     count = tl.sum(parts, 0)
@@ -86,10 +88,11 @@ def _pieces(pieces, slot, parts, offset, step, blocks, B, WORKERS, PP: tl.conste
     if (count > WORKERS) & (tl.max(size, 0) > shortest):  # else all start at once, or none is longer
         place = _by_size(size, real, piece, PP)
     row = pieces + place * 4
-    tl.store(row, tl.where(real, request, -1))
-    tl.store(row + 1, low)
-    tl.store(row + 2, high)
-    tl.store(row + 3, tl.where(parts > 1, piece, -1))
+    inside = place < PIECES
+    tl.store(row, tl.where(real, request, -1), mask=inside)
+    tl.store(row + 1, low, mask=inside)
+    tl.store(row + 2, high, mask=inside)
+    tl.store(row + 3, tl.where(parts > 1, piece, -1), mask=inside)
 
 
 @triton.jit
@@ -121,8 +124,8 @@ def combine(
     first, parts = request * SPLITS, SPLITS
     rows = ROWS
     if SCHEDULED:
-        first = tl.load(plan + request * 2)
-        parts = tl.load(plan + request * 2 + 1)
+        first = tl.load(plan + request * 4)
+        parts = tl.load(plan + request * 4 + 1)
         rows = tl.where(parts > 1, ROWS, 0)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         _combine_row(

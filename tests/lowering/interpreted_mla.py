@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
-from kdacompile.lowering.triton import TritonDecode, mla_split
+from kdacompile.lowering.triton import TritonDecode
+from kdacompile.lowering.triton.mla_run import cut
 from kdacompile.lowering.verify import relative_error
 from tests.ops.mla_cases import MlaCase, make_mla
 
@@ -88,14 +89,13 @@ def cuts() -> None:
 
 def _check_cut(lengths: Tensor, workers: int, width: int) -> None:
     batch = lengths.shape[0]
-    most = 1 << (batch + workers - 1).bit_length()
-    plan, table = torch.full((batch, 2), -7, dtype=torch.int32), torch.full((most, 4), -7, dtype=torch.int32)
-    sizes = {"BP": 1 << (batch - 1).bit_length(), "PP": most, "LOG_B": (batch - 1).bit_length()}
-    costs: dict[str, Any] = {"BLOCK": 64, "OVERHEAD": 5, "PARTIAL": 3, "CHAINED": False}
-    kernels: Any = mla_split
-    kernels.schedule[(1,)](lengths, plan, table, batch, width, workers, **sizes, **costs)
+    most = batch + workers
+    made = torch.full((most + batch + 1, 4), -7, dtype=torch.int32)
+    cut(lengths, made[:-1], width, workers, Scratch(), chained=False)
+    table, plan = made[:most], made[most:-1, :2]
+    assert (made[-1] == -7).all()
     pieces = [piece for piece in table.tolist() if piece[0] >= 0]
-    assert all(piece[0] == -1 for piece in table.tolist() if piece not in pieces) and len(pieces) <= batch + workers
+    assert all(piece[0] == -1 for piece in table.tolist() if piece not in pieces)
     slots: set[int] = set()
     for request, length in enumerate(lengths.tolist()):
         own = sorted(piece for piece in pieces if piece[0] == request)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kdacompile import ops
 from kdacompile.lowering.attention_calls import AttentionImplementation
 from kdacompile.lowering.cuda import choose_attention
 from kdacompile.lowering.hopper import HopperDecode
+from kdacompile.lowering.recorded import Launch, Recorder
 from kdacompile.lowering.run_attention import Attention, run_attention
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton import TritonDecode
@@ -251,3 +253,21 @@ def test_what_no_kernel_takes_is_the_executor_s() -> None:
     call = decode_call([70, 3], heads=2, dtype=torch.float64)
     assert choose_attention(call) is None
     assert relative_error(run_attention(call)[0], expect(call)[0]) < 1e-12
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("lengths", [[4096, 7, 1000, 0], [700] * 40, list(range(1, 4000, 61))], ids=len)
+def test_a_schedule_for_all_layers(lengths: list[int], heads: int) -> None:
+    """A schedule made beforehand changes not a bit; one of another size is not read."""
+    call = decode_call(lengths, heads=heads, poison=False)
+    assert call.lengths is not None
+    made = ops.mla_schedule(call.lengths, rows=heads, width=call.width)
+    assert made.numel() and made.dtype is torch.int32
+    o, lse = HOPPER.run(call)
+    scratch = Recorder(())
+    shared, shared_lse = HOPPER.run(replace(call, schedule=made), scratch)
+    assert torch.equal(o, shared) and torch.equal(lse, shared_lse)
+    names = [step.kernel.name for step in scratch.steps if isinstance(step, Launch)]
+    assert "attend" in names and "schedule" not in names
+    other = torch.full_like(ops.mla_schedule(call.lengths[1:], rows=heads, width=call.width), -1)
+    assert torch.equal(HOPPER.run(replace(call, schedule=other))[0], o)

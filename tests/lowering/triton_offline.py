@@ -26,7 +26,7 @@ def compile_attend(capability: int, **given: Any) -> Any:
 
 def compile_schedule() -> Any:
     sizes = {"BP": 128, "PP": 512, "LOG_B": 7, "BLOCK": 64, "OVERHEAD": 5, "PARTIAL": 3, "CHAINED": True}
-    return _compile(mla_split.schedule, dict.fromkeys(("lengths", "plan", "pieces"), "*i32"), sizes, 90)
+    return _compile(mla_split.schedule, dict.fromkeys(("lengths", "pieces"), "*i32"), sizes, 90)
 
 
 def compile_combine(columns: int, parts: int, scheduled: bool) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import kdacompile
+import kdacompile.backend
 from kdacompile.report.report import Report
 from tests.compare import relative_error
 from tests.mla.absorbed import RANK, Mqa
@@ -164,3 +165,23 @@ def test_as_many_queries_as_requests_stay_a_mask() -> None:
     report, error = run_static(Static(float("-inf")), 2, 3)
     assert ["mask" in match.roles for match in report.matches] == [True], str(report)
     assert error < 1e-6
+
+
+def test_layers_share_what_is_made_of_their_lengths() -> None:
+    layers, graphs = nn.ModuleList([Limited(below), Limited(below)]), list[torch.fx.GraphModule]()
+
+    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return kdacompile.backend.kda(graph, example, options={**EAGER, "kda.expect": {"mla": 2}})
+
+    def run(*arguments: Tensor) -> tuple[Tensor, ...]:
+        return tuple(layer(*arguments) for layer in layers)
+
+    torch._dynamo.reset()
+    arguments = (*inputs(1, CACHED), torch.tensor([3, 7]))
+    with torch.no_grad():
+        for got, want in zip(torch.compile(run, backend=backend)(*arguments), run(*arguments), strict=True):
+            assert relative_error(got, want) < 1e-6
+    (graph,) = graphs
+    calls = [node for node in graph.graph.nodes if node.target is torch.ops.kdacompile.mla.default]
+    assert len(calls) == 2 and calls[0].args[8] is calls[1].args[8]

@@ -39,7 +39,7 @@ class MlaCase:
         return {"scale": self.scale, "causal": self.causal, "form": self.form, "out_dtype": None}
 
     def run(self) -> tuple[Tensor, Tensor]:
-        return torch.ops.kdacompile.mla(*self.positional, **self.options)
+        return torch.ops.kdacompile.mla(*self.positional, None, **self.options)
 
     def oracle(self) -> tuple[Tensor, Tensor]:
         operands = [self.tensors[name] for name in OPERANDS]

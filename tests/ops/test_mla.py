@@ -153,7 +153,7 @@ def test_opcheck(label: str, grad: bool) -> None:
         x.detach().clone().requires_grad_(grad) if x is not None and x.is_floating_point() else x
         for x in case.positional
     ]
-    torch.library.opcheck(torch.ops.kdacompile.mla.default, tuple(tensors), case.options)
+    torch.library.opcheck(torch.ops.kdacompile.mla.default, (*tensors, None), case.options)
 
 
 def test_opcheck_backward() -> None:
@@ -161,7 +161,7 @@ def test_opcheck_backward() -> None:
     o, lse = case.run()
     wanted = [x is not None for x in case.positional[:8]]
     options = {"scale": 0.3, "causal": True, "form": "auto", "wanted": wanted}
-    arguments = (torch.ones_like(o), None, o, lse, *case.positional)
+    arguments = (torch.ones_like(o), None, o, lse, *case.positional, None)
     torch.library.opcheck(torch.ops.kdacompile.mla_backward.default, arguments, options)
 
 
