@@ -22,7 +22,7 @@ from kdacompile.report.collect import collecting
 from tests.models import mla_zoo, zoo
 from tests.models.latent_block import Block, tensor_parallel
 
-EAGER = {"kda.inner": "aot_eager"}
+EAGER: dict[str, Any] = {"kda.inner": "aot_eager"}
 
 
 def whole(x: Tensor) -> Tensor:
@@ -67,14 +67,16 @@ def block(prepare: Callable[[nn.Module], None], mine: Callable[[Tensor], Tensor]
 def transformers_plan(name: str, folder: Path) -> None:
     """``from_pretrained(tp_plan="auto")``: a prompt, and steps over its cache."""
     from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers.distributed import DistributedConfig
 
     case = mla_zoo.CASES.get(name)
-    model = case.build("sdpa") if case else zoo.CASES[name].build(attention="sdpa")
+    model = case.build("sdpa") if case else _with_heads_for_all(name)
     layers = case.attentions + bool(case.linear) if case else zoo.CASES[name].layers
     if dist.get_rank() == 0:
         model.save_pretrained(folder)
     dist.barrier()
-    sharded = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", attn_implementation="sdpa").eval()
+    plan = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    sharded = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan, attn_implementation="sdpa").eval()
     assert any(isinstance(x, DTensor) for x in sharded.parameters())
     compiled = torch.compile(sharded, backend="kda", options=EAGER)
     caches = DynamicCache(config=model.config), DynamicCache(config=model.config)
@@ -87,11 +89,20 @@ def transformers_plan(name: str, folder: Path) -> None:
     assert modes.count("sequence") == layers and modes.count("step") >= layers, report
 
 
+def _with_heads_for_all(name: str) -> Any:
+    """A model whose other layers, too, have a key head for each rank."""
+    case = zoo.CASES[name]
+    config = case.config()
+    config.num_key_value_heads = dist.get_world_size()  # type: ignore[attr-defined]
+    return zoo.random_model(config, case.model_class, "sdpa", 0).eval()
+
+
 def main(rank: int, world: int, store: str, case: str, folder: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))  # transformers reads them
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     if case == "tp":
         mesh = DeviceMesh("cpu", list(range(world)))
-        block(lambda model: [tensor_parallel(layer, mesh) for layer in model] and None)
+        block(lambda model: _tensor_parallel(model, mesh))
     elif case == "fsdp":
         mesh = DeviceMesh("cpu", list(range(world)))
         block(lambda model: _fsdp(model, mesh))
@@ -99,8 +110,7 @@ def main(rank: int, world: int, store: str, case: str, folder: str) -> None:
         both = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
 
         def prepare(model: nn.Module) -> None:
-            for layer in model.children():
-                tensor_parallel(layer, both["tp"])
+            _tensor_parallel(model, both["tp"])
             _fsdp(model, both["dp"])
 
         block(prepare)
@@ -109,6 +119,11 @@ def main(rank: int, world: int, store: str, case: str, folder: str) -> None:
     dist.barrier()
     print("equal", flush=True)
     os._exit(0)  # gloo ends its threads in no order when a process ends, and may abort it then
+
+
+def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    for layer in model.children():
+        tensor_parallel(layer, mesh)
 
 
 def _fsdp(model: nn.Module, mesh: Any) -> None:
