@@ -217,13 +217,16 @@ class Recorder(Scratch):
         return [*self._operands, *self._buffers]
 
     def _place(self, x: Tensor) -> tuple[int, int]:
-        """Of an address: the operand that begins there, or the buffer that has it inside and the bytes before."""
+        """Of an address: the operand that begins there, or what has it inside and the bytes before: a buffer, or an
+        operand whose elements lie together.
+        """
         address = x.data_ptr()
         if address in self._begins:
             return self._begins[address], 0
-        for number, buffer in enumerate(self._buffers, len(self._operands)):
-            if 0 <= address - buffer.data_ptr() < max(1, buffer.nbytes):
-                return number, address - buffer.data_ptr()
+        for number, source in enumerate(self._sources()):
+            own = number >= len(self._operands) or (source is not None and source.is_contiguous())
+            if source is not None and own and 0 <= address - source.data_ptr() < max(1, source.nbytes):
+                return number, address - source.data_ptr()
         self.once()
         return 0, 0
 

@@ -23,6 +23,7 @@ from kdacompile.lowering.operands import tensors
 from kdacompile.lowering.recorded import Memory, Recorder
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
+from kdacompile.lowering.split import split
 from kdacompile.lowering.triton import mla_run
 from kdacompile.lowering.triton import run as portable
 from kdacompile.ops.errors import SizeError
@@ -254,11 +255,15 @@ def test_latent_attention(monkeypatch: pytest.MonkeyPatch, tuned: bool, page: in
         stand_in(monkeypatch, module)
     call = latent_call(page)
     run = hopper_mla.HopperDecode().run if tuned else mla_run.TritonDecode().run
+    multiprocessors = mla_run.device_of(call.q.device).multiprocessors
     steps = ["torch", "schedule", "attend", "combine", "torch"]
     assert repeatable(run, call, LATENT) == steps
     assert call.lengths is not None
     one = replace(call, lengths=call.lengths[:1].expand(4))
     assert repeatable(run, one, LATENT) == ["torch", *steps]
+    entries = split(4, 1, call.width, multiprocessors, lengths=True).pieces + 4
+    shared = replace(call, schedule=torch.zeros(4 * entries, dtype=torch.int32))
+    assert repeatable(run, shared, (*LATENT, "schedule")) == ["torch", "attend", "combine", "torch"]
 
 
 @needs_triton
