@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import FunctionType
@@ -103,8 +104,12 @@ class _Probe:
 
 
 def _saved(before: Callable[[], object], after: Callable[[], object]) -> Saved:
+    extensions = logging.getLogger("torch.utils.cpp_extension")  # torch.utils.benchmark imports it, and it warns of a
+    level = extensions.level  # CUDA that nobody asked for
+    extensions.setLevel(logging.ERROR)
     from kdacompile.bench import measure  # it needs torch's profiler, and who asks for no times does not
 
+    extensions.setLevel(level)
     found = measure.timings({"before": before, "after": after})
     gain = measure.Speedup.of(found["before"], found["after"])
     text = f"a call takes {found['after']} instead of {found['before']}: {gain}; what did not match ran eagerly in both"

@@ -27,6 +27,7 @@ from kdacompile.lowering.triton import TritonDecode
 from kdacompile.lowering.verify import relative_error
 from kdacompile.ops import mla_decode
 from kdacompile.patterns.mla.oracle import latent_attention
+from kdacompile.store.disk import write_whole
 
 RANK, ROPE = 512, 64
 SCALE = (128 + ROPE) ** -0.5
@@ -213,14 +214,14 @@ def main(only: Sequence[str] | None, json_path: Path, contenders: Sequence[str] 
             detail=f"no case matches {', '.join(only or ())}; there are {', '.join(c.name for c in CASES)}"
         )
     results: dict[str, dict[str, Figures]] = {}
+    record: dict[str, Any] = {"suite": "mla", "device": torch.cuda.get_device_name(0), "cases": []}
+    record["versions"] = {name: version_of(name) for name in ("torch", "triton", "kdacompile")}
     for case in cases:
         results[case.name] = measured(case, contenders)
         print(f"{case.name}: {results[case.name]}", file=sys.stderr, flush=True)
         torch.cuda.empty_cache()
+        record["cases"].append({**asdict(case), "results": results[case.name]})
+        write_whole(json_path, json.dumps(record, indent=2) + "\n")  # what is there when somebody stops it
     print(table(results))
-    record: dict[str, Any] = {"suite": "mla", "device": torch.cuda.get_device_name(0)}
-    record["versions"] = {name: version_of(name) for name in ("torch", "triton", "kdacompile")}
-    record["cases"] = [{**asdict(case), "results": results[case.name]} for case in cases]
-    json_path.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"\nwritten to {json_path}")
+    print(f"\nwritten to {json_path}; `python -m kdacompile.bench.charts {json_path}` draws it")
     return 1 if any("failure" in found["ours"] for found in results.values() if "ours" in found) else 0

@@ -29,6 +29,7 @@ from kdacompile.commands import console
 from kdacompile.doctor import device_problem
 from kdacompile.errors import KdaError, MissingDependencyError, SubjectError
 from kdacompile.explainer import explain
+from kdacompile.report.collect import collecting
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -50,12 +51,18 @@ Call = tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]
 
 
 def main(arguments: Any) -> int:
-    """``arguments`` as parsed in ``__main__``. Exit status 1 where nothing matched."""
+    """``arguments`` as parsed in ``__main__``. Exit status 1 where nothing matched, 130 where somebody stopped it."""
     torch.manual_seed(0)
     fn, args, kwargs = subject(arguments.subject, arguments.tensor, arguments.tokens, arguments.device)
     doing, blame = console.progress("capturing, matching and checking"), _Told(arguments.subject, "calling it raises")
-    with torch.set_grad_enabled(arguments.train), blame, doing:
-        report = explain(fn, timed=not arguments.no_time)(*args, **kwargs)
+    with collecting() as report:
+        try:
+            with torch.set_grad_enabled(arguments.train), blame, doing:
+                report = explain(fn, timed=not arguments.no_time)(*args, **kwargs)
+        except KeyboardInterrupt:  # what was found until then is in the outer report
+            report.title, stopped = f"{arguments.subject}, stopped", True
+        else:
+            stopped = False
     if arguments.json:
         print(report.to_json())
     else:
@@ -69,6 +76,8 @@ def main(arguments: Any) -> int:
         print(f"written to {page}", file=sys.stderr)
         if arguments.open:
             webbrowser.open(page.resolve().as_uri())
+    if stopped:
+        return 130
     return 0 if report.matches else 1
 
 

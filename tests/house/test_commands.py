@@ -142,6 +142,19 @@ def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err == "kdacompile: stopped\n"
 
 
+def test_ctrl_c_shows_what_was_found_until_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "stopped.py"
+    path.write_text(
+        GLA + "\ndef made_and_stopped():\n    x = torch.randn(1, 6, 2, 4)\n"
+        "    def run(*tensors):\n        stop(gla(*tensors))\n"
+        "    return run, (x, x + 1, x + 2, x)\n"
+        "@torch.compiler.disable\ndef stop(o):\n    raise KeyboardInterrupt\n"
+    )
+    assert main(["explain", f"{path}:made_and_stopped"]) == 130
+    printed = capsys.readouterr().out
+    assert "stopped" in printed and "1 x gla" in printed
+
+
 def test_a_terminal_gets_tables_and_a_pipe_gets_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
