@@ -7,6 +7,8 @@ it found in Triton's cache: it comes after the others, so that a run cut short h
 processes tune, and those of the last wave find the kernels they have in common with them tuned, as on a machine where
 FLA has run before.
 
+Then comes the grid of ``cuda_grid``: all rows over norms, gates, heads and lengths.
+
 The table gives device time (replays of a CUDA graph), the time of eager launches, the first call, peak memory and the
 error against the fp64 recurrence; a JSON file has everything, a Markdown file the tables, an SVG the device times.
 """
@@ -32,6 +34,8 @@ from kdacompile.store.disk import write_whole
 
 __all__ = ["CASES", "Case", "main", "plot", "table"]
 _WORKER = "kdacompile.bench.cuda_worker"
+GRID = "grid"
+"""What ``--case`` calls the grid of :mod:`~kdacompile.bench.cuda_grid`."""
 _READY_SECONDS = 300.0  # a compiler that takes longer is out of the race
 
 Results = dict[str, dict[str, dict[str, Any]]]
@@ -46,10 +50,10 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
     if not torch.cuda.is_available():
         raise BenchError(detail="the cuda suite needs a CUDA device")
     cases = [case for case in CASES if not only or any(part in case.name for part in only)]
-    if not cases:
-        raise BenchError(
-            detail=f"no case matches {', '.join(only or ())}; there are {', '.join(c.name for c in CASES)}"
-        )
+    grid = not only or any(part in GRID for part in only)
+    if not cases and not grid:
+        names = ", ".join([*(case.name for case in CASES), GRID])
+        raise BenchError(detail=f"no case matches {', '.join(only or ())}; there are {names}")
     device, writing = torch.cuda.get_device_name(0), threading.Lock()
 
     def write(results: Results) -> None:
@@ -61,10 +65,16 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
             write_whole(json_path.with_suffix(".svg"), plot(cases, results))
 
     results = _run(cases, timeout, write)
-    print(table(cases, results))
-    print(f"\nwritten to {json_path}, and beside it the tables (.md) and the plot (.svg)")
+    if cases:
+        print(table(cases, results))
+    failed = 0
+    if grid:
+        from kdacompile.bench import cuda_grid  # after torch was found
+
+        failed = cuda_grid.run(json_path, timeout)
+    print(f"\nwritten to {json_path}, and beside it the tables (.md) and the plots (.svg)")
     ours = [figures for found in results.values() for name, figures in found.items() if name in ("ours", "portable")]
-    return 1 if any("failure" in figures for figures in ours) else 0
+    return 1 if failed or any("failure" in figures for figures in ours) else 0
 
 
 def _run(cases: Sequence[Case], timeout: float, write: Callable[[Results], None]) -> Results:

@@ -1,4 +1,4 @@
-"""The rows of the family over norms, gates, heads and lengths: ``python -m kdacompile.bench.cuda_grid [FOLDER]``.
+"""The rows of the family over norms, gates, heads and lengths, a part of the CUDA suite: ``--case grid`` is it alone.
 
 Every cell is one prompt in bf16, 128 channels a head, measured by replays of a CUDA graph: ours in all of them; FLA,
 where it is importable and has an operator for it, at 32 heads and T = 8192. The table gives microseconds and how many
@@ -12,6 +12,8 @@ import importlib.util
 import itertools
 import json
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.bench import device_clock
+from kdacompile.bench.relay import Job, Outcome, Relay, wait_for_turn
 from kdacompile.store.disk import write_whole
 
 ROWS = {"kda": ("channel", True), "gdn": ("token", True), "gla": ("channel", False), "ssd": ("token", False)}
@@ -31,6 +34,7 @@ LENGTHS = (512, 2048, 8192, 65536)
 PEERS_AT = (32, 8192)
 WIDTH = 128
 _BOUND = -5.0  # of a sigmoid gate
+_MODULE = "kdacompile.bench.cuda_grid"
 
 
 @dataclass(frozen=True)
@@ -130,14 +134,18 @@ def fla_call(cell: Cell, given: Mapping[str, Any]) -> Callable[[], object] | Non
     return lambda: function(q, k, v, given["g"], **options)
 
 
+def peer_of(cell: Cell, given: Mapping[str, Any]) -> Callable[[], object] | None:
+    """FLA's operator where it is asked for, and is there."""
+    asked = (cell.heads, cell.length) == PEERS_AT and importlib.util.find_spec("fla") is not None
+    return fla_call(cell, given) if asked else None
+
+
 def measured(cell: Cell) -> Timing:
     from kdacompile import ops
 
     given = operands(cell)
     floor = unavoidable_bytes(given) / device_clock.rates()[0]
-    peer = None
-    if (cell.heads, cell.length) == PEERS_AT and importlib.util.find_spec("fla") is not None:
-        peer = fla_call(cell, given)
+    peer = peer_of(cell, given)
     with torch.no_grad():
         ours = device_clock.device_microseconds(lambda: ops.linear_attention(**given))
         fla = None if peer is None else device_clock.device_microseconds(peer)
@@ -189,17 +197,57 @@ def _lines(timings: Sequence[Timing]) -> dict[tuple[str, str, str, int], list[Ti
     return lines
 
 
-def main(folder: Path) -> None:
-    """Measure every cell; what is there is written after each line of the table."""
+def run(json_path: Path, timeout: float) -> int:
+    """The whole grid, a process for each row, norm and gate; tables and heat map are written as these end.
+
+    They are ``-grid.json``, ``-grid.md`` and ``-grid.svg`` beside ``json_path``. Returns how many processes failed.
+    """
     timings: list[Timing] = []
-    for cell in cells():
+    failures: list[str] = []
+    writing = threading.Lock()
+    with tempfile.TemporaryDirectory(prefix="kdacompile-bench-") as folder:
+        jobs: list[Job] = []
+        for line in dict.fromkeys((cell.row, cell.norm, cell.gate) for cell in cells()):
+            out = str(Path(folder, f"{len(jobs)}.json"))
+            jobs.append(Job(" ".join(line), _MODULE, (*line, out), "fla"))
+
+        def done(job: Job, outcome: Outcome) -> None:
+            print(f"grid, {job.name}: {outcome.failure or 'done'}", file=sys.stderr, flush=True)
+            out = Path(job.arguments[-1])
+            found = json.loads(out.read_text()) if out.exists() else []
+            with writing:
+                failures.extend([] if outcome.failure is None else [job.name])
+                timings.extend(Timing(Cell(**one.pop("cell")), **one) for one in found)
+                timings.sort(key=lambda timing: order[timing.cell])
+                stem = json_path.with_name(f"{json_path.stem}-grid.json")
+                write_whole(stem, json.dumps([asdict(timing) for timing in timings]) + "\n")
+                write_whole(stem.with_suffix(".md"), markdown(timings))
+                write_whole(stem.with_suffix(".svg"), heat_map(timings))
+
+        order = {cell: number for number, cell in enumerate(cells())}
+        Relay(timeout, timeout).run([jobs], done)
+    print(markdown(timings))
+    return len(failures)
+
+
+def main(row: str, norm: str, gate: str, out: str) -> None:
+    """One process: get ready, wait, measure; what is there is written after every cell."""
+    from kdacompile import ops
+
+    own = [cell for cell in cells() if (cell.row, cell.norm, cell.gate) == (row, norm, gate)]
+    for cell in own:
+        given = operands(cell)
+        peer = peer_of(cell, given)
+        with torch.no_grad():
+            ops.linear_attention(**given)
+            if peer is not None:
+                peer()
+    wait_for_turn()
+    timings: list[Timing] = []
+    for cell in own:
         timings.append(measured(cell))
-        if cell.length == LENGTHS[-1]:
-            print(markdown(timings).splitlines()[-1], flush=True)
-            write_whole(folder / "cuda-grid.json", json.dumps([asdict(timing) for timing in timings]) + "\n")
-            write_whole(folder / "cuda-grid.md", markdown(timings))
-            write_whole(folder / "cuda-grid.svg", heat_map(timings))
+        write_whole(Path(out), json.dumps([asdict(timing) for timing in timings]) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))
+    main(*sys.argv[1:5])

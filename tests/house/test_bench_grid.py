@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import xml.etree.ElementTree as ET
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ import torch
 from kdacompile import ops
 from kdacompile.bench import cuda_grid
 from kdacompile.bench.cuda_grid import Cell, Timing
+from kdacompile.bench.relay import Job, Outcome
 
 
 def test_every_row_has_every_gate_it_can_have() -> None:
@@ -67,3 +72,29 @@ def test_table_and_heat_map() -> None:
     assert ssd == "| ssd | none | none | 4 |  | 30 us, 3.0x |  |"
     drawn = ET.fromstring(cuda_grid.heat_map(timings))
     assert sum(child.tag.endswith("rect") for child in drawn) == len(timings)
+
+
+class Relayed:
+    """In place of the relay: each process has measured its cells when it ends, the last of all jobs broke at once."""
+
+    def __init__(self, ready_seconds: float, timed_seconds: float) -> None:
+        self.timings: list[Timing] = []
+
+    def run(self, waves: Sequence[Sequence[Job]], done: Callable[[Job, Outcome], None]) -> None:
+        (jobs,) = waves
+        for job in jobs[::-1]:
+            *line, out = job.arguments
+            own = [cell for cell in cuda_grid.cells() if [cell.row, cell.norm, cell.gate] == line]
+            assert job.module == cuda_grid.__name__ and len(own) == len(cuda_grid.HEADS) * len(cuda_grid.LENGTHS)
+            if job is not jobs[-1]:
+                Path(out).write_text(json.dumps([asdict(Timing(cell, 2.0, 1.0)) for cell in own]))
+            done(job, Outcome("exit status 1" if job is jobs[-1] else None))
+
+
+def test_the_whole_grid_is_a_part_of_the_suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cuda_grid, "Relay", Relayed)
+    assert cuda_grid.run(tmp_path / "bench.json", 1.0) == 1
+    found = [Cell(**one["cell"]) for one in json.loads((tmp_path / "bench-grid.json").read_text())]
+    assert found == cuda_grid.cells()[: len(found)] and 0 < len(found) < len(cuda_grid.cells())
+    assert len((tmp_path / "bench-grid.md").read_text().splitlines()) == 2 + len(found) // len(cuda_grid.LENGTHS)
+    assert (tmp_path / "bench-grid.svg").read_text().count("<rect") == len(found)
