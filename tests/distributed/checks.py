@@ -138,6 +138,29 @@ def gate_functions_and_layouts(rank: int, world: int) -> None:
             )  # fmt: skip
 
 
+def rounding_of_bf16(rank: int, world: int) -> None:
+    """bf16 inputs, weak gates: outputs, states and gradients are no farther from float64 than those of one rank."""
+    for order in ("contiguous", "zigzag"):
+        context, tensors = ContextParallel(order=order), operands("channel", None, 16 * TOKENS)
+        tensors["g"] = -0.02 * torch.rand_like(tensors["g"])
+        rounded = {name: x if name == "initial_state" else x.bfloat16() for name, x in tensors.items()}
+        exact = {name: x.double().requires_grad_() for name, x in rounded.items()}
+        whole = {name: x.clone().requires_grad_() for name, x in rounded.items()}
+        cut = with_tokens("channel")
+        mine = {n: (context.shard(x) if n in cut else x).clone().requires_grad_() for n, x in rounded.items()}
+        results: list[list[Tensor]] = []
+        for inputs, where in ((exact, None), (whole, None), (mine, context)):
+            o, state = attend(inputs, where, None)
+            (o.double().sum() + state.double().sum() / (1 if where is None else world)).backward()
+            grads = [x.grad for name, x in inputs.items() if name in cut and x.grad is not None]
+            found = [o, *grads] if where is not None else [context.shard(x) for x in (o, *grads)]
+            results.append([x.detach().double() for x in (*found, state)])
+        for want, alone, have in zip(*results, strict=True):
+            scale = want.abs().max()
+            error, allowed = (have - want).abs().max() / scale, (alone - want).abs().max() / scale
+            assert error <= 1.1 * allowed + 1e-6, (order, float(error), float(allowed))
+
+
 def convolution(rank: int, world: int) -> None:
     for order in ("contiguous", "zigzag"):
         for bounds in (None, BOUNDS):

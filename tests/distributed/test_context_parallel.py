@@ -21,7 +21,8 @@ CHECKS = "tests.distributed.checks"
 
 
 @pytest.mark.parametrize(
-    "name", ["rows_of_the_family", "convolution", "latent_attention", "under_compile", "ranks_that_differ"]
+    "name",
+    ["rows_of_the_family", "rounding_of_bf16", "convolution", "latent_attention", "under_compile", "ranks_that_differ"],
 )
 def test_two_ranks(name: str, tmp_path: Path) -> None:
     in_processes(CHECKS, name, 2, tmp_path)
