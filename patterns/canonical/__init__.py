@@ -12,11 +12,18 @@ from torch import fx
 
 from kdacompile.graph.edit import Edit, NewCalls
 from kdacompile.graph.ir import Graph
-from kdacompile.patterns.canonical import hoist, packed, row_sums
+from kdacompile.patterns.canonical import factors, hoist, log_gates, packed, relaid, row_sums
 
 Rule = Callable[[Edit, fx.Graph], None]
 
-RULES: tuple[Rule, ...] = (hoist.apply, row_sums.apply, packed.apply)
+RULES: tuple[Rule, ...] = (
+    factors.apply,
+    log_gates.apply,
+    relaid.apply,
+    hoist.apply,
+    row_sums.apply,
+    packed.apply,
+)
 """In the order in which they are tried, each on what the ones before it have left."""
 
 

@@ -63,7 +63,7 @@ def measure(case: Case, library: Library) -> Row:
     torch._dynamo.reset()
     torch.manual_seed(0)
     try:
-        fn, arguments = case.make(library.load(case.repository, case.path))
+        fn, arguments = case.make(library.load(case.repository, case.path, case.only))
     except MissingSource as missing:
         return Row(case, None, 0.0, 0.0, str(missing))
     own, theirs = copy.deepcopy((fn, arguments)), (fn, arguments)

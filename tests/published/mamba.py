@@ -8,11 +8,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.published.draw import B, H, gates, normal
+from tests.published.draw import B, H, gates, normal, unit
 from tests.published.registry import Program, case
 from tests.published.sources import Repository
 
 MAMBA = Repository("state-spaces/mamba", "e9594ce1c732d97440f0332fdc43170a2294dbfa")
+MINIMAL2 = Repository("tommyip/mamba2-minimal", "4f4413731f24303b4e046962bce6ca5b6a3b13d6")
+MAMBA2_TORCH = Repository("vasqu/mamba2-torch", "e55f71764590e5a67049976e95657e7750fa4eb7")
+MAMBA_PY = Repository("alxndrTL/mamba.py", "2cc168c78b2494557f45072c4b8daa9d6f5608c7")
+MINIMAL = Repository("johnma2006/mamba-minimal", "03de542a36d873f6e6c4057ad687278cc6ae944d")
 N, P = 8, 12
 
 
@@ -51,3 +55,65 @@ def step_tied(m: Any) -> Program:
 
     x, dt, a, b, c = _scan(tokens=1)
     return step, (normal(B, 4, P, N), x[:, 0], dt[:, 0], a, b[:, 0], c[:, 0], normal(4))
+
+
+@case(MINIMAL2, "mamba2.py", "simple_gla")
+def minimal_ssd(m: Any) -> Program:
+    x, b, c = normal(B, 32, H, P), normal(B, 32, 1, N), normal(B, 32, 1, N)
+    return partial(m.ssd, chunk_size=8), (x, gates(B, 32, H), b, c)
+
+
+def _minimal(m: Any) -> Any:
+    config = m.Mamba2Config(d_model=16, n_layer=1, d_state=N, headdim=8, chunk_size=8, vocab_size=16)
+    layer = m.Mamba2(config)
+    for parameter in (layer.dt_bias, layer.A_log, layer.D):
+        torch.nn.init.uniform_(parameter)
+    return layer, m.InferenceCache.alloc(B, config)
+
+
+@case(MINIMAL2, "mamba2.py", "simple_gla")
+def minimal_layer(m: Any) -> Program:
+    return _minimal(m)[0], (normal(B, 16, 16),)
+
+
+@case(MINIMAL2, "mamba2.py", "simple_gla")
+def minimal_step(m: Any) -> Program:
+    layer, cache = _minimal(m)
+    cache.ssm_state.normal_()
+    return layer.step, (normal(B, 1, 16), cache)
+
+
+@case(MAMBA2_TORCH, "tests/ssd_minimal_no_einops.py", "simple_gla")
+def ssd_without_einops(m: Any) -> Program:
+    x, dt, a, b, c = _scan(groups=4, tokens=30)
+    return partial(m.ssd_minimal_discrete, block_len=8, D=normal(4)), (x, F.softplus(dt), a, b, c)
+
+
+@case(MAMBA_PY, "mambapy/mamba2.py", "simple_gla")
+def mamba_py_step(m: Any) -> Program:
+    config = m.Mamba2Config(
+        d_model=16, n_layers=1, d_head=8, d_state=N, n_groups=1, use_mem_eff_path=False, device="cpu"
+    )
+    m.RMSNormGated = _Gated
+    layer = m.Mamba2Block(config)
+    inner = config.d_inner
+    cache = (normal(B, config.n_heads, config.d_head, N), normal(B, inner + 2 * N, config.d_conv))
+    return lambda u, h, conv: layer.step(u, (h, conv)), (normal(B, 1, 16), *cache)
+
+
+class _Gated(torch.nn.Module):
+    """In the place of Mamba's gated norm, which is a Triton kernel."""
+
+    def __init__(self, width: int, **options: Any) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(width)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return self.norm(x * F.silu(z))
+
+
+@case(MINIMAL, "model.py")
+def mamba1_scan(m: Any) -> Program:
+    """Mamba-1 has a decay for each channel and state: no product of heads."""
+    u, delta, a = normal(B, 6, P), unit(B, 6, P), -unit(P, N)
+    return partial(m.MambaBlock.selective_scan, None), (u, delta, a, normal(B, 6, N), normal(B, 6, N), normal(P))

@@ -24,6 +24,8 @@ class Case:
     name: str
     make: Maker
     finds: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    """Definitions to take out of a file that does more than define; all of it otherwise."""
     bound: float = 1e-5
     """Relative error up to which results count as equal to eager's."""
 
@@ -31,11 +33,13 @@ class Case:
         return f"{self.repository.name} {self.path} {self.name}"
 
 
-def case(repository: Repository, path: str, *finds: str, bound: float = 1e-5) -> Callable[[Maker], Maker]:
+def case(
+    repository: Repository, path: str, *finds: str, only: tuple[str, ...] = (), bound: float = 1e-5
+) -> Callable[[Maker], Maker]:
     """Register what the function makes of the file's module, a callable and its arguments, under its own name."""
 
     def register(make: Maker) -> Maker:
-        CASES.append(Case(repository, path, make.__name__, make, finds, bound))
+        CASES.append(Case(repository, path, make.__name__, make, finds, only, bound))
         return make
 
     return register

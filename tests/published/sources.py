@@ -6,6 +6,7 @@ own repository is loaded in the same way, and libraries that are not installed b
 
 from __future__ import annotations
 
+import ast
 import builtins
 import subprocess
 import sys
@@ -28,7 +29,7 @@ class Absent(ModuleType):
     """Stands for a library that is not installed: its names exist, decorators leave functions as they are."""
 
     def __getattr__(self, name: str) -> Absent:
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__version__":
             raise AttributeError(name)
         return Absent(f"{self.__name__}.{name}")
 
@@ -45,6 +46,21 @@ class Absent(ModuleType):
 
     def __mro_entries__(self, bases: tuple[type, ...]) -> tuple[type, ...]:
         return (object,)
+
+
+def _definitions(text: str, names: tuple[str, ...]) -> ast.Module:
+    """The last definition of each name, wherever it stands, with the imports at the top that they read."""
+    tree = ast.parse(text)
+    made = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    last: dict[str, ast.stmt] = {node.name: node for node in made if node.name in names}
+    read = {node.id for name in names for node in ast.walk(last[name]) if isinstance(node, ast.Name)}
+    imports: list[ast.stmt] = []
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            node.names = [each for each in node.names if (each.asname or each.name.partition(".")[0]) in read]
+            imports += [node] if node.names else []
+    tree.body = [*imports, *(last[name] for name in names)]
+    return tree
 
 
 @dataclass(frozen=True)
@@ -69,9 +85,9 @@ class Library:
     modules: dict[tuple[str, str], ModuleType] = field(default_factory=dict[tuple[str, str], ModuleType])
     trees: dict[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
 
-    def load(self, repository: Repository, path: str) -> ModuleType:
-        """The module of one file. Raises MissingSource."""
-        key = repository.name, path
+    def load(self, repository: Repository, path: str, only: tuple[str, ...] = ()) -> ModuleType:
+        """The module of one file, or what ``only`` names of a file that does more than define. Raises MissingSource."""
+        key = repository.name, " ".join((path, *only))
         if key in self.modules:
             return self.modules[key]
         text = self._git(repository, "show", f"{repository.commit}:{path}")
@@ -81,10 +97,10 @@ class Library:
         module = ModuleType("published." + f"{repository.name}/{path}"[:-3].replace(".", "_").replace("/", "."))
         module.__file__ = str(place)
         namespace: dict[str, Any] = vars(module)
-        namespace["__builtins__"] = {**vars(builtins), "__import__": self._importer(repository, path)}
+        namespace["__builtins__"] = {**vars(builtins), "__import__": self._importer(repository, path, own=not only)}
         self.modules[key] = sys.modules[module.__name__] = module
         try:
-            exec(compile(text, str(place), "exec"), namespace)
+            exec(compile(_definitions(text, only) if only else text, str(place), "exec"), namespace)
         except BaseException:
             del self.modules[key], sys.modules[module.__name__]
             raise
@@ -113,17 +129,20 @@ class Library:
                     return path
         return None
 
-    def _importer(self, repository: Repository, path: str) -> Callable[..., Any]:
-        """What ``import`` means in one file."""
+    def _importer(self, repository: Repository, path: str, *, own: bool) -> Callable[..., Any]:
+        """What ``import`` means in one file; not ``own``: other files of the repository are absent."""
         package = PurePosixPath(path).parent
 
         def importer(
             name: str, names: Any = None, values: Any = None, wanted: tuple[str, ...] | None = (), level: int = 0
         ) -> Any:
+            known = level or (wanted and self._file_of(repository, name, repository.roots))
+            if known and not own:
+                return Absent(name)
             if level:
                 base = package.parents[level - 2] if level > 1 else package
                 return self._own(repository, name, wanted or (), (str(base),))
-            if self._file_of(repository, name, repository.roots) and wanted:
+            if known and wanted:
                 return self._own(repository, name, wanted, repository.roots)
             try:
                 return builtins.__import__(name, names, values, wanted or (), 0)
