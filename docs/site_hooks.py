@@ -13,8 +13,12 @@ OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANG
 
 
 def on_config(config: Any) -> Any:
-    """Entries of the navigation whose page nobody has written yet are left out."""
+    """Entries of the navigation whose page nobody has written yet are left out; pages without one come last."""
     config.nav = _existing(config.nav)
+    listed = str(config.nav)
+    others = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if f"'{page.name}'" not in listed]
+    if others:
+        config.nav.append({"More": others})
     return config
 
 

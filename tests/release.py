@@ -91,7 +91,7 @@ def check(python: str, torch: str, wheel: Path, keep: Path) -> Outcome:
             [*pip, str(wheel)],  # what it depends on
             [str(bin_folder / "kdacompile"), "doctor"],
             [str(bin_folder / "python"), "example.py"],
-            [str(bin_folder / "kdacompile"), "explain", f"example.py:{FUNCTION}", *tensors],
+            [str(bin_folder / "kdacompile"), "explain", f"example.py:{FUNCTION}", *tensors, "--html", "report.html"],
         ):
             environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(Path(place, "caches"))}
             run = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from examples import quickstart
 from kdacompile import doctor
 from kdacompile.compat import accepted
 
@@ -72,3 +74,10 @@ def test_the_doctor_has_the_remedy_of_each_system(monkeypatch: pytest.MonkeyPatc
     finally:
         monkeypatch.undo()
         importlib.reload(doctor)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_an_example_says_that_a_device_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        quickstart.main(["--quick", "--device", "cuda"])
+    assert "cannot run on device 'cuda'" in capsys.readouterr().err
