@@ -159,6 +159,8 @@ def _programs(steps: Iterable[Launch | Apply], addresses: Sequence[int]) -> Iter
 class Recorder(Scratch):
     """Runs a call and notes what it does; ``operands`` have different addresses."""
 
+    first = True
+
     def __init__(self, operands: Operands) -> None:
         super().__init__()
         self._operands = operands

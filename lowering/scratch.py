@@ -15,6 +15,9 @@ class Scratch:
     What runs on a device goes through it as well: :mod:`~kdacompile.lowering.recorded` has one that remembers.
     """
 
+    first = False
+    """Whether no call of this kind was seen before."""
+
     def __init__(self, *, poison: bool = False) -> None:
         self.poison = poison
         self.allocated_bytes = 0

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ahead import compile_ahead
 from ..attention_calls import absorb
 from ..run_attention import Attention
 from ..scratch import Scratch
@@ -33,7 +34,9 @@ class HopperDecode:
         return run.machine(call.q) or decodes(call) or _shape(call) or _cache(call)
 
     def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-        return absorb(call, _attend, scratch or Scratch())
+        scratch = scratch or Scratch()
+        compile_ahead(lambda ahead: absorb(call, _attend, ahead), scratch)
+        return absorb(call, _attend, scratch)
 
 
 def _shape(call: Attention) -> str | None:

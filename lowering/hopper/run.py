@@ -11,6 +11,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from ..ahead import compile_ahead
 from ..calls import Call
 from ..gates import GATE_FUNCTIONS
 from ..scratch import Scratch
@@ -31,8 +32,11 @@ class HopperKernels:
         return machine(call.q) or _row(call) or _tensors(call)
 
     def run(self, call: Call, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        scratch = scratch or Scratch()
         with torch.cuda.device(call.q.device):
-            return launches(call, scheduled(call), scratch or Scratch()).run()
+            plan = scheduled(call)
+            compile_ahead(lambda ahead: launches(call, plan, ahead).run(), scratch)
+            return launches(call, plan, scratch).run()
 
     def step(self, call: Call, state: Tensor | None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("one token is declined: the emitted kernel takes it")

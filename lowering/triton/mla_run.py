@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ahead import compile_ahead
 from ..attention_calls import absorb
 from ..run_attention import Attention
 from ..scratch import Scratch
@@ -79,7 +80,9 @@ class TritonDecode:
         return reason
 
     def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-        return absorb(call, attend, scratch or Scratch())
+        scratch = scratch or Scratch()
+        compile_ahead(lambda ahead: absorb(call, attend, ahead), scratch)
+        return absorb(call, attend, scratch)
 
 
 def decodes(call: Attention) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ahead import compile_ahead
 from ..calls import Call
 from ..gates import GATE_FUNCTIONS
 from ..scratch import Scratch
@@ -45,7 +46,9 @@ class TritonKernels:
         return None
 
     def run(self, call: Call, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-        return run_chunks(call, scratch or Scratch())
+        scratch = scratch or Scratch()
+        compile_ahead(lambda ahead: run_chunks(call, ahead), scratch)
+        return run_chunks(call, scratch)
 
     def step(self, call: Call, state: Tensor | None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         return run_step(call, state, scratch or Scratch())

@@ -1,0 +1,65 @@
+"""Compiling the kernels of a first call side by side: nothing runs, and whatever fails is left to the call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kdacompile.lowering.ahead import compile_ahead
+from kdacompile.lowering.recorded import Recorder
+from kdacompile.lowering.scratch import Scratch
+
+pytest.importorskip("triton")
+
+
+class Kernel:
+    """Notes what it is compiled for; launching it is an error."""
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        self.problem = problem
+        self.compiled: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        raise AssertionError("launched")
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **named: Any) -> None:
+        from triton.runtime._async_compile import active_mode
+
+        assert active_mode.get() is not None
+        if self.problem is not None:
+            raise self.problem
+        self.compiled.append((grid, *args, *named.items()))
+
+
+def two_kernels(scratch: Scratch, first: Kernel, second: Kernel) -> None:
+    x = scratch.empty((4,), torch.float32, torch.device("cpu"))
+    scratch.apply(torch.Tensor.zero_, x.expand(2, 4))  # which would fail
+    scratch.launch(first, (2,))(4, BLOCK=16)
+    scratch.launch(second, (3, 1))(5, num_warps=4)
+
+
+def test_the_first_call_of_a_kind_compiles_everything_first() -> None:
+    first, second = Kernel(), Kernel()
+    compile_ahead(lambda scratch: two_kernels(scratch, first, second), Scratch())
+    assert not first.compiled
+    compile_ahead(lambda scratch: two_kernels(scratch, first, second), Recorder(()))
+    assert first.compiled == [((2,), 4, ("BLOCK", 16))]
+    assert second.compiled == [((3, 1), 5, ("num_warps", 4))]
+
+
+def test_what_fails_is_left_to_the_call() -> None:
+    broken, other = Kernel(ValueError("no such instruction")), Kernel()
+    compile_ahead(lambda scratch: two_kernels(scratch, broken, other), Recorder(()))
+    compile_ahead(lambda scratch: two_kernels(scratch, other, other), Recorder(()))
+    assert len(other.compiled) == 2  # the mode that compiles side by side has ended
+
+
+def test_a_triton_that_compiles_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    kernel = Kernel()
+    compile_ahead(lambda scratch: two_kernels(scratch, kernel, kernel), Recorder(()))
+    assert not kernel.compiled
