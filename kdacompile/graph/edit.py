@@ -201,6 +201,7 @@ class Edit:
         graph = self.functional
         order: list[Op] = []
         done: set[Op] = set()
+        known = set(graph.ops)
         for last in graph.ops:
             stack = [last]
             while stack:
@@ -213,6 +214,9 @@ class Edit:
                 if op not in done:
                     done.add(op)
                     order.append(op)
+                    if op not in known:  # nothing read it when the graph was made; a new call does
+                        for value in op.reads:
+                            value.users.append(op)
         graph.ops = order
         dead = graph.dead
         drop_unread(graph)

@@ -149,7 +149,8 @@ class Matching(Generic[R, B]):
             self.rejections.append(failures[0])
         elif refused:
             candidate, verdict = min(refused, key=lambda pair: pair[1].max_error)
-            name = next(iter(candidate.bindings)).name
+            likely = next(iter(candidate.bindings), None)  # there is none where no roles fit
+            name = self.spec.name if likely is None else likely.name
             self.rejections.append(Rejection(name, verdict.reason, source_of(candidate.output.node), verdict.code))
         elif obstacles:
             self.rejections.append(self.rejection(obstacles[0]))
