@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-KINDS = ("matched", "declined", "unseen", "wrong", "crashed", "slow", "torch", "invalid")
+KINDS = ("matched", "declined", "unseen", "wrong", "crashed", "slow", "relaid", "unstable", "torch", "invalid")
 
 
 def text(rows: Sequence[dict[str, Any]], seed: int, seconds: float) -> str:

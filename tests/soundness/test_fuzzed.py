@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tests.fuzz.judge import difference
+from tests.fuzz.bases import Sizes
+from tests.fuzz.judge import Judge, difference
+from tests.fuzz.mutations import Mutation
+from tests.fuzz.recipes import Call, Recipe
 from tests.lifting.conftest import fresh
 from tests.soundness.programs import explained
 
@@ -59,3 +63,28 @@ def test_a_capture_with_open_counts_that_fails() -> None:
             inputs = tuple(torch.randn(1, 2, length, size) for size in (4, 4, 6))
             gate = -0.1 * torch.rand(1, 2, length, 1)
             assert difference(compiled(*inputs, gate), program(*inputs, gate)) < 1e-4
+
+
+def test_a_value_that_only_a_rule_reads() -> None:
+    """It had been dropped, and came back without being anybody's reader: an internal error."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        total = torch.zeros_like((q.clone().zero_() + q)[:, :, 0])
+        outs: list[Tensor] = []
+        for q_t, k_t, v_t in zip(q.unbind(2), k.unbind(2), v.unbind(2), strict=True):
+            read = torch.einsum("bhk,bhkv->bhv", q_t, state)
+            outs.append(read / (1 + (q_t * total).sum(-1, keepdim=True)))
+            state = state + k_t[..., :, None] * v_t[..., None, :]
+            total = total + k_t
+        return torch.stack(outs, 2), state
+
+    inputs = tuple(torch.rand(1, 1, *shape, dtype=torch.float64) for shape in ((4, 4), (4, 4), (4, 6), (4, 6)))
+    report = explained(program, inputs)
+    assert all(difference(x, y) < 1e-12 for x, y in zip(report.result, program(*inputs), strict=True))
+
+
+def test_a_refused_candidate_without_bindings(tmp_path: Path) -> None:
+    """Nobody had a name for it: an internal error."""
+    bent = Mutation("bend", 145, "x / (1 + 1e-3 * x.square().sum(-1, keepdim=True))", "reduction")
+    made = Recipe("chunked:4330201200", (Call(8),), Sizes(B=1, H=3, K=4, V=4), (bent,), dynamic=False)
+    assert Judge(tmp_path)(made).kind in ("matched", "declined")
