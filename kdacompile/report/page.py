@@ -71,7 +71,11 @@ def _plan_of(layers: Layers, device: str) -> tuple[str, str, str] | None:
     found = plans.plan(match.pattern, PLAN_TARGETS.get(device, "ascend910b"))
     if not found.target.split:
         return f"stages and buffers on {found.target.title}", "", str(found)
-    return f"{found.handovers} hand-overs a chunk on {found.target.title}", found.to_svg(standalone=False), ""
+    return (
+        f"{plans.whole_handovers(found)} hand-overs a chunk on {found.target.title}",
+        found.to_svg(standalone=False),
+        "",
+    )
 
 
 def _lines_around(source: str) -> Sequence[tuple[int, str, bool]]:

@@ -15,6 +15,7 @@ from ..errors import TileProgramError
 from ..ir import DType, OpKind, Per, Program, Value
 from ..plan.units import is_product, is_widening
 from ..stages import Buffer, Scope, Task
+from ..target import Unit
 from .kernel import Argument, Kind, Scratch
 
 _KEY_PORTS = ("q", "k")
@@ -23,7 +24,9 @@ _KEY_PORTS = ("q", "k")
 class Body:
     """Prints tasks; collects the arguments and the buffers they need."""
 
-    def __init__(self, program: Program, buffers: Iterable[Buffer], tasks: Iterable[Task], *, turns: bool) -> None:
+    def __init__(
+        self, program: Program, buffers: Iterable[Buffer], tasks: Iterable[Task], *, turns: bool, in_memory: bool
+    ) -> None:
         self.program = program
         self.buffers = {b.name: b for b in buffers}
         self.tasks = tuple(tasks)
@@ -31,9 +34,11 @@ class Body:
         self.arguments: dict[str, Argument] = {}
         self.scratch: dict[str, Scratch] = {}
         self._turns = turns  # the kernel has a loop over chunks in which buffers per core are written again
+        self._in_memory = in_memory  # where units meet
         self._made: set[Value] = set()
         self._loaded: dict[Value, str] = {}
         self._kept: dict[Value, str] = {}  # value -> where its tile can be read back from
+        self._stored: set[Value] = set()  # what Cube has put there for Vec
         self._stores = {op.inputs[0]: str(op.attr("port")) for op in program.ops if op.kind is OpKind.STORE}
 
     def print(self) -> None:
@@ -52,6 +57,9 @@ class Body:
 
     def vec(self, value: Value) -> str:
         """``value`` as a variable of Vec."""
+        if value in self._stored and value not in self._loaded:
+            self.line(f"{value.name} = {self._read_back(value, turned=False)}")
+            self._loaded[value] = value.name
         if value in self._made:
             return f"{value.name}.to(tl.float32)" if self._narrowed(value) else value.name
         if value in self._loaded:
@@ -172,25 +180,38 @@ class Body:
         buffer = self.buffers.get(value.name)
         if buffer is not None and buffer.scope is Scope.TENSOR:
             self.line(f"tl.store({self._at(self._buffer(value))}, {value.name})")
-            if self._turns:
+            if self._turns or task.unit is Unit.CUBE:
                 self._kept[value] = value.name
-        elif self._turns and buffer is not None and buffer.scope is Scope.WORKSPACE and self._products(value) > 1:
-            self.scratch[value.name] = Scratch(value.name, Kind.IO, value.type.shape, per_core=True)
+        elif buffer is not None and buffer.scope is Scope.WORKSPACE and self._has_place(task):
+            kind = Kind.IO if buffer.dtype is DType.IO else Kind.F32
+            self.scratch[value.name] = Scratch(value.name, kind, value.type.shape, per_core=True)
             self.line(f"tl.store({self._at(self.scratch[value.name])}, {value.name})")
             self._kept[value] = value.name
+            self._stored |= {value} if task.unit is Unit.CUBE else set()
 
-    def _products(self, value: Value) -> int:
-        return sum(value in task.inputs[:2] and is_product(task.op) for task in self.tasks)
+    def _has_place(self, task: Task) -> bool:
+        """Whether what crosses units has a buffer of the kernel's own: what several products of the scan read, what the
+        scan's next state waits for, which Cube then stores at once, and the parts of an inverse, joined in place."""
+        if task.unit is Unit.CUBE:
+            return self._turns and self._in_memory
+        readers = [t for t in self.tasks if task.output in t.inputs[:2]]
+        if any(t.op.kind is OpKind.UNIT_LOWER_INVERSE and t.part for t in readers if t.unit is Unit.CUBE):
+            return True
+        products = [t for t in readers if is_product(t.op)]
+        wide = any(t.op.inputs[1].type.dtype is DType.ACC for t in products)
+        return wide or (self._turns and len(products) > 1)
 
     def _text(self, task: Task) -> str | None:
         """The expression of a task; None where another task's covers it."""
         op = task.op
         if task.part:
-            return self._gram_part(task)
+            return self._gram_part(task) if op.kind is OpKind.GATED_GRAM else self._inverse_part(task)
         if op.kind is OpKind.DOT:
             return self._product(task)
         if op.kind in (OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.EXP, OpKind.NEG):
             return TRITON.text(op, [self.fitted(v, op.result) for v in op.inputs])
+        if op.kind is OpKind.EYE:
+            return "ones_on_diagonal(C)"
         x = op.inputs[0]
         match op.kind:
             case OpKind.CAST:
@@ -219,17 +240,33 @@ class Body:
         acc = f", {op.inputs[2].name}" if len(op.inputs) == 3 else ""
         return f'tl.dot({x}, {y}{acc}, input_precision="ieee")'
 
+    def _inverse_part(self, task: Task) -> str | None:
+        """Parts of ``unit_lower_inverse``: blocks and what is below them on Vec, in buffers where Cube joins them."""
+        op = task.op
+        match task.part:
+            case "blocks":
+                return f"inverse_of_blocks({self.vec(op.inputs[0])}, C, R)"
+            case "below":
+                return f"-{self.vec(op.inputs[0])}"
+            case "join":
+                blocks, below = (f"{op.result.name}_{part}" for part in ("blocks", "below"))
+                self.line(f"join_blocks({blocks}_ptr, {below}_ptr, core, C, R, LEVELS)")
+                self._made.add(op.result)
+                self._kept[op.result] = blocks
+                self._stored.add(op.result)
+        return None
+
     def _gram_part(self, task: Task) -> str | None:
         """Parts of ``gated_gram``. With a gate per channel the scaled rows and columns come from ``sub_chunks``."""
         op, name = task.op, task.op.result.name
         strict = bool(op.attr("strict", False))
         if op.inputs[2].type.cols != 1:
-            if task.part != "triangle":
-                return None
-            rows = self.argument(f"{'k' if strict else 'q'}_levels_ptr", Kind.IO)
-            cols = self.argument("k_levels_ptr", Kind.IO)
-            diagonal = self.argument(f"{name}_diagonal_ptr", Kind.F32)
-            return f"channel_gram({diagonal}, {rows}, {cols}, at, C, K, R, LEVELS)"
+            gram = self.argument(f"{name}_diagonal_ptr", Kind.F32)
+            if task.part == "product":
+                rows = self.argument(f"{'k' if strict else 'q'}_levels_ptr", Kind.IO)
+                cols = self.argument("k_levels_ptr", Kind.IO)
+                self.line(f"gram_below({gram}, {rows}, {cols}, at, C, K, R, LEVELS)")
+            return f"lower(tl.load(tile_at({gram}, at, 0, C, C, C)), C, {strict})" if task.part == "triangle" else None
         if task.part == "rows":
             return f"{self.vec(op.inputs[0])}.to(io)"
         if task.part == "product":

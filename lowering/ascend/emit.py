@@ -71,7 +71,7 @@ def _section(made: Plan, section: Section, kernels: list[Kernel], scratch: dict[
         kernels.append(_sub_chunk_kernel(made, own, scratch))
         tasks = [t for t in tasks if t not in own]
     scan = section is Section.SCAN
-    body = Body(made.program, made.buffers, tasks, turns=scan)
+    body = Body(made.program, made.buffers, tasks, turns=scan, in_memory=made.target.meeting == "global")
     body.scratch.update(scratch)
     body.print()
     wide = any("V" in t.output.type.shape for t in tasks)

@@ -197,22 +197,57 @@ def below_diagonal(C: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def channel_gram(
-    diagonal_ptr, rows_ptr, cols_ptr, at, C: tl.constexpr, K: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr
-):
-    """The decay-weighted Gram matrix of a chunk: diagonal blocks as made, and one product a level below them."""
-    gram = tl.where(same_block(C, R), tl.load(tile_at(diagonal_ptr, at, 0, C, C, C)), 0.0)
-    for level in tl.static_range(LEVELS):
-        x = tl.load(tile_at(rows_ptr, at * LEVELS + level, 0, C, K, K))
-        y = tl.load(turned_at(cols_ptr, at * LEVELS + level, C, K))
-        gram = tl.where(below_diagonal(C, R << level), tl.dot(x, y, input_precision="ieee"), gram)
-    return gram
+def block_at(ptr, at, row, column, C: tl.constexpr, N: tl.constexpr):
+    """N rows and columns of a [C, C] tile."""
+    base = ptr + at.to(tl.int64) * (C * C)
+    return tl.make_block_ptr(base, (C, C), (C, 1), (row, column), (N, N), (1, 0))
 
 
 @triton.jit
-def unit_lower_inverse(a, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr):
-    """(I + the strict lower triangle of a)^-1: blocks of R by forward substitution on Vec, all at once; then blocks
-    twice as large, [[x, 0], [-y l x, y]] from x, y and what is below the diagonal, l, with two products a level."""
+def level_at(ptr, at, row, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    """N rows of a [ROWS, K] tile."""
+    base = ptr + at.to(tl.int64) * (ROWS * K)
+    return tl.make_block_ptr(base, (ROWS, K), (K, 1), (row, 0), (N, K), (1, 0))
+
+
+@triton.jit
+def gram_block(
+    gram_ptr,
+    rows_ptr,
+    cols_ptr,
+    at,
+    level,
+    low,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    x = tl.load(level_at(rows_ptr, at, level * C + low + N, C * LEVELS, K, N))
+    y = tl.load(level_at(cols_ptr, at, level * C + low, C * LEVELS, K, N))
+    tl.store(block_at(gram_ptr, at, low + N, low, C, N), tl.dot(x, tl.trans(y), input_precision="ieee"))
+
+
+@triton.jit
+def gram_below(
+    gram_ptr, rows_ptr, cols_ptr, at, C: tl.constexpr, K: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr
+):
+    """What is below the diagonal blocks of a chunk's decay-weighted Gram matrix, where they lie: a product for every
+    pair of neighbours of a level."""
+    for level in tl.static_range(LEVELS):
+        for pair in tl.static_range(C // (2 * (R << level))):
+            gram_block(gram_ptr, rows_ptr, cols_ptr, at, level, 2 * pair * (R << level), C, K, R << level, LEVELS)
+
+
+@triton.jit
+def ones_on_diagonal(C: tl.constexpr):
+    i = tl.arange(0, C).to(tl.float32)
+    return tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+
+
+@triton.jit
+def inverse_of_blocks(a, C: tl.constexpr, R: tl.constexpr):
+    """(I + the strict lower triangle of a)^-1 of every diagonal block of R, by forward substitution, all at once."""
     N: tl.constexpr = C // R
     inside = same_block(C, R) & after(C)
     blocks = tl.sum(tl.reshape(tl.where(inside, a, 0.0), (C, N, R)), 1)
@@ -224,12 +259,37 @@ def unit_lower_inverse(a, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr
         row = tl.sum(tl.where(here, blocks, 0.0), 1)
         m = m - tl.where(here, tl.sum(row[:, :, None] * m, 1)[:, None, :], 0.0)
     m = tl.broadcast_to(tl.reshape(m, (C, 1, R)), (C, N, R))
-    m = tl.where(same_block(C, R), tl.reshape(m, (C, C)), 0.0)
+    return tl.where(same_block(C, R), tl.reshape(m, (C, C)), 0.0)
+
+
+@triton.jit
+def unit_lower_inverse(a, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr):
+    """The same of the whole of a, by blocks twice as large, [[x, 0], [-y l x, y]], with two products a level and Vec in
+    between: where units meet on chip."""
+    m = inverse_of_blocks(a, C, R)
     for level in tl.static_range(LEVELS):
         part = tl.where(below_diagonal(C, R << level), a, 0.0)
         x = tl.dot(m + 0.0, part, input_precision="ieee")
         m = m - tl.dot(x, m, input_precision="ieee")
     return m
+
+
+@triton.jit
+def join_pair(m_ptr, below_ptr, at, low, C: tl.constexpr, N: tl.constexpr):
+    y = tl.load(block_at(m_ptr, at, low + N, low + N, C, N))
+    below = tl.load(block_at(below_ptr, at, low + N, low, C, N))
+    left = tl.dot(y, below, input_precision="ieee")
+    x = tl.load(block_at(m_ptr, at, low, low, C, N))
+    tl.store(block_at(m_ptr, at, low + N, low, C, N), tl.dot(left, x, input_precision="ieee"))
+
+
+@triton.jit
+def join_blocks(m_ptr, below_ptr, at, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr):
+    """From inverted diagonal blocks of R to those of C, in place: [[x, 0], [y l x, y]] of neighbours x and y and of
+    what is below the diagonal between them, l, negated. All on Cube, which need not wait for Vec in between."""
+    for level in tl.static_range(LEVELS):
+        for pair in tl.static_range(C // (2 * (R << level))):
+            join_pair(m_ptr, below_ptr, at, 2 * pair * (R << level), C, R << level)
 
 
 # ---- one gate per channel: a stage of its own
@@ -343,8 +403,8 @@ def sub_chunks(
             since = gate_total(g_ptr, start, head, length, low, n, HV, K, R)
             until = gate_total(g_ptr, start, head, length, n + 1, low + (1 << level), HV, K, R)
             scaled = (at * LEVELS + level) * N + n
-            tl.store(tile_at(q_levels_ptr, scaled, 0, R, K, K), (q * since[None, :]).to(io))
             if (n >> level) % 2 == 1:
+                tl.store(tile_at(q_levels_ptr, scaled, 0, R, K, K), (q * since[None, :]).to(io))
                 tl.store(tile_at(k_levels_ptr, scaled, 0, R, K, K), (before * since[None, :]).to(io))
             else:
                 tl.store(tile_at(k_levels_ptr, scaled, 0, R, K, K), (forward * until[None, :]).to(io))

@@ -96,9 +96,12 @@ def _crossing(
     columns = tiles if "V" in value.type.shape else 1
     if all(home[t].section is run.section and t.unit is task.unit for t in readers):
         operand = any(t.op.kind is OpKind.DOT and value in t.inputs[:2] for t in readers)
+        operand = operand or task.part == "left"
         if not elsewhere and not (run.unit is Unit.CUBE and operand):
             return None
-        in_memory = operand and run.unit is Unit.CUBE and rule.operands_in_memory
+        in_memory = (
+            operand and run.unit is Unit.CUBE and rule.operands_in_memory and task.part != "join"
+        )  # that takes its blocks' place
         return Buffer(
             value.name,
             value.type.shape,

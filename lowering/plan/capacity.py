@@ -129,7 +129,10 @@ def _stage_needs(graph: Graph, stage: Stage, ring: Sequence[Stage], chip: Chip, 
         for value in alive:
             if value != gone:
                 bytes = chip.bytes(value, stage.unit, streamed=value.name in streamed)
-                held.setdefault(_HOME[stage.unit, value.type.dtype], []).append((value.name, bytes))
+                operand = stage.unit is Unit.CUBE and value in loaded
+                held.setdefault("L1" if operand else _HOME[stage.unit, value.type.dtype], []).append(
+                    (value.name, bytes)
+                )
         for memory, tiles in held.items():
             if _total(tiles) > _total(peak.get(memory, [])):
                 peak[memory] = tiles
@@ -156,7 +159,8 @@ def _apart(graph: Graph, stage: Stage, chip: Chip) -> dict[str, dict[str, int]]:
             values = (*task.inputs[:2], sums[task.output])
         for value in values:
             value = graph.last.get(value, value)
-            memory = _HOME[stage.unit, value.type.dtype]
+            operand = stage.unit is Unit.CUBE and value in task.inputs[:2]
+            memory = "L1" if operand else _HOME[stage.unit, value.type.dtype]
             places.setdefault(memory, {})[value.name] = chip.bytes(value, stage.unit, streamed=False)
     return places
 

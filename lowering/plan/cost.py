@@ -11,6 +11,7 @@ from math import ceil
 
 import sympy
 
+from ..decay import SUB_CHUNK
 from ..ir import OpKind
 from ..stages import Buffer, Scope, Section, Stage, Task, evaluate, size, symbol
 from ..target import Unit
@@ -59,6 +60,10 @@ def _cube_cycles(plan: PlanData, task: Task) -> float:
     rates = plan.target.rates
     if task.op.kind is OpKind.CAST:
         return 0.0  # on store
+    if task.part in ("left", "join"):
+        size = _extent(plan, task.op.result.type.rows) // SUB_CHUNK
+        levels = [1 << n for n in range(size.bit_length() - 1)]
+        return sum(size // (2 * n) * (rates["cube_start"].value + n**3 * rates["cube_block"].value) for n in levels)
     rows, cols = (_extent(plan, dim) for dim in task.output.type.shape)
     a = task.op.inputs[0].type
     inner = _extent(plan, a.rows if task.op.attr("trans_a", False) else a.cols)
@@ -71,7 +76,9 @@ def _vec_cycles(plan: PlanData, task: Task) -> float:
     rates, cores = plan.target.rates, plan.target.vec_cores
     rows, cols = (_extent(plan, dim) for dim in task.output.type.shape)
     lanes, start = rates["vec_lanes"].value, rates["vec_start"].value
-    if task.op.kind is OpKind.UNIT_LOWER_INVERSE:
+    if task.part == "blocks":
+        return SUB_CHUNK * start + rows * SUB_CHUNK**2 / (lanes / 2) / cores
+    if task.op.kind is OpKind.UNIT_LOWER_INVERSE and not task.part:
         return rows * start + rows * rows * cols / 2 / (lanes / 2) / cores
     if task.part == "triangle":
         inner = _extent(plan, task.op.inputs[0].type.cols) if len(task.inputs) > 2 else 1

@@ -132,12 +132,6 @@ class PlanData:
         return sum(self.bytes(b) * b.tiles for b in self.tensors)
 
     @property
-    def outer_handovers(self) -> int:
-        """Changes of unit a step outside the scan, where steps are independent and hide them behind each other."""
-        sides = (self.section(Section.PROLOGUE), self.section(Section.EPILOGUE))
-        return sum(max(len(stages) - 1, 0) for stages in sides)
-
-    @property
     def crossings(self) -> int:
         """Tiles that change unit inside the scan, a step."""
         return sum(b.tiles for b in self.workspaces)

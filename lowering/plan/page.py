@@ -12,6 +12,7 @@ from .model import PlanData
 from .picture import groups_svg, timeline_svg
 from .text import apart_text
 from .timeline import schedule, timeline
+from .whole import outer_handovers
 
 _CHUNKS = 4
 
@@ -70,7 +71,7 @@ def _tiles(plan: PlanData, naive: PlanData | None) -> str:
         (f"{plan.crossing_bytes:,}", f"bytes a {plan.step} in {plan.crossings} tiles that change unit"),
         (
             str(sum(1 for s in Section if plan.section(s))),
-            f"sections, of a kernel or more each; {plan.outer_handovers} hand-overs outside the scan",
+            f"sections, of a kernel or more each; {outer_handovers(plan)} hand-overs outside the scan",
         ),
     ]
     tiles = "".join(f"<div class='tile'><b>{escape(n)}</b>{escape(what)}</div>" for n, what in entries)

@@ -94,7 +94,7 @@ def _bind(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _plan(folded: Folded, target: Target, options: Options, sizes: Mapping[str, int], io: str) -> Plan:
     program = folded.program
-    graph = Graph(program, tasks(program, target), folded.carried)
+    graph = Graph(program, tasks(program, target, whole=not options.hoist), folded.carried)
     hoist = options.hoist and not folded.carried
     placed = place(graph, hoist=hoist, outputs=Section(options.outputs), values=options.values)
     by_section = {s: [t for t in graph.tasks if placed[t] is s] for s in Section}

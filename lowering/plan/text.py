@@ -8,6 +8,7 @@ from ..ir import DType
 from ..stages import Buffer, Scope, Stage
 from .capacity import Need
 from .model import PlanData
+from .whole import outer_handovers
 
 _SCOPES = {
     Scope.WORKSPACE: "workspace",
@@ -37,7 +38,7 @@ def to_text(plan: PlanData) -> str:
 def _summary(plan: PlanData) -> list[str]:
     return [
         f"  hand-overs a {plan.step} {plan.handovers}, no schedule has fewer than {plan.lower_bound}; "
-        f"outside the scan {plan.outer_handovers}",
+        f"outside the scan {outer_handovers(plan)}",
         f"  {plan.meeting} {plan.meeting_bytes:,} bytes a core group, floor {plan.floor_bytes:,}{_apart(plan)}; "
         f"{plan.crossings} tiles and {plan.crossing_bytes:,} bytes cross a {plan.step}",
         f"  tensors between sections {plan.tensor_bytes:,} bytes a lane and {plan.step}",

@@ -5,6 +5,8 @@ starts from a tile that Vec made. So for such a target
 
 * operands of products are narrowed by a visible ``cast``, which is where rounding happens;
 * ``acc - x @ y`` becomes ``acc + (-x) @ y``, with the sign moved into whatever Vec computes upstream;
+* a triangular inverse whose columns are scaled, or rounded, is multiplied by a diagonal matrix, so that it need not go
+  back to Vec for it;
 * ``acc + x @ y`` stays one product where ``acc`` is itself a product nobody else reads, and is a product and an
   addition on Vec where it is not (the fp32 carry is on Vec: Cube's accumulator cannot be loaded).
 
@@ -32,16 +34,26 @@ def legalise(program: Program, target: Target, *, accumulate: bool = True) -> Pr
     return _Legaliser(program, target, accumulate).run()
 
 
-def tasks(program: Program, target: Target) -> tuple[Task, ...]:
-    """The ops that compute, in program order, with macro-ops cut at their changes of unit."""
+def tasks(program: Program, target: Target, *, whole: bool = False) -> tuple[Task, ...]:
+    """The ops that compute, in program order, with macro-ops cut at their changes of unit; inverses are not where
+    ``whole``, nor where Cube could not leave their result as it is wanted."""
     found: list[Task] = []
     on_cube: set[Value] = set()
     shared: dict[tuple[Value, Value], Value] = {}
+    inverted: tuple[Value, ...] = ()
     for op in program.ops:
         if op.kind in (OpKind.LOAD, OpKind.STORE, OpKind.CARRY) or is_widening(op):
             continue
         if target.split and op.kind is OpKind.GATED_GRAM:
             found += _gram_parts(program, op, shared)
+            continue
+        if target.split and target.narrows and op.kind is OpKind.UNIT_LOWER_INVERSE and not whole:
+            found += _inverse_parts(op)
+            on_cube.add(op.result)
+            inverted = op.inputs
+            continue
+        if target.split and op.kind is OpKind.EYE:  # scales an inverse: made when that is, not chunks before
+            found.append(Task(op, Unit.VEC, inverted, op.result))
             continue
         unit = _unit(op, on_cube, target) if target.split else Unit.CORE
         if unit is Unit.CUBE:
@@ -101,6 +113,23 @@ def _gram_parts(program: Program, op: Op, shared: dict[tuple[Value, Value], Valu
     return parts
 
 
+def _inverse_parts(op: Op) -> list[Task]:
+    """``unit_lower_inverse``: Vec inverts the diagonal blocks of one fractal by forward substitution, and negates what
+    is below them; Cube joins two neighbours x and y into ``[[x, 0], [y l x, y]]``, level by level, in their own place.
+
+    What Cube makes on the way, y l of all levels, has as many elements as ``left`` says.
+    """
+    (x,), size, name = op.inputs, op.result.type.rows, op.result.name
+    blocks, below = (Value(f"{name}_{part}", TileType(size, size, DType.ACC)) for part in ("blocks", "below"))
+    left = Value(f"{name}_left", TileType(f"{size}/2", f"{size} - {SUB_CHUNK}", DType.ACC))
+    return [
+        Task(op, Unit.VEC, (x,), blocks, "blocks"),
+        Task(op, Unit.VEC, (x,), below, "below"),
+        Task(op, Unit.CUBE, (blocks, below), left, "left"),
+        Task(op, Unit.CUBE, (left, blocks), op.result, "join"),
+    ]
+
+
 class _Legaliser:
     """The program written again op by op, as the rules above ask for."""
 
@@ -108,12 +137,14 @@ class _Legaliser:
         self.program, self.split = program, target.split
         self.chains = target.accumulates
         self.accumulate = accumulate and target.accumulates
+        self.stays = self.accumulate and target.split and target.narrows  # a triangular inverse, on Cube
         self.ops: list[Op] = []
         self.new: dict[Value, Value] = {}  # value of the old program -> of the new one
         self.producer: dict[Value, Op] = {}  # of the new program
         self.names = {value.name for value in program.values()}
         self.narrowed: dict[Value, Value] = {}
         self.negated: dict[Value, Value] = {}
+        self.inverses: set[Value] = set()  # by a diagonal matrix
         self.readers: dict[Value, int] = {}
         for op in program.ops:
             for value in op.inputs:
@@ -124,6 +155,8 @@ class _Legaliser:
         for op in self.program.ops:
             if op.kind is OpKind.DOT:
                 self.new[op.result] = self.dot(op)
+            elif op.kind is OpKind.MUL and (scaled := self.scaled_inverse(op)) is not None:
+                self.new[op.result] = scaled
             elif op.kind in (OpKind.ADD, OpKind.SUB) and (total := self.sum(op)) is not None:
                 self.new[op.result] = total
             else:
@@ -180,6 +213,25 @@ class _Legaliser:
                 return self.product(made, x, y, self.new[acc], dict(made.attrs), op.result.name)
         return None
 
+    def scaled_inverse(self, op: Op) -> Value | None:
+        """A triangular inverse by a row of factors."""
+        x, row = op.inputs
+        if not self.is_inverse(self.new[x]) or self.readers[x] != 1 or row.type.rows != 1:
+            return None
+        return self.times_diagonal(self.new[x], self.new[row], op.result.name)
+
+    def times_diagonal(self, x: Value, row: Value | None, name: str) -> Value:
+        """``x`` with its columns times ``row``, or times 1, as a product of fp32 tiles."""
+        right = self.emit(OpKind.EYE, (), self.fresh(f"{name}_ones"), dim=x.type.cols)
+        if row is not None:
+            right = self.emit(OpKind.MUL, (right, row), self.fresh(f"{name}_factors"))
+        result = self.emit(OpKind.DOT, (x, right), name)
+        self.inverses.add(result)
+        return result
+
+    def is_inverse(self, x: Value) -> bool:
+        return self.stays and self.producer[x].kind is OpKind.UNIT_LOWER_INVERSE
+
     def product(self, op: Op, x: Value, y: Value, acc: Value | None, attrs: dict[str, Attr], name: str) -> Value:
         operands = (self.narrow_down(x), self.narrow_down(y))
         return self.emit(op.kind, operands if acc is None else (*operands, acc), name, **attrs)
@@ -192,7 +244,10 @@ class _Legaliser:
         if is_widening(made):
             return made.inputs[0]
         if x not in self.narrowed:
-            self.narrowed[x] = self.emit(OpKind.CAST, (x,), self.fresh(f"{x.name}_io"), to=DType.IO.value)
+            wide = self.times_diagonal(x, None, self.fresh(f"{x.name}_joined")) if self.is_inverse(x) else x
+            self.narrowed[x] = self.narrowed[wide] = self.emit(
+                OpKind.CAST, (wide,), self.fresh(f"{x.name}_io"), to=DType.IO.value
+            )
         return self.narrowed[x]
 
     def negative(self, x: Value) -> Value:
@@ -217,8 +272,11 @@ class _Legaliser:
         return made.inputs[0] if made.kind is OpKind.CAST else value
 
     def _cost(self, value: Value) -> tuple[bool, bool]:
-        """Negating is free on what Vec makes for this product alone, and a tensor more on what is loaded or shared."""
+        """Negating is free on what Vec makes for this product alone, a tensor more on what is loaded or shared, and two
+        hand-overs more on an inverse."""
         made = self.producer[value]
+        if value in self.inverses:
+            return (True, True)
         return (made.kind in (OpKind.LOAD, OpKind.CARRY), self.readers.get(value, 0) > 1)
 
     def emit(self, kind: OpKind, inputs: tuple[Value, ...], name: str, **attrs: Attr) -> Value:

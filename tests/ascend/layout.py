@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from kdacompile.lowering.ascend.kernel import SUB_CHUNK
 from kdacompile.lowering.ascend.launch import LEVELS
-from kdacompile.lowering.ir import OpKind
 from kdacompile.lowering.plan import Plan
 from kdacompile.lowering.plan.capacity import Need
-from kdacompile.lowering.stages import Section, Stage
+from kdacompile.lowering.plan.whole import kernel_plans
+from kdacompile.lowering.stages import Section, Task
 from kdacompile.lowering.target import ASCEND910B, Target
 
 # What a kernel has in UB beside the plan's tiles: a vector spread for an elementwise operation with a tile.
@@ -66,29 +67,32 @@ def cube_tiles(made: Plan, section: str) -> tuple[Counter[int], Counter[int]]:
     operands: Counter[int] = Counter()
     sums: Counter[int] = Counter()
     for stage in made.section(Section(section)):
+        macros = [task for task in stage.tasks if _is_macro(task)]
+        loaded = {value.name for task in stage.tasks if task not in macros for value in task.inputs[:2]}
+        summed = {task.name for task in macros}
         for need in _needs(made, stage.name):
-            if need.memory in ("L1", "L0C"):
-                (operands if need.memory == "L1" else sums).update(_spelled_out(made, stage, need))
-        inverses = sum(task.op.kind is OpKind.UNIT_LOWER_INVERSE for task in stage.tasks)
-        matrix = made.sizes["C"] ** 2 * 4
-        sums[matrix] += inverses * 2 * LEVELS  # unit_lower_inverse: two products a level, of fp32 matrices
-        operands[matrix] += inverses * 4 * LEVELS
-    return +operands, +sums
+            if need.memory == "L1":
+                operands.update(size for name, size in need.apart if name in loaded)
+            elif need.memory == "L0C":
+                sums.update(size for name, size in need.apart if name not in summed)
+        for task in macros:
+            _add_blocks(made, task, operands, sums)
+    return operands, sums
 
 
-def _spelled_out(made: Plan, stage: Stage, need: Need) -> list[int]:
-    """A stage's tiles in one memory. A Gram matrix with a gate per channel is a product a level (channel_gram), of rows
-    and columns that are as large as the chunk, and each loads its own."""
-    grams = [task for task in stage.tasks if task.part == "product" and task.inputs[1].name.endswith("_cols")]
-    tiles: list[int] = []
-    for name, size in need.apart:
-        if any(name == task.inputs[1].name for task in grams):
-            tiles += [_keys(made)] * (LEVELS * len(grams))
-        elif any(name in (task.inputs[0].name, task.output.name) for task in grams):
-            tiles += [size] * LEVELS
-        else:
-            tiles.append(size)
-    return tiles
+def _is_macro(task: Task) -> bool:
+    """A Gram matrix with a gate per channel, or the blocks of an inverse being joined."""
+    return task.part in ("left", "join") or (task.part == "product" and task.inputs[1].name.endswith("_cols"))
+
+
+def _add_blocks(made: Plan, task: Task, operands: Counter[int], sums: Counter[int]) -> None:
+    """What a macro multiplies block by block, for every pair of neighbours of a level: two tiles of keys, or y by l, or
+    that by x."""
+    for level in range(LEVELS):
+        block, pairs = SUB_CHUNK << level, made.sizes["C"] // (2 * SUB_CHUNK << level)
+        operand = block * made.sizes["K"] * 2 if task.part == "product" else block * block * 4
+        operands[operand] += 2 * pairs
+        sums[block * block * 4] += pairs
 
 
 def check_vec(made: Plan, memories: dict[str, Any]) -> None:
@@ -109,8 +113,5 @@ def check_vec(made: Plan, memories: dict[str, Any]) -> None:
 
 def _needs(made: Plan, section: str) -> list[Need]:
     """Of a section or a stage; those of L0A and L0B, which operands pass in pieces, are not here."""
-    return [need for need in made.needs if need.stage.startswith(section) and need.apart]
-
-
-def _keys(made: Plan) -> int:
-    return made.sizes["C"] * made.sizes["K"] * 2
+    stages = {stage.name for kernel in kernel_plans(made) if kernel.name == section for stage in kernel.stages}
+    return [need for need in made.needs if need.stage in stages | {section} and need.apart]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +38,8 @@ def plan_of(row: tuple[str, bool], io: str = "bf16", target: Target = ASCEND910B
 
 def workspace(made: Plan, module: Module) -> int:
     """What the scan needs of the compiler's workspace: what crosses units, and what Cube hands to itself, unless it has
-    a buffer of its own; each at an address of its own, since the compiler shares none safely (test_mutations)."""
+    a buffer of its own; each at an address of its own, since the compiler shares none safely (test_mutations). Whole
+    kernels are compared in test_table."""
     own = {buffer.name for buffer in module.scratch}
     scan = {stage.name for stage in made.section(Section.SCAN)}
     passing = [b for b in made.buffers if b.lifetime is not None and b.producer in scan]
@@ -75,6 +78,17 @@ def test_family_compiles_as_planned(tools: Tools, row: tuple[str, bool]) -> None
             check_vec(made, facts["memories"])
 
 
+@pytest.mark.parametrize("row", [row for row in FAMILY if row[1]])
+def test_the_next_state_does_not_wait_for_the_output(tools: Tools, row: tuple[str, bool]) -> None:
+    """In the HIVM: dS is stored and Vec is told before the last product, which is O's, and before O is stored."""
+    compiled = tools.compile(chunk_module(*row).kernel("scan"), constants(row[1]))
+    text = (Path(compiled.folder) / "kernel.mlir").read_text()
+    cube = re.split(r"\n  func\.func", text[text.index("func.func @scan_mix_aic(") :])[0]
+    (told,) = (found.start() for found in re.finditer(r"sync_block_set\[<CUBE>, <PIPE_FIX>", cube))
+    after = [[x.start() > told for x in re.finditer(rf"call @{name}", cube)] for name in ("mma_tile", "fixpipe_nz2nd")]
+    assert after == [[False] * 4 + [True], [False] * 2 + [True]]
+
+
 @pytest.mark.parametrize("row", FAMILY)
 def test_steps_compile(tools: Tools, row: tuple[str, bool]) -> None:
     (kernel,) = step_module(*row).kernels
@@ -108,11 +122,12 @@ def test_same_kernels() -> None:
 def test_gated_delta_rule_state_kernel(tools: Tools, narrow_update: bool, expected: int) -> None:
     """The kernel that writes every chunk's state and new values, at C = 64, K = V = 128, all of V: public kernels have
     147,456 bytes and four hand-overs. The states and new values are written for the output kernel anyway and are read
-    back from there, so that the change of the state is all that is left in the workspace."""
+    back from there; the change of the state has a buffer of the kernel's own, and the workspace is empty."""
     module = chunk_module("token", True, outputs="epilogue", narrow_update=narrow_update)
     compiled = tools.compile(module.kernel("scan"), constants(True))
     made = plan_of(("token", True), outputs="epilogue", narrow_update=narrow_update)
-    assert compiled.facts["workspace_bytes"] == workspace(made, module) == expected
+    assert compiled.facts["workspace_bytes"] == workspace(made, module) == 0
+    assert made.bytes(made.buffer("dS")) == expected
     assert compiled.facts["handovers"] == made.handovers == 2
 
 

@@ -1,0 +1,94 @@
+"""A plan kernel by kernel: what each hands over, and what it needs of memory, over the whole of a chunk.
+
+A section is one kernel, but for gates per channel, whose first stage of Vec is a kernel of its own: between two kernels
+nothing is handed over, and what one leaves for another is a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..stages import Buffer, Scope, Section, Stage
+from ..target import Unit
+from .model import PlanData
+
+SUB_CHUNKS = "sub_chunks"  # the kernel of gates per channel
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One kernel of a plan. ``handovers`` are those that Cube takes part in, a step, the wrap to the next included;
+    ``crossing`` the tiles that change unit in it, ``passing`` those that take memory of a core group, each once."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    handovers: int
+    crossing: tuple[Buffer, ...]
+    passing: tuple[Buffer, ...]
+
+    @property
+    def crossings(self) -> int:
+        return sum(buffer.tiles for buffer in self.crossing)
+
+    def bytes(self, plan: PlanData) -> int:
+        """Of a core group, with every tile in a place of its own."""
+        return sum(plan.bytes(buffer) * buffer.tiles for buffer in self.passing)
+
+
+def kernel_plans(plan: PlanData) -> tuple[KernelPlan, ...]:
+    """The kernels of a plan, in the order in which they run."""
+    found: list[KernelPlan] = []
+    for section in Section:
+        stages = plan.section(section)
+        if stages and any(task.part == "cols" for task in stages[0].tasks):
+            found.append(_kernel(plan, SUB_CHUNKS, stages[:1]))
+            stages = stages[1:]
+        if stages:
+            found.append(_kernel(plan, section.value, stages))
+    return tuple(found)
+
+
+def whole_handovers(plan: PlanData) -> int:
+    """Hand-overs of a step, in all kernels."""
+    return sum(kernel.handovers for kernel in kernel_plans(plan))
+
+
+def outer_handovers(plan: PlanData) -> int:
+    """Those outside the scan, where steps are independent and hide them behind each other."""
+    return sum(kernel.handovers for kernel in kernel_plans(plan) if kernel.name != Section.SCAN.value)
+
+
+def whole_bytes(plan: PlanData) -> int:
+    """Memory of a core group where units meet, of all kernels: none where they meet on chip."""
+    return sum(kernel.bytes(plan) for kernel in kernel_plans(plan)) if plan.target.meeting == "global" else 0
+
+
+def _kernel(plan: PlanData, name: str, stages: Sequence[Stage]) -> KernelPlan:
+    unit = {stage.name: stage.unit for stage in stages}
+    inside = [b for b in plan.buffers if b.producer in unit and b.scope in (Scope.WORKSPACE, Scope.TENSOR, Scope.LOCAL)]
+    crossing = [b for b in inside if {unit[name] for name in b.consumers if name in unit} - {unit[b.producer]}]
+    in_tensors = _in_tensors(stages)
+    passing = [b for b in inside if b.lifetime is not None and b.name not in in_tensors and unit.keys() & b.consumers]
+    if stages[0].section is not Section.SCAN:  # what Vec leaves for another kernel, Cube gets by itself
+        passing += [b for b in crossing if b.scope is Scope.TENSOR and unit[b.producer] is Unit.VEC]
+    return KernelPlan(name, tuple(stages), _handovers(stages, crossing), tuple(crossing), tuple(passing))
+
+
+def _in_tensors(stages: Sequence[Stage]) -> set[str]:
+    """Gram matrices with a gate per channel: what is below the diagonal blocks is put beside them, in their tensor."""
+    tasks = [task for stage in stages for task in stage.tasks if task.part == "product"]
+    return {task.name for task in tasks if task.op.inputs[2].type.cols != 1}
+
+
+def _handovers(stages: Sequence[Stage], crossing: Sequence[Buffer]) -> int:
+    """Changes between what Cube takes and what it gives, around the ring of its stages."""
+    events: list[str] = []
+    for stage in stages:
+        if stage.unit is not Unit.CUBE:
+            continue
+        takes = any(stage.name in b.consumers and b.producer != stage.name for b in crossing)
+        gives = any(b.producer == stage.name for b in crossing)
+        events += ["takes"] * takes + ["gives"] * gives
+    changes = sum(a != b for a, b in zip(events, events[1:] + events[:1], strict=True))
+    return max(changes, 2) if events else 0
