@@ -115,12 +115,12 @@ def _against_compiler(naive: Plan, best: Plan, real: Mapping[str, Mapping[str, i
             return None
         return sum(kernel[figure] for kernel in real.values() for figure in figures)
 
-    crossings = [sum(kernel.crossings for kernel in kernel_plans(made)) for made in (naive, best)]
+    written, planned = (sum(kernel.crossings for kernel in kernel_plans(made)) for made in (naive, best))
     memory = compiled("workspace_bytes", "own_bytes")
     peaks = [max((kernel.get(name, 0) for kernel in real.values()), default=0) for name in ("UB", "L1", "L0C")]
     return [
         _arrow(whole_handovers(naive), whole_handovers(best), compiled("handovers")),
-        _arrow(*crossings, compiled("crossings")),
+        _arrow(written, planned, compiled("crossings")),
         _arrow(whole_bytes(naive), whole_bytes(best), memory) if not on_chip or memory is not None else "0",
         ", ".join(f"{peak:,}" for peak in peaks) if real else "-",
     ]

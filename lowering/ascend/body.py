@@ -243,17 +243,15 @@ class Body:
     def _inverse_part(self, task: Task) -> str | None:
         """Parts of ``unit_lower_inverse``: blocks and what is below them on Vec, in buffers where Cube joins them."""
         op = task.op
-        match task.part:
-            case "blocks":
-                return f"inverse_of_blocks({self.vec(op.inputs[0])}, C, R)"
-            case "below":
-                return f"-{self.vec(op.inputs[0])}"
-            case "join":
-                blocks, below = (f"{op.result.name}_{part}" for part in ("blocks", "below"))
-                self.line(f"join_blocks({blocks}_ptr, {below}_ptr, core, C, R, LEVELS)")
-                self._made.add(op.result)
-                self._kept[op.result] = blocks
-                self._stored.add(op.result)
+        if task.part == "blocks":
+            return f"inverse_of_blocks({self.vec(op.inputs[0])}, C, R)"
+        if task.part == "below":
+            return f"-{self.vec(op.inputs[0])}"
+        if task.part == "join":
+            blocks, below = (f"{op.result.name}_{part}" for part in ("blocks", "below"))
+            self.line(f"join_blocks({blocks}_ptr, {below}_ptr, core, C, R, LEVELS)")
+            self._made.add(op.result)
+            self._kept[op.result] = blocks
         return None
 
     def _gram_part(self, task: Task) -> str | None:
