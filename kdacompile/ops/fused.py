@@ -43,6 +43,8 @@ class FusedKernels:
         self._memory = Memory() if remember else None
         self._failed: set[str] = set()
         """Kernels that met an error of ours: not asked again."""
+        self._compiled: set[tuple[Any, ...]] = set()
+        """Kinds of in-place steps that have run."""
 
     def serve(self, device: str) -> None:
         """Register on a device's dispatch key ("CUDA", "PrivateUse1")."""
@@ -99,8 +101,19 @@ class FusedKernels:
         chosen = None if shares_memory(call.initial_state, addresses) else self._chosen(call)
         if chosen is None:
             return (kernels.run_inplace_step(call),)
-        # From here on the state may have been written.
-        return chosen.step(self._prepared(call), call.initial_state, scratch)
+        kind = (chosen.name, *options.items(), *map(_kind, operands))
+        if kind in self._compiled:
+            return chosen.step(self._prepared(call), call.initial_state, scratch)
+        # Kernels are compiled for every kind of call. One that fails then may have written: the state is put back.
+        state = call.initial_state
+        assert state is not None  # its schema says so
+        before = state.clone()
+        step = self._attempt(chosen, lambda it: it.step(self._prepared(call), state, scratch), scratch)
+        if step is None:
+            state.copy_(before)
+            return (kernels.run_inplace_step(call),)
+        self._compiled.add(kind)
+        return step
 
     def _backward_of(self, signature: Signature, choose: ChooseGradients) -> Kernel:
         """The backward op of ``signature``'s."""
@@ -134,7 +147,7 @@ class FusedKernels:
         return None if chosen is None or chosen.name in self._failed else chosen
 
     def _attempt(self, chosen: Implementation | None, run: Callable[[Implementation], Any], scratch: Scratch) -> Any:
-        """What the kernels give; None without any and after an error of ours: only fresh tensors are written then."""
+        """What the kernels give; None without any and after an error of ours."""
         if chosen is None:
             return None
 
@@ -146,6 +159,11 @@ class FusedKernels:
 
     def _prepared(self, call: Call) -> Call:
         return call if self._prepare is None else self._prepare(call)
+
+
+def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
+    """What a kernel is compiled for of an operand."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
 def _backward_name(kernels: GradientKernels) -> str:

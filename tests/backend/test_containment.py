@@ -131,6 +131,7 @@ class Kernels:
         fail()
 
     def step(self, call: Any, state: Any, scratch: Any = None) -> Any:
+        state.fill_(7.0)
         fail()
 
 
@@ -145,6 +146,22 @@ def test_kernels_that_fail_are_not_used(choose: Any) -> None:
         o, _ = served.sequence(q, k, v, g, beta, None, None, None, None, **options)
         torch.testing.assert_close(o, gated_delta_loop(q, k, v, g, beta))
     assert Kernels.asked < 2  # once they have failed they are not asked again
+
+
+@pytest.mark.parametrize("choose", [fail, lambda call: Kernels()])
+def test_steps_that_fail_leave_the_state_as_it_was(choose: Any) -> None:
+    """The kernels of a step fail where they are compiled, or later: the state is put back, and the step is made."""
+    served = fused.FusedKernels(choose, remember=True)
+    q, k, v, g, beta = delta_arguments(length=1)
+    options = {"scale": 1.0, "delta": True, "gate": "token", "gate_fn": "log", "gate_scale": 0.0}
+    options |= {"sigmoid_beta": False, "qk_l2norm_eps": 0.0, "out_dtype": None}
+    start = torch.randn(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    ours, plain = start.clone(), start.clone()
+    for _ in range(2):
+        o = served.inplace_step(q, k, v, g, beta, ours, None, None, **options)
+        want = torch.ops.kdacompile.linear_attention_step_(q, k, v, g, beta, plain, None, None, **options)
+        torch.testing.assert_close((o, ours), (want, plain))
+    assert not torch.equal(ours, start)
 
 
 def test_a_library_that_cannot_be_loaded_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
