@@ -16,6 +16,7 @@ import inspect
 import os
 import sys
 import traceback
+import warnings
 import webbrowser
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,7 +58,8 @@ def main(arguments: Any) -> int:
     doing, blame = console.progress("capturing, matching and checking"), _Told(arguments.subject, "calling it raises")
     with collecting() as report:
         try:
-            with torch.set_grad_enabled(arguments.train), blame, doing:
+            with torch.set_grad_enabled(arguments.train), warnings.catch_warnings(), blame, doing:
+                warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # what it thinks of the model's libraries
                 report = explain(fn, timed=not arguments.no_time)(*args, **kwargs)
         except KeyboardInterrupt:  # what was found until then is in the outer report
             report.title, stopped = f"{arguments.subject}, stopped", True
@@ -178,6 +180,7 @@ def _from_transformers(name: str, tokens: int, device: str) -> Call:
         raise MissingDependencyError(
             what=f"explain {name}", package="transformers", install="'kdacompile[models]'"
         ) from error
+    transformers.logging.set_verbosity_error()  # it warns that kernels are missing which kdacompile replaces
     if name not in transformers.CONFIG_MAPPING:
         raise SubjectError(subject=name, problem="neither FILE.py:FUNCTION nor a model type of transformers")
     try:
