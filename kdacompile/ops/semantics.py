@@ -50,11 +50,12 @@ def sequence_forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def step_forward(call: Call, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:
-    """One token: o ``[B, 1, HV, V]`` and the state after it ``[B, HV, K, V]``, both in the compute dtype.
+    """One token of a checked call: o ``[B, 1, HV, V]`` and the state after it ``[B, HV, K, V]``, both in the compute dtype.
 
     With ``overwrite`` the state returned may be ``initial_state`` itself.
     """
-    return lowering.run_linear_attention_step(**prepared_operands(call), **_options(call), overwrite=overwrite)
+    options = _options(call)
+    return lowering.run_linear_attention_step(**prepared_operands(call), **options, overwrite=overwrite, checked=True)
 
 
 def backward(

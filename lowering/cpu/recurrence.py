@@ -101,8 +101,15 @@ def run_recurrence(
     else:
         final = torch.empty((sequences, heads, key_width, value_width), dtype=q.dtype)
     problem = _PROBLEM.pack(
-        *(number for x in (q, k, v, decay, beta) for number in operand(x)),
-        *(address(x) for x in (initial_state, out, final, bounds)),
+        *operand(q),
+        *operand(k),
+        *operand(v),
+        *operand(decay),
+        *operand(beta),
+        address(initial_state),
+        address(out),
+        address(final),
+        address(bounds),
         length,
         heads,
         heads // q.shape[2],
@@ -124,7 +131,7 @@ def in_rows(x: Tensor) -> Tensor:
 
 def _share_memory(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
     own = x.untyped_storage().data_ptr()
-    return any(other is not None and other.untyped_storage().data_ptr() == own for other in others)
+    return own in [other.untyped_storage().data_ptr() for other in others if other is not None]
 
 
 def address(x: Tensor | None) -> int:
