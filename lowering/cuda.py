@@ -6,13 +6,13 @@ from .adjoint import GradientKernels
 from .attention_calls import AttentionGradients, AttentionImplementation
 from .calls import Call, Implementation
 from .cudnn import CudnnAttention
-from .hopper import HopperDecode, HopperKernels
+from .hopper import HopperDecode, HopperGradients, HopperKernels
 from .run_attention import Attention
 from .triton import TritonDecode, TritonGradients, TritonKernels
 
 # In the order they are asked. What none of them takes is the torch executor's.
 IMPLEMENTATIONS: list[Implementation] = [HopperKernels(), TritonKernels()]
-ADJOINTS: list[GradientKernels] = [TritonGradients()]
+ADJOINTS: list[GradientKernels] = [HopperGradients(), TritonGradients()]
 ATTENTION: list[AttentionImplementation] = [CudnnAttention(), HopperDecode(), TritonDecode()]
 GRADIENTS: list[AttentionGradients] = [CudnnAttention()]
 

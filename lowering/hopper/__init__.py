@@ -1,5 +1,6 @@
 """Hand-tuned Gluon kernels for Hopper GPUs; Triton itself is only imported when one runs."""
 
+from .backward_run import HopperGradients
 from .mla_run import HopperDecode
 from .mla_run import entries as schedule_entries
 from .mla_run import schedule as decode_schedule
@@ -9,6 +10,7 @@ from .schedules import Schedule, schedule
 
 __all__ = [
     "HopperDecode",
+    "HopperGradients",
     "HopperKernels",
     "Schedule",
     "decode_schedule",

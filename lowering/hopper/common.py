@@ -108,7 +108,8 @@ def _log2_1p(e):
 
 
 # What it is generated from reads the functions above, of a module that is being imported: not to be moved up.
-log2_gate = load_source("log2_gates", source()).log2_gate
+_generated = load_source("log2_gates", source())
+log2_gate, gate_slopes = _generated.log2_gate, _generated.gate_slopes
 
 
 @gluon.jit

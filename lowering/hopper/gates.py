@@ -45,10 +45,38 @@ _END = """    else:
     return gl.where(g < FLOOR, FLOOR, g)
 """
 
+_SLOPES = '''
+
+@gluon.jit
+def sigmoid(x):
+    return sigmoid2(x * LOG2E)
+
+
+@gluon.jit
+def softplus(x):
+    return softplus2(x) / LOG2E
+
+
+@gluon.jit
+def gate_slopes(x, rate, gate_scale, FN: gl.constexpr):
+    """The derivatives of the log decay, not in powers of two, by x and by A_log; numbers where they are."""
+    if FN == "none":
+        by_x = 0.0
+        by_rate = 0.0
+'''
+_END_SLOPES = """    else:
+        gl.static_assert(False, "no such gate function")
+    return by_x, by_rate
+"""
+
 
 def source() -> str:
-    """The module with ``log2_gate``."""
+    """The module with ``log2_gate`` and ``gate_slopes``."""
     branches = "".join(
         f'    elif FN == "{name}":\n        g = {function.log2}\n' for name, function in GATE_FUNCTIONS.items()
     )
-    return f"{_HEAD}{branches}{_END}"
+    slopes = "".join(
+        f'    elif FN == "{name}":\n        by_x = {function.slope}\n        by_rate = {function.rate_slope}\n'
+        for name, function in GATE_FUNCTIONS.items()
+    )
+    return f"{_HEAD}{branches}{_END}{_SLOPES}{slopes}{_END_SLOPES}"

@@ -22,7 +22,10 @@ from .run import TritonKernels, _device, _inverse_precision, _launch, _on, _pack
 
 @dataclass(frozen=True)
 class Schedule:
-    """Block sizes, warps and stages of the three phases; ``keys`` are those of a block of K, ``columns`` those of V."""
+    """Block sizes, warps and stages of the three phases; ``keys`` are those of a block of K, ``columns`` those of V.
+
+    ``key_warps``: of the kernel that works on blocks of K.
+    """
 
     chunk: int
     prepare_keys: int
@@ -33,6 +36,7 @@ class Schedule:
     keys: int
     columns: int
     warps: int
+    key_warps: int
 
 
 def schedule(
@@ -43,6 +47,7 @@ def schedule(
     widest = 64 if item == 2 and FEW_KEYS <= key_width <= 128 else 32
     wish = min(chunk_size or widest, widest, max(length, 1))
     chunk = max(MIN_CHUNK, 1 << (wish - 1).bit_length())
+    whole = keys == 128 and item == 2 and not channels  # eight warps hold all of K: 684 us in place of 870 for GDN
     return Schedule(
         chunk=chunk,
         prepare_keys=min(keys, 32),
@@ -50,15 +55,20 @@ def schedule(
         scan_columns=min(values, 32),
         scan_warps=4,
         scan_stages=2 if keys <= 128 else 1,
-        keys=16 if channels else min(keys, 32),
+        keys=16 if channels else keys if whole else min(keys, 32),
         columns=min(values, 128 if item == 2 else 32),
         warps=4,
+        key_warps=8 if whole else 4,
     )
 
 
 RUN_ON_A_GPU = 128, 128
 """K and V that gave float64's gradients on a GPU. Others pass in the interpreter; since compiling them for Hopper has
 gone wrong before (``docs/training.md``), they wait until ``tests/lowering/test_backward_cuda.py`` has run there."""
+
+
+LANES, TILES = 32, 4096
+"""Sequences times heads, and chunks times heads, that keep a GPU busy."""
 
 
 class TritonGradients:
@@ -76,10 +86,10 @@ class TritonGradients:
         self, call: Call, grad_o: Tensor | None, grad_state: Tensor | None, scratch: Scratch | None = None
     ) -> Gradients:
         with _on(call.q.device):
-            return _Backward(call, grad_o, grad_state, scratch or Scratch()).run()
+            return Backward(call, grad_o, grad_state, scratch or Scratch()).run()
 
 
-class _Backward:
+class Backward:
     """One execution: what every kernel is given, and the launches in their order."""
 
     def __init__(self, call: Call, grad_o: Tensor | None, grad_state: Tensor | None, scratch: Scratch) -> None:
@@ -95,40 +105,63 @@ class _Backward:
         self._chunks = batch * -(-self._length // self._plan.chunk)
         if packed:
             self._chunks = self._length // self._plan.chunk + call.sequences  # the most there can be
-        self._gathered = call.qk_l2norm_eps > 0.0 or self._heads != self._key_heads
+        self._gathered = self._normed_apart(call) or self._heads != self._key_heads
         self._values = self._operands(grad_o, grad_state)
         self._found = self._results()
+
+    def _normed_apart(self, call: Call) -> bool:
+        """Whether the norms' gradients are left to a kernel of their own."""
+        return call.qk_l2norm_eps > 0.0
 
     def run(self) -> Gradients:
         call, plan = self._call, self._plan
         if call.cu_seqlens is not None:
             self._values |= _packing(call.cu_seqlens, plan, self._scratch)  # type: ignore[arg-type]
-        heads = self._heads
+        heads = self._group()
         self._values |= self._buffers(heads)
         for first_head in range(0, self._heads, heads):
             self._values["first_head"] = first_head
             self._phases(heads)
         return self._gradients()
 
+    def _group(self) -> int:
+        """Heads that are worked on together, in the same buffers as the others: no fewer than fill a GPU."""
+        for heads in range(1, self._heads):
+            fills = self._call.sequences * heads >= LANES and self._chunks * heads >= TILES
+            if self._heads % heads == 0 and fills:
+                return heads
+        return self._heads
+
     def _phases(self, heads: int) -> None:
-        plan, values, tiles = self._plan, {**self._values, "HP": heads}, self._chunks * heads
-        launch = self._scratch.launch
-        kernels, target = _kernels(), _target(self._call.q.device)
-
-        def run(kernel: Any, grid: tuple[int, ...], blocks: dict[str, int], **options: int) -> None:
-            given = {**values, **blocks}
-            launch(kernel, grid)(**{name: given[name] for name in kernel.arg_names}, **options, **target)
-
-        run(kernels.prepare, (tiles,), {"BK": plan.prepare_keys}, num_warps=plan.prepare_warps, num_stages=1)
+        self._values["HP"], tiles = heads, self._chunks * heads
+        self._prepare(tiles)
         if self._call.delta:
-            run(kernels.inverse, (tiles,), {}, num_warps=1)
-        columns = padded(self._columns) // plan.scan_columns
-        scans = (self._call.sequences * heads * columns, 2)
-        run(kernels.scan, scans, {"BV": plan.scan_columns}, num_warps=plan.scan_warps, num_stages=plan.scan_stages)
-        run(kernels.pair_gradients, (tiles,), {"BV": plan.columns}, num_warps=plan.warps, num_stages=1)
+            self._run(_kernels().inverse, (tiles,), {}, num_warps=1)
+        self._scan(heads)
+        self._by_token(tiles)
+
+    def _prepare(self, tiles: int) -> None:
+        blocks = {"BK": self._plan.prepare_keys}
+        self._run(_kernels().prepare, (tiles,), blocks, num_warps=self._plan.prepare_warps, num_stages=1)
+
+    def _scan(self, heads: int) -> None:
+        plan = self._plan
+        programs = self._call.sequences * heads * (padded(self._columns) // plan.scan_columns)
+        options = {"num_warps": plan.scan_warps, "num_stages": plan.scan_stages}
+        self._run(_kernels().scan, (programs, 2), {"BV": plan.scan_columns}, **options)
+
+    def _by_token(self, tiles: int) -> None:
+        """The third phase: the gradients of a chunk's tokens."""
+        plan, kernels = self._plan, _kernels()
+        self._run(kernels.pair_gradients, (tiles,), {"BV": plan.columns}, num_warps=plan.warps, num_stages=1)
         programs = 1 if self._values["GATE"] == "scalar" else padded(self._width) // plan.keys
         blocks = {"BK": plan.keys, "BV": plan.columns}
-        run(kernels.gradients, (tiles, programs), blocks, num_warps=plan.warps, num_stages=1)
+        self._run(kernels.gradients, (tiles, programs), blocks, num_warps=plan.key_warps, num_stages=1)
+
+    def _run(self, kernel: Any, grid: tuple[int, ...], blocks: dict[str, int], **options: int) -> None:
+        given = {**self._values, **blocks}
+        arguments = {name: given[name] for name in kernel.arg_names}
+        self._scratch.launch(kernel, grid)(**arguments, **options, **_target(self._call.q.device))
 
     def _operands(self, grad_o: Tensor | None, grad_state: Tensor | None) -> dict[str, Any]:
         call, nothing = self._call, self._call.q
@@ -191,9 +224,13 @@ class _Backward:
         if call.dt_bias is not None or call.gate == "head":
             found["dbias"] = parts((self._chunks, self._heads, *channels), dtype=torch.float32, device=device)
         if call.A_log is not None:
-            blocks = padded(self._width) // self._plan.keys if call.gate == "channel" else 1
-            found["drate"] = parts((self._chunks, self._heads, blocks), dtype=torch.float32, device=device)
+            shape = (self._chunks, self._heads, self._rate_parts())
+            found["drate"] = parts(shape, dtype=torch.float32, device=device)
         return found
+
+    def _rate_parts(self) -> int:
+        """Programs to a chunk and head that each have a part of A_log's gradient."""
+        return padded(self._width) // self._plan.keys if self._call.gate == "channel" else 1
 
     def _buffers(self, heads: int) -> dict[str, Any]:
         call, plan, tiles = self._call, self._plan, self._chunks * heads

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kdacompile.lowering.adjoint import GradientKernels
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.linear_attention import ROWS
 from kdacompile.lowering.scratch import Scratch
@@ -49,7 +50,11 @@ def expected(case: cases.Case, given: list[Tensor | None]) -> dict[str, Tensor]:
 
 
 def check(
-    case: cases.Case, tolerance: float = 2e-6, used: tuple[str, ...] = BOTH, device: str = "cpu"
+    case: cases.Case,
+    tolerance: float = 2e-6,
+    used: tuple[str, ...] = BOTH,
+    device: str = "cpu",
+    kernels: GradientKernels = KERNELS,
 ) -> dict[str, Tensor]:
     """The kernels' gradients, NaN in every buffer: as float64 has them, and the same bits twice."""
     given = weights(case, used)
@@ -60,8 +65,8 @@ def check(
         cu_seqlens=None if case.cu_seqlens is None else case.cu_seqlens.to(device),
     )
     of_o, of_state = (None if w is None else w.to(device) for w in given)
-    found = KERNELS.gradients(call_of(there), of_o, of_state, Scratch(poison=True))
-    again = KERNELS.gradients(call_of(there), of_o, of_state)
+    found = kernels.gradients(call_of(there), of_o, of_state, Scratch(poison=True))
+    again = kernels.gradients(call_of(there), of_o, of_state)
     have: dict[str, Tensor] = {}
     for name, x, same in zip(cases.TENSORS, found, again, strict=True):
         if case.tensors[name] is None:
@@ -134,7 +139,7 @@ def shapes() -> None:
     later_is_ignored(case, "cpu")
 
 
-def later_is_ignored(case: cases.Case, device: str) -> None:
+def later_is_ignored(case: cases.Case, device: str, kernels: GradientKernels = KERNELS) -> None:
     """Gradients of a prefix, whose loss reads no later token, do not depend on what comes later, bit for bit."""
     length = case.tensors["q"].shape[1]
     seen = length // 2 + 1
@@ -144,7 +149,7 @@ def later_is_ignored(case: cases.Case, device: str) -> None:
     weight = torch.cat([weight[:, :seen], torch.zeros_like(weight[:, seen:])], 1).to(device)
     here = case.with_tensors(**{n: None if x is None else x.to(device) for n, x in case.tensors.items()})
     moved = {n: torch.cat([x[:, :seen], 3 * x[:, seen:]], 1) for n in names if (x := here.tensors[n]) is not None}
-    some, others = (KERNELS.gradients(call_of(c), weight, None) for c in (here, here.with_tensors(**moved)))
+    some, others = (kernels.gradients(call_of(c), weight, None) for c in (here, here.with_tensors(**moved)))
     for x, y in zip(some[:5], others[:5], strict=True):
         assert x is None or (y is not None and torch.equal(x[:, :seen], y[:, :seen]))
 

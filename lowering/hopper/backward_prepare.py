@@ -1,0 +1,241 @@
+"""Gluon: what a chunk computes for its gradients without any state, with a gate per channel, K = 128, bf16.
+
+What is left is that of ``lowering/triton/backward_prepare.py``: q and k decayed to the chunk's ends, the Gram matrices
+P and L, beta behind its sigmoid, the rates of the norms. By blocks of 16 tokens (``backward_blocks.py``): columns are
+decayed to the end of their block, and rows from the start of their own. For the columns of the block before, then of
+the one before that, rows are decayed over one block more; at the chunk's start they are what leaves.
+"""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from .backward_blocks import (
+    ACROSS,
+    BATCH,
+    DOWN,
+    FLAT,
+    LEFT4,
+    LIMIT,
+    LINES,
+    NARROW,
+    NARROW4,
+    PART,
+    RIGHT4,
+    ROWS,
+    SHIFT,
+    TILE,
+    TOKEN,
+    block_totals,
+    chunk_place,
+    flat,
+    inside_mask,
+    inside_sums,
+    load_parts,
+    over_block,
+    part_of,
+    product,
+    put_parts,
+    put_split,
+    store_rows,
+)
+from .common import barrier, exp2, given_beta, given_rate, log2_gate
+
+
+@gluon.jit
+def _rates(x0, x1, x2, x3, rates, eps):
+    """One over the norms of q or k, for the gradients too."""
+    x0 = x0.to(gl.float32)
+    x1 = x1.to(gl.float32)
+    x2 = x2.to(gl.float32)
+    x3 = x3.to(gl.float32)
+    rate = gl.rsqrt(gl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1) + eps)
+    gl.store(rates + gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)), rate)
+    return gl.convert_layout(rate, DOWN)[:, None]
+
+
+@gluon.jit
+def _own_products(rows, columns, acc):
+    """acc + each block's own 16 rows times its own 16 columns, both tiles [64, PART] in shared memory."""
+    left = rows._reinterpret(gl.bfloat16, [4, 16, PART], NARROW4).load(LEFT4)
+    right = columns._reinterpret(gl.bfloat16, [4, 16, PART], NARROW4).permute((0, 2, 1)).load(RIGHT4)
+    return mma_v2(left, right, acc)
+
+
+@gluon.jit
+def _columns(own, one, at: gl.constexpr, row, STRICT: gl.constexpr):
+    """The columns of block ``at`` of a Gram matrix: ``own`` [64, 16] in its rows, ``one`` in later ones."""
+    column = at * 16 + gl.arange(0, 16, layout=ACROSS)[None, :]
+    if STRICT:
+        below = row > column
+    else:
+        below = row >= column
+    return gl.where(below, gl.where((row >> 4) == at, own, one), 0.0)
+
+
+@gluon.jit
+def _leave_strict(tile, a_square, own, one, at: gl.constexpr, row, b):
+    """Columns of L into ``tile``; of diag(beta) L, which is inverted, to memory as they were summed."""
+    x = _columns(own, one, at, row, True)
+    tile.slice(16 * at, 16, 1).store(x.to(gl.bfloat16))
+    column = at * 16 + gl.arange(0, 16, layout=ACROSS)[None, :]
+    gl.store(a_square + row * 64 + column, (x * b).to(a_square.dtype.element_ty))
+
+
+@gluon.jit
+def _part(
+    p0, p1, p2, p_own, l0, l1, l2, l_own, part, q_t, k_t, g_t, A_log_ptr, dt_bias_ptr, head, left, gate_scale,
+    q_rate, k_rate, work, totals, qg_to, kg_to, kd_to, total_line,
+    FN: gl.constexpr, DELTA: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """Add what some channels give to the columns of P and L, and leave their decayed q and k."""
+    i = gl.arange(0, 64, layout=DOWN)[:, None]
+    d = part * PART + gl.arange(0, PART, layout=ACROSS)[None, :]
+    block = i >> 4
+    bias = 0.0
+    if BIAS:
+        bias = gl.load(dt_bias_ptr + head * 128 + d).to(gl.float32)
+    rate = 1.0
+    if RATE:
+        rate = given_rate(gl.load(A_log_ptr + head), True)
+    g = gl.where(i < left, log2_gate(part_of(g_t, part) + bias, rate, gate_scale, FN), 0.0)
+    q = part_of(q_t, part) * q_rate
+    k = part_of(k_t, part) * k_rate
+    high = work.index(0)._reinterpret(gl.float16, [64, PART], NARROW)
+    low = work.index(1)._reinterpret(gl.float16, [64, PART], NARROW)
+    barrier()
+    put_split(high, low, gl.maximum(g, LIMIT))
+    within = inside_sums(inside_mask("until", gl.float16), high, low) + SHIFT
+    near = exp2(within)
+    barrier()
+    work.index(0).store((q * near).to(gl.bfloat16))
+    work.index(1).store((k * near).to(gl.bfloat16))
+    work.index(2).store((k * exp2(-within)).to(gl.bfloat16))
+    p_own = _own_products(work.index(0), work.index(2), p_own)
+    if DELTA:
+        l_own = _own_products(work.index(1), work.index(2), l_own)
+    barrier()
+    put_split(high, low, g)
+    block_totals(g, totals)
+    up = exp2(inside_sums(inside_mask("until", gl.float16), high, low))
+    q *= up
+    ended = k * exp2(inside_sums(inside_mask("after", gl.float16), high, low))
+    k *= up
+    barrier()
+    work.index(0).store(q.to(gl.bfloat16))
+    work.index(1).store(k.to(gl.bfloat16))
+    work.index(2).store(ended.to(gl.bfloat16))
+    ended *= over_block(totals, block, 1, True) * over_block(totals, block, 2, True)
+    store_rows(kd_to, ended * over_block(totals, block, 3, True), 128, 64)
+    whole = totals.slice(0, 1, 0).load(FLAT) * totals.slice(1, 1, 0).load(FLAT)
+    whole *= totals.slice(2, 1, 0).load(FLAT) * totals.slice(3, 1, 0).load(FLAT)
+    gl.store(total_line + d, whole)
+    p2 = product(work.index(0), work.index(2).slice(32, 16, 0), p2, PART)
+    decay = over_block(totals, block, 2, False)
+    q *= decay
+    if DELTA:
+        l2 = product(work.index(1), work.index(2).slice(32, 16, 0), l2, PART)
+        k *= decay
+    barrier()
+    work.index(0).store(q.to(gl.bfloat16))
+    work.index(1).store(k.to(gl.bfloat16))
+    p1 = product(work.index(0), work.index(2).slice(16, 16, 0), p1, PART)
+    decay = over_block(totals, block, 1, False)
+    q *= decay
+    if DELTA:
+        l1 = product(work.index(1), work.index(2).slice(16, 16, 0), l1, PART)
+        k *= decay
+    barrier()
+    work.index(0).store(q.to(gl.bfloat16))
+    work.index(1).store(k.to(gl.bfloat16))
+    p0 = product(work.index(0), work.index(2).slice(0, 16, 0), p0, PART)
+    decay = over_block(totals, block, 0, False)
+    store_rows(qg_to, q * decay, 128, 64)
+    if DELTA:
+        l0 = product(work.index(1), work.index(2).slice(0, 16, 0), l0, PART)
+        store_rows(kg_to, k * decay, 128, 64)
+    return p0, p1, p2, p_own, l0, l1, l2, l_own
+
+
+@gluon.jit(do_not_specialize=["beta_sb", "beta_st", "T", "N", "first_head"])
+def prepare(
+    q_ptr, q_sb, q_st, q_sh, q_sd, k_ptr, k_sb, k_st, k_sh, k_sd, g_ptr, g_sb, g_st, g_sh, g_sd,
+    beta_ptr, beta_sb, beta_st, beta_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T,
+    gate_scale, l2norm_eps, first_head,
+    qg_buffer, kg_buffer, kd_buffer, total_buffer, p_buffer, l_buffer, a_buffer, beta_buffer, rate_buffer,
+    HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr,
+    SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """A block has one chunk of one head, and takes a few channels at a time."""
+    pid = gl.program_id(0).to(gl.int64)
+    chunk = pid // HP
+    head = first_head + pid % HP
+    runs = True
+    if PACKED:
+        runs = chunk < gl.load(chunk_offsets + N)
+    if runs:
+        batch, first, end = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
+        left = end - first
+        work = gl.allocate_shared_memory(gl.bfloat16, [3, 64, PART], NARROW)
+        totals = gl.allocate_shared_memory(gl.float32, [4, PART], LINES)
+        row = gl.arange(0, 64, layout=TOKEN)
+        q_t = gl.allocate_shared_memory(gl.bfloat16, [4, 64, PART], NARROW)
+        k_t = gl.allocate_shared_memory(gl.bfloat16, [4, 64, PART], NARROW)
+        g_t = gl.allocate_shared_memory(g_ptr.dtype.element_ty, [4, 64, PART], NARROW)
+        q_base = q_ptr + batch * q_sb + first * q_st + (head // GROUP) * q_sh
+        k_base = k_ptr + batch * k_sb + first * k_st + (head // GROUP) * k_sh
+        q0, q1, q2, q3 = load_parts(q_base, q_st, q_sd, left)
+        k0, k1, k2, k3 = load_parts(k_base, k_st, k_sd, left)
+        g0, g1, g2, g3 = load_parts(g_ptr + batch * g_sb + first * g_st + head * g_sh, g_st, g_sd, left)
+        put_parts(q_t, q0, q1, q2, q3)
+        put_parts(k_t, k0, k1, k2, k3)
+        put_parts(g_t, g0, g1, g2, g3)
+        q_rate = 1.0
+        k_rate = 1.0
+        if L2NORM:
+            q_rate = _rates(q0, q1, q2, q3, rate_buffer + pid * 128, l2norm_eps)
+            k_rate = _rates(k0, k1, k2, k3, rate_buffer + pid * 128 + 64, l2norm_eps)
+        b = gl.full([64], 1.0, gl.float32, layout=TOKEN)
+        if BETA:
+            at = beta_ptr + batch * beta_sb + (first + row) * beta_st + head * beta_sh
+            b = given_beta(gl.load(at, mask=row < left, other=0.0), row, left, SIGMOID)
+            gl.store(beta_buffer + pid * 64 + row, b)
+        zero = gl.zeros([64, 16], gl.float32, layout=FLAT)
+        none = gl.zeros([4, 16, 16], gl.float32, layout=BATCH)
+        tile = pid * (64 * 128)
+        p0, p1, p2, p_own = zero, zero, zero, none
+        l0, l1, l2, l_own = zero, zero, zero, none
+        for part in range(4):
+            to = tile + part * PART
+            p0, p1, p2, p_own, l0, l1, l2, l_own = _part(
+                p0, p1, p2, p_own, l0, l1, l2, l_own, part, q_t, k_t, g_t, A_log_ptr, dt_bias_ptr, head, left,
+                gate_scale, q_rate, k_rate, work, totals, qg_buffer + to, kg_buffer + to, kd_buffer + to,
+                total_buffer + pid * 128, FN, DELTA, RATE, BIAS,
+            )  # fmt: skip
+        i = gl.arange(0, 64, layout=DOWN)[:, None]
+        p_own = flat(p_own)
+        square = pid * (64 * 64)
+        barrier()
+        p_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+        p_t.slice(0, 16, 1).store(_columns(p_own, p0, 0, i, False).to(gl.bfloat16))
+        p_t.slice(16, 16, 1).store(_columns(p_own, p1, 1, i, False).to(gl.bfloat16))
+        p_t.slice(32, 16, 1).store(_columns(p_own, p2, 2, i, False).to(gl.bfloat16))
+        p_t.slice(48, 16, 1).store(_columns(p_own, p_own, 3, i, False).to(gl.bfloat16))
+        if DELTA:
+            l_own = flat(l_own)
+            l_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+            b = gl.convert_layout(b, DOWN)[:, None]
+            _leave_strict(l_t, a_buffer + square, l_own, l0, 0, i, b)
+            _leave_strict(l_t, a_buffer + square, l_own, l1, 1, i, b)
+            _leave_strict(l_t, a_buffer + square, l_own, l2, 2, i, b)
+            _leave_strict(l_t, a_buffer + square, l_own, l_own, 3, i, b)
+        barrier()
+        store_rows(p_buffer + square, p_t.load(ROWS), 64, 64)
+        if DELTA:
+            store_rows(l_buffer + square, l_t.load(ROWS), 64, 64)

@@ -1,0 +1,108 @@
+"""Launching the hand-tuned kernels of the backward pass: bf16, K = V = 128, on Hopper.
+
+They stand in for the emitted ones and leave the same in the same buffers: the scan of every row, and the first and the
+third phase where there is a gate per channel.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..adjoint import Gradients
+from ..calls import Call
+from ..scratch import Scratch
+from ..triton.backward_run import Backward, TritonGradients, schedule
+from ..triton.run import _on, _tensor
+from .run import machine
+
+WIDTH, CHUNK = 128, 64
+APART = 16  # elements: what copies to shared memory ask of strides
+
+
+class HopperGradients:
+    """:class:`kdacompile.lowering.adjoint.GradientKernels`: every row in bf16, K = V = 128."""
+
+    name = "hopper"
+
+    def declines(self, call: Call) -> str | None:
+        reason = TritonGradients().declines(call)
+        if reason is not None:
+            return reason
+        if (call.q.shape[-1], call.v.shape[-1]) != (WIDTH, WIDTH) or call.compute_dtype is not torch.bfloat16:
+            return "only bf16 heads of 128 channels have hand-tuned kernels"
+        if schedule(WIDTH, WIDTH, call.v.shape[1], 2, channels=True, chunk_size=call.chunk_size).chunk != CHUNK:
+            return "only chunks of 64 tokens have hand-tuned kernels"
+        if call.gate == "head":
+            return "a gate per head is left to the emitted kernels"
+        return machine(call.q)
+
+    def gradients(
+        self, call: Call, grad_o: Tensor | None, grad_state: Tensor | None, scratch: Scratch | None = None
+    ) -> Gradients:
+        with _on(call.q.device):
+            return HopperBackward(call, grad_o, grad_state, scratch or Scratch()).run()
+
+
+class HopperBackward(Backward):
+    """One execution, with other kernels for some of its launches."""
+
+    @property
+    def _by_blocks(self) -> bool:
+        """Whether the first and the third phase are the hand-tuned ones; a factor's gradient divides by it."""
+        return self._call.gate == "channel" and self._call.gate_fn != "factor"
+
+    def _normed_apart(self, call: Call) -> bool:
+        return call.qk_l2norm_eps > 0.0 and not self._by_blocks
+
+    def _rate_parts(self) -> int:
+        return 1 if self._by_blocks else super()._rate_parts()
+
+    def _operands(self, grad_o: Tensor | None, grad_state: Tensor | None) -> dict[str, Any]:
+        if grad_o is None:
+            grad_o = self._call.v.new_zeros(()).expand(self._call.v.shape)
+        values = super()._operands(grad_o, grad_state)
+        for name, x in (("v", self._call.v), ("do", grad_o)):
+            values |= _tensor(name, "bthd", self._rows(x))
+        return values
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """``x`` in bf16 with rows that are copied 16 bytes at a time, or a copy of it."""
+        x = self._scratch.cast(x, torch.bfloat16)
+        steps = all(step % APART == 0 for step in x.stride()[:-1])
+        fits = steps and x.stride(-1) == 1 and x.data_ptr() % (2 * APART) == 0
+        return x if fits else self._scratch.copied(x)
+
+    def _prepare(self, tiles: int) -> None:
+        if self._by_blocks:
+            self._tuned("prepare", (tiles,), maxnreg=128)
+        else:
+            super()._prepare(tiles)
+
+    def _scan(self, heads: int) -> None:
+        self._tuned("scan", (self._call.sequences * heads * 2, 2))
+
+    def _by_token(self, tiles: int) -> None:
+        if self._by_blocks:
+            self._values["NORM_INSIDE"] = self._call.qk_l2norm_eps > 0.0 and not self._gathered
+            self._tuned("gradients", (tiles,))
+        else:
+            super()._by_token(tiles)
+
+    def _tuned(self, name: str, grid: tuple[int, ...], **options: int) -> None:
+        kernel = _kernels()[name]
+        arguments = {argument: self._values[argument] for argument in kernel.arg_names}
+        self._scratch.launch(kernel, grid)(**arguments, num_warps=8, **options)
+
+
+@cache
+def _kernels() -> dict[str, Any]:
+    """Imported where they are needed: the package is optional."""
+    from .backward_gradients import gradients
+    from .backward_prepare import prepare
+    from .backward_scan import scan
+
+    return {"prepare": prepare, "scan": scan, "gradients": gradients}

@@ -1,0 +1,161 @@
+"""The hand-tuned kernels of the backward pass on torch tensors (``emulated.py``), beside float64, launched as on a GPU.
+
+``python -m tests.lowering.hopper_emulated PART ...``; ``test_hopper_backward.py`` runs all. What Triton kernels do
+between the hand-tuned ones is done with torch here.
+"""
+
+# pyright: basic
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.lowering import emulated
+
+LANGUAGE = emulated.install()  # before any kernel is imported
+
+from kdacompile.lowering.adjoint import GradientKernels, Gradients  # noqa: E402
+from kdacompile.lowering.calls import Call  # noqa: E402
+from kdacompile.lowering.hopper.backward_run import HopperBackward  # noqa: E402
+from kdacompile.lowering.scratch import Scratch  # noqa: E402
+from kdacompile.lowering.triton import backward_run  # noqa: E402
+from tests.lowering.differentiated import BOTH, call_of, check, later_is_ignored, plain  # noqa: E402
+from tests.ops.cases import Case, make_case  # noqa: E402
+
+PARAMETERS = ("A_log", "dt_bias", "initial_state")
+TOLERANCE = 8e-3
+
+
+class EmulatedScratch(Scratch):
+    def launch(self, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+        def call(num_warps: int = 0, **given: Any) -> None:
+            given.pop("maxnreg", None)
+            if isinstance(kernel, type(emulated.run)):
+                emulated.run(LANGUAGE, kernel, grid, given)
+            else:
+                _IN_TORCH[kernel.fn.__name__](**{name: x for name, x in given.items() if name not in _OPTIONS})
+
+        return call
+
+
+_OPTIONS = ("num_stages", "arch")
+
+
+def _inverse(a_buffer: Tensor, t_buffer: Tensor, **_: Any) -> None:
+    a = a_buffer.double().tril(-1)
+    t_buffer.copy_(torch.linalg.inv(torch.eye(a.shape[-1], dtype=torch.float64) + a))
+
+
+def _gather(
+    x_ptr: Tensor, partial: Tensor, dx_ptr: Tensor, GROUP: int, L2NORM: bool, l2norm_eps: float, **_: Any
+) -> None:
+    dy = partial.float().unflatten(2, (-1, GROUP)).sum(3)
+    if L2NORM:
+        x = x_ptr.float()
+        rate = torch.rsqrt((x * x).sum(-1, keepdim=True) + l2norm_eps)
+        y = x * rate
+        dy = rate * (dy - y * (y * dy).sum(-1, keepdim=True))
+    dx_ptr.copy_(dy)
+
+
+def _offsets(cu_seqlens: Tensor, chunk_offsets: Tensor, C: int, **_: Any) -> None:
+    chunk_offsets[0] = 0
+    chunk_offsets[1:] = ((cu_seqlens.diff() + C - 1) // C).cumsum(0)
+
+
+_IN_TORCH = {"inverse": _inverse, "gather": _gather, "chunk_offsets_kernel": _offsets}
+
+
+class Emulated:
+    name = "emulated"
+
+    def declines(self, call: Call) -> str | None:
+        return None
+
+    def gradients(
+        self, call: Call, grad_o: Tensor | None, grad_state: Tensor | None, scratch: Scratch | None = None
+    ) -> Gradients:
+        poison = scratch is not None and scratch.poison
+        return HopperBackward(call, grad_o, grad_state, EmulatedScratch(poison=poison)).run()
+
+
+KERNELS: GradientKernels = Emulated()
+
+
+def case_of(length: int = 150, heads: int = 1, groups: int = 1, **options: Any) -> Case:
+    case = make_case(length=length, heads=heads, groups=groups, key_dim=128, value_dim=128, **options)
+    return case.with_options(chunk_size=0, scale=128**-0.5)
+
+
+def rounded(case: Case) -> Case:
+    return case.to(torch.bfloat16).with_tensors(**{name: case.tensors[name] for name in PARAMETERS})
+
+
+def compare(case: Case, used: tuple[str, ...] = BOTH, tolerance: float = TOLERANCE) -> None:
+    check(rounded(case), tolerance, used, "cpu", KERNELS)
+
+
+def gates() -> None:
+    for fn in ("log", "sigmoid", "softplus", "logsigmoid"):
+        compare(case_of(batch=2, heads=2, length=100, gate_fn=fn))
+    compare(case_of(delta=False))
+    compare(plain(case_of(batch=1)))
+
+
+def shapes() -> None:
+    """Packed sequences, one of them empty; heads that share keys; strides; no T that is a multiple of anything."""
+    packed = case_of(length=213, batch=1, sequences=5)
+    compare(replace(packed, cu_seqlens=torch.tensor([0, 33, 33, 98, 212, 213])))
+    compare(case_of(length=70, batch=1, groups=2))
+    case = case_of(length=70)
+    compare(case.with_tensors(**{n: case.tensors[n].mT.contiguous().mT for n in ("q", "k", "v", "g")}))
+
+
+def groups() -> None:
+    """Heads one after the other, in the same buffers."""
+    backward_run.LANES = backward_run.TILES = 2
+    case = rounded(case_of(length=70, batch=2, heads=2))
+    scratch = EmulatedScratch()
+    HopperBackward(call_of(case), case.tensors["v"], None, scratch).run()
+    backward_run.LANES = 100
+    whole = EmulatedScratch()
+    HopperBackward(call_of(case), case.tensors["v"], None, whole).run()
+    assert 2 * scratch.allocated_bytes == whole.allocated_bytes
+    backward_run.LANES = 2
+    compare(case)
+
+
+def extremes() -> None:
+    random = torch.Generator().manual_seed(1)
+    for delta in (True, False):
+        case = case_of(batch=1, delta=delta)
+        g = case.tensors["g"]
+        strong = torch.where(torch.rand(g.shape, generator=random) < 0.2, -1000.0, g)
+        compare(case.with_tensors(g=torch.where(torch.rand(g.shape, generator=random) < 0.1, -torch.inf, strong)))
+    case = plain(case_of(batch=1, length=100)).with_options(sigmoid_beta=False)
+    beta = torch.rand(case.tensors["beta"].shape, generator=random)
+    beta[:, ::3], beta[:, 1::3] = 0.0, 1.0
+    compare(case.with_tensors(beta=beta))
+    compare(case.with_tensors(beta=beta, k=case.tensors["k"][:, :1].expand_as(case.tensors["k"])))
+
+
+def causality() -> None:
+    """Earlier gradients do not depend on later tokens, bit for bit; one result alone."""
+    later_is_ignored(rounded(case_of(batch=1, length=130)), "cpu", KERNELS)
+    weak = case_of(batch=1, length=70)
+    weak = weak.with_tensors(g=0.05 * weak.tensors["g"])
+    for result in BOTH:
+        compare(weak, (result,))
+
+
+PARTS = {part.__name__: part for part in (gates, shapes, groups, extremes, causality)}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        PARTS[name]()

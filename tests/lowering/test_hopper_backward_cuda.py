@@ -1,0 +1,118 @@
+"""The hand-tuned kernels of the backward pass on a Hopper GPU, beside float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kdacompile.lowering.adjoint import GradientKernels
+from kdacompile.lowering.hopper import HopperGradients
+from kdacompile.lowering.linear_attention import ROWS
+from tests.lowering.differentiated import BOTH, call_of, check, later_is_ignored, plain, weights
+from tests.lowering.test_backward_cuda import rounded
+from tests.ops.cases import Case, make_case
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+KERNELS: GradientKernels = HopperGradients()
+TOLERANCE = 8e-3
+
+
+def case_of(length: int = 150, heads: int = 1, **options: object) -> Case:
+    case = make_case(length=length, heads=heads, key_dim=128, value_dim=128, **options)  # type: ignore[arg-type]
+    return case.with_options(chunk_size=0, scale=128**-0.5)
+
+
+def compare(case: Case, used: tuple[str, ...] = BOTH) -> dict[str, torch.Tensor]:
+    case = rounded(case, torch.bfloat16)
+    there = case.with_tensors(**{n: None if x is None else x.cuda() for n, x in case.tensors.items()})
+    assert KERNELS.declines(call_of(there)) is None
+    return check(case, TOLERANCE, used, "cuda", KERNELS)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row[0] != "head"])
+def test_every_row(row: tuple[str, bool]) -> None:
+    gate, delta = row
+    case = case_of(gate=gate, delta=delta)
+    compare(case)
+    compare(plain(case))
+
+
+@pytest.mark.parametrize("fn", ["sigmoid", "softplus", "logsigmoid", "factor"])
+@pytest.mark.parametrize("delta", [True, False])
+def test_gate_functions(fn: str, delta: bool) -> None:
+    compare(case_of(gate_fn=fn, delta=delta))
+
+
+def test_packed_sequences_and_grouped_heads() -> None:
+    packed = case_of(length=340, batch=1, sequences=5)
+    compare(replace(packed, cu_seqlens=torch.tensor([0, 33, 33, 162, 339, 340])))
+    compare(case_of(heads=2, groups=2))
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_strong_gates(delta: bool) -> None:
+    random = torch.Generator().manual_seed(1)
+    case = case_of(delta=delta, gate_fn="log")
+    g = case.tensors["g"]
+    assert g is not None
+    strong = torch.where(torch.rand(g.shape, generator=random) < 0.2, -1000.0, g)
+    compare(case.with_tensors(g=strong))
+    compare(case.with_tensors(g=torch.where(torch.rand(g.shape, generator=random) < 0.1, -torch.inf, strong)))
+
+
+def test_beta_at_its_ends_and_equal_keys() -> None:
+    case = plain(case_of()).with_options(sigmoid_beta=False)
+    beta, k = case.tensors["beta"], case.tensors["k"]
+    assert beta is not None and k is not None
+    beta = torch.rand(beta.shape)
+    beta[:, ::3], beta[:, 1::3] = 0.0, 1.0
+    compare(case.with_tensors(beta=beta))
+    rising = case.with_tensors(beta=beta, k=k[:, :1].expand_as(k))
+    compare(rising)
+
+
+@pytest.mark.parametrize("result", BOTH)
+def test_one_result_alone(result: str) -> None:
+    case = case_of()
+    g = case.tensors["g"]
+    assert g is not None
+    compare(case.with_tensors(g=0.05 * g), (result,))  # so that the initial state's gradient is not all underflow
+
+
+def test_an_expanded_gradient() -> None:
+    case = rounded(case_of(), torch.bfloat16)
+    call = call_of(case.with_tensors(**{n: None if x is None else x.cuda() for n, x in case.tensors.items()}))
+    ones = torch.ones((), device="cuda", dtype=torch.bfloat16).expand(call.v.shape)
+    for x, y in zip(KERNELS.gradients(call, ones, None), KERNELS.gradients(call, ones.clone(), None), strict=True):
+        assert x is None or (y is not None and torch.equal(x, y))
+
+
+def test_later_tokens_change_no_earlier_gradient() -> None:
+    later_is_ignored(rounded(case_of(length=300), torch.bfloat16), "cuda", KERNELS)
+
+
+def test_no_length_is_read_on_the_host_and_a_graph_can_be_replayed() -> None:
+    case = replace(
+        rounded(case_of(length=340, batch=1, sequences=3), torch.bfloat16), cu_seqlens=torch.tensor([0, 33, 33, 340])
+    )
+    of_o, of_state = (None if w is None else w.cuda() for w in weights(case))
+    there = case.with_tensors(**{n: None if x is None else x.cuda() for n, x in case.tensors.items()})
+    call = call_of(replace(there, cu_seqlens=torch.tensor([0, 33, 33, 340], device="cuda")))
+    expected = KERNELS.gradients(call, of_o, of_state)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        KERNELS.gradients(call, of_o, of_state)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = KERNELS.gradients(call, of_o, of_state)
+    for _ in range(2):
+        graph.replay()
+        for x, y in zip(expected, captured, strict=True):
+            assert x is None or (y is not None and torch.equal(x, y))
