@@ -50,7 +50,7 @@ def sequence_forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def step_forward(call: Call, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:
-    """One token of a checked call: o ``[B, 1, HV, V]`` and the state after it ``[B, HV, K, V]``, both in the compute dtype.
+    """One token of a checked call: o ``[B, 1, HV, V]`` and the state after it ``[B, HV, K, V]``, in the compute dtype.
 
     With ``overwrite`` the state returned may be ``initial_state`` itself.
     """
