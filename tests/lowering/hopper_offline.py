@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,18 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kdacompile.lowering.hopper import combine, linear, mla, prepare, prepare_scalar, prepare_unbounded, scan
+from kdacompile.lowering.hopper import (
+    backward_gradients,
+    backward_prepare,
+    backward_scan,
+    combine,
+    linear,
+    mla,
+    prepare,
+    prepare_scalar,
+    prepare_unbounded,
+    scan,
+)
 from kdacompile.lowering.hopper.launches import COMBINED, gram_registers
 from kdacompile.lowering.hopper.schedules import LINEAR_STAGES, Schedule
 
@@ -110,6 +122,25 @@ def compile_mla(page: int, scheduled: bool, partial: bool, dtype: str, masked: b
     return _compile(mla.attend, signature, {**constants, "SCHEDULED": scheduled, "PARTIAL": partial}, 4)
 
 
+def compile_backward(name: str, *, gate: str = "bf16", delta: bool = True, packed: bool = False) -> Any:
+    """A kernel of the backward pass: "prepare", "scan" or "gradients"."""
+    kernels = {"prepare": backward_prepare.prepare, "scan": backward_scan.scan}
+    kernel = {**kernels, "gradients": backward_gradients.gradients}[name]
+    flags = "DELTA BETA SIGMOID L2NORM NORM_INSIDE RATE BIAS DBIAS GATED STATE FINAL".split()
+    constants: dict[str, Any] = {flag: delta or flag not in ("DELTA", "BETA") for flag in flags}
+    constants |= {"HV": 32, "HP": 32, "GROUP": 1, "FN": "softplus", "PACKED": packed}
+    constants |= {argument: 1 for argument in kernel.arg_names if argument.endswith(("_sd", "_sv"))}
+    signature = dict.fromkeys(kernel.arg_names, "i32") | {"cu_seqlens": "*i64", "chunk_offsets": "*i32"}
+    signature |= {a: "*bf16" for a in kernel.arg_names if a.endswith(("_ptr", "_buffer"))}
+    signature |= dict.fromkeys(("scale", "gate_scale", "l2norm_eps"), "fp32") | {"g_ptr": f"*{gate}"}
+    singles = "A_log_ptr dt_bias_ptr dbias_ptr drate_ptr state_ptr final_ptr dstate_ptr beta_buffer rate_buffer"
+    signature |= dict.fromkeys([*singles.split(), "total_buffer"], "*fp32")
+    signature = {a: kind for a, kind in signature.items() if a in kernel.arg_names}
+    constants = {a: value for a, value in constants.items() if a in kernel.arg_names}
+    steps = [i for i, a in enumerate(signature) if a.endswith(("_sb", "_st", "_sh")) and not a.startswith("beta")]
+    return _compile(kernel, signature, constants, 8, steps, **({"maxnreg": 128} if name == "prepare" else {}))
+
+
 def spilled_bytes(compiled: Any) -> int:
     """Stack a thread has, by the compiler's own disassembler: what did not fit the registers."""
     tool = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -142,8 +173,16 @@ def _line(length: int) -> str:
     return f"tensordesc<fp32[{length}],{gl.NVMMASharedLayout(0, 32, 1)}>"
 
 
-def _compile(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
+def _compile(
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    warps: int,
+    multiples: Sequence[int] = (),
+    **options: int,
+) -> Any:
     signature |= dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in [*pointers, *multiples]}
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})

@@ -10,7 +10,7 @@ import torch
 
 from kdacompile.lowering.hopper import HopperGradients
 from tests.lowering.differentiated import call_of
-from tests.lowering.test_triton import ROOT, needs_triton
+from tests.lowering.test_triton import ROOT, needs_triton, no_interpreter
 from tests.ops.cases import make_case
 
 
@@ -35,3 +35,17 @@ def test_what_is_declined() -> None:
     assert HopperGradients().declines(call_of(case.with_options(chunk_size=32))) == narrow
     head = make_case(gate="head", key_dim=128, value_dim=128, length=70).with_options(chunk_size=0).to(torch.bfloat16)
     assert HopperGradients().declines(call_of(head)) == "a gate per head is left to the emitted kernels"
+
+
+@needs_triton
+@no_interpreter
+@pytest.mark.parametrize(("name", "spilled"), [("prepare", 32), ("scan", 0), ("gradients", 64)])
+def test_kernels_compile_for_hopper(name: str, spilled: int) -> None:
+    from tests.lowering import hopper_offline as offline
+
+    for compiled in (
+        offline.compile_backward(name, gate="fp32", packed=True),
+        offline.compile_backward(name, delta=False),
+    ):
+        assert offline.spilled_bytes(compiled) <= spilled
+        assert compiled.metadata.shared <= 232448  # what a block may have
