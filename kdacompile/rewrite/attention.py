@@ -58,8 +58,18 @@ class MlaSplice(Splice[LatentAttention]):
         left = self.match.candidate.kept
         kept = {op.node for op in left}
         kept |= {node for op in left for value in op.outs for node, _ in functional.names.get(value, [])}
+        kept |= self.shared_constants(nodes)
         buffers = {functional.storages[node] for node in kept if node in functional.storages} - {None}
         return {node for node in nodes if node not in kept and functional.storages.get(node) not in buffers}
+
+    def shared_constants(self, nodes: set[fx.Node]) -> set[fx.Node]:
+        """What fills a mask that is read outside the region too: all layers share one, ``full(...).triu_(1)``."""
+        written = {mutation.storage for mutation in self.functional.mutations}
+        masks = {op.node for op in self.match.candidate.ops if all(value.const for value in op.outs)}
+        filled = {self.functional.storages.get(node) for node in masks} & written
+        views = [node for node, storage in self.functional.storages.items() if storage in filled and node in self.place]
+        read = {self.functional.storages[node] for node in views if any(user not in nodes for user in node.users)}
+        return {node for node in views if self.functional.storages[node] in read}
 
     def apply(self, before: fx.Node) -> str:
         """Insert the op before ``before``, redirect the output, erase the region. Returns the op's name."""

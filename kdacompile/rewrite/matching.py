@@ -6,7 +6,7 @@ What differs between patterns is in their ``Spec``; this is the same for all.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Generic
@@ -320,17 +320,22 @@ class Matching(Generic[R, B]):
 
 def _region(match: Match[Any]) -> set[Op]:
     """All between the inputs of a match and its results, constants included."""
-    inputs = {placement.value for placement in match.inputs.values()}
+    inputs = _inputs(match)
     return ancestors(match.candidate.outputs, inputs.__contains__)
 
 
+def _inputs(match: Match[Any]) -> set[Value]:
+    """What a match reads: the tensors of its roles, and what holds the same numbers, as a second slice of a cache."""
+    return {placement.value for placement in match.inputs.values()} | set(match.candidate.duplicates)
+
+
 def _nodes(match: Match[Any]) -> set[fx.Node]:
-    inputs = [placement.value for placement in match.inputs.values()]
-    absorbed = ancestors(match.candidate.cut, set(inputs).__contains__)
+    inputs = _inputs(match)
+    absorbed = ancestors(match.candidate.cut, inputs.__contains__)
     return _nodes_of(match.candidate.ops | absorbed, inputs)
 
 
-def _nodes_of(ops: set[Op], inputs: list[Value]) -> set[fx.Node]:
+def _nodes_of(ops: set[Op], inputs: Iterable[Value]) -> set[fx.Node]:
     """The Dynamo nodes of a region and what they read: tensors, sizes and other numbers."""
     own = {op.node for op in ops if op.node is not None} | {value.node for value in inputs}
     return own | {arg for node in own for arg in node.all_input_nodes if node.op != "placeholder"}
