@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from examples.tensor_parallel import Block, tensor_parallel
 from kdacompile.report.collect import collecting
 from tests.models import mla_zoo, zoo
-from tests.models.latent_block import Block, tensor_parallel
 
 EAGER: dict[str, Any] = {"kda.inner": "aot_eager"}
 

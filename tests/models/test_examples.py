@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+ALONE = ["quickstart", "own_model", "train_step", "absorbed_mla", "tensor_parallel"]
+OF_TRANSFORMERS = ["kimi_linear", "qwen3_next", "deepseek_v3"]
 
-@pytest.mark.parametrize(
-    "name", ["quickstart", "own_model", "train_step", "kimi_linear", "qwen3_next", "deepseek_v3", "absorbed_mla"]
-)
+
+@pytest.mark.parametrize("name", [*ALONE, *OF_TRANSFORMERS])
 def test_example(name: str) -> None:
-    if name in {"kimi_linear", "qwen3_next", "deepseek_v3"}:
+    if name in OF_TRANSFORMERS:
         pytest.importorskip("transformers")
     torch.compiler.reset()
     assert importlib.import_module(f"examples.{name}").main(["--quick"]) == 0

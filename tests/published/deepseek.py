@@ -1,4 +1,4 @@
-"""DeepSeek's own inference code: V3 with expanded and with latent caches, V3.2 with its indexer's mask; whole models."""
+"""DeepSeek's own inference code: V3 with expanded and latent caches, V3.2 with its indexer's mask; whole models."""
 
 from __future__ import annotations
 

@@ -1,15 +1,24 @@
-"""Latent attention as torchtitan writes it, and its plan of tensor parallelism: everything stays a DTensor but what
-attention itself reads.
+"""Latent attention in the style of torchtitan on several GPUs: FSDP2 x tensor parallel, compiled block by block.
+
+    torchrun --nproc-per-node 4 examples/tensor_parallel.py --tp 2 [--quick] [--device cuda]
+
+Heads lie on different ranks, and everything is a DTensor but what attention itself reads. Every block must be matched,
+and the loss must fall. Without torchrun it is one process.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -19,6 +28,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+
+from kdacompile.report.collect import collecting
 
 NOPE, ROPE, VALUE, RANK = 8, 4, 8, 16
 
@@ -91,3 +102,54 @@ def tensor_parallel(block: nn.Module, mesh: DeviceMesh) -> None:
             "wo": RowwiseParallel(output_layouts=Replicate()),
         },
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share the heads of a layer")
+    parser.add_argument("--quick", action="store_true", help="three steps")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args(argv)
+    backend, world = "nccl" if args.device == "cuda" else "gloo", int(os.environ.get("WORLD_SIZE", "1"))
+    started = not dist.is_initialized()
+    if started:
+        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
+        dist.init_process_group(backend, **alone)
+    try:
+        return 0 if train(args.device, args.tp, world, 3 if args.quick else 50) else 1
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def train(device: str, tp: int, world: int, steps: int) -> bool:
+    """Whether every block was matched and the loss fell."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    mesh = init_device_mesh(device, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([Block() for _ in range(2)]).to(device)
+    for block in blocks.children():
+        tensor_parallel(block, mesh["tp"])
+        block.compile(backend="kda")
+        fully_shard(block, mesh=mesh["dp"])
+    torch.manual_seed(mesh.get_local_rank("dp"))  # ranks that share heads get the same tokens
+    x, cos, goal = (torch.randn(*shape, device=device) for shape in ((4, 16, 32), (16, 1, ROPE), (4, 16, 32)))
+    optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-2)
+    losses: list[float] = []
+    with collecting() as report:
+        for _ in range(steps):
+            y = x
+            for block in blocks.children():
+                y = y + block(y, cos)
+            loss = F.mse_loss(y, goal)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; {report.counts} in {report.graph_count} graphs")
+    return report.counts["mla"] > 0 and losses[-1] < losses[0]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
