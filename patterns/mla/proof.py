@@ -34,7 +34,7 @@ from kdacompile.patterns.mla.definition import (
     place,
 )
 from kdacompile.patterns.mla.oracle import latent_attention
-from kdacompile.patterns.recurrence.proof import TOLERANCE, one_thread, token_error
+from kdacompile.patterns.recurrence.proof import PRECISE, TOLERANCE, one_thread, token_error
 
 LARGEST = 1 << 27
 """Entries of scores, or of keys, up to which a region is still run."""
@@ -68,7 +68,7 @@ def prove(candidate: LatentCandidate, *, wide: bool = False) -> Verdict[LatentAt
             return Verdict(None, best, str(failure))
         if found is False:
             return Verdict(None, error, DIFFERS, code="field")
-        if error <= TOLERANCE:
+        if error <= (TOLERANCE if found is True else PRECISE):
             return Verdict(binding.with_(scale=scale), error, silent="" if found is True else found)
         best = min(best, error)
         reason = f"the region does not compute attention over a latent (relative error {best:.1e})"

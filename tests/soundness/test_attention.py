@@ -202,3 +202,25 @@ BENT: dict[str, Layer] = {
 @pytest.mark.parametrize("name", BENT)
 def test_small_terms(name: str) -> None:
     assert equals_eager(BENT[name], given()) == []
+
+
+class Scaled(Layer):
+    """With a number of no meaning on the scores, and what undoes most of it on the values."""
+
+    def forward(self, q: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+        return super().forward(q * 0.3183098861837907, latent, k_rope)
+
+
+ROUGH: dict[str, Layer] = {
+    "keys squared": Scaled(HIDDEN["-inf"], keys=lambda k: k + 1e-10 * k * k),
+    "one key more": Scaled(HIDDEN["-inf"], keys=lambda k: torch.cat([k[:, :, :-1], k[:, :, -1:] * (1 + 1e-9)], 2)),
+    "weights squared": Scaled(HIDDEN["-inf"], read=lambda w, v: (w + 1e-10 * w * w) @ v),
+    "scores squared": Scaled(lambda s: (s + 1e-10 * s * s).masked_fill(LATER, -torch.inf)),
+    "values of another head": Scaled(HIDDEN["-inf"], read=lambda w, v: w @ (v + 1e-10 * v.roll(1, 1))),
+    "values, rounded back": Scaled(HIDDEN["-inf"], read=lambda w, v: w @ (v * 3.14159 * 0.31831)),
+}
+
+
+@pytest.mark.parametrize("name", ROUGH)
+def test_small_terms_beside_numbers_that_are_rounded(name: str) -> None:
+    assert equals_eager(ROUGH[name], given()) == []

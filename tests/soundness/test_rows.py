@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kdacompile.patterns.recurrence import proof
+from kdacompile.patterns.recurrence.spec import RECURRENCE
 from tests.soundness.programs import matched, refused, tokens
 
 B, H, T = 4, 6, 20
@@ -44,6 +46,42 @@ def given() -> Inputs:
 @pytest.mark.parametrize("name", ODD)
 def test_rows_that_are_not_alike(name: str) -> None:
     refused(ODD[name], given(), whole=False)
+
+
+MORE: dict[str, Callable[..., Tensor]] = {
+    "the largest head's values": lambda q, k, v, g: attention(q, k, v * (1 + 1e-9 * v.prod(2, keepdim=True)), g),
+    "the sum of rows, as a product": lambda q, k, v, g: attention(
+        q, k, (torch.ones(B, B) @ v.flatten(1)).view(v.shape) * 1e-6 + v, g
+    ),
+    "heads summed as they go": lambda q, k, v, g: attention(q, k, v.cumsum(2), g),
+    "rows summed as they go": lambda q, k, v, g: attention(q, k, v, g.cumsum(0)),
+    "heads and channels in one": lambda q, k, v, g: attention(q, k, v.flatten(2).roll(1, -1).view(v.shape), g),
+    "rows and tokens in one": lambda q, k, v, g: attention(q, k.flatten(0, 1).roll(1, 0).view(k.shape), v, g),
+    "heads and tokens changed round": lambda q, k, v, g: attention(
+        q, k, v.transpose(1, 2).reshape(B, T, H, -1), g
+    ),
+    "one entry of one head": lambda q, k, v, g: attention(
+        q, k, v, g * (1 + 1e-6 * (torch.arange(T * H) == 77).view(T, H))
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def cut_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a region is too large to be run with all its rows and heads."""
+    monkeypatch.setattr(proof, "AFFORDABLE", 0)
+    monkeypatch.setattr(RECURRENCE.verdicts, "known", {})
+
+
+@pytest.mark.usefixtures("cut_down")
+@pytest.mark.parametrize("name", [*ODD, *MORE])
+def test_rows_that_are_not_alike_where_few_are_run(name: str) -> None:
+    refused({**ODD, **MORE}[name], given(), whole=False)
+
+
+@pytest.mark.usefixtures("cut_down")
+def test_rows_that_are_alike_where_few_are_run() -> None:
+    matched(attention, given(), "simple_gla")
 
 
 def test_rows_that_are() -> None:

@@ -87,6 +87,21 @@ def test_probes_that_see_carries(name: str) -> None:
     nothing_wrong(lambda q, k, v, g, s: chunks(q, k, v, g, s, 64, CARRIES[name]), given, whole=False)
 
 
+LINEAR: dict[str, Callable[..., Tensor]] = {
+    "a key of its own": STEPS["a key of its own"],
+    "a state that leaks": STEPS["a state that leaks"],
+    "a state that leaks once": lambda s, k, e, v: s + (1 + 5e-11) * k @ e,
+    "an error of its own": lambda s, k, e, v: s + k @ e * (1 - 1e-11 * k.square().sum(-2, keepdim=True)),
+    "a row of another": lambda s, k, e, v: s + (k + 1e-10 * k.roll(1, -2)) @ e,
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_probes_that_see_what_is_linear(name: str) -> None:
+    given = tuple(tokens(12)[x] for x in ("q", "k", "v", "g", "beta"))
+    nothing_wrong(lambda *x: loop(*x, step=LINEAR[name], read=read), given)
+
+
 QUERIES: dict[str, Callable[[Tensor], Tensor]] = {
     "itself, cubed": lambda q: q + 1e-12 * q * q * q,
     "a number": lambda q: q + 1e-10,
