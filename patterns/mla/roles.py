@@ -10,6 +10,8 @@ from itertools import islice
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.numbering import Numbering
+from kdacompile.patterns.engine.rounding import rounding
+from kdacompile.patterns.engine.values import root
 from kdacompile.patterns.engine.vocabulary import LAYOUT, REGION, SOFTMAXES
 from kdacompile.patterns.mla.absorbed import read_absorbed
 from kdacompile.patterns.mla.bindings import bindings, labels
@@ -73,7 +75,7 @@ def _candidate(
     # A prefill may leave keys and values behind: attention on all of them gains more than expanding them twice costs.
     whole = 1 < parts.sizes["T"] == parts.sizes["S"] == parts.sizes["C"]
     kept = _kept(graph, ops, cut, expanding) if whole else set[Op]()
-    obstacle = _forbidden(graph, ops, cut, output, expanding, kept)
+    obstacle = _forbidden(graph, ops, cut, output, expanding, kept) or rounding(ops, ops, _entering(ops, cut), [output])
     if obstacle is not None:
         return obstacle
     found_bindings = list(islice(bindings(tensors, output, found.scores, parts.sizes, masks), MAX_BINDINGS))
@@ -81,6 +83,11 @@ def _candidate(
         return Obstacle("roles", "the layout of a tensor does not fit its role", found.softmax)
     outputs = [output, found.scores]
     return LatentCandidate(found.softmax, ops, cut, outputs, found_bindings, duplicates=again, kept=kept)
+
+
+def _entering(ops: set[Op], cut: list[Value]) -> list[Value]:
+    """Tensors as they enter the region: those of the cut, and what they are cast to first (autocast does)."""
+    return [*cut, *(op.out for op in ops if op.name == "_to_copy" and root(op.reads[0]) in cut)]
 
 
 def _kept(graph: Graph, ops: set[Op], cut: list[Value], expanding: set[Op]) -> set[Op]:

@@ -16,6 +16,7 @@ from kdacompile.graph.ir import Op, Value, ancestors
 from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.match import Candidate, Obstacle
+from kdacompile.patterns.engine.rounding import rounding
 from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING, PLACING, is_float8
 from kdacompile.patterns.recurrence.bindings import Bindings
 from kdacompile.patterns.recurrence.cuts import NoCut, Surroundings
@@ -235,7 +236,7 @@ def read_region(
         return
     found = Bindings(cut, output, state, ops)
     if found:
-        obstacle = _obstacle(ops, group, outputs) or _rounding(ops, group, cut, outputs)
+        obstacle = _obstacle(ops, group, outputs) or rounding(ops & group.ops, ops, cut, outputs)
         yield obstacle or Candidate(anchor, ops, cut, outputs, found, core=ops & group.ops)
 
 
@@ -259,23 +260,6 @@ def _obstacle(ops: set[Op], group: Group, outputs: list[Value]) -> Obstacle | No
                     return Obstacle(
                         "escape", f"an intermediate value of the region is read by {outside.name} outside it", op
                     )
-    return None
-
-
-def _rounding(ops: set[Op], group: Group, cut: list[Value], outputs: list[Value]) -> Obstacle | None:
-    """A cast below the inputs' own precision in the middle of the region is part of the function; casts of results are
-    not.
-    """
-    least = min((value.dtype.itemsize for value in cut), default=0)
-    for op in ops & group.ops:
-        if op.name != "_to_copy" or op.out.dtype.itemsize >= least:
-            continue
-        value = op.out
-        while value not in outputs:
-            users = [user for user in value.users if user in ops]
-            if len(users) != 1 or users[0].name not in LAYOUT:
-                return Obstacle("rounding", f"the region rounds to {op.out.dtype} between its steps", op)
-            value = users[0].out
     return None
 
 

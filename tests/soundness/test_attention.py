@@ -224,3 +224,45 @@ ROUGH: dict[str, Layer] = {
 @pytest.mark.parametrize("name", ROUGH)
 def test_small_terms_beside_numbers_that_are_rounded(name: str) -> None:
     assert equals_eager(ROUGH[name], given()) == []
+
+
+ROUNDED: dict[str, Layer] = {
+    "scores in float16": Layer(lambda s: s.half().float().masked_fill(LATER, -torch.inf)),
+    "scores in bfloat16": Layer(lambda s: s.masked_fill(LATER, -torch.inf).bfloat16().float()),
+    "weights in bfloat16": Layer(HIDDEN["-inf"], read=lambda w, v: w.bfloat16().float() @ v),
+    "values in float16": Layer(HIDDEN["-inf"], read=lambda w, v: w @ v.half().float()),
+    "keys in bfloat16": Layer(HIDDEN["-inf"], keys=lambda k: k.bfloat16().float()),
+    "the lowest number, in float16": Layer(lambda s: s.masked_fill(LATER, LOWEST).half().float()),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounding_between_the_steps(name: str) -> None:
+    """To less than the inputs' own dtype: part of the function, and infinite where scores are large."""
+    assert equals_eager(ROUNDED[name], given()) == []
+    assert equals_eager(Layer(HIDDEN["-inf"], read=lambda w, v: (w @ v).double().float()), given()) == ["exactly"]
+
+
+HEAD = torch.arange(HEADS)[:, None, None]
+ROW = torch.arange(2)[:, None, None, None]
+ODD: dict[str, Layer] = {
+    "values of one head": Layer(HIDDEN["-inf"], read=lambda w, v: w @ (v * torch.where(HEAD == 3, 2.0, 1.0))),
+    "keys of one head": Layer(HIDDEN["-inf"], keys=lambda k: k * torch.where(HEAD == 2, 0.5, 1.0)),
+    "scores of one row": Layer(lambda s: (s * torch.where(ROW == 1, 2.0, 1.0)).masked_fill(LATER, -torch.inf)),
+    "a mask of one row": Layer(lambda s: s.masked_fill(LATER | ((ROW == 1) & (torch.arange(T) == 5)), -torch.inf)),
+    "a mask of one head": Layer(lambda s: s.masked_fill(LATER | ((HEAD == 1) & (torch.arange(T) == 5)), -torch.inf)),
+    "heads turned round": Layer(HIDDEN["-inf"], read=lambda w, v: w.flip(1) @ v),
+    "heads rolled": Layer(HIDDEN["-inf"], read=lambda w, v: w @ v.roll(1, 1)),
+    "rows rolled": Layer(HIDDEN["-inf"], keys=lambda k: k.roll(1, 0)),
+    "a head's mean taken off": Layer(HIDDEN["-inf"], read=lambda w, v: w @ (v - v.mean(1, keepdim=True))),
+    "one pair hidden": Layer(
+        lambda s: s.masked_fill(LATER | ((torch.arange(T)[:, None] == 20) & (torch.arange(T) == 7)), -torch.inf)
+    ),
+    "a window": Layer(lambda s: s.masked_fill(LATER | LATER.mT.triu(-T).tril(-20), -torch.inf)),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_heads_and_rows_that_are_not_alike(name: str) -> None:
+    """Left alone, or matched with what makes the difference as an operand."""
+    equals_eager(ODD[name], given())
