@@ -12,6 +12,9 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.patterns.engine.placement import Placement
 
+NOTATION = frozenset({"einops", "opt_einsum"})
+"""Libraries of notation: the line that is told is their caller's."""
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -27,7 +30,8 @@ def describe(placement: Placement) -> str:
 def source_of(node: fx.Node | None) -> str:
     """ "file:line" of the user's code a node came from, for the report only."""
     frames = frames_of(node.meta.get("stack_trace") or "") if node is not None else []
-    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else "unknown"
+    own = [frame for frame in frames if NOTATION.isdisjoint(Path(frame[0]).parts)] or frames
+    return f"{own[-1][0]}:{own[-1][1]}" if own else "unknown"
 
 
 def frames_of(trace: str) -> list[tuple[str, int]]:

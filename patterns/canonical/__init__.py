@@ -12,7 +12,7 @@ from torch import fx
 
 from kdacompile.graph.edit import Edit, NewCalls
 from kdacompile.graph.ir import Graph
-from kdacompile.patterns.canonical import factors, hoist, log_gates, packed, relaid, row_sums
+from kdacompile.patterns.canonical import factors, hoist, log_gates, packed, quotients, relaid, row_sums
 
 Rule = Callable[[Edit, fx.Graph], None]
 
@@ -23,6 +23,7 @@ RULES: tuple[Rule, ...] = (
     hoist.apply,
     row_sums.apply,
     packed.apply,
+    quotients.apply,
 )
 """In the order in which they are tried, each on what the ones before it have left."""
 

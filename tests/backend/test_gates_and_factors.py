@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kdacompile.explainer import explain
 from tests.backend.test_hoist import explained
 from tests.compare import worst_error
 
@@ -106,3 +107,37 @@ def chunks_in_another_order(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit
 def test_near_misses_equal_eager(fn: Callable[..., Tensor], grad: bool) -> None:
     ours, expected, report = explained(fn, grad)
     assert worst_error(ours, expected) <= 1e-5, str(report)
+
+
+def divided_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """torchscale: what is written and what is kept are divided by a running scale."""
+    after = scale * decay + 1
+    kept = (scale.sqrt() * decay / after.sqrt()).view(-1, 1, 1)
+    state = state * kept + k[..., None] * v[..., None, :] / after.sqrt().view(-1, 1, 1)
+    return (q[..., None] * state).sum(-2), state
+
+
+def divided_after_the_write(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Each entry of what is written has a divisor of its own."""
+    state = state * decay.view(-1, 1, 1) + k[..., None] * v[..., None, :] / (scale.view(-1, 1, 1) + state.square())
+    return (q[..., None] * state).sum(-2), state
+
+
+def gradients(results: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(torch.cat([x.sin().flatten() for x in results]).sum(), inputs)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("fn", "matched"), [(divided_step, ["simple_gla"]), (divided_after_the_write, [])])
+def test_quotients_of_steps(fn: Callable[..., tuple[Tensor, Tensor]], matched: list[str], grad: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(2, 3, 6), (2, 3, 6), (2, 3, 5), (3,), (2, 3, 6, 5), (3,)]
+    inputs = [torch.rand(size, generator=generator).requires_grad_(grad) for size in sizes]
+    report = explain(fn)(*inputs)
+    expected = fn(*inputs)
+    assert worst_error(report.result, expected) <= 1e-5
+    assert [match.pattern for match in report.matches] == matched, str(report)
+    if grad:
+        assert worst_error(gradients(report.result, inputs), gradients(expected, inputs)) <= 1e-5

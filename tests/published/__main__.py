@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
+import math
 import pkgutil
 import sys
 import time
@@ -28,6 +29,9 @@ from tests.published.registry import CASES, Case
 from tests.published.sources import Library, MissingSource
 
 HEADER = "| repository | commit | path | case | matched | equal | s | reason |\n|---|---|---|---|---|---|---|---|"
+RAISED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
+"""What compiling or running a program under the backend may raise where it is wrong."""
+
 FRAME = {"draw", "registry", "sources", "__main__"}
 
 
@@ -54,7 +58,7 @@ class Row:
         equal = "" if self.matched is None else f"{'no' if self.wrong else 'yes'} ({self.error:.0e})"
         where = self.case.repository
         cells = (where.name, where.commit[:8], self.case.path, self.case.name, found, equal, f"{self.seconds:.1f}")
-        return "| " + " | ".join((*cells, self.reason.replace("|", "/"))) + " |"
+        return "| " + " | ".join((*cells, " ".join(self.reason.replace("|", "/").split()))) + " |"
 
 
 def measure(case: Case, library: Library) -> Row:
@@ -69,7 +73,11 @@ def measure(case: Case, library: Library) -> Row:
     own, theirs = copy.deepcopy((fn, arguments)), (fn, arguments)
     with torch.no_grad():
         expected = _run(*theirs)
-        report = explain(own[0])(*own[1])
+        torch.manual_seed(1)
+        try:
+            report = explain(own[0])(*own[1])
+        except RAISED as error:
+            return Row(case, (), math.inf, time.perf_counter() - started, f"{type(error).__name__}: {error}"[:200])
     found = tuple(match.pattern for match in report.matches)
     error = worst_error((report.result, own[1]), expected)
     reasons = [f"{r.reason} [{r.code}]" for r in report.rejections] + [f"break: {b}" for b in report.graph_breaks]

@@ -91,9 +91,7 @@ def ssd_without_einops(m: Any) -> Program:
 
 @case(MAMBA_PY, "mambapy/mamba2.py", "simple_gla")
 def mamba_py_step(m: Any) -> Program:
-    config = m.Mamba2Config(
-        d_model=16, n_layers=1, d_head=8, d_state=N, n_groups=1, use_mem_eff_path=False, device="cpu"
-    )
+    config = m.Mamba2Config(d_model=16, n_layers=1, d_head=8, d_state=N, n_groups=1, use_mem_eff_path=False)
     m.RMSNormGated = _Gated
     layer = m.Mamba2Block(config)
     inner = config.d_inner

@@ -11,7 +11,7 @@ import builtins
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -38,6 +38,9 @@ class Absent(ModuleType):
 
     def __getitem__(self, item: object) -> Absent:
         return self
+
+    def __iter__(self) -> Iterator[Absent]:
+        return iter(())
 
     def __or__(self, other: object) -> Absent:
         return self
@@ -94,7 +97,8 @@ class Library:
         place = self.written / repository.name / path
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
-        module = ModuleType("published." + f"{repository.name}/{path}"[:-3].replace(".", "_").replace("/", "."))
+        dotted = f"{repository.name}/{path}"[:-3].replace(".", "_").replace("/", ".")
+        module = ModuleType(".".join(("published", dotted, *only)))
         module.__file__ = str(place)
         namespace: dict[str, Any] = vars(module)
         namespace["__builtins__"] = {**vars(builtins), "__import__": self._importer(repository, path, own=not only)}

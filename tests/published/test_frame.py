@@ -91,6 +91,23 @@ def test_a_wrong_result_and_a_miss_are_seen(repository: Repository, tmp_path: Pa
     assert row.wrong and not row.complete
 
 
+def test_what_raises_is_wrong(repository: Repository, tmp_path: Path) -> None:
+    calls = 0
+
+    def raises(module: Any) -> Program:
+        def fn(*inputs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise ValueError("not under compilation")
+            return module.attention(*inputs)
+
+        return fn, bhtd(8)
+
+    row = measure(Case(repository, "lib/attention.py", "raises", raises, ("linear_attention",)), Library(tmp_path))
+    assert row.wrong and "not under compilation" in row.reason
+
+
 def test_libraries_that_a_case_calls_are_not_replaced(
     repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +119,7 @@ def test_libraries_that_a_case_calls_are_not_replaced(
 def test_absent_names_are_quiet() -> None:
     absent = Absent("triton")
     assert absent.jit(len) is len
+    assert list(absent.shapes) == []
     assert absent.autotune(configs=[absent.Config({})], key=["N"])(len) is len
 
 
