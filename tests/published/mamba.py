@@ -15,7 +15,6 @@ from tests.published.sources import Repository
 MAMBA = Repository("state-spaces/mamba", "e9594ce1c732d97440f0332fdc43170a2294dbfa")
 MINIMAL2 = Repository("tommyip/mamba2-minimal", "4f4413731f24303b4e046962bce6ca5b6a3b13d6")
 MAMBA2_TORCH = Repository("vasqu/mamba2-torch", "e55f71764590e5a67049976e95657e7750fa4eb7")
-MAMBA_PY = Repository("alxndrTL/mamba.py", "2cc168c78b2494557f45072c4b8daa9d6f5608c7")
 MINIMAL = Repository("johnma2006/mamba-minimal", "03de542a36d873f6e6c4057ad687278cc6ae944d")
 N, P = 8, 12
 
@@ -87,27 +86,6 @@ def minimal_step(m: Any) -> Program:
 def ssd_without_einops(m: Any) -> Program:
     x, dt, a, b, c = _scan(groups=4, tokens=30)
     return partial(m.ssd_minimal_discrete, block_len=8, D=normal(4)), (x, F.softplus(dt), a, b, c)
-
-
-@case(MAMBA_PY, "mambapy/mamba2.py", "simple_gla")
-def mamba_py_step(m: Any) -> Program:
-    config = m.Mamba2Config(d_model=16, n_layers=1, d_head=8, d_state=N, n_groups=1, use_mem_eff_path=False)
-    m.RMSNormGated = _Gated
-    layer = m.Mamba2Block(config)
-    inner = config.d_inner
-    cache = (normal(B, config.n_heads, config.d_head, N), normal(B, inner + 2 * N, config.d_conv))
-    return lambda u, h, conv: layer.step(u, (h, conv)), (normal(B, 1, 16), *cache)
-
-
-class _Gated(torch.nn.Module):
-    """In the place of Mamba's gated norm, which is a Triton kernel."""
-
-    def __init__(self, width: int, **options: Any) -> None:
-        super().__init__()
-        self.norm = torch.nn.RMSNorm(width)
-
-    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return self.norm(x * F.silu(z))
 
 
 @case(MINIMAL, "model.py")
