@@ -68,10 +68,17 @@ def dimensions(layout: str) -> tuple[str, ...]:
     return tuple(found.group(1).split(", "))
 
 
+def _hints(call: type[Any]) -> dict[str, Any]:
+    """Types of a call's fields: of these alone, for Python 3.10 does not take the marker ``KW_ONLY`` for a type."""
+    annotations = {field.name: field.type for field in dataclasses.fields(call)}
+    fields = type(call.__name__, (), {"__annotations__": annotations, "__module__": call.__module__})
+    return get_type_hints(fields, include_extras=True)
+
+
 @cache
 def operands(call: type[Any]) -> tuple[Operand, ...]:
     """The tensors of a call, in the order of the op's arguments."""
-    hints = get_type_hints(call, include_extras=True)
+    hints = _hints(call)
     declared: list[Operand] = []
     for field in dataclasses.fields(call):
         hint = hints[field.name]
@@ -94,7 +101,7 @@ OPTION_TYPES: dict[object, str] = {
 @cache
 def options(call: type[Any]) -> dict[str, str]:
     """The options of a call by name, with their types as a schema writes them."""
-    hints = get_type_hints(call)
+    hints = _hints(call)
     named = {field.name: OPTION_TYPES.get(hints[field.name]) for field in dataclasses.fields(call) if field.kw_only}
     return {name: text for name, text in named.items() if text is not None}
 

@@ -86,8 +86,9 @@ def refusals() -> tuple[type[Exception], ...]:
 def _failures() -> tuple[type[Exception], ...]:
     """What Dynamo raises for code that it takes for wrong; where it merely cuts the graph it raises something else."""
     from torch._dynamo.exc import TorchRuntimeError, UserError
+    from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 
-    return TorchRuntimeError, UserError, *refusals()
+    return TorchRuntimeError, UserError, PendingUnbackedSymbolNotFound, *refusals()
 
 
 def capture_as_ever() -> Exception:
