@@ -90,7 +90,7 @@ def main(rank: int, world: int, store: str) -> None:
     for change in changes:
         case = make_mla(heads=4, causal=True, **change)
         for cut in ("heads", "batch"):
-            compare(OPS.mla.default, MLA, list(case.positional), case.options, mesh, (cut,))
+            compare(OPS.mla.default, MLA, [*case.positional, None], case.options, mesh, (cut,))
     dist.barrier()
     os._exit(0)  # gloo ends its threads in no order when a process ends, and may abort it then
 
