@@ -18,7 +18,8 @@ from kdacompile.compat.operators import trace_fake
 from kdacompile.compat.tracing import tree_leaves
 from kdacompile.graph.build import functional_graph
 from kdacompile.graph.ir import Op
-from kdacompile.graph.positions import NotAffine, edges_of_constants
+from kdacompile.graph.laws import NotAffine
+from kdacompile.graph.positions import edges_of_constants
 from kdacompile.report.findings import Match
 from kdacompile.rewrite import compiler_pass
 from kdacompile.settings import Settings

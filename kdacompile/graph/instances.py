@@ -18,7 +18,7 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.graph.build import Held, functional_graph
 from kdacompile.graph.ir import Graph
-from kdacompile.graph.positions import NotAffine
+from kdacompile.graph.laws import NotAffine
 from kdacompile.graph.turns import Turns
 
 Sizes = dict[Any, int]

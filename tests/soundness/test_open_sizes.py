@@ -57,7 +57,25 @@ def window_of_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention(lambda i, j: block[:, None] - block[None, :] < 4)(q, k, v)
 
 
+def documents(positions: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Documents packed one after the other, found where positions do not go on: what transformers' masks do."""
+
+    def mask(i: Tensor, j: Tensor) -> Tensor:
+        place = positions(i[:, 0])
+        number = (torch.diff(place, prepend=place[:1] - 1, dim=-1) != 1).cumsum(-1)
+        return (number[i] == number[j]) & (place[i] >= place[j])
+
+    return attention(mask)
+
+
 DECLINED: dict[str, Callable[..., Tensor]] = {
+    "a document ends far on": documents(lambda i: torch.cat([i[: EIGHT * 20], i[EIGHT * 20 :] + 1])),
+    "a document begins far on": documents(lambda i: torch.where(i < EIGHT * 20, i, i - EIGHT * 20)),
+    "positions from the end": attention(lambda i, j: i[:, 0][i - EIGHT * 3] >= i[:, 0][j - EIGHT * 3]),
+    "positions with a gap": attention(
+        lambda i, j: torch.cat([i[:20], i[20:] + EIGHT * 10]) - torch.cat([j[:, :20], j[:, 20:]], 1) < EIGHT * 20
+    ),
+    "one number past a length": attention(lambda i, j: (i - i + i.shape[0] < EIGHT * 20) | (i - j < EIGHT)),
     "shift": attention(lambda i, j: (i >> 8) == (j >> 8)),
     "divided twice": attention(lambda i, j: i // 16 // 16 == j // 16 // 16),
     "fraction": attention(lambda i, j: (i - j) * 0.004 < 1),
@@ -98,6 +116,9 @@ OPEN: dict[str, Callable[..., Tensor]] = {
     "where": attention(lambda i, j: torch.where(i >= j, 1.0, 0.0)),
     "counted": attention(lambda i, j: torch.ones_like(i).cumsum(0) >= torch.ones_like(j).cumsum(1)),
     "float32": attention(lambda i, j: i >= j, torch.float32),
+    "one document": documents(lambda i: i),
+    "one document that begins later": documents(lambda i: i + 5),
+    "looked up": attention(lambda i, j: i[:, 0][i] >= i[:, 0][j]),
 }
 
 
