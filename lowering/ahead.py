@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from kdacompile.containment import contain
 
 from .scratch import Scratch
 
@@ -24,16 +25,16 @@ class _Ahead(Scratch):
 
 
 def compile_ahead(run: Callable[[Scratch], object], scratch: Scratch) -> None:
-    """Compile what ``run`` launches, where this is the first call of its kind; whatever fails is left to the call."""
+    """Compile what ``run`` launches, where this is the first call of its kind; what fails is left to the call."""
     if not scratch.first:
         return
     try:
         from triton import AsyncCompileMode
     except ImportError:  # before Triton 3.5
         return
-    with (
-        contextlib.suppress(Exception),  # the call itself meets it again, and says so
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-        AsyncCompileMode(pool, ignore_errors=True),
-    ):
-        run(_Ahead())
+
+    def compile_all() -> None:
+        with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            run(_Ahead())
+
+    contain("compiling kernels side by side", compile_all, lambda _: None)

@@ -169,16 +169,19 @@ def continued(op: Op, laws: list[Law]) -> Law | None:
         return None
     dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % rank
     sizes = [value.shape[dim] for value in op.args[0]]
-    along = next((law.steps[dim] for law, size in zip(laws, sizes, strict=True) if size > 1), None)
+    along = next((list(law.steps)[dim] for law, size in zip(laws, sizes, strict=True) if size > 1), None)
     if along is None:
         return None
-    steps, at = (*laws[0].steps[:dim], along, *laws[0].steps[dim + 1 :]), laws[0].offset
+    steps, at = list(laws[0].steps), laws[0].offset
+    steps[dim] = along
     for law, size in zip(laws, sizes, strict=True):
-        own = law.steps if size > 1 else (*law.steps[:dim], along, *law.steps[dim + 1 :])
+        own = list(law.steps)
+        if size == 1:
+            own[dim] = along
         if own != steps or law.offset != at:
             return None
         at += along * size
-    return Law("affine", laws[0].offset, steps)
+    return Law("affine", laws[0].offset, tuple(steps))
 
 
 def picked(op: Op, law: Law) -> Law:
