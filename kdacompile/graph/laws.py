@@ -164,12 +164,12 @@ def running_sum(op: Op, law: Law) -> Law:
 
 def continued(op: Op, laws: list[Law]) -> Law | None:
     """Of affine parts of which each goes on where the one before ends; None where they do not."""
-    rank = len(op.out.shape)
-    if len(laws) != len(op.args[0]) or any(law.kind != "affine" or len(law.steps) != rank for law in laws):
+    rank, parts = len(op.out.shape), op.args[0]
+    if len(laws) != len(parts) or any(law.kind != "affine" or len(law.steps) != rank for law in laws):
         return None
     dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % rank
-    sizes = [value.shape[dim] for value in op.args[0]]
-    along = next((list(law.steps)[dim] for law, size in zip(laws, sizes, strict=True) if size > 1), None)
+    sizes = [value.shape[dim] for value in parts]
+    along = next((law.steps[dim] for law, size in zip(laws, sizes, strict=True) if size > 1), None)
     if along is None:
         return None
     steps, at = list(laws[0].steps), laws[0].offset
