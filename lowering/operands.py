@@ -69,10 +69,17 @@ def dimensions(layout: str) -> tuple[str, ...]:
 
 
 def _hints(call: type[Any]) -> dict[str, Any]:
-    """Types of a call's fields: of these alone, for Python 3.10 does not take the marker ``KW_ONLY`` for a type."""
-    annotations = {field.name: field.type for field in dataclasses.fields(call)}
-    fields = type(call.__name__, (), {"__annotations__": annotations, "__module__": call.__module__})
-    return get_type_hints(fields, include_extras=True)
+    """Types of a call's fields, each read where its class is written, and of these alone: Python 3.10 does not take the
+    marker ``KW_ONLY`` for a type.
+    """
+    found: dict[str, Any] = {}
+    for kind in reversed(call.__mro__):
+        if not dataclasses.is_dataclass(kind):
+            continue
+        own = {field.name: field.type for field in dataclasses.fields(kind) if field.name not in found}
+        fields = type(kind.__name__, (), {"__annotations__": own, "__module__": kind.__module__})
+        found |= get_type_hints(fields, include_extras=True)
+    return found
 
 
 @cache

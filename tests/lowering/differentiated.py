@@ -92,8 +92,11 @@ def rows() -> None:
         check(cases.make_case(gate=gate, delta=delta, length=37, batch=1, heads=1))
     case = cases.make_case(batch=1, length=36, sequences=3, heads=1)
     check(replace(case, cu_seqlens=torch.tensor([0, 17, 17, 36])))
+    # Weaker gates: what comes through all tokens is the exponential of their sum, whose rounding grows with it.
+    case = cases.make_case(length=19, batch=1, heads=1)
+    case = case.with_tensors(g=case.tensors["g"] / 4)
     for result in BOTH:
-        check(cases.make_case(length=19, batch=1, heads=1), 5e-6, (result,))
+        check(case, 5e-6, (result,))
 
 
 def preparations() -> None:

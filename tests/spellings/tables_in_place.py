@@ -8,11 +8,13 @@ from torch import Tensor
 from tests.spellings.near_misses import near_miss
 from tests.spellings.registry import spelling
 
+FP32 = (torch.float32,)
+"""A number of Python to the power of whole positions is float32, whatever q is."""
 GAMMA = 0.9
 GAMMAS = (0.875, 0.9375, 0.96875)
 
 
-@spelling("retention", "q k v", scale=1.0, layout="bhtd", lengths=(7, 20), constant_decay=(GAMMA,) * 3)
+@spelling("retention", "q k v", scale=1.0, layout="bhtd", lengths=(7, 20), dtypes=FP32, constant_decay=(GAMMA,) * 3)
 def retention_power_of_a_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     n, m = torch.arange(q.shape[2]).unsqueeze(1), torch.arange(q.shape[2]).unsqueeze(0)
     mask = GAMMA ** (n - m) * (n >= m).float()
@@ -21,7 +23,14 @@ def retention_power_of_a_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @spelling(
-    "retention", "q k v state", scale=1.0, layout="bhtd", lengths=(6,), constant_decay=(GAMMA,) * 3, returns_state=True
+    "retention",
+    "q k v state",
+    scale=1.0,
+    layout="bhtd",
+    lengths=(6,),
+    dtypes=FP32,
+    constant_decay=(GAMMA,) * 3,
+    returns_state=True,
 )
 def retention_chunk_of_a_number(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """The mask's last row decays the keys as well: what fills it is read by both results."""
