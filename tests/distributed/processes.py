@@ -6,22 +6,22 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 300
+SECONDS = 500
 
 
-def in_processes(module: str, name: str, world: int, folder: Path) -> None:
-    """Run ``module.name(rank, world)`` in ``world`` processes; what one of them prints on failing is the assertion."""
-    command = [sys.executable, "-m", "tests.distributed.processes", module, name]
+def together(module: str, arguments: Callable[[int], Sequence[str]], world: int) -> list[str]:
+    """What ``python -m module`` prints in each of ``world`` processes; one that fails is an assertion."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
-            [*command, str(rank), str(world), str(folder / f"store-{name}-{world}")],
+            [sys.executable, "-m", module, *arguments(rank)],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -30,14 +30,23 @@ def in_processes(module: str, name: str, world: int, folder: Path) -> None:
         )
         for rank in range(world)
     ]
+    printed: list[str] = []
     try:
         for process in started:
             output, _ = process.communicate(timeout=SECONDS)
             assert process.returncode == 0, output[-3000:]
+            printed.append(output)
     finally:
         for process in started:  # one that waits for another that failed
             process.kill()
             process.communicate()
+    return printed
+
+
+def in_processes(module: str, name: str, world: int, folder: Path) -> None:
+    """Run ``module.name(rank, world)`` in ``world`` processes."""
+    store = str(folder / f"store-{name}-{world}")
+    together("tests.distributed.processes", lambda rank: [module, name, str(rank), str(world), store], world)
 
 
 def main(module: str, name: str, rank: int, world: int, store: str) -> None:

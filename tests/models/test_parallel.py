@@ -6,42 +6,21 @@ The cases are in ``parallel.py``.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from tests.distributed.processes import together
+
 if not dist.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
-ROOT = Path(__file__).parents[2]
-
 
 def run(case: str, world: int, folder: Path) -> None:
-    command = [sys.executable, "-m", "tests.models.parallel"]
     given = [str(world), str(folder / "store"), case, str(folder / "model")]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), *given],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for process in started:
-            output, _ = process.communicate(timeout=500)
-            assert process.returncode == 0 and "equal" in output, output[-3000:]
-    finally:
-        for process in started:  # one that waits for another that failed
-            process.kill()
-            process.communicate()
+    printed = together("tests.models.parallel", lambda rank: [str(rank), *given], world)
+    assert all("equal" in output for output in printed)
 
 
 @pytest.mark.parametrize(("case", "world"), [("tp", 2), ("fsdp", 2), ("fsdp_tp", 4)])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from torch import Tensor
 from kdacompile.ops import errors, linear_attention, linear_attention_step
 from kdacompile.report.collect import collecting
 from tests.backend.layers import compiled, delta_arguments, gated_delta_loop
+from tests.distributed.processes import together
 from tests.ops.cases import assert_close, make_case
 
 if not dist.is_available():
@@ -25,8 +23,6 @@ if not dist.is_available():
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import local_map
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +34,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def test_shards_by_batch_and_by_heads_in_two_processes(tmp_path: Path) -> None:
     """Results, states and gradients of both ops as on whole tensors; see ``sharded.py``."""
-    command = [sys.executable, "-m", "tests.ops.sharded"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "store")],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in started:
-            output, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, output[-3000:]
-    finally:
-        for process in started:  # one that waits for another that failed
-            process.kill()
-            process.communicate()
+    together("tests.ops.sharded", lambda rank: [str(rank), "2", str(tmp_path / "store")], 2)
 
 
 SHAPE = (2, 4, 2, 8)
