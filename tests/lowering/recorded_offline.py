@@ -41,6 +41,9 @@ class Kernel:
 
         return bind
 
+    def warmup(self, *args: Any, grid: tuple[int, ...], **named: Any) -> None:
+        """Compiling ahead of the first call: there is nothing to compile."""
+
     def launched(self, grid: tuple[int, ...], values: tuple[Any, ...]) -> None:
         assert len(values) == len(self.arg_names) and None not in values
         plain = tuple(x.data_ptr() if hasattr(x, "data_ptr") else x for x in values)
