@@ -22,7 +22,7 @@ from kdacompile.lowering.run_attention import Attention
 from kdacompile.ops import definitions
 from kdacompile.ops.errors import ContextParallelError
 
-_REFUSED = ("mask", "lengths", "block_table")
+_REFUSED = ("mask", "lengths", "block_table", "schedule")
 
 
 def parallel_mla(

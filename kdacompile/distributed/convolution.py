@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kdacompile.distributed.collectives import gather
 from kdacompile.distributed.context import ContextParallel
-from kdacompile.distributed.fragments import packed
 from kdacompile.ops.errors import ContextParallelError, OptionError, RankError, SizeError
 
 ACTIVATIONS = {None: lambda y: y, "silu": F.silu, "swish": F.silu}
@@ -80,8 +79,7 @@ def _same_sequence(cu_seqlens: Tensor | None, context: ContextParallel, here: in
         return None
     fragments, total = context.fragments, context.total_length or here * context.ranks
     bounds = cu_seqlens.to(torch.int64)
-    packed(fragments, context.rank, bounds, total, here)  # for its checks
-    spans = fragments.bounds(context.rank, total)
+    spans = fragments.bounds_here(context.rank, total, here)
     tokens = torch.stack([torch.arange(start, end, device=bounds.device) for start, end in spans])
     sequence = torch.bucketize(tokens, bounds, right=True)
     return [(torch.bucketize(tokens - j, bounds, right=True) == sequence).unsqueeze(-1) for j in range(width)]

@@ -57,6 +57,15 @@ class Fragments:
         size = -(-length // self.count)
         return tuple((min(n * size, length), min((n + 1) * size, length)) for n in self.held_by(rank))
 
+    def bounds_here(self, rank: int, length: int, here: int) -> tuple[tuple[int, int], ...]:
+        """``bounds``, for a rank that has ``here`` tokens; an error where those are not its own."""
+        spans = self.bounds(rank, length)
+        expected = sum(end - start for start, end in spans)
+        if expected != here:
+            problem = f"rank {rank} of {self.ranks} must hold {expected} of {length} tokens, but has {here}"
+            raise ContextParallelError(problem=problem)
+        return spans
+
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """What ``rank`` holds of a tensor that has all tokens along ``dim``."""
         spans = self.bounds(rank, x.shape[dim])
@@ -97,11 +106,7 @@ def packed(fragments: Fragments, rank: int, cu_seqlens: Tensor, length: int, her
 
     ``length`` is T of all ranks, ``here`` this rank's.
     """
-    spans = fragments.bounds(rank, length)
-    if sum(end - start for start, end in spans) != here:
-        expected = sum(end - start for start, end in spans)
-        problem = f"rank {rank} of {fragments.ranks} must hold {expected} of {length} tokens, but has {here}"
-        raise ContextParallelError(problem=problem)
+    spans = fragments.bounds_here(rank, length, here)
     numbers = _numbers(fragments, rank, cu_seqlens.device)
     size = -(-length // fragments.count)
     start, end = (numbers * size).clamp(max=length), ((numbers + 1) * size).clamp(max=length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -102,17 +102,8 @@ def linear_attention(
     check_tensors({"q": q, "k": k, "v": v}, {**optional, "dt_bias": dt_bias})
     _check_gate_parameters(gate_fn, A_log, gate_scale)
     operands = (q, k, v, g, beta, _to_kv(initial_state, state_layout), A_log, dt_bias, cu_seqlens)
-    options = {
-        "scale": _default_scale(q) if scale is None else scale,
-        "delta": delta,
-        "gate": _gate_kind(g),
-        "gate_fn": gate_fn,
-        "gate_scale": 1.0 if gate_scale is None else gate_scale,
-        "sigmoid_beta": sigmoid_beta,
-        "qk_l2norm_eps": _l2norm_eps(qk_l2norm),
-        "out_dtype": out_dtype,
-        "chunk_size": 0 if chunk_size is None else chunk_size,
-    }
+    options = _options(q, g, scale, delta, gate_fn, gate_scale, sigmoid_beta, qk_l2norm, out_dtype)
+    options["chunk_size"] = 0 if chunk_size is None else chunk_size
     final_state: Tensor | None
     if context_parallel is None:
         o, final_state = definitions.linear_attention(*operands, **options)
@@ -167,16 +158,7 @@ def linear_attention_step(
     squeezed = q.dim() == 3
     if squeezed:
         q, k, v, g, beta = _insert_token_dimension(q, k, v, g, beta)
-    options = {
-        "scale": _default_scale(q) if scale is None else scale,
-        "delta": delta,
-        "gate": _gate_kind(g),
-        "gate_fn": gate_fn,
-        "gate_scale": 1.0 if gate_scale is None else gate_scale,
-        "sigmoid_beta": sigmoid_beta,
-        "qk_l2norm_eps": _l2norm_eps(qk_l2norm),
-        "out_dtype": out_dtype,
-    }
+    options = _options(q, g, scale, delta, gate_fn, gate_scale, sigmoid_beta, qk_l2norm, out_dtype)
     kv_state = _to_kv(state, state_layout)
     if inplace:
         if state is None:
@@ -187,6 +169,23 @@ def linear_attention_step(
         o, new_state = definitions.linear_attention_step(q, k, v, g, beta, kv_state, A_log, dt_bias, **options)
         new_state = _from_kv(new_state, state_layout)
     return o.squeeze(1) if squeezed else o, new_state
+
+
+def _options(
+    q: Tensor, g: Tensor | None, scale: float | None, delta: bool, gate_fn: str, gate_scale: float | None,
+    sigmoid_beta: bool, qk_l2norm: bool | float, out_dtype: torch.dtype | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The options that the ops of a sequence and of a step share, with their defaults."""
+    return {
+        "scale": _default_scale(q) if scale is None else scale,
+        "delta": delta,
+        "gate": _gate_kind(g),
+        "gate_fn": gate_fn,
+        "gate_scale": 1.0 if gate_scale is None else gate_scale,
+        "sigmoid_beta": sigmoid_beta,
+        "qk_l2norm_eps": _l2norm_eps(qk_l2norm),
+        "out_dtype": out_dtype,
+    }
 
 
 def _gate_kind(g: Tensor | None) -> str:
