@@ -6,7 +6,8 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -41,6 +42,19 @@ def together(module: str, arguments: Callable[[int], Sequence[str]], world: int)
             process.kill()
             process.communicate()
     return printed
+
+
+@contextmanager
+def one_rank() -> Generator[None]:
+    """A process group of this process alone, without gloo's threads: a test run that ends beside them may hang."""
+    # Torch-private: registers the backend "fake", whose collectives do nothing, which is right for one rank.
+    from torch.testing._internal.distributed import fake_pg
+
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def in_processes(module: str, name: str, world: int, folder: Path) -> None:

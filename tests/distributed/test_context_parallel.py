@@ -12,7 +12,7 @@ import torch.distributed as dist
 from kdacompile.distributed import ContextParallel, causal_conv1d
 from kdacompile.ops import mla
 from kdacompile.ops.errors import ContextParallelError, OpError
-from tests.distributed.processes import in_processes
+from tests.distributed.processes import in_processes, one_rank
 
 if not dist.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
@@ -37,9 +37,8 @@ def test_three_ranks(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank():
+        yield
 
 
 def test_no_process_group_is_said() -> None:

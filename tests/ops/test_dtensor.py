@@ -14,7 +14,7 @@ from torch import Tensor
 from kdacompile.ops import errors, linear_attention, linear_attention_step
 from kdacompile.report.collect import collecting
 from tests.backend.layers import compiled, delta_arguments, gated_delta_loop
-from tests.distributed.processes import together
+from tests.distributed.processes import one_rank, together
 from tests.ops.cases import assert_close, make_case
 
 if not dist.is_available():
@@ -27,9 +27,8 @@ from torch.distributed.tensor.experimental import local_map
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DeviceMesh("cpu", [0])
-    dist.destroy_process_group()
+    with one_rank():
+        yield DeviceMesh("cpu", [0])
 
 
 def test_shards_by_batch_and_by_heads_in_two_processes(tmp_path: Path) -> None:
