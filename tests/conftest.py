@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -27,3 +29,10 @@ def guards_are_not_timed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """A process that does not end after its tests says where it stands, and fails; so does a single test, see
+    ``faulthandler_timeout`` in pyproject.toml."""
+    faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__ or sys.stderr)
