@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kdacompile import __version__, doctor
+from kdacompile import __version__
+from kdacompile.commands import doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
             return explain.main(arguments)
         if arguments.command == "support":
-            from kdacompile import support
+            from kdacompile.commands import support
 
             return support.main(as_json=arguments.json)
         if arguments.command == "overhead":

@@ -12,15 +12,16 @@ import torch
 from torch import fx
 
 from kdacompile import capture, compat, doctor
-from kdacompile.capture import open_lengths, widened
-from kdacompile.capture.trial import Trial
+from kdacompile.capture import open_lengths, tables, widened
 from kdacompile.containment import contain
 from kdacompile.errors import UnknownOptionError
 from kdacompile.graph import prefilter
+from kdacompile.graph.build import Tables
 from kdacompile.report import remembered
 from kdacompile.report.collect import postpone
 from kdacompile.report.findings import GraphReport
-from kdacompile.rewrite import compiler_pass, held
+from kdacompile.search import compiler_pass
+from kdacompile.search.compiler_pass import Analysis
 from kdacompile.settings import Settings, parse
 from kdacompile.store.fingerprint import source_fingerprint
 
@@ -30,18 +31,20 @@ log = logging.getLogger(__name__)
 class KdaPass(compat.CustomGraphPass):
     """The rewrite as Inductor's pre-grad pass. Inductor runs it on nested graphs itself, so it does not recurse.
 
-    ``earlier`` is what the user had in that place: it runs first, and is part of the identity.
+    ``earlier`` is what the user had in that place: it runs first, and is part of the identity. ``analysis`` is what is
+    known of the graph already, if something is.
     """
 
-    def __init__(self, settings: Settings, earlier: object = None) -> None:
+    def __init__(self, settings: Settings, earlier: object = None, analysis: Analysis | None = None) -> None:
         self.settings = settings
         self.earlier = compat.as_passes(earlier)
+        self.analysis = analysis
         self.reports: list[GraphReport] = []
         """One per graph the pass ran on: none if the compiled code came from a cache."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # torch 2.11 hashes the pickled pass into its cache keys: neither reports (they hold timings) nor less than the
-        # whole identity may be in it.
+        # torch 2.11 hashes the pickled pass into its cache keys: no reports (they hold timings) and no graphs may be in
+        # it, and no less than the whole identity.
         return _revive, (self.settings, self.earlier, self.identity())
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -49,7 +52,7 @@ class KdaPass(compat.CustomGraphPass):
             run(graph)
         gm = graph.owning_module
         assert gm is not None  # Inductor's always have one
-        self.reports.append(compiler_pass.run(gm, self.settings, complete=capture.complete))
+        self.reports.append(compiler_pass.run(gm, self.settings, complete=capture.complete, analysis=self.analysis))
 
     def identity(self) -> str:
         """Changes with everything that could change the result, as far as the passes before this one tell."""
@@ -89,9 +92,11 @@ def kda(
 ) -> Callable[..., Any]:
     """The backend function; ``mode`` and ``options`` as torch.compile hands them over (see ``settings.parse``)."""
     settings = _for_this_machine(parse(mode, options), example_inputs)
-    contain("choosing sizes to leave open", lambda: _open(gm, settings), _not_opened, strict=settings.strict)
+    found = contain("looking for tables", lambda: _tables(gm, example_inputs, settings), _none, strict=settings.strict)
+    analysis = Analysis(gm, settings, found)
+    contain("choosing sizes to leave open", lambda: _open(analysis), _not_opened, strict=settings.strict)
     with widened.given_up_where_refused():
-        return _compiled(gm, example_inputs, settings)
+        return _compiled(gm, example_inputs, analysis)
 
 
 def _for_this_machine(settings: Settings, example_inputs: Sequence[Any]) -> Settings:
@@ -109,11 +114,22 @@ def _say_no_compiler() -> None:
     log.warning("no C++ compiler was found, so what kdacompile does not rewrite runs eagerly: %s", doctor.COMPILER_HINT)
 
 
-def _open(gm: fx.GraphModule, settings: Settings) -> None:
+def _tables(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Tables:
+    """Inputs whose values a match may rely on. None beside passes of the user's: those run first, inside Inductor."""
+    if settings.inner == "inductor" and compat.as_passes(_earlier(settings)):
+        return {}
+    return tables.find(gm.graph, example_inputs) if prefilter.may_have_recurrence(gm.graph) else {}
+
+
+def _none(reason: str) -> Tables:
+    postpone(reason)
+    return {}
+
+
+def _open(analysis: Analysis) -> None:
     """Does not return if the graph is to be captured once more, with other sizes open."""
-    trial = Trial(gm, settings)
-    widened.keep(trial)
-    open_lengths.open_lengths(trial, settings)
+    widened.keep(analysis)
+    open_lengths.open_lengths(analysis)
 
 
 def _not_opened(reason: str) -> None:
@@ -121,42 +137,25 @@ def _not_opened(reason: str) -> None:
     widened.give_up()
 
 
-def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
-    def without_tables(reason: str) -> tuple[held.Tables, fx.GraphModule]:
-        postpone(reason)
-        return {}, gm
-
-    tables, plain = contain(
-        "looking for tables", lambda: _tables(gm, example_inputs, settings), without_tables, strict=settings.strict
-    )
-    if settings.inner == "inductor" and not tables:
-        return _inductor(gm, example_inputs, settings)
+def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], analysis: Analysis) -> Callable[..., Any]:
+    settings = analysis.settings
+    if settings.inner == "inductor" and not analysis.tables:
+        return _inductor(gm, example_inputs, analysis)
     reports = [
-        compiler_pass.run(module, settings, tables if module is gm else None, complete=capture.complete)
+        compiler_pass.run(module, settings, complete=capture.complete, analysis=analysis)
         for module in gm.modules()
         if isinstance(module, fx.GraphModule)
     ]
-    compiled = _INNER[settings.inner](gm, example_inputs, settings)
     names = {name for report in reports for match in report.matches for name in match.holds}
-    values = {node: tables[node] for node in tables if node.name in names}
-    return contain("guarding tables", lambda: held.guarded(compiled, plain, values), lambda _: plain)
+    relied_on = {name: values for name, values in analysis.tables.items() if name in names}
+    captured = fx.GraphModule(gm, analysis.captured) if relied_on else gm
+    compiled = _INNER[settings.inner](gm, example_inputs, settings)
+    return contain("guarding tables", lambda: tables.guarded(compiled, captured, relied_on), lambda _: captured)
 
 
-def _tables(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
-) -> tuple[held.Tables, fx.GraphModule]:
-    """Inputs whose values a match may hold, and if there are some the graph as it is now. None beside passes of the
-    user's own: those run first, inside Inductor.
-    """
-    if not prefilter.may_have_recurrence(gm.graph) or (settings.inner == "inductor" and _pass(settings).earlier):
-        return {}, gm
-    tables = held.tables(gm, example_inputs)
-    return tables, held.copy_of(gm) if tables else gm
-
-
-def _pass(settings: Settings) -> KdaPass:
-    given = settings.inductor_patches().get(compat.PASS_OPTION, compat.inductor_option(compat.PASS_OPTION))
-    return KdaPass(settings, given)
+def _earlier(settings: Settings) -> object:
+    """Passes of the user's own in our pass's place."""
+    return settings.inductor_patches().get(compat.PASS_OPTION, compat.inductor_option(compat.PASS_OPTION))
 
 
 def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
@@ -169,19 +168,20 @@ def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Sett
 
 def _rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
     """Inductor on a graph that is rewritten already."""
-    with compat.cache_key_tag(_pass(settings).identity()):
+    with compat.cache_key_tag(KdaPass(settings, _earlier(settings)).identity()):
         return compat.compile_fx(gm, example_inputs, config_patches=settings.inductor_patches())
 
 
 _INNER = {"inductor": _rewritten, "eager": _eager, "aot_eager": _aot_eager}
 
 
-def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
+def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], analysis: Analysis) -> Callable[..., Any]:
+    settings = analysis.settings
     patches = settings.inductor_patches()
-    run = _pass(settings)
+    run = KdaPass(settings, _earlier(settings), analysis)
     memory = contain(
         "looking for a report on disk",
-        lambda: remembered.Memory(gm, run.identity(), capture.complete(GraphReport(), gm, settings).matches),
+        lambda: remembered.Memory(gm, run.identity(), capture.complete(GraphReport(), gm.graph, settings).matches),
         lambda _: None,
         strict=settings.strict,
     )

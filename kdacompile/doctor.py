@@ -1,4 +1,4 @@
-"""``python -m kdacompile doctor``: what this machine can run, and why not the rest.
+"""What this machine can run, and why not the rest: ``python -m kdacompile doctor``.
 
 Nothing optional is imported to find out: torch_npu without CANN makes even ``import torch`` fail, so packages are
 looked up with importlib and only torch itself is tried.
@@ -6,17 +6,16 @@ looked up with importlib and only torch itself is tried.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
 
 from packaging.version import Version
 
@@ -159,20 +158,6 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_mamba,
     check_caches,
 )
-
-
-def main(out: TextIO | None = None, *, as_json: bool = False) -> int:
-    """Print every finding; exit status 1 where the backend cannot work."""
-    findings = [check() for check in CHECKS]
-    if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2), file=out or sys.stdout)
-    elif out is not None:
-        print(*findings, sep="\n", file=out)
-    else:
-        from kdacompile.commands import console
-
-        console.show_checks(findings)
-    return 1 if any(finding.status == "broken" for finding in findings) else 0
 
 
 def device_problem(name: str) -> str | None:

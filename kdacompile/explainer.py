@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 
-# Torch-private: the only count of breaks that come before a frame's first operator, and the recompile limits.
 from kdacompile import compat
 from kdacompile.report import trace
 from kdacompile.report.collect import collecting
@@ -86,7 +85,7 @@ class _Probe:
 
     @property
     def kdacompile_settings(self) -> Settings:
-        """What capture may do for this backend: see ``lift.hook``."""
+        """What capture may do for this backend: see ``capture.hook``."""
         return parse(self.mode, self.options)
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-STAGES = ("capture", "backend", "graph", "patterns", "rewrite", "ops", "lowering")
+STAGES = ("capture", "backend", "search", "graph", "patterns", "rewrite", "ops", "lowering")
 """In the order in which a graph passes through them; ``report``, ``compat`` and the like serve them all."""
 
 GRAPHS = frozenset({"GraphModule", "GraphModuleImpl", "Graph"})

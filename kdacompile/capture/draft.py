@@ -21,7 +21,7 @@ from kdacompile.graph.ir import Op
 from kdacompile.graph.laws import NotAffine
 from kdacompile.graph.positions import edges_of_constants
 from kdacompile.report.findings import Match
-from kdacompile.rewrite import compiler_pass
+from kdacompile.search.compiler_pass import rewrite_function
 from kdacompile.settings import Settings
 
 RUN_ERRORS = (
@@ -66,8 +66,8 @@ def capture(fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings
     shapes = [(tensor.shape(sizes), tensor.dtype, tensor.device) for _, tensor in call.tensors()]
     gm = trace_fake(bound(fn, call), shapes)
     layouts = tuple(map(_layout, tree_leaves(gm.graph.output_node().args[0])))
-    constants = tuple(functional_graph(_without_arguments(gm)).ops)
-    report = compiler_pass.rewrite(gm, settings, trial=True)
+    constants = tuple(functional_graph(_without_arguments(gm).graph).ops)
+    report = rewrite_function(gm.graph, settings)
     if not report.matches:
         reasons = {rejection.reason for rejection in report.rejections}
         raise Unliftable("; ".join(sorted(reasons)) or "there is no linear attention in it")

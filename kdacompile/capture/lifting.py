@@ -24,15 +24,15 @@ import torch
 
 from kdacompile.capture import library, store, template, verify
 from kdacompile.capture import replacement as namespace
+from kdacompile.capture.branches import FARTHEST
 from kdacompile.capture.calls import Call, Sizes, TensorArg, length_of, open_dimensions
+from kdacompile.capture.concolic import Concolic
 from kdacompile.capture.documented import Documented
 from kdacompile.capture.draft import RUN_ERRORS, Captured, bound, capture, turning_lengths
 from kdacompile.capture.errors import NeverRuns, Unliftable, WrongLayout
 from kdacompile.capture.identity import Identity
 from kdacompile.capture.probes import roles
 from kdacompile.capture.store import Verdict
-from kdacompile.capture.turning import FARTHEST
-from kdacompile.capture.watched import Watch
 from kdacompile.patterns.engine import deadline
 from kdacompile.report.findings import Match
 from kdacompile.settings import Settings
@@ -171,10 +171,10 @@ def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Sett
     narrow = _fewer_heads(call)
     other = load("draft", Verdict("", "", text)).run
     try:
-        agreed = verify.compare_everywhere(Watch(fn, identity), other, narrow, found, tried)
+        agreed = verify.compare_everywhere(Concolic(fn, identity), other, narrow, found, tried)
     except (*RUN_ERRORS, NeverRuns):  # it knows its own number of heads
         narrow = call
-        agreed = verify.compare_everywhere(Watch(fn, identity), other, call, found, tried)
+        agreed = verify.compare_everywhere(Concolic(fn, identity), other, call, found, tried)
     taken = agreed.taken
     modulus = _modulus(agreed.tried, taken, numbers)
     verify.compare_gradients(bound(fn, narrow), other, narrow, found, taken[len(taken) // 2], verify.BATCHES[0])

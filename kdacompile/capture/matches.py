@@ -18,7 +18,7 @@ _FROM = re.compile(r"<kdacompile lift (\w+)>")
 _OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 
 
-def complete(report: GraphReport, gm: fx.GraphModule, settings: Settings) -> GraphReport:
+def complete(report: GraphReport, graph: fx.Graph, settings: Settings) -> GraphReport:
     """The report with what was replaced before capture, and why the loops that were unrolled were not."""
     told = [
         replace(match, not_lifted=refusals.reason(match.loop) if settings.lift else "kda.lift is off")
@@ -26,12 +26,12 @@ def complete(report: GraphReport, gm: fx.GraphModule, settings: Settings) -> Gra
         else match
         for match in report.matches
     ]
-    return replace(report, matches=(*_lifted(gm), *told))
+    return replace(report, matches=(*_lifted(graph), *told))
 
 
-def _lifted(gm: fx.GraphModule) -> Iterator[Match]:
+def _lifted(graph: fx.Graph) -> Iterator[Match]:
     """One match for every op that stands where a lifted function was called."""
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         if not compat.is_own_op(node):
             continue
         key = _FROM.search(str(node.meta.get("stack_trace", "")))

@@ -16,28 +16,27 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.capture import open_sizes
-from kdacompile.capture.trial import Trial
 from kdacompile.compat import sizes
 from kdacompile.graph import prefilter
 from kdacompile.ops.definitions import mla
 from kdacompile.rewrite.fresh_caches import CONCATENATIONS
-from kdacompile.settings import Settings
+from kdacompile.search.compiler_pass import Analysis
 
 
-def open_lengths(trial: Trial, settings: Settings) -> None:
+def open_lengths(analysis: Analysis) -> None:
     """Have lengths that will change captured open; does not return if that takes another capture.
 
     Does nothing to a graph that has nothing to rewrite.
     """
-    graph = trial.gm.graph
+    graph = analysis.captured
     lengths, prompts = set(_of_caches(graph)), _of_prompts(graph)
     if not lengths and not prompts:
         return
     if prompts or not any(map(compat.is_own_op, graph.nodes)):
-        rewritten, found = trial.rewritten
-        lengths = lengths if found else set[int]()
-        lengths |= prompts & set(_of_queries(rewritten))
-    open_sizes.open_up(sizes.of_size(graph, lengths), settings)
+        result = analysis.result
+        lengths = lengths if result.found else set[int]()
+        lengths |= prompts & set(_of_queries(result.graph))
+    open_sizes.open_up(sizes.of_size(graph, lengths), analysis.settings)
 
 
 def _of_caches(graph: fx.Graph) -> Iterator[int]:

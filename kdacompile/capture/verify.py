@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kdacompile.capture.branches import FARTHEST, to_visit
 from kdacompile.capture.calls import Call
+from kdacompile.capture.concolic import Concolic, Point
 from kdacompile.capture.draft import RUN_ERRORS, bound
 from kdacompile.capture.errors import NeverRuns, Unliftable
 from kdacompile.capture.probes import make
-from kdacompile.capture.turning import FARTHEST, to_visit
-from kdacompile.capture.watched import Point, Watch
 from kdacompile.compat.tracing import tree_flatten, tree_leaves
 from kdacompile.patterns.engine import deadline
 
@@ -62,19 +62,19 @@ class Agreement:
 
 
 def compare_everywhere(
-    watch: Watch, other: Function, call: Call, roles: dict[int, str], wanted: list[int]
+    concolic: Concolic, other: Function, call: Call, roles: dict[int, str], wanted: list[int]
 ) -> Agreement:
-    """Compare the watched function with ``other`` at the lengths ``wanted``, at several batches, and wherever it would
-    do otherwise than there (``turning``).
+    """Compare the function with ``other`` at the lengths ``wanted``, at several batches, and wherever it would
+    do otherwise than there (``branches``).
 
     Raises ``Unliftable`` unless the two agree, and ``NeverRuns`` if the function takes none of the lengths.
     """
-    fn, errors = bound(watch.fn, call), dict[Point, "float | None"]()
+    fn, errors = bound(concolic.fn, call), dict[Point, "float | None"]()
 
     def visit(points: Iterable[Point]) -> None:
         for batch, length in points:
             deadline.check()
-            errors[batch, length] = compare(fn, other, call, roles, length, batch, watch)
+            errors[batch, length] = compare(fn, other, call, roles, length, batch, concolic)
 
     visit((BATCHES[0], length) for length in wanted)
     taken = [length for (_, length), error in errors.items() if error is not None]
@@ -82,7 +82,7 @@ def compare_everywhere(
         raise NeverRuns("it runs at no length")
     if any("B" in tensor.dims for _, tensor in call.tensors()):
         visit((batch, min(taken)) for batch in BATCHES[1:])
-    while new := _points(watch, min(taken)) - set(errors):
+    while new := _points(concolic, min(taken)) - set(errors):
         if len(errors) + len(new) > MOST_RUNS:
             raise Unliftable("it decides at too many sizes to try them all")
         visit(sorted(new))
@@ -93,10 +93,10 @@ def compare_everywhere(
     return Agreement(largest, list(lengths), [length for length, error in lengths.items() if error is not None])
 
 
-def _points(watch: Watch, length: int) -> set[Point]:
+def _points(concolic: Concolic, length: int) -> set[Point]:
     """What has to be visited, given what has been."""
-    numbers = {number for run in watch.runs for number in run.numbers}
-    return to_visit(watch.runs, BATCHES[0], length) | {(BATCHES[0], size) for size in lengths(numbers)}
+    numbers = {number for run in concolic.runs for number in run.numbers}
+    return to_visit(concolic.runs, BATCHES[0], length) | {(BATCHES[0], size) for size in lengths(numbers)}
 
 
 def compare(
@@ -106,14 +106,14 @@ def compare(
     roles: dict[int, str],
     length: int,
     batch: int,
-    watch: Watch | None = None,
+    concolic: Concolic | None = None,
 ) -> float | None:
     """Largest relative error of the outputs, None if the function does not take this length."""
     inputs = make(call, roles, {"B": batch, "T": length}, seed=length)
     before = [tensor.clone() for tensor in inputs]
     try:
         with torch.no_grad():
-            want = fn(*inputs) if watch is None else watch.run(fn, inputs, batch, length)
+            want = fn(*inputs) if concolic is None else concolic.run(fn, inputs, batch, length)
     except RUN_ERRORS:
         return None
     if not all(map(_same_bits, inputs, before)):

@@ -16,13 +16,13 @@ import contextlib
 from collections.abc import Generator
 
 from kdacompile import compat
-from kdacompile.capture.trial import Trial
 from kdacompile.compat import region
+from kdacompile.search.compiler_pass import Analysis
 
 
-def keep(trial: Trial) -> None:
+def keep(analysis: Analysis) -> None:
     """Does not return if the graph was captured further for nothing: no function was replaced, and nothing will be."""
-    if region.is_used() and not any(map(compat.is_own_op, trial.gm.graph.nodes)) and not trial.rewritten[1]:
+    if region.is_used() and not any(map(compat.is_own_op, analysis.captured.nodes)) and not analysis.result.found:
         raise region.capture_as_ever()
 
 

@@ -1,9 +1,25 @@
 """Every torch-private name this project uses, in one place (torch 2.11 to 2.14).
 
-What most of the package needs is here by name (``compat.example_value``): questions about graph nodes, symbolic sizes,
-Inductor, and what torch tells its users. The other modules are asked for by those who need them: ``dynamo`` and
-``region`` by lifting, ``tracing`` by what writes functions down, ``sizes`` by what opens lengths, ``dispatcher`` by the
-ops, ``schemas`` by what reads operators, ``cudnn``, ``launches`` and ``streams`` by kernels.
+What most of the package needs is here by name (``compat.example_value``); the other modules are asked for by those who
+need them. Each has one reason, and goes once its thread at pytorch/pytorch (or as named) ends with a public way:
+
+- ``nodes``, ``symbols``: what Dynamo's graph says of a node, a size and its guards, which export has as ``meta["val"]``
+  and ``ShapeEnv``, documented as experimental. No thread.
+- ``inductor``: the compiler itself, its options, its pre-grad passes and their cache keys. #174502, #177429.
+- ``reporting``: errors that Dynamo hands on as they are, counts of graph breaks, artifacts for tlparse. No thread.
+- ``dynamo``: a function replaced by an op where it is called, if it is proven to be one. ``substitute_in_graph`` takes
+  functions that are named beforehand, for every compiler. #111441 (loops are unrolled).
+- ``sizes``: sizes opened while a graph is captured; ``mark_dynamic`` needs the caller's tensors. No thread.
+- ``region``: graphs captured past boolean masks, see there. #114220, #163123 (it is so for ``fullgraph=True``).
+- ``local``: what a call on DTensors does to a rank's tensors, which DTensor does not tell. No thread.
+- ``operators``: writing down a function's operators at a fifth of the cost of ``make_fx``. No thread.
+- ``tracing``: dispatch modes and nested arguments, private by their path alone. #65761 (``torch.utils.pytree``).
+- ``schemas``: an operator's declaration. #65997 asked for overloads, its pull request left accessors for later.
+- ``dispatcher``: the ops' kernels call each other below autograd, with one way through Python. #177109, #139500.
+- ``streams``, ``launches``: launches of compiled kernels. triton-lang/triton#10140.
+- ``cudnn``: attention with its log-sum-exp. No thread.
+- ``groups``: process groups by the names that operators hold. No thread.
+- ``accepted``: says when torch is none of the versions tested.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Dynamo's internals: calls it is about to inline.
+"""Dynamo's internals: calls it is about to inline, which ``capture`` may replace.
 
-The only names of torch that lifting (``kdacompile/lift``) needs; the rest of the package never looks into Dynamo.
+``call_function`` of two kinds of variables is wrapped, once a process: Dynamo has no hook there.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ def source_of_input(node: fx.Node) -> Any:
 def copy_of_graph(graph: fx.Graph) -> fx.Graph:
     """The graph once more, to be put in its place; nodes share what their ``meta`` holds."""
     made = copy.deepcopy(graph)
+    made.owning_module = graph.owning_module
     for node, other in zip(graph.nodes, made.nodes, strict=True):
         if hasattr(node, "_dynamo_source"):
             other._dynamo_source = node._dynamo_source

@@ -1,7 +1,10 @@
 """Two limits of capture that torch sets for a whole process, lifted for the one region that is being captured.
 
 They are kept by the environment of the region's symbols, which lives as long as the capture: no other region, no other
-backend and no other thread sees the change.
+backend and no other thread sees the change. That environment gets another class while Dynamo works with it: it is made
+by Dynamo, from the process's configuration, before anything of ours is asked.
+
+What this is worth, and when it goes: ``capture/widened.py``.
 """
 
 from __future__ import annotations

@@ -33,16 +33,17 @@ log = logging.getLogger(__name__)
 REPLAY_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError, KeyError)
 
 SizeOf = Callable[[Any], int]
-Held = Mapping[fx.Node, torch.Tensor]
+Tables = Mapping[str, torch.Tensor]
+"""Inputs of a Dynamo graph, by name, whose values are taken for constants."""
 
 
 class _Replay:
     """Runs a Dynamo graph under the recorder."""
 
-    def __init__(self, gm: fx.GraphModule, size_of: SizeOf, held: Held) -> None:
-        self.gm = gm
+    def __init__(self, graph: fx.Graph, size_of: SizeOf, tables: Tables) -> None:
+        self.graph = graph
         self.size_of = size_of
-        self.held = held
+        self.tables = tables
         self.recorder = Recorder()
         self.env: dict[fx.Node, Any] = {}
 
@@ -117,8 +118,8 @@ class _Replay:
     def load(self, node: fx.Node) -> Any:
         if node not in self.env:
             self.env[node] = self.stand_in(compat.example_value(node), node)
-            if node in self.held:
-                self.hold_constant(self.env[node], self.held[node])
+            if node.name in self.tables:
+                self.hold_constant(self.env[node], self.tables[node.name])
             self.name_value(node)
         return self.env[node]
 
@@ -159,7 +160,7 @@ class _Replay:
     def run(self) -> Graph:
         graph, recorder = self.recorder.graph, self.recorder
         with torch.no_grad(), compat.no_fake_modes(), self.recorder:
-            for position, node in enumerate(self.gm.graph.nodes):
+            for position, node in enumerate(self.graph.nodes):
                 recorder.node, recorder.position = node, position
                 if node.op == "get_attr":
                     self.load_attribute(node)
@@ -179,7 +180,7 @@ class _Replay:
         return graph
 
     def load_attribute(self, node: fx.Node) -> None:
-        value = compat.attribute(self.gm, node)
+        value = compat.attribute(self.graph.owning_module, node)
         if not isinstance(value, torch.Tensor):
             return
         self.env[node] = self.stand_in(value, node)
@@ -187,8 +188,8 @@ class _Replay:
             self.hold_constant(self.env[node], value)
 
     def hold_constant(self, stand_in: torch.Tensor, data: torch.Tensor) -> None:
-        held = self.recorder.value_of(stand_in)
-        held.const, held.payload = True, data
+        value = self.recorder.value_of(stand_in)
+        value.const, value.payload = True, data
 
     def name_value(self, node: fx.Node) -> None:
         """Remember which Dynamo node yields a value, and on which storage it sits."""
@@ -281,11 +282,12 @@ def _to_meta(tree: Any) -> Any:
     return tree
 
 
-def functional_graph(gm: fx.GraphModule, size_of: SizeOf = compat.size_hint, held: Held | None = None) -> Graph:
-    """The functional graph of ``gm``; ``size_of`` maps symbolic sizes to the instance's ints (default: their hints).
-    Inputs in ``held`` are taken for constants with these data: whoever does that must see to it that they are.
+def functional_graph(graph: fx.Graph, size_of: SizeOf = compat.size_hint, tables: Tables | None = None) -> Graph:
+    """The functional graph of a Dynamo graph; ``size_of`` maps symbolic sizes to the instance's ints (default: their
+    hints). Inputs in ``tables`` are taken for constants with these data: whoever does that must see to it that they
+    are.
     """
-    return _Replay(gm, size_of, held or {}).run()
+    return _Replay(graph, size_of, tables or {}).run()
 
 
 __all__ = ["Graph", "functional_graph"]

@@ -16,21 +16,6 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.graph.ir import Op, Value
 
-Zone = tuple[bool, int]
-"""Grad mode, and how many inference modes are open."""
-
-
-def zones(graph: fx.Graph) -> dict[fx.Node, Zone]:
-    """The zone each node of ``graph`` runs in. Dynamo compiles in the grad mode the graph will be called in."""
-    grad = torch.is_grad_enabled()
-    depth = 0
-    found: dict[fx.Node, Zone] = {}
-    for node in graph.nodes:
-        found[node] = grad, depth
-        grad = compat.grad_mode_after(node, grad)
-        depth += compat.inference_mode_change(node)
-    return found
-
 
 def wants_gradient(node: fx.Node) -> bool:
     """True if a tensor the node yields is part of a gradient's path."""

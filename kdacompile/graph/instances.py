@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.graph.build import Held, functional_graph
+from kdacompile.graph.build import Tables, functional_graph
 from kdacompile.graph.ir import Graph
 from kdacompile.graph.laws import NotAffine
 from kdacompile.graph.turns import Turns
@@ -46,13 +46,13 @@ class Instances:
     """Functional graphs of one graph at other sizes, built when first needed."""
 
     def __init__(
-        self, gm: fx.GraphModule, held: Held | None = None, rewritten: Callable[[Graph], object] = lambda _: None
+        self, graph: fx.Graph, tables: Tables | None = None, rewritten: Callable[[Graph], object] = lambda _: None
     ) -> None:
         """``rewritten`` applies the canonical rules that the captured instance has seen."""
-        self.gm = gm
+        self.graph = graph
         self.rewritten = rewritten
-        self.held = held
-        self.nodes = list(gm.graph.nodes)
+        self.tables = tables
+        self.nodes = list(graph.nodes)
         self.known: dict[tuple[tuple[str, int], ...], Graph] = {}
 
     def anywhere(
@@ -109,7 +109,7 @@ class Instances:
     def at(self, sizes: Sizes) -> Graph:
         key = tuple(sorted((str(symbol), size) for symbol, size in sizes.items()))
         if key not in self.known:
-            functional = functional_graph(self.gm, lambda size: compat.size_at(size, sizes), self.held)
+            functional = functional_graph(self.graph, lambda size: compat.size_at(size, sizes), self.tables)
             self.rewritten(functional)
             self.known[key] = functional
         return self.known[key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -28,9 +28,17 @@ _FAR = 32
 """Operators between two projections, as a norm, a cut and a cache take them."""
 
 
-def is_interesting(graph: fx.Graph) -> bool:
-    """Whether there may be something to rewrite, or to say."""
-    return may_have_recurrence(graph) or may_have_attention(graph) or any(map(compat.is_own_op, graph.nodes))
+class Prospects(NamedTuple):
+    """What there may be in a graph to rewrite, or to say something about."""
+
+    recurrence: bool
+    attention: bool
+    ops: bool
+    """Ops of ours that are there already: lifted functions, or calls of ``kdacompile.ops``."""
+
+
+def prospects(graph: fx.Graph) -> Prospects:
+    return Prospects(may_have_recurrence(graph), may_have_attention(graph), any(map(compat.is_own_op, graph.nodes)))
 
 
 def may_have_recurrence(graph: fx.Graph) -> bool:

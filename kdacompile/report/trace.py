@@ -36,14 +36,14 @@ def keeping(stages: list[Stage]) -> Generator[None]:
         _kept.reset(token)
 
 
-def dynamo(gm: fx.GraphModule) -> None:
+def dynamo(graph: fx.Graph) -> None:
     """The Dynamo graph as it came in."""
-    _stage("dynamo", lambda: text.dynamo_text(gm.graph))
+    _stage("dynamo", lambda: text.dynamo_text(graph))
 
 
-def rewritten(gm: fx.GraphModule) -> None:
+def rewritten(graph: fx.Graph) -> None:
     """The Dynamo graph with the ops in it."""
-    _stage("rewritten", lambda: text.dynamo_text(gm.graph))
+    _stage("rewritten", lambda: text.dynamo_text(graph))
 
 
 def functional(graph: Graph) -> None:

@@ -37,17 +37,12 @@ class _Exchanges(Exception):
     """A value that a rank cannot compute from parts, as far as is known."""
 
 
-def localise(graph: fx.Graph) -> fx.Graph | None:
-    """Rewrite the chains of a graph, and return a copy of it as it was; None if there are none. Values, gradients and
-    their placements stay.
-    """
+def localise(graph: fx.Graph) -> bool:
+    """Rewrite the chains of a graph in place; True if there were some. Values, gradients and their placements stay."""
     touching = [node for node in graph.nodes if local.touches(node)]
-    if not (prefilter.may_have_recurrence(graph) or prefilter.may_have_attention(graph)):
-        return None
     if not touching or compat.switches_modes(graph) or any(map(compat.writes_first_argument, touching)):
-        return None
-    captured = compat.copy_of_graph(graph)
-    return captured if _Chains(graph).run(touching) else None
+        return False
+    return _Chains(graph).run(touching)
 
 
 def left_alone(graph: fx.Graph) -> fx.Node | None:

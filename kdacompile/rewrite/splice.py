@@ -37,16 +37,15 @@ class CannotSplice(Exception):
 class Splice(Generic[B]):
     """One rewrite: ``check`` everything, then (in a subclass) insert the op, ``redirect`` its results and ``erase``."""
 
-    def __init__(self, gm: fx.GraphModule, functional: Graph, match: Match[B], *, keep_strides: bool = True) -> None:
-        self.gm = gm
+    def __init__(self, graph: fx.Graph, functional: Graph, match: Match[B], *, keep_strides: bool = True) -> None:
         self.keep_strides = keep_strides
-        self.graph = gm.graph
+        self.graph = graph
         self.functional = functional
         self.match = match
         self.place = {node: index for index, node in enumerate(self.graph.nodes)}
         self.timeline = _timeline(functional, self.place)
         self.dying = self.region_nodes()
-        self.zones = gradient.zones(gm.graph)
+        self.zones = _zones(graph)
         self.detached = False
         """No result of the region wants a gradient although an input does: the op gets its inputs detached."""
         self.final = match.final_state
@@ -432,6 +431,19 @@ def _timeline(functional: Graph, place: Mapping[fx.Node, int]) -> list[tuple[int
     known: dict[fx.Node, int] = {op.node: op.position for op in functional.ops}
     known |= {mutation.node: mutation.position for mutation in functional.mutations}
     return sorted((position, place[node]) for node, position in known.items() if node in place)
+
+
+def _zones(graph: fx.Graph) -> dict[fx.Node, tuple[bool, int]]:
+    """Grad mode, and how many inference modes are open, where each node runs. Dynamo compiles in the grad mode the
+    graph will be called in.
+    """
+    grad, depth = torch.is_grad_enabled(), 0
+    found: dict[fx.Node, tuple[bool, int]] = {}
+    for node in graph.nodes:
+        found[node] = grad, depth
+        grad = compat.grad_mode_after(node, grad)
+        depth += compat.inference_mode_change(node)
+    return found
 
 
 def _hint(size: Any) -> int:

@@ -1,4 +1,4 @@
-"""What a pattern says about itself; the engine (``kdacompile/rewrite/matching.py``) does the rest.
+"""What a pattern says about itself; the engine (``kdacompile/search/matching.py``) does the rest.
 
 A pattern is a ``Spec``: where it could be, who could be who there, and how a binding is checked. Whoever adds one
 writes a Spec and how its op's operands are written into the graph.

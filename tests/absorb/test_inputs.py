@@ -82,7 +82,7 @@ def factors(fn: Map) -> list[tuple[str, float] | None]:
     found: list[tuple[str, float] | None] = []
 
     def look(gm: torch.fx.GraphModule, _: Any) -> Any:
-        for op in functional_graph(gm).ops:
+        for op in functional_graph(gm.graph).ops:
             split = factor(op)
             found.append(split and (str(split[0].node), split[1]))
         return gm

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kdacompile.report.collect import collecting
 from kdacompile.report.report import Report
-from kdacompile.rewrite import matching
+from kdacompile.search import matching
 from tests.backend.layers import (
     codes,
     compiled,

@@ -17,7 +17,7 @@ def region_of(function: Any, *inputs: Tensor) -> Region:
     regions: list[Region] = []
 
     def backend(gm: fx.GraphModule, _: list[Any]) -> Any:
-        functional = functional_graph(gm)
+        functional = functional_graph(gm.graph)
         regions.append(Region(functional.ops, functional.inputs, list(functional.outputs)))
         return gm.forward
 

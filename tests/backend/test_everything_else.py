@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kdacompile import backend, compat
-from kdacompile.graph import build, readings
+from kdacompile.graph import build
 from kdacompile.report.collect import collecting
+from kdacompile.search import matching
 from tests.backend.layers import compiled, delta_arguments, gated_delta_loop, patterns
 from tests.compare import tensors
 
@@ -60,15 +61,15 @@ MODELS: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
 
 
 @pytest.fixture
-def functional_graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+def functional_graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.Graph]:
     """The graphs that functional ones were built of."""
-    built: list[torch.fx.GraphModule] = []
+    built: list[torch.fx.Graph] = []
 
-    def counting(gm: torch.fx.GraphModule, *rest: Any, **options: Any) -> Any:
-        built.append(gm)
-        return build.functional_graph(gm, *rest, **options)
+    def counting(graph: torch.fx.Graph, *rest: Any, **options: Any) -> Any:
+        built.append(graph)
+        return build.functional_graph(graph, *rest, **options)
 
-    monkeypatch.setattr(readings, "functional_graph", counting)
+    monkeypatch.setattr(matching, "functional_graph", counting)
     return built
 
 
@@ -144,7 +145,7 @@ def test_torch_logs_knows_our_name() -> None:
     level, handlers = logger.level, list(logger.handlers)
     try:
         torch._logging.set_logs(modules={"kdacompile": logging.DEBUG})
-        assert logging.getLogger("kdacompile.rewrite.compiler_pass").isEnabledFor(logging.DEBUG)
+        assert logging.getLogger("kdacompile.search.compiler_pass").isEnabledFor(logging.DEBUG)
     finally:
         torch._logging.set_logs()
         logger.setLevel(level)

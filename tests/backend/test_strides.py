@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from kdacompile.rewrite import compiler_pass
+from kdacompile.search import compiler_pass
 from kdacompile.settings import parse
 
 

@@ -19,15 +19,15 @@ import kdacompile
 
 ROOT = Path(str(kdacompile.__file__)).parent.parent
 
-WITHIN = ("patterns/", "kdacompile/graph/", "kdacompile/capture/", "kdacompile/rewrite/")
+WITHIN = ("patterns/", "kdacompile/graph/", "kdacompile/capture/", "kdacompile/search/", "kdacompile/rewrite/")
 """Where errors are raised: everything that recognises, proves, lifts and rewrites."""
 
 BOUNDARY = {
     "kdacompile/capture/hook.py": ("consult", "consult_library", "_contained", "install"),
     "kdacompile/capture/lifting.py": ("Lifts.__init__",),
     "kdacompile/capture/widened.py": ("given_up_where_refused", "give_up"),
-    "kdacompile/rewrite/compiler_pass.py": ("run",),
-    "kdacompile/rewrite/held.py": ("Guarded.__call__",),
+    "kdacompile/capture/tables.py": ("Guarded.__call__",),
+    "kdacompile/search/compiler_pass.py": ("run", "Analysis.__init__"),
 }
 """Functions that make the boundary, or are called outside of it: when the package is imported, and to
 get back to plain torch.

@@ -19,7 +19,7 @@ from tests.faults.models import MODELS, Case
 STAGES = {
     "layers": ("kdacompile/capture/", "patterns/canonical/", "patterns/recurrence/"),
     "latent": ("kdacompile/graph/", "patterns/engine/", "patterns/mla/"),
-    "cached": ("kdacompile/rewrite/held.py", "kdacompile/rewrite/splice.py"),
+    "cached": ("kdacompile/capture/tables.py", "kdacompile/rewrite/splice.py"),
 }
 
 

@@ -11,6 +11,7 @@ import torch
 
 from kdacompile import doctor
 from kdacompile.__main__ import main
+from kdacompile.commands.doctor import main as show
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
@@ -40,7 +41,7 @@ def having(monkeypatch: pytest.MonkeyPatch, package: str, version: str) -> None:
 
 def test_this_machine_can_run_the_backend() -> None:
     out = io.StringIO()
-    assert doctor.main(out) == 0
+    assert show(out) == 0
     text = out.getvalue()
     assert torch.__version__ in text
     for name in ("backend", "CPU", "CUDA", "Ascend NPU", "transformers", "FLA", "Mamba", "caches"):
@@ -118,7 +119,7 @@ def test_a_missing_entry_point_is_broken(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(metadata, "entry_points", lambda group: ())
     monkeypatch.setattr(doctor, "CHECKS", (doctor.check_entry_point,))
     out = io.StringIO()
-    assert doctor.main(out) == 1
+    assert show(out) == 1
     assert "pip install -e ." in out.getvalue()
 
 

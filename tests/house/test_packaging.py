@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from kdacompile import __version__, support
+from kdacompile import __version__
+from kdacompile.commands import support
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")  # tomli comes with pytest
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kdacompile.capture import hook, lifting
+from kdacompile.capture.branches import to_visit
+from kdacompile.capture.concolic import Concolic
 from kdacompile.capture.identity import identify
-from kdacompile.capture.turning import to_visit
-from kdacompile.capture.watched import Watch
 from tests.compare import relative_error
 from tests.lifting.test_lift import arguments
 
@@ -115,10 +115,10 @@ def decides(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def test_where_a_decision_turns_is_visited() -> None:
-    watch = Watch(decides, identify(decides))  # type: ignore[arg-type]
-    run = lambda length: watch.run(watch.fn, operands(length), 1, length)  # noqa: E731
+    concolic = Concolic(decides, identify(decides))  # type: ignore[arg-type]
+    run = lambda length: concolic.run(concolic.fn, operands(length), 1, length)  # noqa: E731
     assert [run(5), run(9)] == [False, False]
-    assert to_visit(watch.runs, 1, 5) == {(1, length) for length in (2, 3, 41, 42, 43)}
+    assert to_visit(concolic.runs, 1, 5) == {(1, length) for length in (2, 3, 41, 42, 43)}
 
 
 # -- what is exchanged ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 
 from kdacompile import compat
 from kdacompile.patterns.engine.match import Match
-from kdacompile.rewrite.matching import Matching
+from kdacompile.search.matching import Matching
 
 FOLDERS = ("tests/spellings", "tests/mla", "tests/models", "tests/backend", "tests/lifting")
 KIND = {True: "MLA", False: "linear attention"}

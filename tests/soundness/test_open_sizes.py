@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kdacompile.rewrite.matching import FIXED_GRAPHS
+from kdacompile.search.matching import FIXED_GRAPHS
 from tests.backend.layers import delta_arguments, patterns
 from tests.backend.test_dynamic import at_each, every
 

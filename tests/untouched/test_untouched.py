@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kdacompile.rewrite import compiler_pass
+from kdacompile.search import compiler_pass
 from kdacompile.settings import Settings
 from tests.compare import tensors
 from tests.untouched.networks import NETWORKS, Compile

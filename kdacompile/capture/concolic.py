@@ -1,11 +1,11 @@
-"""A function run on numbers that remember where they came from: what it does with the sizes of its arguments.
+"""Concolic execution of a function: it runs on numbers that know the formula that made them.
 
-While a function is watched, the sizes it asks tensors for, the whole numbers in its text, its loop indices and its
-counters are ``Size``: whole numbers with the formula that made them. Sums, products and quotients rounded down keep the
-formula; comparisons are written down with it, and so is every use that no formula describes (a square root, a text, the
-key of a dictionary). ``turning`` decides what that means for the lengths at which the function was not run.
+The sizes it asks tensors for, the whole numbers in its text, its loop indices and its counters are ``Size``. Sums,
+products and quotients rounded down keep the formula; comparisons are written down with it, and so is every use that no
+formula describes (a square root, a text, the key of a dictionary). ``branches`` decides what that means for the lengths
+at which the function was not run.
 
-The function itself stays as it is. What runs is a copy whose literals, built-in functions and modules are watched.
+The function itself stays as it is. What runs is a copy with other literals, built-in functions and modules.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Run:
         self.refused: set[str] = set()
 
 
-class Watch:
-    """Runs of one function, watched."""
+class Concolic:
+    """Concolic runs of one function."""
 
     def __init__(self, fn: types.FunctionType, identity: Identity) -> None:
         self.runs: list[Run] = []
@@ -145,24 +145,24 @@ class Size(int):
     """A whole number and the formula that made it."""
 
     formula: Formula
-    watch: Watch
+    concolic: Concolic
 
     @staticmethod
-    def of(value: int, formula: Formula, watch: Watch) -> Size:
+    def of(value: int, formula: Formula, concolic: Concolic) -> Size:
         number = Size(value)
-        number.formula, number.watch = formula, watch
+        number.formula, number.concolic = formula, concolic
         return number
 
     def plain(self) -> int:
         return int.__int__(self)
 
     def __hash__(self) -> int:
-        if self.watch.is_asking():
-            self.watch.use(self, "looks a size up")
+        if self.concolic.is_asking():
+            self.concolic.use(self, "looks a size up")
         return int.__hash__(self)
 
     def __bool__(self) -> bool:
-        self.watch.compare("ne", self.formula, self.plain())
+        self.concolic.compare("ne", self.formula, self.plain())
         return self.plain() != 0
 
     def __divmod__(self, other: Any) -> Any:
@@ -177,7 +177,7 @@ def _plain(number: Any) -> Any:
     return number.plain() if isinstance(number, Size) else number
 
 
-def _combined(name: str, left: Any, right: Any, watch: Watch) -> Formula:
+def _combined(name: str, left: Any, right: Any, concolic: Concolic) -> Formula:
     """The formula of ``left name right``; constants are worked out, and what is opaque stays so.
 
     What is opaque remembers the product of its divisors: ("opaque", 31 * 31) for ``t // 31 // 31``.
@@ -189,9 +189,9 @@ def _combined(name: str, left: Any, right: Any, watch: Watch) -> Formula:
         divisor = abs(_plain(right))
         inner = one[1] if isinstance(one, tuple) and one[0] == OPAQUE else 1
         if opaque is not None or constant:
-            watch.now.quotients.add((OPAQUE, inner * divisor))
+            concolic.now.quotients.add((OPAQUE, inner * divisor))
             return (OPAQUE, inner * divisor) if opaque is not None else _value(name, left, right)
-        watch.now.quotients.add((one, divisor))
+        concolic.now.quotients.add((one, divisor))
     if constant:
         return _value(name, left, right)
     return opaque if opaque is not None else (name, one, other)
@@ -206,12 +206,12 @@ def _arithmetic(name: str, *, reflected: bool = False) -> Callable[[Size, Any], 
         if isinstance(other, Tensor):
             return NotImplemented
         if not isinstance(other, int):
-            self.watch.use(self, "computes with fractions" if isinstance(other, float) else "repeats a list")
+            self.concolic.use(self, "computes with fractions" if isinstance(other, float) else "repeats a list")
             plain = self.plain()
             return _value(name, other, plain) if reflected else _value(name, plain, other)
         left, right = (other, self) if reflected else (self, other)
         value = _value(name, left, right)
-        return Size.of(value, _combined(name, left, right, self.watch), self.watch)
+        return Size.of(value, _combined(name, left, right, self.concolic), self.concolic)
 
     return arithmetic
 
@@ -220,8 +220,8 @@ def _comparison(relation: str) -> Callable[[Size, Any], Any]:
     def compare(self: Size, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        gap = _combined("sub", self, other, self.watch)
-        self.watch.compare(relation, gap, self.plain() - _plain(other))
+        gap = _combined("sub", self, other, self.concolic)
+        self.concolic.compare(relation, gap, self.plain() - _plain(other))
         return _value(relation, self, other)
 
     return compare
@@ -232,17 +232,17 @@ def _lost(name: str, what: str) -> Callable[..., Any]:
     compute = getattr(int, name)
 
     def lost(self: Size, *others: Any) -> Any:
-        self.watch.use(self, what)
+        self.concolic.use(self, what)
         for other in others:
             if isinstance(other, Size):
-                self.watch.use(other, what)
+                self.concolic.use(other, what)
         return compute(self.plain(), *map(_plain, others))
 
     return lost
 
 
 def _negated(self: Size) -> Size:
-    return Size.of(-self.plain(), _combined("sub", 0, self, self.watch), self.watch)
+    return Size.of(-self.plain(), _combined("sub", 0, self, self.concolic), self.concolic)
 
 
 _LOST = {
@@ -282,33 +282,33 @@ _ATTRIBUTES = frozenset(
 
 
 class _Operators(TorchFunctionMode):
-    """Operators get plain numbers; what they say about sizes is watched."""
+    """Operators get plain numbers; what they say about sizes gets a formula."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, concolic: Concolic) -> None:
         super().__init__()
-        self.watch = watch
+        self.concolic = concolic
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = [item if type(item) is Tensor else self.unwrapped(item) for item in args]
         out = func(*args, **{key: self.unwrapped(item) for key, item in (kwargs or {}).items()})
-        if isinstance(out, Tensor) or not self.watch.is_asking():
+        if isinstance(out, Tensor) or not self.concolic.is_asking():
             return out
         if func in (_SHAPE, _SIZE):
             if isinstance(out, int):
-                return self.watch.read(out, _plain(args[1]) if len(args) > 1 else "dim")
-            return tuple(self.watch.read(size, dim) for dim, size in enumerate(out))
+                return self.concolic.read(out, _plain(args[1]) if len(args) > 1 else "dim")
+            return tuple(self.concolic.read(size, dim) for dim, size in enumerate(out))
         if func in _COUNTS:
-            return self.watch.read(out, "count")
+            return self.concolic.read(out, "count")
         name = getattr(func, "__name__", str(func))
         several = isinstance(out, (tuple, list)) and all(isinstance(item, Tensor) for item in out)
         if not several and func not in _ATTRIBUTES and name not in _FACTS and out is not None:
-            self.watch.refuse(f"it asks a tensor for {_owner(func)}")
+            self.concolic.refuse(f"it asks a tensor for {_owner(func)}")
         return out
 
     def unwrapped(self, item: Any) -> Any:
         if isinstance(item, Size):
             if not isinstance(item.formula, (tuple, str)):
-                self.watch.now.numbers.add(abs(item.plain()))
+                self.concolic.now.numbers.add(abs(item.plain()))
             return item.plain()
         if isinstance(item, slice):
             return slice(*map(self.unwrapped, (item.start, item.stop, item.step)))
@@ -326,13 +326,13 @@ def _owner(func: Any) -> str:
 
 
 class _Copies:
-    """Copies of a function and of those it calls, with everything around them watched."""
+    """Copies of a function and of those it calls, with numbers that keep their formulas all around."""
 
-    def __init__(self, watch: Watch, identity: Identity) -> None:
-        self.watch = watch
+    def __init__(self, concolic: Concolic, identity: Identity) -> None:
+        self.concolic = concolic
         self.own = {fn for fn, _ in identity.functions}
         self.made: dict[types.FunctionType, types.FunctionType] = {}
-        self.builtins = {**vars(builtins), **self.watched_builtins()}
+        self.builtins = {**vars(builtins), **self.traced_builtins()}
 
     def of(self, fn: types.FunctionType) -> types.FunctionType:
         if fn in self.made:
@@ -351,14 +351,14 @@ class _Copies:
 
     def code(self, code: types.CodeType) -> types.CodeType:
         made = code.replace(co_consts=tuple(self.literal(const) for const in code.co_consts))
-        self.watch.codes[id(made)] = made
+        self.concolic.codes[id(made)] = made
         return made
 
     def literal(self, const: Any) -> Any:
         if isinstance(const, types.CodeType):
             return self.code(const)
         if type(const) is int:
-            return Size.of(const, const, self.watch)
+            return Size.of(const, const, self.concolic)
         return tuple(map(self.literal, const)) if type(const) is tuple else const
 
     def value(self, item: Any) -> Any:
@@ -371,7 +371,7 @@ class _Copies:
             plain = is_trusted(item.__name__) and item.__name__.split(".")[0] == "torch"
             return item if plain else _Module(item, self)
         if type(item) is int:
-            return Size.of(item, item, self.watch)
+            return Size.of(item, item, self.concolic)
         library = isinstance(item, (types.FunctionType, types.BuiltinFunctionType))
         if library and not str(item.__module__).startswith("torch"):
             return self.outside(item)
@@ -380,9 +380,9 @@ class _Copies:
     def outside(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A library's function gets plain numbers; functions of numbers lose the formula."""
         module, name = str(getattr(fn, "__module__", "")), fn.__name__
-        watch = self.watch
+        concolic = self.concolic
         if module == "itertools" and name not in ("chain", "product", "zip_longest", "pairwise", "starmap"):
-            return lambda *args, **kwargs: (watch.refuse(f"it calls itertools.{name}"), fn(*args, **kwargs))[1]
+            return lambda *args, **kwargs: (concolic.refuse(f"it calls itertools.{name}"), fn(*args, **kwargs))[1]
         if module in ("functools", "itertools", "_operator", "typing") and name != "index":
             return fn  # these go through the numbers' own methods
 
@@ -390,27 +390,27 @@ class _Copies:
         def call(*args: Any, **kwargs: Any) -> Any:
             if module in ("math", "cmath", "_operator", "numpy"):
                 for number in (item for item in (*args, *kwargs.values()) if isinstance(item, Size)):
-                    watch.use(number, f"takes {name} of a size")
+                    concolic.use(number, f"takes {name} of a size")
             plain = [tree_map_only(Size, Size.plain, item) for item in args]
             return fn(*plain, **{key: tree_map_only(Size, Size.plain, item) for key, item in kwargs.items()})
 
         return call
 
-    def watched_builtins(self) -> dict[str, Any]:
-        watch = self.watch
+    def traced_builtins(self) -> dict[str, Any]:
+        concolic = self.concolic
 
         def indices(*bounds: Any) -> Iterable[int]:
             if not any(isinstance(bound, Size) for bound in bounds):
                 return range(*bounds)
-            return [Size.of(index, OPAQUE, watch) for index in range(*map(_plain, bounds))]
+            return [Size.of(index, OPAQUE, concolic) for index in range(*map(_plain, bounds))]
 
         def counted(items: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
             for index, item in enumerate(items, _plain(start)):
-                yield Size.of(index, OPAQUE, watch), item
+                yield Size.of(index, OPAQUE, concolic), item
 
         def length(items: Any) -> Any:
             many = len(items)
-            return many if isinstance(many, Size) else watch.read(many, "len")
+            return many if isinstance(many, Size) else concolic.read(many, "len")
 
         return {"range": indices, "enumerate": counted, "len": length, "int": _Int}
 
@@ -421,20 +421,20 @@ class _AnyInt(type):
 
 
 class _Int(int, metaclass=_AnyInt):
-    """``int``, which leaves a watched number as it is."""
+    """``int``, which leaves a number its formula."""
 
     def __new__(cls, number: Any = 0, *base: Any) -> Any:
         return number if isinstance(number, Size) else int(number, *base)
 
 
 class _Module:
-    """A module whose functions are watched."""
+    """A module whose functions are called with plain numbers, or traced."""
 
     def __init__(self, module: types.ModuleType, copies: _Copies) -> None:
-        self.__dict__["_held"] = module, copies
+        self.__dict__["_behind"] = module, copies
 
     def __getattr__(self, name: str) -> Any:
-        module, copies = self.__dict__["_held"]
+        module, copies = self.__dict__["_behind"]
         return copies.value(getattr(module, name))
 
 

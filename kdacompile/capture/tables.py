@@ -1,4 +1,4 @@
-"""Values that a proof holds constant: decay tables and masks that a module owns.
+"""Values that a match relies on: decay tables and masks that a module owns.
 
 Some models read one decay from several buffers (lightning attention: a causal mask of decays, the decay up to either
 end of a block, a slope). Only their values show that they agree. So the region is proven with those values, and because
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,34 +23,28 @@ from torch import Tensor, fx
 
 from kdacompile import compat
 from kdacompile.containment import contain
+from kdacompile.graph.build import Tables
 
 log = logging.getLogger(__name__)
 
 LARGEST = 1 << 26
 """Elements up to which a tensor's values are looked at."""
 
-Tables = Mapping[fx.Node, Tensor]
 
-
-def tables(gm: fx.GraphModule, inputs: Sequence[Any]) -> Tables:
-    """Inputs of ``gm`` that modules own and whose values a proof may hold: tables, with what their module owns beside
-    them. Empty for almost every graph.
+def find(graph: fx.Graph, inputs: Sequence[Any]) -> Tables:
+    """Inputs of a graph that modules own and whose values a match may rely on: tables, with what their module owns
+    beside them. Empty for almost every graph.
     """
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     if len(placeholders) != len(inputs):
         return {}
     owned = {
         node: tensor
         for node, tensor in zip(placeholders, inputs, strict=True)
-        if type(tensor) is Tensor and not tensor.requires_grad and tensor.numel() <= LARGEST and _owner(node)
+        if type(tensor) is Tensor and not tensor.requires_grad and tensor.numel() <= LARGEST and compat.owner(node)
     }
-    owners = {_owner(node) for node, tensor in owned.items() if _is_table(tensor)}
-    return {node: tensor.clone() for node, tensor in owned.items() if _owner(node) in owners}
-
-
-def _owner(node: fx.Node) -> str:
-    """The module (or the globals) an input of the graph belongs to; "" for arguments of the call."""
-    return compat.owner(node)
+    owners = {compat.owner(node) for node, tensor in owned.items() if _is_table(tensor)}
+    return {node.name: tensor.clone() for node, tensor in owned.items() if compat.owner(node) in owners}
 
 
 def _is_table(tensor: Tensor) -> bool:
@@ -64,15 +58,8 @@ def _is_table(tensor: Tensor) -> bool:
     return bool(((tensor >= 0) & (tensor <= 1) | (tensor == -math.inf)).all())
 
 
-def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm`` with a graph of its own."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return fx.GraphModule(gm, graph)
-
-
 @dataclass(frozen=True)
-class Held:
+class Table:
     """One input of the graph, and the values it must have."""
 
     index: int
@@ -83,37 +70,37 @@ class Held:
 class Guarded:
     """Compiled code that is right for certain values of some inputs, and the captured graph for all others."""
 
-    def __init__(self, compiled: Callable[..., Any], plain: fx.GraphModule, held: Iterable[Held]) -> None:
+    def __init__(self, compiled: Callable[..., Any], captured: fx.GraphModule, tables: Iterable[Table]) -> None:
         self.compiled = compiled
-        self.plain = plain
-        self.held = list(held)
+        self.captured = captured
+        self.tables = list(tables)
         self.warned = False
 
     def __call__(self, *args: Any) -> Any:
-        if contain("comparing tables", lambda: self.holds(args), lambda _: False):
+        if contain("comparing tables", lambda: self.are_unchanged(args), lambda _: False):
             return self.compiled(*args)
         if not self.warned:
             self.warned = True
-            names = ", ".join(item.name for item in self.held)
+            names = ", ".join(table.name for table in self.tables)
             log.warning(
                 "tensors among %s have changed since they were compiled for; this graph now runs without fused "
                 "kernels (torch._dynamo.reset() compiles it anew)",
                 names,
             )
-        return self.plain(*args)
+        return self.captured(*args)
 
-    def holds(self, args: Sequence[Any]) -> bool:
-        """True if every held input has its values; one wait per device, and none while a CUDA graph is recorded."""
+    def are_unchanged(self, args: Sequence[Any]) -> bool:
+        """True if every table has its values; one wait per device, and none while a CUDA graph is recorded."""
         pending: list[Tensor] = []
-        for item in self.held:
-            given = args[item.index]
-            if type(given) is not Tensor or given.device != item.values.device or given.shape != item.values.shape:
+        for table in self.tables:
+            given = args[table.index]
+            if type(given) is not Tensor or given.device != table.values.device or given.shape != table.values.shape:
                 return False
             if given.device.type == "cpu":
-                if not torch.equal(given, item.values):
+                if not torch.equal(given, table.values):
                     return False
             else:
-                pending.append((given == item.values).all())
+                pending.append((given == table.values).all())
         if not pending:
             return True
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -121,10 +108,9 @@ class Guarded:
         return bool(torch.stack(pending).all())
 
 
-def guarded(compiled: Callable[..., Any], plain: fx.GraphModule, values: Tables) -> Callable[..., Any]:
-    """``compiled`` for as long as these inputs have these values; ``plain`` is the graph as it was captured."""
-    if not values:
+def guarded(compiled: Callable[..., Any], captured: fx.GraphModule, tables: Tables) -> Callable[..., Any]:
+    """``compiled`` for as long as these inputs have these values; ``captured`` otherwise."""
+    if not tables:
         return compiled
-    known = {node.name: tensor for node, tensor in values.items()}
-    names = [node.name for node in plain.graph.nodes if node.op == "placeholder"]
-    return Guarded(compiled, plain, [Held(i, name, known[name]) for i, name in enumerate(names) if name in known])
+    names = [node.name for node in captured.graph.find_nodes(op="placeholder")]
+    return Guarded(compiled, captured, [Table(i, name, tables[name]) for i, name in enumerate(names) if name in tables])

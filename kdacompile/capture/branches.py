@@ -1,4 +1,4 @@
-"""Where a function's decisions turn, from what it did while it was watched.
+"""Where a function takes another branch, from what its concolic runs did.
 
 Every size gets a law: a constant, an affine function of the batch B or the tokens T, or such a number rounded up to
 whole chunks. A comparison of laws is worked out for every length up to ``FARTHEST``, and for all beyond from its slope;
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kdacompile.capture.concolic import OPAQUE, Formula, Point, Run, is_opaque
 from kdacompile.capture.errors import Unliftable
-from kdacompile.capture.watched import OPAQUE, Formula, Point, Run, is_opaque
 
 FARTHEST = 4200
 LARGEST_BATCH = 512

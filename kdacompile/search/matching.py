@@ -5,8 +5,10 @@ What differs between patterns is in their ``Spec``; this is the same for all.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Generic
@@ -14,17 +16,17 @@ from typing import Any, Generic
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.graph.build import Tables, functional_graph
 from kdacompile.graph.instances import NO_TIES, Instances, Sizes, Ties
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
-from kdacompile.graph.readings import Readings
 from kdacompile.graph.turns import Turns
+from kdacompile.patterns import canonical
 from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.match import B, Candidate, Match, Obstacle, Verdict
 from kdacompile.patterns.engine.spec import Inner, R, Spec
 from kdacompile.report import findings, loops, trace
 from kdacompile.report.findings import Rejection
 from kdacompile.report.source import describe, source_of
-from kdacompile.rewrite.held import Tables
 from kdacompile.rewrite.splice import CannotSplice, Splice
 from kdacompile.settings import Settings
 
@@ -43,19 +45,38 @@ Timed = Callable[[str], AbstractContextManager[None]]
 
 
 class Context:
-    """What the patterns share while one graph is searched."""
+    """What the patterns share while one graph is searched: its functional graph, and what came to nothing there."""
 
-    def __init__(self, readings: Readings, settings: Settings, timed: Timed, *, trial: bool) -> None:
-        self.readings, self.settings, self.timed, self.trial = readings, settings, timed, trial
-        self.inside = True
-        """Regions within others are looked for. That takes long: what can be taken out of loops goes first."""
-        self.hold({})
+    def __init__(self, graph: fx.Graph, settings: Settings, timed: Timed, *, trial: bool, loops: bool) -> None:
+        """``loops``: there may be loops to take apart, which comes before regions are looked for within others."""
+        self.graph, self.settings, self.timed, self.trial, self.loops = graph, settings, timed, trial, loops
+        self.rejected: dict[AbstractSet[Op], list[Rejection]] = {}
+        """Regions that were rejected, with the reasons: the same region is not searched twice."""
+        self.known: Graph | None = None
+        """The functional graph, until a splice changes the graph."""
+        self.tables: Tables = {}
+        self.rely_on({})
 
-    def hold(self, tables: Tables) -> None:
-        """Rely on the values of these inputs from here on."""
-        self.held = tables
-        self.instances = Instances(self.readings.gm, tables)
+    def rely_on(self, tables: Tables) -> None:
+        """Take these inputs for constants from here on."""
+        if tables.keys() != self.tables.keys():
+            self.known = None
+        self.tables = tables
+        self.instances = Instances(self.graph, tables)
         self.regions: dict[tuple[int, str], list[Any]] = {}
+
+    def functional(self) -> Graph:
+        """The functional graph of the graph as it is now."""
+        if self.known is None:
+            with self.timed("functional"):
+                self.known = functional_graph(self.graph, tables=self.tables)
+            trace.functional(self.known)
+        return self.known
+
+    @functools.cached_property
+    def inside(self) -> bool:
+        """Regions within others are looked for. That takes long: what can be taken out of loops goes first."""
+        return not (self.loops and canonical.may_take_loops_apart(self.graph))
 
     def at(self, sizes: Sizes, spec: Spec[R, Any]) -> tuple[Graph, list[R]]:
         """The functional graph at other sizes, and where the pattern could be there."""
@@ -81,13 +102,13 @@ class Matching(Generic[R, B]):
 
     # -- regions
 
-    def run(self, graph: Graph, read: Callable[[], Graph]) -> Graph:
+    def run(self, graph: Graph) -> Graph:
         """Visit every region; where one within another was rewritten, the graph is read again. Returns what was read
         last.
         """
         while self.visit_all(graph):
-            self.context.hold(self.context.held)
-            graph = read()
+            self.context.rely_on(self.context.tables)
+            graph = self.context.functional()
         return graph
 
     def visit_all(self, graph: Graph) -> bool:
@@ -102,14 +123,14 @@ class Matching(Generic[R, B]):
 
     def visit_whole(self, graph: Graph, region: R) -> bool:
         """Visit a region, unless an earlier search came to nothing there."""
-        reasons = self.context.readings.reasons(region.ops)
-        if reasons is not None:
-            self.rejections += reasons
+        ops = frozenset(region.ops)
+        if ops in self.context.rejected:
+            self.rejections += self.context.rejected[ops]
         else:
             told = len(self.rejections)
             if self.visit(graph, Inner(region, lambda candidate, binding: True)):
                 return True
-            self.context.readings.reject(region.ops, self.rejections[told:])
+            self.context.rejected[ops] = self.rejections[told:]
         self.missed |= self.spec.is_near(region)
         return False
 
@@ -232,23 +253,24 @@ class Matching(Generic[R, B]):
                 roles[role] += _chosen_by(match.inputs[role].value)
         with self.timed("rewrite"):
             try:
-                splice = self.splice(self.context.readings.gm, graph, match, keep_strides=not self.context.trial)
+                splice = self.splice(self.context.graph, graph, match, keep_strides=not self.context.trial)
                 op = splice.apply(splice.check())
             except CannotSplice as error:
                 return Rejection(name, error.reason, source, error.code)
+        self.context.known = None
         deadline.restart()
         self.rewritten |= match.candidate.ops
-        holds = tuple(node.name for node in self.relied_on(match))
+        holds = self.relied_on(match)
         found = findings.Match(name, match.mode, source, roles, match.max_error, op, match.absorbed, holds=holds)
         self.matches.append(replace(found, loop=_loop(match), checked=match.shown))
         return None
 
-    def relied_on(self, match: Match[B]) -> list[fx.Node]:
-        """Inputs of the graph whose values the match holds constant."""
+    def relied_on(self, match: Match[B]) -> tuple[str, ...]:
+        """Inputs of the graph whose values the match takes for constants."""
         inputs = {placement.value for placement in match.inputs.values()}
-        region = ancestors(match.candidate.outputs, inputs.__contains__) if self.context.held else set[Op]()
-        read = {value.node for op in region for value in op.reads if value.const}
-        return [node for node in self.context.held if node in read]
+        region = ancestors(match.candidate.outputs, inputs.__contains__) if self.context.tables else set[Op]()
+        read = {value.node.name for op in region for value in op.reads if value.const and value.node is not None}
+        return tuple(name for name in self.context.tables if name in read)
 
     # -- other sizes
 
@@ -290,7 +312,7 @@ class Matching(Generic[R, B]):
         stay open: for the caller, or for an op that the graph has already.
         """
         captured = compat.times_captured()
-        if any(map(compat.is_own_op, self.context.readings.gm.graph.nodes)):
+        if any(map(compat.is_own_op, self.context.graph.nodes)):
             return False
         nodes = _nodes_of(candidate.ops, candidate.cut)
         symbols = set[Any]().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))

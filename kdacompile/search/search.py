@@ -1,4 +1,4 @@
-"""One search of one graph: read it, find latent attention and then linear attention in it, and say what was found."""
+"""One search of one graph: find latent attention and then linear attention in it, and say what was found."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from torch import fx
+
 from kdacompile import compat
-from kdacompile.graph import aliases, prefilter
+from kdacompile.graph import aliases
+from kdacompile.graph.build import Tables
 from kdacompile.graph.edit import NewCalls
 from kdacompile.graph.ir import Graph
-from kdacompile.graph.readings import Readings
+from kdacompile.graph.prefilter import Prospects
 from kdacompile.patterns import canonical
 from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.match import Code
@@ -23,31 +26,29 @@ from kdacompile.report.findings import GraphReport, Rejection
 from kdacompile.report.source import first_own_line, source_of
 from kdacompile.rewrite import local
 from kdacompile.rewrite.attention import MlaSplice
-from kdacompile.rewrite.held import Tables
 from kdacompile.rewrite.linear_attention import LinearAttentionSplice
-from kdacompile.rewrite.matching import Context, Matching
+from kdacompile.search.matching import Context, Matching
 from kdacompile.settings import Settings
 
 log = logging.getLogger(__name__)
 
 
 class Search:
-    """The groups of a graph as it is now: what was rewritten, and why the rest was not."""
+    """The patterns in a graph, which is rewritten in place: what was found, and why the rest was left alone."""
 
-    def __init__(self, readings: Readings, settings: Settings, tables: Tables, *, trial: bool) -> None:
-        gm = readings.gm
-        self.readings = readings
-        self.gm = gm
+    def __init__(
+        self, graph: fx.Graph, prospects: Prospects, settings: Settings, tables: Tables, *, trial: bool
+    ) -> None:
+        self.graph = graph
         self.tables = tables
-        self.trial = trial
+        self.has_recurrence = prospects.recurrence or prospects.ops
+        self.has_attention = prospects.attention and not trial  # a function that may become one op is a recurrence
         self.applied: list[canonical.Rule] = []
         """Canonical rules that the functional graph has seen."""
         self.seconds: dict[str, float] = {}
-        self.nodes = len(gm.graph.nodes)
+        self.nodes = len(graph.nodes)
         self.subclasses: list[Rejection] = []
-        self.has_recurrence = prefilter.may_have_recurrence(gm.graph) or any(map(compat.is_own_op, gm.graph.nodes))
-        self.has_attention = not trial and prefilter.may_have_attention(gm.graph)  # what is lifted is a recurrence
-        self.context = Context(readings, settings, self.timed, trial=trial)
+        self.context = Context(graph, settings, self.timed, trial=trial, loops=self.has_recurrence)
         self.recurrence = Matching(RECURRENCE, LinearAttentionSplice, self.context)
         self.calls = Matching(CALLS, LinearAttentionSplice, self.context)
         """Ops that were there already: what they absorb is told of nobody."""
@@ -62,34 +63,33 @@ class Search:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def run(self) -> None:
-        if compat.transforms(self.gm.graph):
+        if compat.transforms(self.graph):
             reason = "the graph runs under a transform of torch.func (vmap, grad, jvp; associative_scan uses vmap)"
             if self.has_recurrence:
-                self.reject(reason, first_own_line(self.gm.graph), "transform")
+                self.reject(reason, first_own_line(self.graph), "transform")
             return
-        trace.dynamo(self.gm)
-        self.context.inside = not (self.has_recurrence and canonical.may_take_loops_apart(self.gm.graph))
+        trace.dynamo(self.graph)
         try:
             with deadline.within(self.context.settings.deadline):
                 self.search_all()
         except deadline.OutOfTime as error:
             self.recurrence.rejections += [
-                Rejection("linear_attention", error.reason, first_own_line(self.gm.graph), "deadline")
+                Rejection("linear_attention", error.reason, first_own_line(self.graph), "deadline")
             ]
-        if (node := local.left_alone(self.gm.graph)) is not None:
+        if (node := local.left_alone(self.graph)) is not None:
             reason = "tensor subclasses (DTensor, quantised) are computed with here; local tensors are rewritten"
             self.subclasses = [Rejection("linear_attention", reason, source_of(node), "subclass")]
         if self.found:
-            self.gm.graph.lint()
-            self.gm.recompile()
-            trace.rewritten(self.gm)
+            self.graph.lint()
+            trace.rewritten(self.graph)
 
     def search_all(self) -> None:
         """The graph as it is, with the values of tables, and in other forms."""
         self.search()
-        if self.has_recurrence and any(node.users for node in self.tables):
+        inputs = self.graph.find_nodes(op="placeholder") if self.tables and self.has_recurrence else ()
+        if any(node.users for node in inputs if node.name in self.tables):
             self.search_with_tables()
-        if not compat.switches_modes(self.gm.graph):
+        if not compat.switches_modes(self.graph):
             self.search_canonical_forms()
 
     @property
@@ -106,17 +106,17 @@ class Search:
         self.recurrence.rejections = [Rejection("linear_attention", reason, source, code)]
 
     def search(self) -> None:
-        functional = self.read()
+        functional = self.context.functional()
         if self.shares_memory(functional):
             return
-        if self.has_attention and not self.context.held:
-            self.attention.run(functional, self.read)
+        if self.has_attention and not self.context.tables:
+            self.attention.run(functional)
         if not self.has_recurrence:
             return
         if self.attention.matches:
-            functional = self.read()
-        functional = self.recurrence.run(functional, self.read)
-        self.calls.run(functional, self.read)
+            functional = self.context.functional()
+        functional = self.recurrence.run(functional)
+        self.calls.run(functional)
         for rejection in self.calls.rejections:
             log.info("nothing above an op is absorbed: %s", rejection)
         if not (self.attention.matches or self.attention.rejections):
@@ -137,22 +137,22 @@ class Search:
 
     def canonicalise(self, rule: canonical.Rule) -> bool:
         """Apply ``rule`` to the functional graph, which is searched from here on; False if nothing comes of it."""
-        self.context.hold({})
-        functional, graph = self.read(), self.gm.graph
+        self.context.rely_on({})
+        functional, graph = self.context.functional(), self.graph
         calls = functional.calls or NewCalls()
         rules = [*self.applied, rule] if functional.calls else [rule]
         with self.timed("canonicalise"):
             if not canonical.apply([rule], functional, calls, graph):
                 return False
         trace.canonical(functional)
-        self.readings.rejected.clear()  # what a group reads is written in another way
+        self.context.rejected.clear()  # what a group reads is written in another way
         self.applied = rules
         self.context.instances.rewritten = lambda other: canonical.apply(rules, other, calls, graph)
         return True
 
     def shares_memory(self, functional: Graph) -> bool:
         """True, with a rejection, if the graph overwrites what another of its inputs reads."""
-        target = aliases.overwritten(functional, self.gm.graph.nodes)
+        target = aliases.overwritten(functional, self.graph.nodes)
         if target is None:
             return False
         reason = "the graph overwrites an input that shares its memory with another input"
@@ -160,18 +160,11 @@ class Search:
         self.reject(reason, source_of(writer), "alias")
         return True
 
-    def read(self) -> Graph:
-        with self.timed("functional"):
-            functional, news = self.readings.functional(self.context.held)
-        if news:
-            trace.functional(functional)
-        return functional
-
     def search_with_tables(self) -> None:
         """Once more with the values of tables, for what does not hold without them."""
         without = self.recurrence.rejections
         matched = len(self.recurrence.matches)
-        self.context.hold(self.tables)
+        self.context.rely_on(self.tables)
         self.search()
         if len(self.recurrence.matches) == matched:
             self.recurrence.rejections = without
