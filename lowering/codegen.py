@@ -12,13 +12,15 @@ from collections.abc import Mapping
 
 import torch
 
-from .dialects import IN_PLACE, TORCH
+from .dialects import IN_PLACE
+from .emitter import TorchEmitter
 from .errors import TileProgramError
 from .ir import Carry, Op, OpKind, Per, Program, Value
 from .schedule import DecayGroup, Node, schedule
 from .stages import Section
 
-_COMMUTES = (OpKind.ADD, OpKind.MUL)
+_OWN_NAMES = ("rt", "torch", "tiles", "Rows", "decays", "s", "n", "lo", "hi")
+"""Names of the generated function itself."""
 
 
 def generate(program: Program, *, buffered: bool, rounding: Mapping[str, torch.dtype] | None = None) -> str:
@@ -38,23 +40,26 @@ def generate(program: Program, *, buffered: bool, rounding: Mapping[str, torch.d
     return _Generator(program, buffered, rounding).source()
 
 
-def expression(op: Op, refs: list[str], out: str = "") -> str:
-    """One op as a torch call on ``refs``, into ``out`` if given (elementwise ops and products only)."""
-    into = f", out={out}" if out else ""
-    if op.kind is not OpKind.DOT:
-        return TORCH.text(op, refs, into=into)
-    a, b = (f"{ref}.mT" if op.attr(f"trans_{i}", False) else ref for i, ref in zip("ab", refs[:2], strict=True))
-    negate = bool(op.attr("negate", False))
-    if len(refs) == 3:
-        return f"torch.baddbmm({refs[2]}, {a}, {b}{', alpha=-1' if negate else ''}{into})"
-    return f"torch.bmm({a}, {b}{into})" + (".neg()" if negate else "")
+class _Torch(TorchEmitter):
+    """Values are rounded where they are made; names that the function's own would collide with are kept apart."""
+
+    rounding: Mapping[str, torch.dtype]
+
+    def name(self, value: Value) -> str:
+        return f"{value.name}_" if value.name in _OWN_NAMES else value.name
+
+    def define(self, value: Value, text: str) -> None:
+        super().define(value, text)
+        if value.name in self.rounding:
+            name = self.name(value)
+            self.lines.add(f"{name} = rt.round({name}, {self.rounding[value.name]})")
 
 
-class _Generator:
+class _Generator(_Torch):
     """Text of one program: its sections in order, the scan as a loop; ``buffered`` as above."""
 
     def __init__(self, program: Program, buffered: bool, rounding: Mapping[str, torch.dtype]) -> None:
-        self.program = program
+        super().__init__(program)
         self.buffered = buffered
         self.rounding = rounding
         self.plan = schedule(program)
@@ -65,10 +70,10 @@ class _Generator:
         self.bound: dict[Value, None] = {}  # flat values with a live name, in order
         self.owned: set[Value] = set()  # roots whose memory this program allocated
         self.skipped: set[Op] = set()
-        self.lines: list[str] = []
 
     def source(self) -> str:
-        self.emit("def run(rt):", 0)
+        self.lines.add("def run(rt):")
+        self.lines.open()
         for section in Section:
             if section is Section.SCAN:
                 if self.program.carry is not None:
@@ -76,12 +81,12 @@ class _Generator:
                 self.advance()
                 continue
             for node in self.plan.nodes[section]:
-                self.flat(node)
+                if isinstance(node, DecayGroup):
+                    self.decay_group(node)
+                elif node not in self.skipped:
+                    self.emit([node])
                 self.advance()
-        return "\n".join(self.lines) + "\n"
-
-    def emit(self, line: str, depth: int = 1) -> None:
-        self.lines.append("    " * depth + line)
+        return self.lines.text()
 
     # ---- liveness of flat values
 
@@ -103,13 +108,13 @@ class _Generator:
         """Drop what the current node was the last to read."""
         dead = [v for v in self.bound if self.last(v) <= self.index]
         if dead and self.buffered:
-            self.emit(f"del {', '.join(_name(v) for v in dead)}")
+            self.lines.add(f"del {', '.join(self.name(v) for v in dead)}")
         for value in dead:
             del self.bound[value]
         self.index += 1
 
-    def dies(self, value: Value, op: Op) -> bool:
-        """Whether ``op`` may overwrite ``value``: the memory is the program's and nothing reads it from here on."""
+    def overwrites(self, value: Value, op: Op) -> bool:
+        """Where the memory is the program's and nothing reads it from here on."""
         root = self.plan.root[value]
         return (
             self.buffered
@@ -120,29 +125,22 @@ class _Generator:
         )
 
     def define(self, value: Value, text: str, *, owned: bool = True) -> None:
-        self.emit(f"{_name(value)} = {text}")
+        super().define(value, text)
         self.bound[value] = None
         if owned and self.plan.root[value] == value:
             self.owned.add(value)
-        if value.name in self.rounding:
-            self.emit(f"{_name(value)} = rt.round({_name(value)}, {self.rounding[value.name]})")
 
     # ---- ops on flat tensors
 
-    def flat(self, node: Node) -> None:
-        if isinstance(node, DecayGroup):
-            self.decay_group(node)
-        elif node in self.skipped:
-            return
-        elif node.kind is OpKind.STORE:
-            self.emit(f"rt.store({node.attr('port')!r}, {_name(node.inputs[0])})")
-        elif node.kind is OpKind.LOAD:
-            self.load(node)
-        else:
-            text = self.in_place(node) or expression(node, [_name(v) for v in node.inputs])
-            self.define(node.result, text, owned=node.kind is not OpKind.EYE)
+    def on_store(self, op: Op) -> str:
+        self.lines.add(f"rt.store({op.attr('port')!r}, {self.name(op.inputs[0])})")
+        return ""
 
-    def load(self, op: Op) -> None:
+    def on_eye(self, op: Op) -> str:
+        self.define(op.result, self.plain(op), owned=False)
+        return ""
+
+    def on_load(self, op: Op) -> str:
         """A load; a scalar factor on the loaded tile is applied while it is copied."""
         port = self.program.port(str(op.attr("port")))
         value, chain, factor = op.result, [], ""
@@ -157,39 +155,27 @@ class _Generator:
         self.skipped.update(chain)
         call = f"rt.load({port.name!r}, {factor!r})" if factor else f"rt.load({port.name!r})"
         self.define(value, call, owned=port.per is Per.TOKENS)
+        return ""
 
     def decay_group(self, group: DecayGroup) -> None:
         rows = "".join(f"{self.rows(op)}, " for op in group.grams)
-        cols = _name(group.grams[0].inputs[1]) if group.grams else "None"
+        cols = self.name(group.grams[0].inputs[1]) if group.grams else "None"
         overwrite = self.buffered and self.plan.root[group.gate] in self.owned and self.last(group.gate) == self.index
         options = f"factor={group.factor}, overwrite={overwrite}"
-        self.emit(f"decays = rt.decays({_name(group.gate)}, ({rows.strip()}), {cols}, {options})")
+        self.lines.add(f"decays = rt.decays({self.name(group.gate)}, ({rows.strip()}), {cols}, {options})")
         for slot in ("prefix", "suffix", "total"):
             for i, value in enumerate(getattr(group, slot)):
                 self.define(value, f"decays.{slot}", owned=i == 0 and len(getattr(group, slot)) == 1)
         for i, op in enumerate(group.grams):
             self.define(op.result, f"decays.grams[{i}]")
-        self.emit("del decays")
+        self.lines.add("del decays")
 
     def rows(self, op: Op) -> str:
-        words = [_name(op.inputs[0]), str(bool(op.attr("strict", False))), str(op.result in self.plan.lower_only)]
+        words = [self.name(op.inputs[0]), str(bool(op.attr("strict", False))), str(op.result in self.plan.lower_only)]
         for part, field in (("_rows", "operands"), ("_raw", "product")):
             dtype = self.rounding.get(op.result.name + part)
             words += [f"{field}={dtype}"] if dtype else []
         return f"Rows({', '.join(words)})"
-
-    def in_place(self, op: Op) -> str:
-        """The op as an overwrite of a dying operand, or ''."""
-        refs = [_name(v) for v in op.inputs]
-        if op.kind is OpKind.DOT and len(refs) == 3 and self.dies(op.inputs[2], op):
-            return expression(op, refs).replace(f"torch.baddbmm({refs[2]}, ", f"{refs[2]}.baddbmm_(")
-        if op.kind is OpKind.MASK and self.dies(op.inputs[0], op):
-            return f"tiles.lower_({refs[0]}, strict={bool(op.attr('strict', False))})"
-        if op.kind in IN_PLACE and self.dies(op.inputs[0], op):
-            return f"{refs[0]}.{IN_PLACE[op.kind]}({', '.join(refs[1:])})"
-        if op.kind in _COMMUTES and self.dies(op.inputs[1], op):
-            return f"{refs[1]}.{IN_PLACE[op.kind]}({refs[0]})"
-        return ""
 
     # ---- the scan
 
@@ -202,36 +188,33 @@ class _Generator:
         reused = self._reused(saved)
         fresh = [value for value in saved if value not in reused]
         for value in fresh:
-            self._make_room(_name(value), f"rt.slots({value.type.rows!r}, {value.type.cols!r})")
+            self._make_room(self.name(value), f"rt.slots({value.type.rows!r}, {value.type.cols!r})")
         self._make_room(carry.name, "rt.carry_slots()")
-        self.emit("finals = []")
-        self.emit("for s, (lo, hi) in enumerate(rt.segments):")
-        slot = f", {carry.name}_n[lo + s]" if self.buffered else ""
-        self.emit(f"{_name(read)} = rt.carry_init({carry.init!r}, s{slot})", 2)
-        self.emit("for n in range(lo, hi):", 2)
-        body = _Body(self, carry, read, fresh, steps, reused)
-        for op in self.scan_nodes:
-            body.step(op)
-        body.close()
-        self.emit(f"rt.carry_final({carry.final!r}, finals)")
+        self.lines.add("finals = []")
+        self.lines.add("for s, (lo, hi) in enumerate(rt.segments):")
+        with self.lines.indented():
+            slot = f", {carry.name}_n[lo + s]" if self.buffered else ""
+            self.lines.add(f"{self.name(read)} = rt.carry_init({carry.init!r}, s{slot})")
+            _Body(self, carry, read, fresh, steps, reused).loop()
+        self.lines.add(f"rt.carry_final({carry.final!r}, finals)")
         for value in saved:
-            joined = f"{_name(value)}_all.flatten(0, 1)" if self.buffered else f"torch.cat({_name(value)}_n)"
-            self.define(value, _name(reused[value]) if value in reused else joined)
+            joined = f"{self.name(value)}_all.flatten(0, 1)" if self.buffered else f"torch.cat({self.name(value)}_n)"
+            self.define(value, self.name(reused[value]) if value in reused else joined)
         carries = f"{carry.name}_all" if self.buffered else f"torch.stack({carry.name}_n)"
         for value, after in ((read, False), (carry.step, True)):
             if value in outside:
                 self.define(value, f"rt.carry_join({carries}, after={after})", owned=False)
         if self.buffered:
             names = [f"{name}_n" for name in (*steps.values(), carry.name)] + [f"{carry.name}_all", "finals"]
-            self.emit(f"del {', '.join(names)}")
+            self.lines.add(f"del {', '.join(names)}")
 
     def _make_room(self, name: str, slots: str) -> None:
         """Slots for every step's value: preallocated, or a list to append to."""
         if self.buffered:
-            self.emit(f"{name}_all = {slots}")
-            self.emit(f"{name}_n = {name}_all.unbind(0)")
+            self.lines.add(f"{name}_all = {slots}")
+            self.lines.add(f"{name}_n = {name}_all.unbind(0)")
         else:
-            self.emit(f"{name}_n = []")
+            self.lines.add(f"{name}_n = []")
 
     def _split_operands(self, local: set[Value]) -> dict[tuple[Value, bool], str]:
         """Slice the flat operands of the scan, transposed where a product wants it, once and outside the loop."""
@@ -241,8 +224,8 @@ class _Generator:
                 turned = op.kind is OpKind.DOT and i < 2 and bool(op.attr("trans_a" if i == 0 else "trans_b", False))
                 if value in local or (value, turned) in steps:
                     continue
-                steps[value, turned] = _name(value) + ("_T" if turned else "")
-                self.emit(f"{steps[value, turned]}_n = rt.split({_name(value)}{'.mT' if turned else ''})")
+                steps[value, turned] = self.name(value) + ("_T" if turned else "")
+                self.lines.add(f"{steps[value, turned]}_n = rt.split({self.name(value)}{'.mT' if turned else ''})")
         return steps
 
     def _reused(self, saved: list[Value]) -> dict[Value, Value]:
@@ -252,13 +235,13 @@ class _Generator:
             if op.result in saved and op.kind is OpKind.DOT and len(op.inputs) == 3:
                 acc = op.inputs[2]
                 readers = [user for user in self.plan.uses[acc] if user in self.scan_nodes]
-                if acc in self.bound and self.dies(acc, op) and len(readers) == 1:
+                if acc in self.bound and self.overwrites(acc, op) and len(readers) == 1:
                     reused[op.result] = acc
         return reused
 
 
-class _Body:
-    """The lines inside the loop over steps."""
+class _Body(_Torch):
+    """The loop over steps."""
 
     def __init__(
         self,
@@ -269,9 +252,19 @@ class _Body:
         steps: dict[tuple[Value, bool], str],
         reused: dict[Value, Value],
     ) -> None:
+        super().__init__(gen.program, gen.lines)
         self.gen, self.carry, self.read, self.saved, self.steps, self.reused = gen, carry, read, saved, steps, reused
-        self.slot = f"{carry.name}_n[n + s + 1]"
+        self.rounding = gen.rounding
         self.merged = self._merged()
+
+    def loop(self) -> None:
+        kept = [] if self.gen.buffered else [f"{self.carry.name}_n.append({self.name(self.read)})"]
+        self.lines.add("for n in range(lo, hi):")
+        with self.lines.indented():
+            self.emit(self.gen.scan_nodes)
+            self.lines.add(f"{self.name(self.read)} = {self.name(self.carry.step)}")
+        for line in (*kept, f"finals.append({self.name(self.read)})"):
+            self.lines.add(line)
 
     def _merged(self) -> Value | None:
         """The accumulator of the carry's step if it may be formed in the step's own memory."""
@@ -284,55 +277,37 @@ class _Body:
             return None
         return acc
 
-    def ref(self, value: Value, turned: bool = False) -> str:
-        if (value, turned) in self.steps:
-            return f"{self.steps[value, turned]}_n[n]"
-        return _name(value) + (".mT" if turned else "")
+    def operand(self, value: Value, op: Op) -> str:
+        step = self.steps.get((value, False))
+        return self.name(value) if step is None else f"{step}_n[n]"
 
-    def step(self, op: Op) -> None:
-        if op.kind is OpKind.CARRY:
-            if not self.gen.buffered:
-                self.gen.emit(f"{self.carry.name}_n.append({_name(self.read)})", 3)
-            return
-        dot = op.kind is OpKind.DOT
-        refs = [
-            self.ref(v, dot and i < 2 and bool(op.attr("trans_a" if i == 0 else "trans_b", False)))
-            for i, v in enumerate(op.inputs)
-        ]
-        plain = Op(op.kind, op.inputs, op.output, tuple(a for a in op.attrs if a[0] not in ("trans_a", "trans_b")))
-        self.gen.emit(f"{_name(op.result)} = {self._text(plain, refs)}", 3)
-        if op.result.name in self.gen.rounding:
-            name = _name(op.result)
-            self.gen.emit(f"{name} = rt.round({name}, {self.gen.rounding[op.result.name]})", 3)
-        if op.result in self.saved and not self.gen.buffered:
-            self.gen.emit(f"{_name(op.result)}_n.append({_name(op.result)})", 3)
+    def factor(self, value: Value, op: Op, side: str) -> str:
+        turned = self.steps.get((value, True)) if op.attr(f"trans_{side}", False) else None
+        return super().factor(value, op, side) if turned is None else f"{turned}_n[n]"
 
-    def _text(self, op: Op, refs: list[str]) -> str:
+    def overwrites(self, value: Value, op: Op) -> bool:
+        """The accumulators of the step and of what is reused."""
+        if op.result != self.carry.step or self.merged is None:
+            return op.result in self.reused and value == op.inputs[-1]
+        return value == self.merged
+
+    def into(self, op: Op) -> str:
         if not self.gen.buffered:
-            return expression(op, refs)
-        if op.result in self.reused or (op.result == self.carry.step and self.merged is not None):
-            if op.kind is OpKind.ADD:
-                return f"{refs[0]}.add_({refs[1]})"
-            return expression(op, refs).replace(f"torch.baddbmm({refs[2]}, ", f"{refs[2]}.baddbmm_(")
-        if op.result == self.carry.step or op.result == self.merged:
-            return expression(op, refs, self.slot)
-        return expression(op, refs, f"{_name(op.result)}_n[n]" if op.result in self.saved else "")
+            return ""
+        if op.result in (self.carry.step, self.merged):
+            return f"{self.carry.name}_n[n + s + 1]"
+        return f"{self.name(op.result)}_n[n]" if op.result in self.saved else ""
 
-    def close(self) -> None:
-        self.gen.emit(f"{_name(self.read)} = {_name(self.carry.step)}", 3)
+    def on_carry(self, op: Op) -> str:
         if not self.gen.buffered:
-            self.gen.emit(f"{self.carry.name}_n.append({_name(self.read)})", 2)
-        self.gen.emit(f"finals.append({_name(self.read)})", 2)
+            self.lines.add(f"{self.carry.name}_n.append({self.name(self.read)})")
+        return ""
+
+    def define(self, value: Value, text: str) -> None:
+        super().define(value, text)
+        if value in self.saved and not self.gen.buffered:
+            self.lines.add(f"{self.name(value)}_n.append({self.name(value)})")
 
 
 def local_order(nodes: tuple[Op, ...]) -> list[Value]:
     return list(dict.fromkeys(op.result for op in nodes))
-
-
-def _name(value: Value) -> str:
-    """The value's name; run-time names of the generated function are kept apart by an underscore."""
-    return (
-        f"{value.name}_"
-        if value.name in ("rt", "torch", "tiles", "Rows", "decays", "s", "n", "lo", "hi")
-        else value.name
-    )

@@ -1,7 +1,8 @@
 """How an op reads in each language that programs are emitted in: a table a dialect, over the operands' texts.
 
-An emitter brings the operands into the shape that an op wants (transposed, with an axis more, loaded) and leaves the
-op itself to the dialect. Products and macro-ops are the emitters' own where a target has several ways to do them.
+An emitter (``emitter.py``) brings the operands into the shape that an op wants (transposed, with an axis more, loaded)
+and leaves the op itself to the dialect. What a target has several ways to do, products above all, is a rule of its
+emitters.
 """
 
 from __future__ import annotations
@@ -29,9 +30,6 @@ class Dialect:
 
     name: str
     templates: Mapping[OpKind, str]
-
-    def has(self, op: Op) -> bool:
-        return op.kind in self.templates
 
     def text(self, op: Op, operands: Sequence[str], **more: str) -> str:
         """The expression of an op."""
@@ -80,13 +78,3 @@ TRITON = Dialect(
     },
 )
 """Of CUDA and of Ascend."""
-
-
-def row_product(op: Op, operands: Sequence[str]) -> str:
-    """In Triton, a product of a one-token program: rows are vectors, one with a matrix is a sum, two make a matrix."""
-    x, y, *acc = operands
-    outer = bool(op.attr("trans_a", False))
-    product = f"{x}[:, None] * {y}[None, :]" if outer else f"tl.sum({x}[:, None] * {y}, 0)"
-    if not acc:
-        return product
-    return f"{acc[0]} {'-' if op.attr('negate', False) else '+'} {product}"

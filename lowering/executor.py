@@ -6,9 +6,7 @@ calls on all lanes and steps at once, and only the ops the next carry waits for 
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable, Mapping
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from torch import Tensor
 from . import tiles
 from .codegen import generate
 from .decay import Decays, Rows, chunk_decays
+from .emitter import python_function
 from .errors import ArgumentError
 from .ir import Dim, Per, Program
 from .layout import Layout, tiles_to_tokens, tokens_to_tiles
@@ -139,8 +138,11 @@ class Executable:
 
     def __init__(self, program: Program, rounding: Mapping[str, torch.dtype] | None = None) -> None:
         self.program = program
-        self._functional = _compile(generate(program, buffered=False, rounding=rounding), program.name)
-        self._buffered = None if rounding else _compile(generate(program, buffered=True), program.name)
+        self._functional = self._compile(generate(program, buffered=False, rounding=rounding))
+        self._buffered = None if rounding else self._compile(generate(program, buffered=True))
+
+    def _compile(self, source: str) -> Run:
+        return python_function(source, self.program.name, torch=torch, tiles=tiles, Rows=Rows)
 
     def __call__(
         self,
@@ -159,12 +161,3 @@ class Executable:
         rt = Runtime(self.program, tensors, scalars or {}, layout, dims, dtype, device, used)
         run(rt)
         return rt.outputs
-
-
-def _compile(source: str, name: str) -> Run:
-    """The function ``run`` of generated source, with the source visible to tracebacks."""
-    filename = f"<kdacompile {name} {len(linecache.cache)}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace: dict[str, object] = {"torch": torch, "tiles": tiles, "Rows": Rows}
-    exec(compile(source, filename, "exec"), namespace)
-    return cast(Run, namespace["run"])

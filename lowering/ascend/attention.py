@@ -6,12 +6,12 @@ on Vec; where a query's blocks are cut into parts, each leaves its carry in memo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from ..attention import attention_program, decode_program
-from ..dialects import TRITON
+from ..emitter import Emitter
 from ..ir import Op, OpKind, Program, Value
 from ..plan import Plan, plan
 from ..stages import Section
@@ -52,9 +52,8 @@ def _attend(made: Plan, rope: bool) -> Kernel:
         "q_rope": "load_heads(q_rope_ptr, row, head, H, TILE, ROPE)",
     }
     ports |= {name: name for name in (*(f"{name}0" for name in CARRY), "latent", "k_rope", "hidden")}
-    printer = _Printer(made.program, ports)
-    for op in dict.fromkeys(task.op for task in [*early, *tasks]):
-        printer.op(op)
+    printer = _Attention(made.program, ports)
+    printer.emit(dict.fromkeys(task.op for task in [*early, *tasks]))
     loads = ["latent = load_block(latent_ptr, page, first, rows, page_stride, LATENT_ROW, C, K)"]
     if rope:
         loads.append("k_rope = load_block(k_rope_ptr, page, first, rows, rope_stride, ROPE_ROW, C, ROPE)")
@@ -96,9 +95,8 @@ def _attend(made: Plan, rope: bool) -> Kernel:
 def _merge() -> Kernel:
     """The merge program over the parts of a tile of heads, on Vec alone."""
     merge = attention_program().merge
-    printer = _Printer(merge, {f"{name}{i}": f"{name}{i}" for name in CARRY for i in (0, 1)})
-    for op in merge.ops:
-        printer.op(op)
+    printer = _Attention(merge, {f"{name}{i}": f"{name}{i}" for name in CARRY for i in (0, 1)})
+    printer.emit(merge.ops)
     turn = [
         *(f"{name}1 = load_{_part(name)}" for name in CARRY),
         *printer.lines,
@@ -151,40 +149,33 @@ def _stored(program: Program) -> dict[str, str]:
     return {name: stores[name] for name in CARRY}
 
 
-class _Printer:
+class _Attention(Emitter):
     """Ops as lines. A value with one column or one row is a vector and takes its axis where it meets a tile."""
 
     def __init__(self, program: Program, ports: Mapping[str, str]) -> None:
-        self.lines: list[str] = []
-        self._text: dict[Value, str] = {}
-        for op in program.ops:
-            if op.kind is OpKind.LOAD:
-                self._text[op.result] = ports[str(op.attr("port"))]
+        super().__init__(program)
+        loads = [op for op in program.ops if op.kind is OpKind.LOAD]
+        self._loaded = {op.result: ports[str(op.attr("port"))] for op in loads}
 
-    def op(self, op: Op) -> None:
-        if op.kind in (OpKind.LOAD, OpKind.STORE):
-            return
-        name = op.result.name
-        self.lines.append(f"{name} = {self._expression(op)}")
-        self._text[op.result] = name
+    def name(self, value: Value) -> str:
+        return self._loaded.get(value, value.name)
 
-    def _expression(self, op: Op) -> str:
-        if op.kind is OpKind.DOT:
-            return self._product(op)
-        names = [self._text[v] for v in op.inputs]
-        if op.kind is OpKind.CAST:
-            return f"{names[0]}.to(io)"
-        vector = 1 in op.result.type.shape or op.kind is OpKind.SCALE
-        return TRITON.text(op, names if vector else list(self._fitted(op.inputs)))
+    def operand(self, value: Value, op: Op) -> str:
+        rows, cols = value.type.shape
+        if 1 in op.result.type.shape or op.kind is OpKind.SCALE:
+            return self.name(value)
+        return self.name(value) + ("[None, :]" if rows == 1 else "[:, None]" if cols == 1 else "")
 
-    def _fitted(self, values: Iterable[Value]) -> Iterable[str]:
-        for value in values:
-            rows, cols = value.type.shape
-            axis = "[None, :]" if rows == 1 else "[:, None]" if cols == 1 else ""
-            yield self._text[value] + axis
+    def on_load(self, op: Op) -> str:
+        return ""
 
-    def _product(self, op: Op) -> str:
-        x, y, *acc = (self._text[v] for v in op.inputs)
+    on_store = on_load
+
+    def on_cast(self, op: Op) -> str:
+        return f"{self.name(op.inputs[0])}.to(io)"
+
+    def on_dot(self, op: Op) -> str:
+        x, y, *acc = map(self.name, op.inputs)
         y = f"tl.trans({y})" if op.attr("trans_b", False) else y
-        self.lines.append(f"left = {x}")
+        self.lines.add(f"left = {x}")
         return f'tl.dot({", ".join(["left", y, *acc])}, input_precision="ieee")'

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..dialects import TRITON
+from ..emitter import Emitter
 from ..errors import TileProgramError
-from ..ir import DType, OpKind, Per, Program, Value
+from ..ir import DType, Op, OpKind, Per, Program, Value
 from ..plan.units import is_product, is_widening
 from ..stages import Buffer, Scope, Task
 from ..target import Unit
@@ -21,16 +21,16 @@ from .kernel import Argument, Kind, Scratch
 _KEY_PORTS = ("q", "k")
 
 
-class Body:
+class Body(Emitter):
     """Prints tasks; collects the arguments and the buffers they need."""
 
     def __init__(
         self, program: Program, buffers: Iterable[Buffer], tasks: Iterable[Task], *, turns: bool, in_memory: bool
     ) -> None:
-        self.program = program
+        super().__init__(program)
         self.buffers = {b.name: b for b in buffers}
         self.tasks = tuple(tasks)
-        self.lines: list[str] = []
+        self._rest = self.tasks  # behind the current one
         self.arguments: dict[str, Argument] = {}
         self.scratch: dict[str, Scratch] = {}
         self._turns = turns  # the kernel has a loop over chunks in which buffers per core are written again
@@ -42,7 +42,8 @@ class Body:
         self._stores = {op.inputs[0]: str(op.attr("port")) for op in program.ops if op.kind is OpKind.STORE}
 
     def print(self) -> None:
-        for task in self.tasks:
+        for place, task in enumerate(self.tasks):
+            self._rest = self.tasks[place + 1 :]
             if task.output not in self._made:
                 self._task(task)
 
@@ -50,15 +51,12 @@ class Body:
         self.arguments.setdefault(name, Argument(name, kind))
         return name
 
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
     # ---- operands
 
     def vec(self, value: Value) -> str:
         """``value`` as a variable of Vec."""
         if value in self._stored and value not in self._loaded:
-            self.line(f"{value.name} = {self._read_back(value, turned=False)}")
+            self.lines.add(f"{value.name} = {self._read_back(value, turned=False)}")
             self._loaded[value] = value.name
         if value in self._made:
             return f"{value.name}.to(tl.float32)" if self._narrowed(value) else value.name
@@ -70,24 +68,24 @@ class Body:
         text, narrow = self._load(op.inputs[0] if is_widening(op) else value, turned=False)
         text = f"{text}.to(tl.float32)" if narrow and value.type.dtype is DType.ACC else text
         text = f"floor_gate({text})" if self._port_name(value) == "g" else text
-        self.line(f"{value.name} = {text}")
+        self.lines.add(f"{value.name} = {text}")
         self._loaded[value] = value.name
         return value.name
 
-    def cube(self, value: Value, *, turned: bool, left: bool, task: Task) -> str:
+    def cube(self, value: Value, *, turned: bool, left: bool) -> str:
         """``value`` as an operand of a product; loaded anew for each, since a product may overwrite its left one."""
         if value not in self._made or value in self._kept:
             name = "left" if left else "right"
             text = self._read_back(value, turned) if value in self._kept else self._load(value, turned=turned)[0]
-            self.line(f"{name} = {text}")
+            self.lines.add(f"{name} = {text}")
             return name
         text = f"tl.trans({value.name})" if turned else value.name
-        again = any(value in t.inputs for t in self.tasks[self.tasks.index(task) + 1 :])
+        again = any(value in task.inputs for task in self._rest)
         return f"({text} + 0.0)" if left and again else text
 
-    def fitted(self, value: Value, result: Value) -> str:
-        """``value`` with the axis it needs in an elementwise op that makes ``result``."""
-        text, (rows, cols) = self.vec(value), value.type.shape
+    def operand(self, value: Value, op: Op) -> str:
+        """``value`` with the axis it needs in an elementwise op."""
+        result, text, (rows, cols) = op.result, self.vec(value), value.type.shape
         if 1 in result.type.shape or 1 not in (rows, cols):
             return text
         if (rows, cols) == (1, 1) and result.type.rows != "K":
@@ -160,13 +158,13 @@ class Body:
 
     def _task(self, task: Task) -> None:
         value = task.output
-        text = self._text(task)
-        if text is None:
+        text = self._part(task) if task.part else self.expression(task.op)
+        if not text:
             return
         self._made.add(value)
         if text == value.name:
             return
-        self.line(f"{value.name} = {text}.to(io)" if self._narrowed(value) else f"{value.name} = {text}")
+        self.lines.add(f"{value.name} = {text}.to(io)" if self._narrowed(value) else f"{value.name} = {text}")
         self._keep(task)
 
     def _keep(self, task: Task) -> None:
@@ -176,16 +174,16 @@ class Body:
             port = self._stores[value]
             pointer = self.argument(f"{port}_ptr", Kind.IO)
             target = self._tokens(pointer, "head", "HV", value.type.cols)
-            self.line(f"tl.store({target}, {value.name}, boundary_check=(0,))")
+            self.lines.add(f"tl.store({target}, {value.name}, boundary_check=(0,))")
         buffer = self.buffers.get(value.name)
         if buffer is not None and buffer.scope is Scope.TENSOR:
-            self.line(f"tl.store({self._at(self._buffer(value))}, {value.name})")
+            self.lines.add(f"tl.store({self._at(self._buffer(value))}, {value.name})")
             if self._turns or task.unit is Unit.CUBE:
                 self._kept[value] = value.name
         elif buffer is not None and buffer.scope is Scope.WORKSPACE and self._has_place(task):
             kind = Kind.IO if buffer.dtype is DType.IO else Kind.F32
             self.scratch[value.name] = Scratch(value.name, kind, value.type.shape, per_core=True)
-            self.line(f"tl.store({self._at(self.scratch[value.name])}, {value.name})")
+            self.lines.add(f"tl.store({self._at(self.scratch[value.name])}, {value.name})")
             self._kept[value] = value.name
             self._stored |= {value} if task.unit is Unit.CUBE else set()
 
@@ -201,46 +199,50 @@ class Body:
         wide = any(t.op.inputs[1].type.dtype is DType.ACC for t in products)
         return wide or (self._turns and len(products) > 1)
 
-    def _text(self, task: Task) -> str | None:
-        """The expression of a task; None where another task's covers it."""
-        op = task.op
-        if task.part:
-            return self._gram_part(task) if op.kind is OpKind.GATED_GRAM else self._inverse_part(task)
-        if op.kind is OpKind.DOT:
-            return self._product(task)
-        if op.kind in (OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.EXP, OpKind.NEG):
-            return TRITON.text(op, [self.fitted(v, op.result) for v in op.inputs])
-        if op.kind is OpKind.EYE:
-            return "ones_on_diagonal(C)"
-        x = op.inputs[0]
-        match op.kind:
-            case OpKind.CAST:
-                return f"{self.vec(x)}.to(io)"
-            case OpKind.SCALE:
-                return f"{self.vec(x)} * {self.argument(str(op.attr('by')), Kind.NUMBER)}"
-            case OpKind.TRANSPOSE if 1 in x.type.shape:
-                return self.vec(x)  # a vector has no orientation until it meets a tile
-            case OpKind.REDUCE if x.type.shape == ("C", 1):
-                return f"tl.sum({self.vec(x)}, 0) + tl.zeros([K], tl.float32)"
-            case OpKind.CUMSUM if x.type.shape == ("C", 1):
-                return f"rest_sum({self.vec(x)}, C)" if op.attr("reverse", False) else f"tl.cumsum({self.vec(x)}, 0)"
-            case OpKind.MASK:
-                return f"lower({self.vec(x)}, C, {bool(op.attr('strict', False))})"
-            case OpKind.UNIT_LOWER_INVERSE:
-                return f"unit_lower_inverse({self.vec(x)}, C, R, LEVELS)"
-            case _:
-                raise TileProgramError("no Ascend text for this op", str(op))
+    def on_eye(self, op: Op) -> str:
+        return "ones_on_diagonal(C)"
 
-    def _product(self, task: Task) -> str:
-        op = task.op
+    def on_cast(self, op: Op) -> str:
+        return f"{self.vec(op.inputs[0])}.to(io)"
+
+    def on_scale(self, op: Op) -> str:
+        return f"{self.vec(op.inputs[0])} * {self.argument(str(op.attr('by')), Kind.NUMBER)}"
+
+    def on_transpose(self, op: Op) -> str:
+        return self.vec(self._vector(op))  # a vector has no orientation until it meets a tile
+
+    def on_reduce(self, op: Op) -> str:
+        return f"tl.sum({self.vec(self._vector(op))}, 0) + tl.zeros([K], tl.float32)"
+
+    def on_cumsum(self, op: Op) -> str:
+        x = self.vec(self._vector(op))
+        return f"rest_sum({x}, C)" if op.attr("reverse", False) else f"tl.cumsum({x}, 0)"
+
+    def on_mask(self, op: Op) -> str:
+        return f"lower({self.vec(op.inputs[0])}, C, {bool(op.attr('strict', False))})"
+
+    def on_unit_lower_inverse(self, op: Op) -> str:
+        return f"unit_lower_inverse({self.vec(op.inputs[0])}, C, R, LEVELS)"
+
+    def _vector(self, op: Op) -> Value:
+        """The operand of an op that there is for vectors alone."""
+        if 1 not in op.inputs[0].type.shape:
+            raise TileProgramError("no Ascend text for this op", str(op))
+        return op.inputs[0]
+
+    def on_dot(self, op: Op) -> str:
         if not is_product(op) or op.attr("negate", False):
             raise TileProgramError("not a product for Cube", str(op))
-        x = self.cube(op.inputs[0], turned=bool(op.attr("trans_a", False)), left=True, task=task)
-        y = self.cube(op.inputs[1], turned=bool(op.attr("trans_b", False)), left=False, task=task)
+        x = self.cube(op.inputs[0], turned=bool(op.attr("trans_a", False)), left=True)
+        y = self.cube(op.inputs[1], turned=bool(op.attr("trans_b", False)), left=False)
         acc = f", {op.inputs[2].name}" if len(op.inputs) == 3 else ""
         return f'tl.dot({x}, {y}{acc}, input_precision="ieee")'
 
-    def _inverse_part(self, task: Task) -> str | None:
+    def _part(self, task: Task) -> str:
+        """The expression of a part of a macro-op; "" where another task's covers it."""
+        return self._gram_part(task) if task.op.kind is OpKind.GATED_GRAM else self._inverse_part(task)
+
+    def _inverse_part(self, task: Task) -> str:
         """Parts of ``unit_lower_inverse``: blocks and what is below them on Vec, in buffers where Cube joins them."""
         op = task.op
         if task.part == "blocks":
@@ -249,12 +251,12 @@ class Body:
             return f"-{self.vec(op.inputs[0])}"
         if task.part == "join":
             blocks, below = (f"{op.result.name}_{part}" for part in ("blocks", "below"))
-            self.line(f"join_blocks({blocks}_ptr, {below}_ptr, core, C, R, LEVELS)")
+            self.lines.add(f"join_blocks({blocks}_ptr, {below}_ptr, core, C, R, LEVELS)")
             self._made.add(op.result)
             self._kept[op.result] = blocks
-        return None
+        return ""
 
-    def _gram_part(self, task: Task) -> str | None:
+    def _gram_part(self, task: Task) -> str:
         """Parts of ``gated_gram``. With a gate per channel the scaled rows and columns come from ``sub_chunks``."""
         op, name = task.op, task.op.result.name
         strict = bool(op.attr("strict", False))
@@ -263,15 +265,15 @@ class Body:
             if task.part == "product":
                 rows = self.argument(f"{'k' if strict else 'q'}_levels_ptr", Kind.IO)
                 cols = self.argument("k_levels_ptr", Kind.IO)
-                self.line(f"gram_below({gram}, {rows}, {cols}, at, C, K, R, LEVELS)")
-            return f"lower(tl.load(tile_at({gram}, at, 0, C, C, C)), C, {strict})" if task.part == "triangle" else None
+                self.lines.add(f"gram_below({gram}, {rows}, {cols}, at, C, K, R, LEVELS)")
+            return f"lower(tl.load(tile_at({gram}, at, 0, C, C, C)), C, {strict})" if task.part == "triangle" else ""
         if task.part == "rows":
             return f"{self.vec(op.inputs[0])}.to(io)"
         if task.part == "product":
-            x = self.cube(task.inputs[0], turned=False, left=True, task=task)
-            y = self.cube(task.inputs[1], turned=True, left=False, task=task)
+            x = self.cube(task.inputs[0], turned=False, left=True)
+            y = self.cube(task.inputs[1], turned=True, left=False)
             return f'tl.dot({x}, {y}, input_precision="ieee")'
         if "decays" not in self._loaded.values():
-            self.line(f"decays = token_decays({self.vec(op.inputs[2])}, C)")
+            self.lines.add(f"decays = token_decays({self.vec(op.inputs[2])}, C)")
             self._loaded[Value("decays", op.result.type)] = "decays"
         return f"lower({self.vec(task.inputs[0])} * decays, C, {strict})"

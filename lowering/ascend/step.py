@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from ..dialects import TRITON, row_product
-from ..ir import DType, Op, OpKind, Value
+from ..emitter import TokenEmitter
+from ..ir import DType, Op, Program, Value
 from ..linear_attention import linear_attention_program
-from ..plan.units import is_widening
 from .kernel import Argument, Domain, Kernel, Kind, Module, assemble, definition, indent, used_constants
 
 
@@ -19,9 +18,9 @@ from .kernel import Argument, Domain, Kernel, Kind, Module, assemble, definition
 def step_module(gate: str, delta: bool, beta: bool = True) -> Module:
     """The kernel of one token of a row of the family."""
     program = linear_attention_program(gate, delta, beta=beta, form="token")
-    step = _Step(program.carry.step.name if program.carry is not None else "")
-    for op in program.ops:
-        step.op(op)
+    assert program.carry is not None
+    step = _Step(program)
+    step.emit(program.ops)
     start = [
         "column = task % (V // BV) * BV",
         "lane = task // (V // BV)",
@@ -31,7 +30,7 @@ def step_module(gate: str, delta: bool, beta: bool = True) -> Module:
         "if INITIAL:",
         "    S = tl.load(tile_at(initial_state_ptr, lane, column, K, V, BV))",
     ]
-    end = [f"tl.store(tile_at(final_state_ptr, lane, column, K, V, BV), {step.after})"]
+    end = [f"tl.store(tile_at(final_state_ptr, lane, column, K, V, BV), {program.carry.step.name})"]
     pointers = [(name, Kind.F32) for name in ("initial_state_ptr", "final_state_ptr")]
     arguments = [Argument(*pair) for pair in (*step.arguments.items(), *pointers, ("tasks", Kind.COUNT))]
     lines = ["    for task in range(core, tasks, cores):", *indent([*start, *step.lines, *end], 2)]
@@ -43,58 +42,46 @@ def step_module(gate: str, delta: bool, beta: bool = True) -> Module:
     return Module(name, assemble(f"{program.name}, one token.", [text]), (kernel,))
 
 
-class _Step:
-    """Lines for the ops of a token program. Rows of K or V are vectors; S and what has its shape are tiles."""
+class _Step(TokenEmitter):
+    """Lines for the ops of a token program; collects the arguments they need."""
 
-    def __init__(self, after: str) -> None:
-        self.after = after
-        self.lines: list[str] = []
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
         self.arguments: dict[str, Kind] = {}
 
-    def op(self, op: Op) -> None:
-        if op.kind in (OpKind.LOAD, OpKind.CARRY):
-            return
-        if op.kind is OpKind.STORE:
-            name = f"{op.attr('port')}_ptr"
-            self.arguments[name] = Kind.IO
-            self.lines.append(f"tl.store(part_at({name}, lane, column, V, BV), {op.inputs[0].name})")
-            return
-        self.lines.append(f"{op.result.name} = {self._text(op)}")
+    def operand(self, value: Value, op: Op) -> str:
+        """A vector takes its axis where it meets the state."""
+        if 1 in op.result.type.shape or 1 not in value.type.shape:
+            return value.name
+        return f"{value.name}[:, None]"
 
-    def _text(self, op: Op) -> str:
-        x = op.inputs[0].name
-        match op.kind:
-            case OpKind.CAST if is_widening(op):
-                return self._load(op)
-            case OpKind.CAST if op.result.type.dtype is DType.IO:
-                return f"{x}.to(o_ptr.dtype.element_ty)"
-            case OpKind.SCALE:
-                self.arguments[str(op.attr("by"))] = Kind.NUMBER
-                return TRITON.text(op, [x])
-            case OpKind.TRANSPOSE:
-                return x
-            case OpKind.DOT:
-                return row_product(op, [value.name for value in op.inputs])
-            case _:
-                return TRITON.text(op, [self._fitted(v, op.result) for v in op.inputs])
+    def on_load(self, op: Op) -> str:
+        return ""  # with the cast behind it
 
-    def _load(self, op: Op) -> str:
-        """A port as fp32: rows of K by key head or value head, columns of V, or one number of the head."""
+    def on_carry(self, op: Op) -> str:
+        return ""  # loaded before
+
+    def on_store(self, op: Op) -> str:
+        name = f"{op.attr('port')}_ptr"
+        self.arguments[name] = Kind.IO
+        self.lines.add(f"tl.store(part_at({name}, lane, column, V, BV), {op.inputs[0].name})")
+        return ""
+
+    def on_scale(self, op: Op) -> str:
+        self.arguments[str(op.attr("by"))] = Kind.NUMBER
+        return self.dialect.text(op, [op.inputs[0].name])
+
+    def on_cast(self, op: Op) -> str:
+        """o in its dtype, or a port as fp32: rows of K by key head or value head, columns of V, one number a head."""
+        if op.result.type.dtype is DType.IO:
+            return f"{op.inputs[0].name}.to(o_ptr.dtype.element_ty)"
         port, (_, cols) = op.inputs[0].name, op.result.type.shape
         pointer = f"{port}_ptr"
         self.arguments[pointer] = Kind.F32 if port in ("g", "beta") else Kind.IO
         if cols == 1:
-            return self._gate(port, f"load_one({pointer}, lane, {'K' if port == 'g' else 'BV'})")
-        if cols == "V":
-            return f"tl.load(part_at({pointer}, lane, column, V, BV)).to(tl.float32)"
-        at = "group" if port in ("q", "k") else "lane"
-        return self._gate(port, f"tl.load(vector_at({pointer}, {at}, K)).to(tl.float32)")
-
-    def _gate(self, port: str, text: str) -> str:
+            text = f"load_one({pointer}, lane, {'K' if port == 'g' else 'BV'})"
+        elif cols == "V":
+            text = f"tl.load(part_at({pointer}, lane, column, V, BV)).to(tl.float32)"
+        else:
+            text = f"tl.load(vector_at({pointer}, {'group' if port in ('q', 'k') else 'lane'}, K)).to(tl.float32)"
         return f"floor_gate({text})" if port == "g" else text
-
-    def _fitted(self, value: Value, result: Value) -> str:
-        """A vector takes its axis where it meets the state."""
-        if 1 in result.type.shape or 1 not in value.type.shape:
-            return value.name
-        return f"{value.name}[:, None]"

@@ -14,19 +14,21 @@ from .parallel import Parallel
 class Gram(Parallel):
     """Text of the kernel for products of rows and columns of one chunk: Gram matrices and what is formed from them."""
 
+    turns = False
+
     def text(self) -> str:
         ops = self.placement.gram
         blocked = self._with_inputs([op for op in ops if self._is_sum(op) or self._crosses_in_blocks(op)])
         buffers = dict.fromkeys(name for op in ops if op.output for name in self.placement.tiles(op.result))
         self._begin("gram", ops, [f"{name}_buffer" for name in sorted(buffers)], "C KP DT PRECISION BK BLOCK".split())
         self._norms(blocked)
-        self._emit([op for op in ops if _is_narrow(op)])
+        self.emit(op for op in ops if _is_narrow(op))
         sums = [op for op in blocked if self._is_sum(op)]
         for op in sums:
             self.lines.add(f"{op.result.name} = tl.zeros([C, C], tl.float32)")
         self._emit_blocked(blocked)
         self._finish(sums)
-        self._emit([op for op in ops if op.result.type.shape == ("C", "C") and op not in sums])
+        self.emit(op for op in ops if op.result.type.shape == ("C", "C") and op not in sums)
         return self.lines.text()
 
     def _is_blocked(self, op: Op) -> bool:
@@ -59,7 +61,7 @@ class Gram(Parallel):
         with self._key_loop(unrolled=True):
             for op in loads:
                 name = op.result.name
-                self.ports.load(op, turned=False)
+                self.lines.add(f"{name} = {self.ports.load(op, turned=False)}")
                 self.lines.add(f"{name}_squares += tl.sum({name}.to(tl.float32) * {name}.to(tl.float32), 1)[:, None]")
         for op in loads:
             self.lines.add(f"{op.result.name}_rate = tl.rsqrt({op.result.name}_squares + l2norm_eps)")
@@ -69,8 +71,8 @@ class Gram(Parallel):
         with self._key_loop():
             if self.variant.gate == "channel":
                 self.ports.gate_parameters()
-            self._emit([op for op in ops if not self._is_sum(op)])
-            self._emit([op for op in ops if self._is_sum(op)])
+            self.emit(op for op in ops if not self._is_sum(op))
+            self._accumulate([op for op in ops if self._is_sum(op)])
 
     def _finish(self, sums: Sequence[Op]) -> None:
         """Gram matrices keep their lower triangles, scaled by a gate per token; then those that cross are stored."""
@@ -86,61 +88,46 @@ class Gram(Parallel):
 
     # ---- ops
 
-    def _emit(self, ops: Sequence[Op]) -> None:
-        emitted: set[Op] = set()
-        for op in ops:
-            if op in emitted:
-                continue
-            if self._is_sum(op):
-                emitted.update(self._accumulate(op, ops))
-                continue
-            if op.kind is OpKind.LOAD:
-                self.ports.load(op, turned=False)
-            elif op.kind is OpKind.CAST:
-                self.ports.prepare(op, turned=False)
-            elif op.kind is OpKind.EXP:
-                self._decay(op)
-            elif decayed := self._decayed(op):
-                self.lines.add(f"{op.result.name} = {decayed}")
-            elif op.kind not in (OpKind.CUMSUM, OpKind.REDUCE):
-                self.lines.add(f"{op.result.name} = {self.simple(op)}")
-            self._store(op.result)
+    def on_cumsum(self, op: Op) -> str:
+        return ""  # sums of log gates are formed where they are used
 
-    def _decay(self, op: Op) -> None:
-        """exp of a sum of log gates. A tile of such is never made: see ``_decayed``."""
+    on_reduce = on_cumsum
+
+    def on_exp(self, op: Op) -> str:
+        """exp of a sum of log gates. A tile of such is never made: see ``on_mul``."""
         made = self.program.producer(op.inputs[0])
         gate = made.inputs[0].name
         if made.kind is OpKind.REDUCE:
-            self.lines.add(f"{op.result.name} = total_decay({gate}, C, {'BLOCK' if self._is_blocked(op) else 1})")
-        elif not self._is_blocked(op):
-            function = "suffix_decay" if made.attr("reverse", False) else "prefix_decay"
-            self.lines.add(f"{op.result.name} = {function}({gate}, C)")
+            return f"total_decay({gate}, C, {'BLOCK' if self._is_blocked(op) else 1})"
+        if self._is_blocked(op):
+            return ""
+        return f"{'suffix_decay' if made.attr('reverse', False) else 'prefix_decay'}({gate}, C)"
 
-    def _decayed(self, op: Op) -> str:
-        """A tile times its decay from the chunk's start or to its end, with a gate per channel; '' for other ops."""
-        if op.kind is not OpKind.MUL or not self._is_blocked(op):
-            return ""
-        x, decay = op.inputs
-        made = self.program.producer(decay)
-        if made.kind is not OpKind.EXP or not self._is_blocked(made):
-            return ""
+    def on_mul(self, op: Op) -> str:
+        """With a gate per channel, a tile times its decay is one function of tile and gate."""
+        made = self.program.producer(op.inputs[1])
+        if not self._is_blocked(op) or made.kind is not OpKind.EXP or not self._is_blocked(made):
+            return self.plain(op)
         sums = self.program.producer(made.inputs[0])
         function = "decayed_to_end" if sums.attr("reverse", False) else "decayed_from_start"
-        return f"{function}({x.name}, {sums.inputs[0].name}, C, BLOCK, DT)"
+        return f"{function}({op.inputs[0].name}, {sums.inputs[0].name}, C, BLOCK, DT)"
 
-    def _accumulate(self, op: Op, ops: Sequence[Op]) -> list[Op]:
-        """Add a block's part to a sum over K. Gram matrices with the same decays are made together."""
-        if op.kind is OpKind.GATED_GRAM and op.inputs[2].type.cols != 1:
-            grams = [other for other in ops if other.kind is OpKind.GATED_GRAM and other.inputs[1:] == op.inputs[1:]]
-            names = ", ".join(gram.result.name for gram in grams)
-            operands = ", ".join(value.name for value in op.inputs)
-            function = "channel_grams" if len(grams) == 2 else "channel_gram"
-            self.lines.add(f"{names} = {function}({names}, {operands}, C, BLOCK, DT, PRECISION)")
-            return grams
-        left, right = (self.operand(value) for value in op.inputs[:2])
-        name = op.result.name
-        self.lines.add(f"{name} = tl.dot({left}, tl.trans({right}), {name}, input_precision=PRECISION)")
-        return [op]
+    def _accumulate(self, sums: Sequence[Op]) -> None:
+        """Add a block's part to sums over K. Gram matrices with the same decays are made together."""
+        done: set[Op] = set()
+        for op in sums:
+            if op in done:
+                continue
+            if op.kind is OpKind.GATED_GRAM and op.inputs[2].type.cols != 1:
+                grams = [other for other in sums if other.kind is op.kind and other.inputs[1:] == op.inputs[1:]]
+                done.update(grams)
+                names = ", ".join(gram.result.name for gram in grams)
+                operands = ", ".join(value.name for value in op.inputs)
+                function = "channel_grams" if len(grams) == 2 else "channel_gram"
+                self.lines.add(f"{names} = {function}({names}, {operands}, C, BLOCK, DT, PRECISION)")
+                continue
+            left, right, name = *map(self.narrow, op.inputs[:2]), op.result.name
+            self.lines.add(f"{name} = tl.dot({left}, tl.trans({right}), {name}, input_precision=PRECISION)")
 
 
 def _is_narrow(op: Op) -> bool:

@@ -6,33 +6,56 @@ product of the scan and stays in registers, and what the products meet comes str
 
 from __future__ import annotations
 
-from ..dialects import TRITON
+from ..emitter import Emitter
 from ..ir import Dim, Op, OpKind, Value
 from .placement import Placement, is_wide
 from .ports import PortText
-from .text import Lines
 from .variant import Variant
 
 
-class Kernel:
+class Kernel(Emitter):
     """Emits the ops that mean the same in all kernels."""
 
-    def __init__(self, variant: Variant, placement: Placement) -> None:
-        self.variant, self.placement, self.program = variant, placement, placement.program
-        self.lines = Lines()
-        self.ports = PortText(variant, self.lines)
-        self.turned: set[Value] = set()
+    turns = True
+    """Whether ports are loaded with their tokens along the second axis."""
 
-    def operand(self, value: Value) -> str:
+    def __init__(self, variant: Variant, placement: Placement) -> None:
+        super().__init__(placement.program)
+        self.variant, self.placement = variant, placement
+        self.ports = PortText(variant, self.lines)
+        self.rows: set[Value] = set()  # columns of the program that are held as rows
+
+    def on_load(self, op: Op) -> str:
+        if self.turns:
+            self.rows.add(op.result)
+        return self.ports.load(op, turned=self.turns)
+
+    def on_cast(self, op: Op) -> str:
+        """An input in fp32, or a result in the dtype of the tensor it is stored to."""
+        if self.program.producer(op.inputs[0]).kind is not OpKind.LOAD:
+            return f"{op.inputs[0].name}.to({op.result.name}_ptr.dtype.element_ty)"
+        if self.turns:
+            self.rows.add(op.result)
+        return self.ports.prepared(op, turned=self.turns)
+
+    def on_transpose(self, op: Op) -> str:
+        return f"tl.trans({op.inputs[0].name})"
+
+    def on_mask(self, op: Op) -> str:
+        sign = ">" if op.attr("strict", False) else ">="
+        return f"tl.where(i {sign} j, {op.inputs[0].name}, 0.0)"
+
+    def narrow(self, value: Value) -> str:
+        """A value as a product takes it."""
         return f"{value.name}.to(DT)"
 
-    def dot(self, op: Op) -> str:
+    def on_dot(self, op: Op) -> str:
         x, y, *acc = op.inputs
         trans_a, trans_b = bool(op.attr("trans_a", False)), bool(op.attr("trans_b", False))
-        left = f"tl.trans({self.operand(x)})" if trans_a else self.operand(x)
-        right = f"tl.trans({self.operand(y)})" if trans_b else self.operand(y)
+        left = f"tl.trans({self.narrow(x)})" if trans_a else self.narrow(x)
+        right = f"tl.trans({self.narrow(y)})" if trans_b else self.narrow(y)
         if is_wide(op.result):  # (x y)^T = y^T x^T, and y^T is what is held
-            left, right = self.operand(y), self.operand(x) if trans_a else f"tl.trans({self.operand(x)})"
+            left, right = self.narrow(y), self.narrow(x) if trans_a else f"tl.trans({self.narrow(x)})"
         product = f"tl.dot({left}, {right}, input_precision=PRECISION)"
         if not acc:
             return product
@@ -40,23 +63,9 @@ class Kernel:
             return f"{acc[0].name} - {product}"
         return f"tl.dot({left}, {right}, {acc[0].name}, input_precision=PRECISION)"
 
-    def simple(self, op: Op) -> str:
-        """The expression of an op that means the same in all kernels."""
-        if TRITON.has(op):
-            return TRITON.text(op, [self._oriented(value, op.result) for value in op.inputs])
-        if op.kind is OpKind.TRANSPOSE:
-            return f"tl.trans({op.inputs[0].name})"
-        if op.kind is OpKind.DOT:
-            return self.dot(op)
-        assert op.kind is OpKind.MASK, op
-        sign = ">" if op.attr("strict", False) else ">="
-        return f"tl.where(i {sign} j, {op.inputs[0].name}, 0.0)"
-
-    def _oriented(self, value: Value, result: Value) -> str:
-        narrow = is_wide(result) and not is_wide(value) and value.type.shape != (1, 1)
-        if narrow and value not in self.turned:
-            return f"tl.trans({value.name})"
-        return value.name
+    def operand(self, value: Value, op: Op) -> str:
+        narrow = is_wide(op.result) and not is_wide(value) and value.type.shape != (1, 1)
+        return f"tl.trans({value.name})" if narrow and value not in self.rows else value.name
 
 
 _COLUMN: dict[Dim, str] = {"C": "j", "K": "d"}

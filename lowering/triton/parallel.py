@@ -46,6 +46,10 @@ class Parallel(Kernel):
             self.lines.add("d = first_key + tl.arange(0, BK)[None, :]")
             yield
 
+    def define(self, value: Value, text: str) -> None:
+        super().define(value, text)
+        self._store(value)
+
     def _store(self, value: Value) -> None:
         for name in self.placement.tiles(value):
             turned = value.type.cols == 1 and value.type.rows != 1

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..emitter import Lines
 from ..gates import GATE_FUNCTIONS
 from ..ir import Op
-from .text import Lines
 from .variant import Variant
 
 _STRIDES = {"q": "bthd", "k": "bthd", "v": "bthd", "beta": "bth", "initial_state": "nhkv", "final_state": "nhkv"}
@@ -97,31 +97,28 @@ class PortText:
             at = "head * K + d, mask=d < K, other=0.0" if self.variant.gate == "channel" else "head"
             self.lines.add(f"bias = tl.load(dt_bias_ptr + {at}).to(tl.float32)")
 
-    def load(self, op: Op, *, turned: bool) -> None:
+    def load(self, op: Op, *, turned: bool) -> str:
         """A tile of a port: [C, columns], or [columns, C]."""
-        name, value = str(op.attr("port")), op.result
-        cols = value.type.cols
+        name, cols = str(op.attr("port")), op.result.type.cols
         token, live = ("j", "live_row") if turned else ("i", "live")
         if cols == 1:
-            self.lines.add(f"{value.name} = tl.load({name}_base + {token} * {name}_st, mask={live}, other=0.0)")
-            return
+            return f"tl.load({name}_base + {token} * {name}_st, mask={live}, other=0.0)"
         column, bound = ("c", "V") if cols == "V" else ("d", "K")
         address = f"{name}_base + {token} * {name}_st + {column} * {name}_sd"
-        self.lines.add(f"{value.name} = tl.load({address}, mask={live} & ({column} < {bound}), other=0.0)")
+        return f"tl.load({address}, mask={live} & ({column} < {bound}), other=0.0)"
 
-    def prepare(self, op: Op, *, turned: bool) -> None:
+    def prepared(self, op: Op, *, turned: bool) -> str:
         """An input as fp32, with what is fused into its load; the norms' reciprocals have been computed."""
-        name, x = op.result.name, f"{op.inputs[0].name}.to(tl.float32)"
         port = op.inputs[0].name
-        live = "live_row" if turned else "live"
+        x, live = f"{port}.to(tl.float32)", "live_row" if turned else "live"
         if port in _KEY_HEADS and self.variant.l2norm:
-            x = f"{x} * {port}_rate"
-        elif port == "beta" and self.variant.sigmoid_beta:
-            x = f"tl.where({live}, sigmoid({x}), 0.0)"
-        elif port == "g":
-            x, live = self.gate(x), live + " & (d < K)" if self.variant.gate == "channel" else live
-            x = f"tl.where({live}, {x}, 0.0)"
-        self.lines.add(f"{name} = {x}")
+            return f"{x} * {port}_rate"
+        if port == "beta" and self.variant.sigmoid_beta:
+            return f"tl.where({live}, sigmoid({x}), 0.0)"
+        if port == "g":
+            live += " & (d < K)" if self.variant.gate == "channel" else ""
+            return f"tl.where({live}, {self.gate(x)}, 0.0)"
+        return x
 
     def gate(self, x: str) -> str:
         """The gate's log decay."""

@@ -23,8 +23,7 @@ class Scan(Kernel):
             self.ports.bases(ports)
             for buffer in self.placement.crossing:
                 self._load(buffer.value)
-            for op in self.placement.scan:
-                self._op(op)
+            self.emit(self.placement.scan)
             self.lines.add(f"{state.name} = {carry.step.name}")
         size, offset = "V * K", "d * V + c"
         self.lines.add(f"final_state_tile = final_state_ptr + (sequence * HV + head) * ({size}) + {offset}")
@@ -66,23 +65,14 @@ class Scan(Kernel):
     def _load(self, value: Value) -> None:
         buffer = next(buffer for buffer in self.placement.crossing if buffer.value == value)
         if value.type.cols == 1:
-            self.turned.add(value)
+            self.rows.add(value)
         widen = ".to(tl.float32)" if buffer.wide else ""
         address = f"{buffer.name}_buffer + tile * {tile_size(value)} + {tile_offset(value)}"
         self.lines.add(f"{value.name} = tl.load({address}){widen}")
 
-    def _op(self, op: Op) -> None:
-        if op.kind is OpKind.CARRY:
-            return
-        if op.kind is OpKind.LOAD:
-            self.turned.add(op.result)
-            self.ports.load(op, turned=True)
-        elif op.kind is OpKind.STORE:
-            self.ports.store_output(op.inputs[0].name)
-        elif op.kind is OpKind.CAST and self.program.producer(op.inputs[0]).kind is OpKind.LOAD:
-            self.turned.add(op.result)
-            self.ports.prepare(op, turned=True)
-        elif op.kind is OpKind.CAST:
-            self.lines.add(f"{op.result.name} = {op.inputs[0].name}.to({op.result.name}_ptr.dtype.element_ty)")
-        else:
-            self.lines.add(f"{op.result.name} = {self.simple(op)}")
+    def on_carry(self, op: Op) -> str:
+        return ""  # held from chunk to chunk
+
+    def on_store(self, op: Op) -> str:
+        self.ports.store_output(op.inputs[0].name)
+        return ""

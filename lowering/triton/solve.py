@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import TileProgramError
-from ..ir import Op, OpKind
+from ..ir import Op, OpKind, Value
 from .parallel import Parallel
 from .placement import is_wide
 
@@ -55,21 +55,14 @@ class Apply(Parallel):
             for value in read:
                 if "K" in value.type.shape:
                     self._load(value)
-            self._emit([op for op in ops if "K" in op.result.type.shape])
+            self.emit(op for op in ops if "K" in op.result.type.shape)
         self.lines.add("for first_column in range(0, V, BV):")
         with self.lines.indented():
             self.lines.add("c = first_column + tl.arange(0, BV)[:, None]")
-            self._emit([op for op in ops if is_wide(op.result)])
+            self.emit(op for op in ops if is_wide(op.result))
         return self.lines.text()
 
-    def _emit(self, ops: list[Op]) -> None:
-        for op in ops:
-            if op.kind is OpKind.LOAD:
-                self.ports.load(op, turned=True)
-            elif op.kind is OpKind.CAST:
-                self.ports.prepare(op, turned=True)
-            else:
-                self.lines.add(f"{op.result.name} = {self.simple(op)}")
-            if any(name == op.result.name for _, name in self.placement.passed if op.output):
-                self.lines.add("tl.debug_barrier()")
-            self._store(op.result)
+    def _store(self, value: Value) -> None:
+        if any(name == value.name for _, name in self.placement.passed):
+            self.lines.add("tl.debug_barrier()")
+        super()._store(value)

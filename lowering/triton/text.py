@@ -1,9 +1,6 @@
-"""Lines of emitted source."""
+"""The head of an emitted module."""
 
 from __future__ import annotations
-
-from collections.abc import Generator
-from contextlib import contextmanager
 
 from .placement import Placement
 from .variant import Variant
@@ -16,31 +13,6 @@ MACROS = {
     "inverse": ["unit_lower_inverse"],
     "macros": "l2norm_vector locate_chunk log_gate sigmoid".split(),
 }
-
-
-class Lines:
-    """Source lines at the current indentation."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._depth = 0
-
-    def add(self, line: str) -> None:
-        self._lines.append("    " * self._depth + line)
-
-    @contextmanager
-    def indented(self) -> Generator[None, None, None]:
-        self._depth += 1
-        yield
-        self._depth -= 1
-
-    def text(self) -> str:
-        self._depth = 0
-        return "\n".join(self._lines) + "\n"
-
-    def open(self) -> None:
-        """Indent what follows, to the end of the text."""
-        self._depth += 1
 
 
 def docstring(variant: Variant, plan: Placement | None) -> str:
