@@ -16,6 +16,9 @@ from .operands import Kind, Operand, Result
 from .scratch import Scratch
 
 _GATES = {"none": "[]", "head": "[HV]", "token": "[B, T, HV]", "channel": "[B, T, HV, K]"}
+RECURRENT: tuple[str, ...] = ("q", "k", "v", "g", "beta", "initial_state")
+"""The operands of the recurrence itself: those with a gate function or a parameter of it are applied before."""
+
 _PACKED_STATES = "[N, HV, K, V], N sequences in cu_seqlens"
 
 
@@ -72,6 +75,11 @@ class Call:
     def state_dtype(self) -> torch.dtype:
         """The dtype of sums and of the state: float64 when q, k or v is, else float32."""
         return torch.float64 if torch.float64 in (self.q.dtype, self.k.dtype, self.v.dtype) else torch.float32
+
+    @property
+    def recurrent(self) -> tuple[Tensor | None, ...]:
+        """The operands of the recurrence itself."""
+        return self.q, self.k, self.v, self.g, self.beta, self.initial_state
 
     @property
     def sequences(self) -> int:

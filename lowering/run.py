@@ -1,7 +1,14 @@
-"""The entry points of the lowering: one row of the family on real tensors."""
+"""The entry points of the lowering: one row of the family on real tensors.
+
+They take prepared calls: operands of one dtype, float32 or float64, of which they compute in it; ``gate_fn`` is one of
+:data:`~kdacompile.lowering.gates.FORMS`, since every other gate function has been applied, and so has sigmoid to beta.
+Whether shapes and options fit was checked by the op.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -9,11 +16,13 @@ from torch import Tensor
 
 from kdacompile.compat.dispatcher import is_functorch_wrapped_tensor
 
+from .calls import RECURRENT, Call
 from .cpu import run_recurrence, runs_recurrence
 from .errors import ArgumentError
 from .executor import Executable
+from .gates import FORMS
 from .layout import Layout, dense_layout, packed_layout
-from .linear_attention import GATES, linear_attention_program
+from .linear_attention import linear_attention_program
 from .scratch import Scratch
 
 MIN_CHUNK, MAX_CHUNK = 16, 256
@@ -43,95 +52,68 @@ def choose_chunk(chunk_size: int, length: int, device: torch.device) -> int:
     return min(chunk, 1 << max(length - 1, 0).bit_length())
 
 
-def run_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    *,
-    scale: float,
-    delta: bool,
-    gate: str,
-    chunk_size: int = 0,
-    cu_seqlens: Tensor | None = None,
-    gate_form: str = "log",
-    norm_eps: float = 0.0,
-    scratch: Scratch | None = None,
-) -> tuple[Tensor, Tensor]:
+def run_linear_attention(call: Call, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
     """Linear attention over a sequence; see ``linear_attention.py`` for the mathematics.
 
-    q, k ``[B, T, H, K]``, v ``[B, T, HV, V]``, g by ``gate``: None | ``[HV]`` | ``[B, T, HV]`` | ``[B, T, HV, K]``,
-    the log gate or, with ``gate_form="factor"``, its exponential; beta ``[B, T, HV]``; initial_state ``[B, HV, K,
-    V]``. With ``cu_seqlens`` (B = 1) the states are ``[sequences, HV, K, V]``. With ``norm_eps`` q and k are
-    normalised first, see :func:`l2norm`. Everything is computed in q's dtype. Returns o ``[B, T, HV, V]`` and the
-    final state.
+    Returns o ``[B, T, HV, V]`` and the final state ``[N, HV, K, V]`` in the call's dtype, both contiguous and fresh.
+    cu_seqlens, if any, is on the device of the others; :class:`ArgumentError` where its values are wrong.
 
     On a CPU and without gradients this is the C kernel of the recurrence, which knows no chunks, if the machine can
     compile it; else the torch executor. The executor it is as well where ``scratch``, the source of its buffers, is
     given.
     """
-    sequences = _check(q, k, v, g, beta, initial_state, gate, gate_form, cu_seqlens)
-    batch, length, _, width = q.shape
-    heads = v.shape[2]
+    _check(call)
+    length = call.q.shape[1]
     if length == 0:
-        return _nothing(v, initial_state, (sequences, heads, width, v.shape[3]), q.dtype)
-    functional = _needs_functional(q, k, v, g, beta, initial_state)
-    if not functional and scratch is None and runs_recurrence(q):
-        choose_chunk(chunk_size, length, q.device)  # for its check: a chunk changes nothing here
-        return run_recurrence(
-            q, k, v, g, beta, initial_state,
-            scale=scale, delta=delta, gate=gate, gate_form=gate_form, norm_eps=norm_eps, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
-    q, k = l2norm(q, norm_eps), l2norm(k, norm_eps)
-    chunk = choose_chunk(chunk_size, length, q.device)
-    if cu_seqlens is None:
-        layout = dense_layout(batch, length, heads, chunk)
-    else:
-        layout = packed_layout(cu_seqlens, length, heads, chunk)
-    if not functional and scratch is None:
-        scratch = Scratch()
-    return _execute(
-        q, k, v, g, beta, initial_state, scale, delta, gate, gate_form, "chunk", layout, None if functional else scratch
-    )
+        return _nothing(call)
+    functional = is_any_watched(call.recurrent)
+    chunk = choose_chunk(call.chunk_size, length, call.q.device)
+    if not functional and scratch is None and runs_recurrence(call.q):
+        return run_recurrence(call)
+    scratch = None if functional else scratch or Scratch()
+    return _run(call, "chunk", chunk, scratch)
 
 
-def run_linear_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    *,
-    scale: float,
-    delta: bool,
-    gate: str,
-    gate_form: str = "log",
-    norm_eps: float = 0.0,
-    overwrite: bool = False,
-    checked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """One token (T = 1) through the recurrence itself; arguments and results as in :func:`run_linear_attention`.
+def run_linear_attention_step(call: Call, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:
+    """One token (T = 1) through the recurrence itself; results as of :func:`run_linear_attention`.
 
     With ``overwrite`` the state returned may be ``initial_state``, overwritten once everything else was read; or not.
-    ``checked``: whoever calls knows that the operands are right.
     """
-    if not checked:
-        _check(q, k, v, g, beta, initial_state, gate, gate_form, None)
-        if q.shape[1] != 1:
-            raise ArgumentError(f"a step takes one token, got {q.shape[1]}")
-    functional = _needs_functional(q, k, v, g, beta, initial_state)
-    if not functional and runs_recurrence(q):
-        return run_recurrence(
-            q, k, v, g, beta, initial_state,
-            scale=scale, delta=delta, gate=gate, gate_form=gate_form, norm_eps=norm_eps, overwrite=overwrite,
-        )  # fmt: skip
-    q, k = l2norm(q, norm_eps), l2norm(k, norm_eps)
-    scratch = None if functional else Scratch()
-    layout = dense_layout(q.shape[0], 1, v.shape[2], 1)
-    return _execute(q, k, v, g, beta, initial_state, scale, delta, gate, gate_form, "token", layout, scratch)
+    _check(call)
+    functional = is_any_watched(call.recurrent)
+    if not functional and runs_recurrence(call.q):
+        return run_recurrence(call, overwrite=overwrite)
+    return _run(call, "token", 1, None if functional else Scratch())
+
+
+def _check(call: Call) -> None:
+    if call.gate_fn not in FORMS or call.q.dtype not in (torch.float32, torch.float64):
+        raise ArgumentError(f"the call is not prepared: {call.gate_fn!r}, {call.q.dtype}")
+
+
+def _run(call: Call, form: str, chunk: int, scratch: Scratch | None) -> tuple[Tensor, Tensor]:
+    eps = call.qk_l2norm_eps
+    normed = replace(call, q=l2norm(call.q, eps), k=l2norm(call.k, eps)) if eps else call
+    run = executable(call.gate, call.delta, call.beta is not None, call.gate_fn, form)
+    return execute(run, normed, layout_of(call, chunk), scratch)
+
+
+def layout_of(call: Call, chunk: int) -> Layout:
+    """How the tokens of a call are cut into chunks."""
+    batch, length, heads, _ = call.v.shape
+    if call.cu_seqlens is None:
+        return dense_layout(batch, length, heads, chunk)
+    return packed_layout(call.cu_seqlens, length, heads, chunk)
+
+
+def execute(run: Executable, call: Call, layout: Layout, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+    """o and the final state by the compiled program of the call's row; q and k are normalised."""
+    tensors = dict(zip(RECURRENT, call.recurrent, strict=True))
+    if call.gate == "head" and call.g is not None:
+        tensors["g"] = call.g.expand(layout.batch, layout.length, -1)
+    dims = {"C": layout.chunk, "K": call.q.shape[-1], "V": call.v.shape[-1]}
+    out = run(tensors, layout, dims=dims, dtype=call.q.dtype, scalars={"scale": call.scale}, scratch=scratch)
+    return out["o"], out["final_state"]
 
 
 def l2norm(x: Tensor, eps: float) -> Tensor:
@@ -139,41 +121,14 @@ def l2norm(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps) if eps else x
 
 
-def _execute(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    scale: float,
-    delta: bool,
-    gate: str,
-    gate_form: str,
-    form: str,
-    layout: Layout,
-    scratch: Scratch | None,
-) -> tuple[Tensor, Tensor]:
-    if gate == "head" and g is not None:
-        g = g.expand(q.shape[0], q.shape[1], -1)
-    run = executable(gate, delta, beta is not None, gate_form, form)
-    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
-    dims = {"C": layout.chunk, "K": q.shape[-1], "V": v.shape[-1]}
-    out = run(tensors, layout, dims=dims, dtype=q.dtype, scalars={"scale": scale}, scratch=scratch)
-    return out["o"], out["final_state"]
-
-
-def _nothing(
-    v: Tensor, initial_state: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _nothing(call: Call) -> tuple[Tensor, Tensor]:
     """T = 0: no outputs, and the state as it was."""
-    state = (
-        v.new_zeros(shape, dtype=dtype) if initial_state is None else initial_state.to(dtype, copy=True).contiguous()
-    )
-    return v.new_zeros(v.shape, dtype=dtype), state
+    _, (shape, dtype) = call.results
+    o, state = call.v.new_zeros(call.v.shape), call.initial_state
+    return o, o.new_zeros(shape, dtype=dtype) if state is None else state.clone(memory_format=torch.contiguous_format)
 
 
-def _needs_functional(*tensors: Tensor | None) -> bool:
+def is_any_watched(tensors: Iterable[Tensor | None]) -> bool:
     """Whether autograd, ``torch.func`` or a tensor subclass (fake tensors) looks at one of these tensors."""
     return any(x is not None and is_watched(x) for x in tensors)
 
@@ -183,43 +138,3 @@ def is_watched(x: Tensor) -> bool:
     if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
         return True
     return (x.requires_grad and torch.is_grad_enabled()) or is_functorch_wrapped_tensor(x)
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    gate: str,
-    gate_form: str,
-    cu_seqlens: Tensor | None,
-) -> int:
-    """Raise :class:`ArgumentError` on shapes outside the contract; returns the number of sequences."""
-    if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or v.shape[:2] != q.shape[:2]:
-        raise ArgumentError(f"q, k [B, T, H, K] and v [B, T, HV, V] expected, got {q.shape}, {k.shape}, {v.shape}")
-    if q.dtype not in (torch.float32, torch.float64):
-        raise ArgumentError(f"the compute dtype is float32 or float64, got {q.dtype}")
-    batch, length, heads, width = q.shape
-    value_heads = v.shape[2]
-    if heads == 0 or value_heads % heads:
-        raise ArgumentError(f"value heads ({value_heads}) must be a multiple of key heads ({heads})")
-    if gate not in GATES or (gate == "none") != (g is None):
-        raise ArgumentError(f"gate={gate!r} does not go with g={None if g is None else tuple(g.shape)}")
-    if cu_seqlens is not None and batch != 1:
-        raise ArgumentError(f"packed sequences come in one batch entry, got {batch}")
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    per_token = (batch, length, value_heads)
-    shapes = {"none": None, "head": (value_heads,), "token": per_token, "channel": (*per_token, width)}
-    expected = (
-        ("g", g, shapes[gate]),
-        ("beta", beta, per_token),
-        ("initial_state", initial_state, (sequences, value_heads, width, v.shape[3])),
-    )
-    for name, x, shape in expected:
-        if x is not None and tuple(x.shape) != shape:
-            raise ArgumentError(f"{name} must be {shape}, got {tuple(x.shape)}")
-    if gate_form not in ("log", "factor"):
-        raise ArgumentError(f"gate_form must be 'log' or 'factor', got {gate_form!r}")
-    return sequences

@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from .calls import RECURRENT, Call
 from .cpu import run_recurrence_backward, runs_backward
-from .run import is_watched, l2norm, run_linear_attention, run_linear_attention_step
-
-OptionalTensors = Sequence[Tensor | None]
+from .run import is_any_watched, l2norm, run_linear_attention, run_linear_attention_step
 
 
 def run_linear_attention_backward(
-    grads: OptionalTensors,
-    tensors: OptionalTensors,
-    wanted: Sequence[bool],
-    *,
-    norm_eps: float = 0.0,
-    chunk_size: int = 0,
-    cu_seqlens: Tensor | None = None,
-    step: bool = False,
-    **options: Any,
-) -> list[Tensor | None]:
-    """Gradients of q, k, v, g, beta and the initial state, None for what is not ``wanted``.
+    grads: Sequence[Tensor | None], call: Call, wanted: Collection[str], *, step: bool = False
+) -> dict[str, Tensor]:
+    """Gradients of the ``wanted`` among q, k, v, g, beta and the initial state of a prepared call, as far as it has
+    them, by name.
 
-    ``grads`` are those of o and the final state, one of them may be None for zeros; ``tensors`` and the options are the
-    arguments of :func:`run_linear_attention`, or of :func:`run_linear_attention_step` with ``step``. On a CPU this is
-    the C kernel, if the machine can compile it; else the executor, differentiated by ``torch.func.vjp``.
+    ``grads`` are those of o and the final state, one of them may be None for zeros; ``step``: of
+    :func:`run_linear_attention_step`. On a CPU this is the C kernel, if the machine can compile it; else the executor,
+    differentiated by ``torch.func.vjp``.
     """
-    q, k = tensors[:2]
-    assert q is not None and k is not None
-    if q.numel() and not any(x is not None and is_watched(x) for x in (*grads, *tensors)) and runs_backward(q):
-        normed = (l2norm(q, norm_eps), l2norm(k, norm_eps), *tensors[2:])
-        dq, dk, *others = run_recurrence_backward(grads, normed, cu_seqlens=cu_seqlens, **options)
-        found = [_through_norm(dq, q, norm_eps), _through_norm(dk, k, norm_eps), *others]
-        return [grad if want else None for grad, want in zip(found, wanted, strict=True)]
-    more = {"norm_eps": norm_eps, **options}
-    if not step:
-        more |= {"chunk_size": chunk_size, "cu_seqlens": cu_seqlens}
-    return _through_executor(run_linear_attention_step if step else run_linear_attention, grads, tensors, wanted, more)
+    if call.q.numel() and not is_any_watched((*grads, *call.recurrent)) and runs_backward(call.q):
+        eps = call.qk_l2norm_eps
+        normed = replace(call, q=l2norm(call.q, eps), k=l2norm(call.k, eps)) if eps else call
+        dq, dk, *others = run_recurrence_backward(grads, normed)
+        every = (_through_norm(dq, call.q, eps), _through_norm(dk, call.k, eps), *others)
+        found = zip(RECURRENT, every, strict=True)
+        return {name: grad for name, grad in found if grad is not None and name in wanted}
+    return _through_executor(grads, call, wanted, step)
 
 
 def _through_norm(grad: Tensor, x: Tensor, eps: float) -> Tensor:
@@ -54,24 +43,18 @@ def _through_norm(grad: Tensor, x: Tensor, eps: float) -> Tensor:
 
 
 def _through_executor(
-    forward: Callable[..., tuple[Tensor, Tensor]],
-    grads: OptionalTensors,
-    tensors: OptionalTensors,
-    wanted: Sequence[bool],
-    options: dict[str, Any],
-) -> list[Tensor | None]:
+    grads: Sequence[Tensor | None], call: Call, wanted: Collection[str], step: bool
+) -> dict[str, Tensor]:
     """``torch.func.vjp``, not ``autograd.grad``: an op's kernel may be called under functorch's transforms."""
-    places = [i for i, (x, want) in enumerate(zip(tensors, wanted, strict=True)) if want and x is not None]
+    forward = run_linear_attention_step if step else run_linear_attention
+    given = {name: x for name, x in zip(RECURRENT, call.recurrent, strict=True) if x is not None and name in wanted}
 
     def results(*values: Tensor) -> tuple[Tensor, ...]:
-        arguments = list(tensors)
-        for place, value in zip(places, values, strict=True):
-            arguments[place] = value
-        return tuple(out for out, grad in zip(forward(*arguments, **options), grads, strict=True) if grad is not None)
+        outputs = forward(replace(call, **dict(zip(given, values, strict=True))))
+        return tuple(out for out, grad in zip(outputs, grads, strict=True) if grad is not None)
 
-    outputs, pull_back, *_ = torch.func.vjp(results, *(tensors[place] for place in places))
+    outputs, pull_back, *_ = torch.func.vjp(results, *given.values())
     present = [grad for grad in grads if grad is not None]
     with torch.no_grad():
         found = pull_back(tuple(grad.to(out.dtype) for grad, out in zip(present, outputs, strict=True)))
-    by_place = dict(zip(places, found, strict=True))
-    return [by_place.get(place) for place in range(len(tensors))]
+    return dict(zip(given, found, strict=True))

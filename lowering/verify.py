@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from .calls import Implementation as Kernels
 from .errors import VerificationError
 from .scratch import Scratch
 
-Implementation = Callable[..., tuple[Tensor, Tensor]]
+Implementation = Callable[[Call, Scratch], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -52,20 +51,6 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor | None
-    beta: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        return (self.q, self.k, self.v, self.g, self.beta, self.initial_state)
-
-
-@dataclass(frozen=True)
 class Verdict:
     """Relative RMS errors against the oracle, and the bytes of scratch the implementation asked for."""
 
@@ -74,8 +59,8 @@ class Verdict:
     scratch_bytes: int
 
 
-def make_inputs(case: Case) -> Inputs:
-    """Random inputs of a case: unit keys, gates of the case's strength, on the case's device."""
+def make_inputs(case: Case) -> Call:
+    """A call with random operands: unit keys, gates of the case's strength, on the case's device."""
     generator = torch.Generator().manual_seed(case.seed)
     batch, length = (1, sum(case.lengths)) if case.lengths is not None else (case.batch, case.length)
 
@@ -92,14 +77,19 @@ def make_inputs(case: Case) -> Inputs:
         cu_seqlens = torch.tensor([0, *case.lengths], device=case.device).cumsum(0)
     state = normal(sequences, case.value_heads, case.key_width, case.value_width)
     g = _gates(case, batch, length, generator)
-    return Inputs(
+    return Call(
         ready(normal(batch, length, case.heads, case.key_width)),
         ready(keys),
         ready(normal(batch, length, case.value_heads, case.value_width)),
         None if g is None else ready(g.exp() if case.gate_form == "factor" else g),
         ready(torch.rand(batch, length, case.value_heads, generator=generator)) if case.beta else None,
         ready(state) if case.initial_state else None,
-        cu_seqlens,
+        cu_seqlens=cu_seqlens,
+        scale=case.scale,
+        delta=case.delta,
+        gate=case.gate,
+        gate_fn=case.gate_form,
+        chunk_size=case.chunk_size,
     )
 
 
@@ -116,7 +106,7 @@ def _gates(case: Case, batch: int, length: int, generator: torch.Generator) -> T
     return g
 
 
-def oracle(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def oracle(case: Case, inputs: Call) -> tuple[Tensor, Tensor]:
     """The fp64 token recurrence on a case's inputs."""
     decay = inputs.g
     if decay is not None:
@@ -144,21 +134,7 @@ def oracle(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
 def as_implementation(kernels: Kernels) -> Implementation:
     """A device's kernels in the form that :func:`verify` calls."""
 
-    def implementation(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        beta: Tensor | None,
-        initial_state: Tensor | None,
-        *,
-        gate_form: str,
-        scratch: Scratch,
-        cu_seqlens: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        neutral = {"gate_scale": 1.0, "sigmoid_beta": False, "qk_l2norm_eps": 0.0, "out_dtype": v.dtype}
-        call = Call(q, k, v, g, beta, initial_state, None, None, cu_seqlens, gate_fn=gate_form, **neutral, **options)
+    def implementation(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
         reason = kernels.declines(call)
         if reason is not None:
             raise VerificationError(f"{kernels.name} declines: {reason}")
@@ -177,22 +153,13 @@ def relative_error(x: Tensor, reference: Tensor) -> float:
 def verify(
     implementation: Implementation, case: Case, *, tolerance: float, scratch_bytes: int | None = None
 ) -> Verdict:
-    """Run ``implementation`` (called as ``run_linear_attention``) on a case; a :class:`VerificationError` if it fails.
+    """Run ``implementation`` (such as ``run_linear_attention``) on a case; a :class:`VerificationError` if it fails.
 
     ``scratch_bytes`` is the plan's figure, compared exactly when given: a plan that kernels do not follow is a defect.
     """
     inputs = make_inputs(case)
     scratch = Scratch(poison=True)
-    o, state = implementation(
-        *inputs.tensors(),
-        scale=case.scale,
-        delta=case.delta,
-        gate=case.gate,
-        gate_form=case.gate_form,
-        chunk_size=case.chunk_size,
-        cu_seqlens=inputs.cu_seqlens,
-        scratch=scratch,
-    )
+    o, state = implementation(inputs, scratch)
     expected_o, expected_state = oracle(case, inputs)
     if o.shape != expected_o.shape or state.shape != expected_state.shape:
         raise VerificationError(f"shapes {tuple(o.shape)}, {tuple(state.shape)} are wrong for {case}")

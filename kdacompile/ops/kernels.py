@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdacompile.lowering.calls import Call
+from kdacompile import lowering
+from kdacompile.lowering.calls import RECURRENT, Call
 from kdacompile.lowering.operands import given, operands, tensors
 from kdacompile.ops import semantics
 from kdacompile.ops.checks import check_layout
@@ -55,19 +56,19 @@ def in_layout(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tup
 
 def run_sequence(call: Call) -> tuple[Tensor, Tensor]:
     """``kdacompile::linear_attention`` of a checked call."""
-    o, state = semantics.sequence_forward(call)
+    o, state = lowering.run_linear_attention(semantics.prepared(call.with_bounds_at_hand()))
     return o.to(call.out_dtype).contiguous(), state.contiguous()
 
 
 def run_step(call: Call) -> tuple[Tensor, Tensor]:
     """``kdacompile::linear_attention_step`` of a checked call."""
-    o, state = semantics.step_forward(call)
+    o, state = lowering.run_linear_attention_step(semantics.prepared(call))
     return o.to(call.out_dtype).contiguous(), state.contiguous()
 
 
 def run_inplace_step(call: Call) -> Tensor:
     """``kdacompile::linear_attention_step_``: the new state is rounded to the state's dtype, o is computed first."""
-    o, new_state = semantics.step_forward(call, overwrite=True)
+    o, new_state = lowering.run_linear_attention_step(semantics.prepared(call), overwrite=True)
     # Whoever overwrites the state has read everything else before, inputs that share memory with the state too.
     if call.initial_state is not None and new_state is not call.initial_state:
         call.initial_state.copy_(new_state)
@@ -101,15 +102,17 @@ def gradients(grads: OptionalTensors, call: Call, wanted: Sequence[bool], *, ste
         changed = replace(call, **dict(zip(primals, values, strict=True)))
         return tuple(x for x in semantics.prepared_operands(changed).values() if x is not None)
 
-    names = [name for name in semantics.RECURRENT if getattr(call, name) is not None]
+    names = [name for name in RECURRENT if getattr(call, name) is not None]
     asked |= {"g"} if asked & {"A_log", "dt_bias"} else set()
     with differentiation():
         values, pull_back, *_ = torch.func.vjp(prepared, *primals.values())
         inputs = dict(zip(names, values, strict=True))
         with torch.no_grad():
-            found = semantics.backward(grads, call, inputs, asked, step=step)
-            through = ((x, found[name]) for name, x in inputs.items())
-            pulled = pull_back(tuple(x.new_zeros(x.shape) if grad is None else grad for x, grad in through))
+            recurrence = semantics.recurrence(call, inputs).with_bounds_at_hand()
+            found = lowering.run_linear_attention_backward(grads, recurrence, asked, step=step)
+            pulled = pull_back(
+                tuple(found[name] if name in found else x.new_zeros(x.shape) for name, x in inputs.items())
+            )
     return _fresh(pulled, (*grads, *tensors(call)))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calls import Call
 from ..errors import ArgumentError
 from ..ir import Dim
 from ..scratch import Scratch
@@ -49,10 +50,10 @@ def decline(width: int, columns: int, dtype: torch.dtype) -> str:
     return ""
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if not q.dtype == k.dtype == v.dtype:
-        raise ArgumentError(f"q, k and v have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    if reason := decline(q.shape[-1], v.shape[-1], q.dtype):
+def _check(call: Call) -> None:
+    if not call.q.dtype == call.k.dtype == call.v.dtype:
+        raise ArgumentError(f"q, k and v have one dtype, got {call.q.dtype}, {call.k.dtype} and {call.v.dtype}")
+    if reason := decline(call.q.shape[-1], call.v.shape[-1], call.q.dtype):
         raise ArgumentError(reason)
 
 
@@ -67,17 +68,8 @@ def column_tile(width: int, columns: int, *, alone: bool = False) -> int:
 
 
 def run_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
+    call: Call,
     *,
-    scale: float,
-    delta: bool,
-    gate: str,
-    cu_seqlens: Tensor | None,
     cores: int,
     launch: Launcher,
     outputs: str = "auto",
@@ -87,38 +79,33 @@ def run_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Linear attention over whole sequences.
 
-    q, k ``[B, T, H, K]``, v ``[B, T, HV, V]`` of one dtype, which is that of o; g the log gate, float32, by ``gate``:
-    None | ``[HV]`` | ``[B, T, HV]`` | ``[B, T, HV, K]``; beta ``[B, T, HV]`` and initial_state ``[N, HV, K, V]``
-    float32. ``cores``: how many Cube cores the device has; ``target``: what its kernels are planned for. Returns
-    o ``[B, T, HV, V]`` and the final state in float32. Raises :class:`ArgumentError` where :func:`decline` has a
-    reason.
+    The call is prepared: q, k and v have one dtype, which is that of o; log gates, beta as it is used and the initial
+    state are float32, q and k normalised. ``cores``: how many Cube cores the device has; ``target``: what its kernels
+    are planned for. Returns o ``[B, T, HV, V]`` and the final state in float32. Raises :class:`ArgumentError` where
+    :func:`decline` has a reason.
     """
-    _check(q, k, v)
+    _check(call)
+    q, v, g, gate = call.q, call.v, call.g, call.gate
     batch, length, heads, width = q.shape
     value_heads, columns = v.shape[2:]
-    bounds = _bounds(cu_seqlens, batch, length)
+    bounds = _bounds(call.cu_seqlens, batch, length)
     tables = _tables(bounds, q.device)
     chunks = int(tables["chunks"].numel()) // 2
     if g is not None and gate != "channel" and width > _WIDEST_TOKEN_GATE:
         g = (g if gate == "token" else g.expand(batch, length, -1)).unsqueeze(-1).expand(-1, -1, -1, width)
         gate = "channel"
-    module = chunk_module(gate, delta, beta is not None, outputs=outputs, narrow_update=narrow_update, target=target)
+    row = (gate, call.delta, call.beta is not None)
+    module = chunk_module(*row, outputs=outputs, narrow_update=narrow_update, target=target)
     tile = column_tile(width, columns)
     constants = {"H": heads, "HV": value_heads, "C": CHUNK, "K": width, "V": columns, "BV": tile, "R": SUB_CHUNK}
-    constants |= {"LEVELS": LEVELS, "DELTA": int(delta), "INITIAL": int(initial_state is not None)}
+    constants |= {"LEVELS": LEVELS, "DELTA": int(call.delta), "INITIAL": int(call.initial_state is not None)}
     o = torch.empty(batch, length, value_heads, columns, dtype=v.dtype, device=v.device)
     state = torch.empty(len(bounds) - 1, value_heads, width, columns, dtype=torch.float32, device=v.device)
     values: dict[str, Any] = {
-        "q_ptr": q.contiguous(),
-        "k_ptr": k.contiguous(),
-        "v_ptr": v.contiguous(),
-        "o_ptr": o,
-        "initial_state_ptr": state if initial_state is None else initial_state.contiguous(),
-        "final_state_ptr": state,
-        "scale": scale,
+        **_common(call, o, state),
         "tokens": batch * length,
         **tables,
-        **_gates(g, beta, gate, batch, length),
+        **_gates(g, call.beta, gate, batch, length),
     }
     tiles = chunks * value_heads
     values |= _buffers(module, constants, tiles, cores, v, scratch or Scratch())
@@ -149,43 +136,35 @@ def _buffers(
     return found
 
 
-def run_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor | None,
-    *,
-    scale: float,
-    delta: bool,
-    gate: str,
-    cores: int,
-    launch: Launcher,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One token: arguments as :func:`run_chunks` with T = 1. ``out`` may be ``state`` itself, which is then updated."""
-    _check(q, k, v)
-    batch, _, heads, width = q.shape
-    value_heads, columns = v.shape[2:]
-    tile = column_tile(width, columns, alone=True)
-    module = step_module(gate, delta, beta is not None)
-    o = torch.empty(batch, 1, value_heads, columns, dtype=v.dtype, device=v.device)
-    if out is None:
-        out = torch.empty(batch, value_heads, width, columns, dtype=torch.float32, device=v.device)
-    if g is not None and gate == "head":
-        g = g.expand(batch, 1, value_heads)
-    values: dict[str, Any] = {
-        "q_ptr": q.contiguous(),
-        "k_ptr": k.contiguous(),
-        "v_ptr": v.contiguous(),
+def _common(call: Call, o: Tensor, final_state: Tensor) -> dict[str, Any]:
+    """What kernels over whole sequences and of a step are both given."""
+    initial = call.initial_state
+    return {
+        "q_ptr": call.q.contiguous(),
+        "k_ptr": call.k.contiguous(),
+        "v_ptr": call.v.contiguous(),
         "o_ptr": o,
-        "initial_state_ptr": out if state is None else state.contiguous(),
-        "final_state_ptr": out,
-        "scale": scale,
+        "initial_state_ptr": final_state if initial is None else initial.contiguous(),
+        "final_state_ptr": final_state,
+        "scale": call.scale,
     }
-    values |= {f"{name}_ptr": x.contiguous() for name, x in (("g", g), ("beta", beta)) if x is not None}
-    constants = {"H": heads, "HV": value_heads, "K": width, "V": columns, "BV": tile, "INITIAL": int(state is not None)}
+
+
+def run_step(call: Call, *, cores: int, launch: Launcher, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One token: a call as :func:`run_chunks` takes it, T = 1. ``out`` may be the initial state, which is updated."""
+    _check(call)
+    batch, _, heads, width = call.q.shape
+    value_heads, columns = call.v.shape[2:]
+    tile = column_tile(width, columns, alone=True)
+    module = step_module(call.gate, call.delta, call.beta is not None)
+    o = torch.empty_like(call.v, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty(batch, value_heads, width, columns, dtype=torch.float32, device=call.v.device)
+    g = call.g.expand(batch, 1, value_heads) if call.g is not None and call.gate == "head" else call.g
+    values = _common(call, o, out)
+    values |= {f"{name}_ptr": x.contiguous() for name, x in (("g", g), ("beta", call.beta)) if x is not None}
+    initial = int(call.initial_state is not None)
+    constants = {"H": heads, "HV": value_heads, "K": width, "V": columns, "BV": tile, "INITIAL": initial}
     count = batch * value_heads * (columns // tile)
     _launch(module, module.kernels[0], count, values, constants, cores, launch)
     return o, out

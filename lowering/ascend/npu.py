@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -69,25 +70,20 @@ class EmittedKernels:
         return decline(call.q.shape[-1], call.v.shape[-1], call.compute_dtype) or None
 
     def run(self, call: Call, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-        o, state = run_chunks(
-            call.q, call.k, call.v, _single(call.g), _single(call.beta), _single(call.initial_state), scale=call.scale,
-            delta=call.delta, gate=call.gate, cu_seqlens=call.cu_seqlens, cores=self._cores or cube_cores(),
-            launch=self._launch or triton_launch, scratch=scratch,
-            target=planned_for() if self._launch is None else self._target,
-        )  # fmt: skip
+        target = planned_for() if self._launch is None else self._target
+        o, state = run_chunks(_single(call), **self._device(), scratch=scratch, target=target)
         return o.to(call.out_dtype), state
 
     def step(self, call: Call, state: Tensor | None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         """In place where the state is fp32 and contiguous; another one is copied to fp32 and back."""
         direct = state is not None and state.dtype is torch.float32 and state.is_contiguous()
-        o, new = run_step(
-            call.q, call.k, call.v, _single(call.g), _single(call.beta), _single(call.initial_state), scale=call.scale,
-            delta=call.delta, gate=call.gate, cores=self._cores or cube_cores(), launch=self._launch or triton_launch,
-            out=state if direct else None,
-        )  # fmt: skip
+        o, new = run_step(_single(call), **self._device(), out=state if direct else None)
         if state is not None and not direct:
             state.copy_(new)
         return o.to(call.out_dtype), new if state is None else state
+
+    def _device(self) -> dict[str, Any]:
+        return {"cores": self._cores or cube_cores(), "launch": self._launch or triton_launch}
 
 
 class EmittedAttention:
@@ -110,8 +106,10 @@ class EmittedAttention:
         return run_attention(call, self._cores or cube_cores(), self._launch or triton_launch, scratch)
 
 
-def _single(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.float()
+def _single(call: Call) -> Call:
+    """The call with gates, beta and state in fp32."""
+    given = {"g": call.g, "beta": call.beta, "initial_state": call.initial_state}
+    return replace(call, **{name: None if x is None else x.float() for name, x in given.items()})
 
 
 # In the order they are asked. What none of them takes is the torch executor's.

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kdacompile.containment import contain
 
-from ..layout import sequence_bounds
+from ..calls import Call
 from .compiler import CannotCompile, library, parallel_for, say_slow
-from .recurrence import NAMES, address, in_rows, operand, runs_recurrence
+from .recurrence import NAMES, address, bounds_of, decay_of, in_rows, operand, runs_recurrence
 
 # struct problem of the source: operands (pointer and strides), pointers, sizes, scale, and whether memory ran out
 _PROBLEM = struct.Struct("@24q 9q 9q d q")
@@ -67,37 +67,23 @@ def runs_backward(q: Tensor) -> bool:
     return runs_recurrence(q) and _kernel(q.dtype) is not None
 
 
-def run_recurrence_backward(
-    grads: Sequence[Tensor | None],
-    tensors: Sequence[Tensor | None],
-    *,
-    scale: float,
-    delta: bool,
-    gate: str,
-    gate_form: str = "log",
-    cu_seqlens: Tensor | None = None,
-) -> Gradients:
+def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> Gradients:
     """Gradients of q, k, v, g, beta and the initial state (None for what is None), all in q's dtype.
 
-    ``grads`` are those of the results of :func:`run_recurrence`, None for zeros; ``tensors`` and the other arguments
-    are its own, without ``norm_eps``.
+    ``grads`` are those of the results of :func:`run_recurrence`, None for zeros; q and k come normalised.
     """
     grad_o, grad_state = grads
-    q, k, v, g, beta, initial_state = tensors
-    assert q is not None and k is not None and v is not None
-    kernel = _kernel(q.dtype)
+    kernel = _kernel(call.q.dtype)
     assert kernel is not None  # the caller asked runs_backward
-    batch, length, key_heads, key_width = q.shape
-    heads, value_width = v.shape[2:]
-    bounds = None if cu_seqlens is None else torch.tensor(sequence_bounds(cu_seqlens, length))
+    batch, length, key_heads, key_width = call.q.shape
+    heads, value_width = call.v.shape[2:]
+    gate, beta, bounds = call.gate, call.beta, bounds_of(call)
     sequences = batch if bounds is None else len(bounds) - 1
-    decay = torch.exp(g) if g is not None and gate_form == "log" else g
     # Every tensor is held by a name until the kernel is done: it is given addresses.
-    q, k, v = in_rows(q), in_rows(k), in_rows(v)
-    decay = in_rows(decay) if decay is not None and gate == "channel" else decay
+    q, k, v, decay = in_rows(call.q), in_rows(call.k), in_rows(call.v), decay_of(call)
     grad_o = None if grad_o is None else in_rows(grad_o.to(q.dtype))
     initial_state, grad_state = (
-        None if state is None else state.to(q.dtype).contiguous() for state in (initial_state, grad_state)
+        None if state is None else state.to(q.dtype).contiguous() for state in (call.initial_state, grad_state)
     )
     parts = kernel.parts(sequences * heads, value_width)
     per_token = (parts, batch, length, heads)
@@ -108,8 +94,8 @@ def run_recurrence_backward(
     problem = _PROBLEM.pack(
         *(number for x in (q, k, v, decay, beta, grad_o) for number in operand(x)),
         *(address(x) for x in (initial_state, grad_state, dq, dk, dv, ddecay, dbeta, dinitial, bounds)),
-        *(batch, length, heads, heads // key_heads, key_width, value_width, parts, gate == "channel", delta),
-        scale,
+        *(batch, length, heads, heads // key_heads, key_width, value_width, parts, gate == "channel", call.delta),
+        call.scale,
         0,
     )
     kernel(problem, sequences * heads * parts)
@@ -117,7 +103,7 @@ def run_recurrence_backward(
     dg = None
     if decay is not None:
         dg = ddecay.sum((0, 1, 2)) if gate == "head" else _sum(ddecay, 0)
-        dg = dg * decay if gate_form == "log" else dg
+        dg = dg * decay if call.gate_fn == "log" else dg
     return dq, dk, dv, dg, None if beta is None else _sum(dbeta, 0), None if initial_state is None else dinitial
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kdacompile.containment import contain
 
+from ..calls import Call
 from ..layout import sequence_bounds
 from .compiler import CannotCompile, library, parallel_for, say_slow
 
@@ -64,37 +65,20 @@ def runs_recurrence(q: Tensor) -> bool:
     return fits and _kernel(q.dtype) is not None
 
 
-def run_recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    *,
-    scale: float,
-    delta: bool,
-    gate: str,
-    gate_form: str = "log",
-    norm_eps: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    overwrite: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """As :func:`kdacompile.lowering.run_linear_attention`, on plain tensors of one dtype and without gradients.
+def run_recurrence(call: Call, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:
+    """As :func:`kdacompile.lowering.run_linear_attention`, on plain tensors and without gradients.
 
     ``overwrite``: the final state takes the place of ``initial_state`` where that is contiguous memory of its own.
     """
-    kernel = _kernel(q.dtype)
+    kernel = _kernel(call.q.dtype)
     assert kernel is not None  # the caller asked runs_recurrence
-    batch, length, _, key_width = q.shape
-    heads, value_width = v.shape[2:]
-    bounds = None if cu_seqlens is None else torch.tensor(sequence_bounds(cu_seqlens, length))
+    batch, length, key_heads, key_width = call.q.shape
+    heads, value_width = call.v.shape[2:]
+    bounds = bounds_of(call)
     sequences = batch if bounds is None else len(bounds) - 1
-    decay = torch.exp(g) if g is not None and gate_form == "log" else g
     # Every tensor is held by a name until the kernel is done: it is given addresses.
-    q, k, v = in_rows(q), in_rows(k), in_rows(v)
-    decay = in_rows(decay) if decay is not None and gate == "channel" else decay
-    initial_state = None if initial_state is None else initial_state.to(q.dtype).contiguous()
+    q, k, v, decay, beta = in_rows(call.q), in_rows(call.k), in_rows(call.v), decay_of(call), call.beta
+    initial_state = None if call.initial_state is None else call.initial_state.to(q.dtype).contiguous()
     out = torch.empty((batch, length, heads, value_width), dtype=q.dtype)
     if overwrite and initial_state is not None and not _share_memory(initial_state, (q, k, v, decay, beta)):
         final = initial_state  # a strip is read whole before it is written
@@ -112,16 +96,30 @@ def run_recurrence(
         address(bounds),
         length,
         heads,
-        heads // q.shape[2],
+        heads // key_heads,
         key_width,
         value_width,
-        gate == "channel",
-        delta,
-        scale,
-        norm_eps,
+        call.gate == "channel",
+        call.delta,
+        call.scale,
+        call.qk_l2norm_eps,
     )
     kernel(problem, sequences * heads, batch * length // max(1, sequences), key_width, value_width)
     return out, final
+
+
+def bounds_of(call: Call) -> Tensor | None:
+    """The bounds of packed sequences, checked, as the kernels read them."""
+    return None if call.cu_seqlens is None else torch.tensor(sequence_bounds(call.cu_seqlens, call.q.shape[1]))
+
+
+def decay_of(call: Call) -> Tensor | None:
+    """The factors by which the state decays."""
+    g = call.g
+    if g is None:
+        return None
+    decay = torch.exp(g) if call.gate_fn == "log" else g
+    return in_rows(decay) if call.gate == "channel" else decay
 
 
 def in_rows(x: Tensor) -> Tensor:

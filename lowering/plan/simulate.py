@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ..calls import Call
 from ..errors import ArgumentError
 from ..executor import Executable
-from ..layout import dense_layout, packed_layout
+from ..run import execute, layout_of
+from ..scratch import Scratch
 from ..verify import Implementation
 from .model import PlanData
 
@@ -17,41 +19,21 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def simulate(plan: PlanData) -> Implementation:
-    """An implementation for ``verify``: called as ``run_linear_attention``, it computes what the plan would.
+    """An implementation for ``verify``: it computes what the plan would.
 
     Inputs are rounded to the plan's dtype first, accumulation is fp32, and the plan's chunk is used.
     """
     dtype = DTYPES[plan.io]
     run = Executable(plan.program, dict.fromkeys(plan.rounding, dtype))
-    chunk = plan.sizes["C"]
 
-    def implementation(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        beta: Tensor | None,
-        initial_state: Tensor | None,
-        *,
-        scale: float,
-        gate: str,
-        cu_seqlens: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor]:
-        if (q.shape[-1], v.shape[-1]) != (plan.sizes["K"], plan.sizes["V"]):
-            raise ArgumentError(f"planned for K={plan.sizes['K']}, V={plan.sizes['V']}, got {q.shape}, {v.shape}")
-        heads = v.shape[2]
-        if cu_seqlens is None:
-            layout = dense_layout(q.shape[0], q.shape[1], heads, chunk)
-        else:
-            layout = packed_layout(cu_seqlens, q.shape[1], heads, chunk)
-        if g is not None and gate == "head":
-            g = g.expand(q.shape[0], q.shape[1], -1)
-        narrow = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-        tensors = {name: None if x is None else x.to(dtype).float() for name, x in narrow.items()}
-        state = None if initial_state is None else initial_state.float()
-        dims = {"C": chunk, "K": q.shape[-1], "V": v.shape[-1]}
-        out = run({**tensors, "initial_state": state}, layout, dims=dims, dtype=torch.float32, scalars={"scale": scale})
-        return out["o"], out["final_state"]
+    def implementation(call: Call, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        if (call.q.shape[-1], call.v.shape[-1]) != (plan.sizes["K"], plan.sizes["V"]):
+            raise ArgumentError(
+                f"planned for K={plan.sizes['K']}, V={plan.sizes['V']}, got {call.q.shape}, {call.v.shape}"
+            )
+        narrow = {"q": call.q, "k": call.k, "v": call.v, "g": call.g, "beta": call.beta}
+        rounded = {name: None if x is None else x.to(dtype).float() for name, x in narrow.items()}
+        state = None if call.initial_state is None else call.initial_state.float()
+        return execute(run, replace(call, **rounded, initial_state=state), layout_of(call, plan.sizes["C"]))
 
     return implementation

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering.ascend.launch import Launcher, run_chunks
-from kdacompile.lowering.verify import Case, Inputs, make_inputs, oracle, relative_error
+from kdacompile.lowering.calls import Call
+from kdacompile.lowering.verify import Case, make_inputs, oracle, relative_error
 
 CORES = 3
 SIZES: Mapping[str, int] = {
@@ -37,21 +38,22 @@ def ascend_case(gate: str, delta: bool, lengths: Sequence[int] = (70, 1), **opti
     return Case(gate, delta, lengths=tuple(lengths), **{**defaults, **options})
 
 
-def rounded_inputs(case: Case, dtype: torch.dtype) -> Inputs:
+def rounded_inputs(case: Case, dtype: torch.dtype) -> Call:
     """The case's inputs with q, k and v rounded to ``dtype``, and held in fp32."""
     inputs = make_inputs(case)
     return replace(inputs, **{name: getattr(inputs, name).to(dtype).float() for name in ("q", "k", "v")})
 
 
-def run(case: Case, inputs: Inputs, launch: Launcher, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+def run(inputs: Call, launch: Launcher, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
     options = {"cores": CORES, **options}
-    q, k, v = (x.to(dtype) for x in (inputs.q, inputs.k, inputs.v))
-    return run_chunks(
-        q, k, v, inputs.g, inputs.beta, inputs.initial_state, scale=case.scale, delta=case.delta, gate=case.gate,
-        cu_seqlens=inputs.cu_seqlens, launch=launch, **options,
-    )  # fmt: skip
+    return run_chunks(narrowed(inputs, dtype), launch=launch, **options)
 
 
-def judge(case: Case, inputs: Inputs, found: tuple[Tensor, Tensor]) -> Verdict:
+def narrowed(inputs: Call, dtype: torch.dtype) -> Call:
+    """The call with q, k and v in ``dtype``."""
+    return replace(inputs, **{name: getattr(inputs, name).to(dtype) for name in ("q", "k", "v")})
+
+
+def judge(case: Case, inputs: Call, found: tuple[Tensor, Tensor]) -> Verdict:
     expected = oracle(case, inputs)
     return Verdict(*(relative_error(x.float(), y) for x, y in zip(found, expected, strict=True)))

@@ -22,7 +22,7 @@ INPUTS = rounded_inputs(CASE, torch.bfloat16)
 
 
 def verdict(device: SimulatedDevice) -> Verdict:
-    return judge(CASE, INPUTS, run(CASE, INPUTS, device))
+    return judge(CASE, INPUTS, run(INPUTS, device))
 
 
 def is_caught(tools: Tools, edits: Sequence[Edit], errors: str = LOUD) -> bool:
@@ -73,7 +73,7 @@ def test_a_master_state_in_16_bits(tools: Tools) -> None:
     inputs = rounded_inputs(case, torch.bfloat16)
     assert inputs.g is not None
     inputs = replace(inputs, g=0.01 * inputs.g)
-    right, wrong = (judge(case, inputs, run(case, inputs, device(tools))) for device in (SimulatedDevice, Narrow))
+    right, wrong = (judge(case, inputs, run(inputs, device(tools))) for device in (SimulatedDevice, Narrow))
     assert right.state < 6e-3 and wrong.state > 1.2 * right.state and wrong.output > 1.2 * right.output
 
 

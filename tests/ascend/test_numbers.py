@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 
 from kdacompile.lowering.ascend.launch import run_step
 from kdacompile.lowering.ascend.npu import EmittedKernels
+from kdacompile.lowering.calls import RECURRENT, Call
 from kdacompile.lowering.executor import Executable
 from kdacompile.lowering.ir import DType
 from kdacompile.lowering.layout import packed_layout
 from kdacompile.lowering.linear_attention import ROWS
-from kdacompile.lowering.verify import Case, Inputs, as_implementation, verify
-from tests.ascend.cases import CORES, Verdict, ascend_case, judge, rounded_inputs, run
+from kdacompile.lowering.verify import Case, as_implementation, verify
+from tests.ascend.cases import CORES, Verdict, ascend_case, judge, narrowed, rounded_inputs, run
 from tests.ascend.test_compiler import FAMILY, plan_of
 from tests.ascend.tools import SimulatedDevice, Tools
 from tests.lowering.planned import ascend_scratch
@@ -26,7 +28,7 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}
 def simulated(tools: Tools, case: Case, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Verdict:
     order = options.pop("order", ("AIC", "AIV0", "AIV1"))
     inputs = rounded_inputs(case, dtype)
-    return judge(case, inputs, run(case, inputs, SimulatedDevice(tools, order), dtype, **options))
+    return judge(case, inputs, run(inputs, SimulatedDevice(tools, order), dtype, **options))
 
 
 @pytest.mark.parametrize("row", FAMILY)
@@ -83,15 +85,14 @@ def test_the_order_of_the_cores_changes_nothing(tools: Tools) -> None:
     assert len(found) == 1
 
 
-def planned(case: Case, inputs: Inputs) -> Verdict:
+def planned(case: Case, inputs: Call) -> Verdict:
     """The plan's own numbers: its program on torch with every dot operand rounded and the change of the state fp32."""
     made = plan_of((case.gate, case.delta))
     assert inputs.cu_seqlens is not None
     layout = packed_layout(inputs.cu_seqlens, sum(case.lengths or ()), case.value_heads, 64)
-    names = ("q", "k", "v", "g", "beta", "initial_state")
     rounding = {name: torch.bfloat16 for name, dtype in made.rounding.items() if dtype is DType.IO}
     out = Executable(made.program, rounding)(
-        dict(zip(names, inputs.tensors(), strict=True)),
+        dict(zip(RECURRENT, inputs.recurrent, strict=True)),
         layout,
         dims={"C": 64, "K": case.key_width, "V": case.value_width},
         dtype=torch.float32,
@@ -116,13 +117,11 @@ def test_steps(tools: Tools, row: tuple[str, bool]) -> None:
     gate, delta = row
     case = Case(gate, delta, 1, 3, heads=1, value_heads=2, key_width=64, value_width=128, scale=0.125)
     inputs = rounded_inputs(case, torch.bfloat16)
-    q, k, v = (x.to(torch.bfloat16) for x in (inputs.q, inputs.k, inputs.v))
-    options: dict[str, Any] = {"scale": case.scale, "delta": delta, "gate": gate, "cores": CORES}
-    device = SimulatedDevice(tools)
-    found = run_step(q, k, v, inputs.g, inputs.beta, inputs.initial_state, launch=device, **options)
+    call, device = narrowed(inputs, torch.bfloat16), SimulatedDevice(tools)
+    found = run_step(call, cores=CORES, launch=device)
     verdict = judge(case, inputs, found)
     assert verdict.output < TOLERANCE[torch.bfloat16] and verdict.state < TOLERANCE[torch.float32]
     assert inputs.initial_state is not None
     state = inputs.initial_state.clone()
-    again = run_step(q, k, v, inputs.g, inputs.beta, state, launch=device, out=state, **options)
+    again = run_step(replace(call, initial_state=state), cores=CORES, launch=device, out=state)
     assert again[1] is state and torch.equal(state, found[1]) and torch.equal(again[0], found[0])

@@ -19,7 +19,7 @@ INPUTS = rounded_inputs(CASE, torch.bfloat16)
 
 
 def right(device: SimulatedDevice, cores: int = CORES) -> bool:
-    return judge(CASE, INPUTS, run(CASE, INPUTS, device, cores=cores)).worst < 6e-3
+    return judge(CASE, INPUTS, run(INPUTS, device, cores=cores)).worst < 6e-3
 
 
 def races(tools: Tools, kernel: str, *edits: Edit) -> bool:
@@ -60,7 +60,7 @@ def fails(device: SimulatedDevice) -> bool:
 def test_grouped_heads(tools: Tools, row: tuple[str, bool]) -> None:
     case = ascend_case(*row, (70,), heads=2, value_heads=4)
     inputs = rounded_inputs(case, torch.bfloat16)
-    assert judge(case, inputs, run(case, inputs, SimulatedDevice(tools))).worst < 6e-3
+    assert judge(case, inputs, run(inputs, SimulatedDevice(tools))).worst < 6e-3
 
 
 @pytest.mark.parametrize("cores", [1, 5, 20, 24])
@@ -83,7 +83,7 @@ def test_a_wrong_map_of_grouped_heads(tools: Tools, gate: str, kernel: str) -> N
     case = ascend_case(gate, True, (70,), heads=2, value_heads=4)
     inputs = rounded_inputs(case, torch.bfloat16)
     wrong = changed(tools, **{kernel: lambda text: text.replace("head // (HV // H)", "head % H")})
-    assert judge(case, inputs, run(case, inputs, wrong)).worst > 0.1
+    assert judge(case, inputs, run(inputs, wrong)).worst > 0.1
 
 
 @pytest.mark.parametrize("kernel", ["prologue", "scan"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,10 +73,7 @@ def launches(gate: str = "channel", delta: bool = True, **options: object) -> li
     case = Case(gate, delta, **{"heads": 1, "length": 100, **options})  # pyright: ignore[reportArgumentType]
     x = make_inputs(case)
     seen: list[Launch] = []
-    o, state = run_chunks(
-        x.q, x.k, x.v, x.g, x.beta, x.initial_state, scale=1.0, delta=delta, gate=gate, cu_seqlens=x.cu_seqlens,
-        cores=20, launch=seen.append,
-    )  # fmt: skip
+    o, state = run_chunks(x, cores=20, launch=seen.append)
     sequences = case.batch if case.lengths is None else len(case.lengths)
     assert o.shape == x.v.shape and state.shape == (sequences, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3])
     return seen
@@ -132,8 +130,7 @@ def test_a_step_in_place() -> None:
     assert x.initial_state is not None
     seen: list[Launch] = []
     state = x.initial_state.float()
-    options = {"scale": 1.0, "delta": True, "gate": "token", "cores": 20, "launch": seen.append}
-    _, out = run_step(x.q, x.k, x.v, x.g, x.beta, state, out=state, **options)  # pyright: ignore[reportArgumentType]
+    _, out = run_step(replace(x, initial_state=state), cores=20, launch=seen.append, out=state)
     (launch,) = seen
     assert out is state and launch.grid == 4
     assert launch.arguments["initial_state_ptr"] is launch.arguments["final_state_ptr"] is state

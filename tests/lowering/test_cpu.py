@@ -7,13 +7,13 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from kdacompile.lowering import run_linear_attention
+from kdacompile.lowering.calls import Call
 from kdacompile.lowering.cpu import compiler, recurrence, runs_recurrence
 from kdacompile.lowering.verify import Case, make_inputs, verify
 
@@ -33,10 +33,10 @@ def _nan_where_nothing_is_written() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def kernel(*tensors: Any, scratch: object, chunk_size: int, **options: Any) -> tuple[Tensor, Tensor]:
+def kernel(call: Call, scratch: object) -> tuple[Tensor, Tensor]:
     """The kernel in the form ``verify`` calls; the entry point may not fall back to the executor."""
-    assert runs_recurrence(tensors[0])
-    return run_linear_attention(*tensors, chunk_size=chunk_size, **options)
+    assert runs_recurrence(call.q)
+    return run_linear_attention(call)
 
 
 @needs_compiler
@@ -81,7 +81,7 @@ def test_threads_share_the_strips() -> None:
     results = []
     for count in (1, 3):
         torch.set_num_threads(count)
-        results.append(run_linear_attention(*inputs.tensors(), scale=0.5, delta=True, gate="channel"))
+        results.append(run_linear_attention(inputs))
     torch.set_num_threads(threads)
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
@@ -91,7 +91,7 @@ def test_other_widths_are_left_to_the_executor(key_width: int) -> None:
     case = Case("channel", True, 40, key_width=key_width)
     inputs = make_inputs(case)
     assert not runs_recurrence(inputs.q)
-    o, _ = run_linear_attention(*inputs.tensors(), scale=case.scale, delta=True, gate="channel")
+    o, _ = run_linear_attention(inputs)
     assert o.isfinite().all()
 
 
@@ -137,7 +137,7 @@ def test_without_a_compiler_the_executor_runs(
     compiler.say_slow.cache_clear()
     assert not runs_recurrence(inputs.q) and not runs_recurrence(inputs.q.double())
     assert [record.message.count("install a C compiler") for record in caplog.records] == [1]  # once, for both dtypes
-    o, _ = run_linear_attention(*inputs.tensors(), scale=case.scale, delta=True, gate="channel")
+    o, _ = run_linear_attention(inputs)
     assert o.isfinite().all()
     with pytest.raises(compiler.CannotCompile, match="no C compiler"):
         compiler.library("recurrence.c", "float")

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering import run_linear_attention_backward
+from kdacompile.lowering.calls import RECURRENT, Call
 from kdacompile.lowering.cpu import compiler, recurrence, run_recurrence_backward, runs_backward
-from kdacompile.lowering.verify import Case, Inputs, make_inputs, oracle, relative_error
+from kdacompile.lowering.operands import given
+from kdacompile.lowering.verify import Case, make_inputs, oracle, relative_error
 
 pytestmark = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("cc", "gcc", "clang", "g++", "clang++")), reason="no C compiler"
@@ -21,7 +23,6 @@ pytestmark = pytest.mark.skipif(
 
 ROWS = [(gate, delta) for gate in ("none", "head", "token", "channel") for delta in (True, False)]
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-13}
-NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 
 
 @pytest.fixture(autouse=True)
@@ -31,35 +32,34 @@ def _nan_where_nothing_is_written() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def weights(case: Case, inputs: Inputs, o: bool = True, state: bool = True) -> tuple[Tensor | None, Tensor | None]:
+def weights(case: Case, inputs: Call, o: bool = True, state: bool = True) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the results, None for those that nobody asked for."""
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in oracle(case, inputs)]
     return tuple(x.to(case.dtype) if use else None for x, use in zip(drawn, (o, state), strict=True))  # type: ignore[return-value]
 
 
-def expected(case: Case, inputs: Inputs, grads: tuple[Tensor | None, Tensor | None]) -> list[Tensor | None]:
-    leaves = [None if x is None else x.double().requires_grad_() for x in inputs.tensors()]
-    results = oracle(case, Inputs(*leaves, inputs.cu_seqlens))  # type: ignore[arg-type]
+def expected(case: Case, inputs: Call, grads: tuple[Tensor | None, Tensor | None]) -> list[Tensor | None]:
+    leaves: dict[str, Any] = {name: getattr(inputs, name) for name in RECURRENT}
+    leaves = {name: None if x is None else x.double().requires_grad_() for name, x in leaves.items()}
+    results = oracle(case, replace(inputs, **leaves))
     loss = sum((r * g.double()).sum() for r, g in zip(results, grads, strict=True) if g is not None)
-    given = [x for x in leaves if x is not None]
+    given = [x for x in leaves.values() if x is not None]
     found = iter(torch.autograd.grad(loss, given, allow_unused=True))  # type: ignore[arg-type]
-    return [None if x is None else next(found) for x in leaves]
+    return [None if x is None else next(found) for x in leaves.values()]
 
 
-def ours(case: Case, inputs: Inputs, grads: tuple[Tensor | None, Tensor | None]) -> list[Tensor | None]:
+def ours(inputs: Call, grads: tuple[Tensor | None, Tensor | None]) -> list[Tensor | None]:
     """Through the entry point, which may not fall back to the executor."""
     assert runs_backward(inputs.q)
-    options: dict[str, Any] = {"scale": case.scale, "delta": case.delta, "gate": case.gate, "gate_form": case.gate_form}
-    return run_linear_attention_backward(
-        grads, inputs.tensors(), [x is not None for x in inputs.tensors()], cu_seqlens=inputs.cu_seqlens, **options
-    )
+    found = run_linear_attention_backward(grads, inputs, RECURRENT)
+    return [found.get(name) for name in RECURRENT]
 
 
 def check(case: Case, tolerance: float, **used: bool) -> None:
     inputs = make_inputs(case)
     grads = weights(case, inputs, **used)
-    pairs = zip(NAMES, ours(case, inputs, grads), expected(case, inputs, grads), inputs.tensors(), strict=True)
+    pairs = zip(RECURRENT, ours(inputs, grads), expected(case, inputs, grads), inputs.recurrent, strict=True)
     for name, x, truth, operand in pairs:
         if operand is None:
             assert x is None
@@ -119,36 +119,35 @@ def test_operands_of_any_strides() -> None:
     case = Case("channel", True, 20)
     inputs = make_inputs(case)
     grads = weights(case, inputs)
-    strided = [None if x is None else x.transpose(0, -1).contiguous().transpose(0, -1) for x in inputs.tensors()]
-    turned = Inputs(*strided, None)  # type: ignore[arg-type]
+    strided: Any = {name: x.transpose(0, -1).contiguous().transpose(0, -1) for name, x in given(inputs).items()}
+    turned = replace(inputs, **strided)
     assert grads[0] is not None and grads[1] is not None
     turned_grads = grads[0].transpose(1, 3).contiguous().transpose(1, 3), grads[1].mT.contiguous().mT
-    for x, y in zip(ours(case, inputs, grads), ours(case, turned, turned_grads), strict=True):
+    for x, y in zip(ours(inputs, grads), ours(turned, turned_grads), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
 def test_normalised_keys() -> None:
     """The gradient through l2norm is that of autograd."""
-    inputs = make_inputs(Case("token", True, 12, key_width=8, dtype=torch.float64))
-    grads = weights(Case("token", True, 12, key_width=8, dtype=torch.float64), inputs)
-    options: dict[str, Any] = {"scale": 0.25, "delta": True, "gate": "token", "norm_eps": 1e-6}
-    found = run_linear_attention_backward(grads, inputs.tensors(), [True] * 6, **options)
-    leaves = [x.clone().requires_grad_() for x in inputs.tensors() if x is not None]
-    normed = [x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in leaves[:2]]
-    results = oracle(Case("token", True, 12), Inputs(*normed, *leaves[2:], cu_seqlens=None))  # type: ignore[misc]
-    truth = torch.autograd.grad(results, leaves, [x for x in grads if x is not None])
-    for x, y in zip(found, truth, strict=True):
-        torch.testing.assert_close(x, y)
+    case = Case("token", True, 12, key_width=8, dtype=torch.float64)
+    inputs = make_inputs(case)
+    grads = weights(case, inputs)
+    found = run_linear_attention_backward(grads, replace(inputs, qk_l2norm_eps=1e-6), RECURRENT)
+    leaves: dict[str, Any] = {name: x.clone().requires_grad_() for name, x in given(inputs).items()}
+    normed = {name: leaves[name] * torch.rsqrt(leaves[name].square().sum(-1, keepdim=True) + 1e-6) for name in "qk"}
+    results = oracle(case, replace(inputs, **{**leaves, **normed}))
+    truth = torch.autograd.grad(results, list(leaves.values()), [x for x in grads if x is not None])
+    for name, x in zip(leaves, truth, strict=True):
+        torch.testing.assert_close(found[name], x)
 
 
-def test_what_is_not_wanted_is_none() -> None:
+def test_what_is_not_wanted_is_left_out() -> None:
     case = Case("channel", True, 9)
     inputs = make_inputs(case)
-    found = run_linear_attention_backward(
-        weights(case, inputs), inputs.tensors(), [False, True, False, False, False, True], scale=0.25, delta=True,
-        gate="channel",
-    )  # fmt: skip
-    assert [x is not None for x in found] == [False, True, False, False, False, True]
+    assert run_linear_attention_backward(weights(case, inputs), inputs, {"k", "initial_state"}).keys() == {
+        "k",
+        "initial_state",
+    }
 
 
 def test_a_kernel_that_runs_out_of_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +155,7 @@ def test_a_kernel_that_runs_out_of_memory_says_so(monkeypatch: pytest.MonkeyPatc
     inputs = make_inputs(case)
     monkeypatch.setattr("kdacompile.lowering.cpu.backward.failed", lambda problem: True)
     with pytest.raises(MemoryError, match="checkpoints"):
-        run_recurrence_backward(weights(case, inputs), inputs.tensors(), scale=1.0, delta=True, gate="channel")
+        run_recurrence_backward(weights(case, inputs), inputs)
 
 
 def test_without_a_compiler_the_executor_is_differentiated(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -171,10 +170,9 @@ def test_without_a_compiler_the_executor_is_differentiated(monkeypatch: pytest.M
             inputs = make_inputs(case)
             assert not runs_backward(inputs.q)
             grads = weights(case, inputs)
-            options: dict[str, Any] = {"scale": case.scale, "delta": True, "gate": "channel"}
-            found = run_linear_attention_backward(grads, inputs.tensors(), [True] * 6, **options)
-            for x, truth in zip(found, expected(case, inputs, grads), strict=True):
-                assert x is not None and truth is not None and relative_error(x, truth) <= 1e-5
+            found = run_linear_attention_backward(grads, inputs, RECURRENT)
+            for name, truth in zip(RECURRENT, expected(case, inputs, grads), strict=True):
+                assert truth is not None and relative_error(found[name], truth) <= 1e-5
     finally:
         for cached in caches:
             cached.cache_clear()

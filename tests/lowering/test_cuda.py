@@ -41,8 +41,8 @@ def test_packed_sequences(gate: str, delta: bool) -> None:
 
 @pytest.mark.parametrize(("gate", "delta"), ROWS)
 def test_no_host_sync(gate: str, delta: bool) -> None:
-    inputs = make_inputs(Case(gate, delta, 100, device="cuda")).tensors()
-    token = make_inputs(Case(gate, delta, 1, device="cuda")).tensors()
+    inputs = make_inputs(Case(gate, delta, 100, device="cuda"))
+    token = make_inputs(Case(gate, delta, 1, device="cuda"))
     with sync_is_an_error():
-        run_linear_attention(*inputs, scale=0.5, delta=delta, gate=gate)
-        run_linear_attention_step(*token, scale=0.5, delta=delta, gate=gate)
+        run_linear_attention(inputs)
+        run_linear_attention_step(token)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering import run_linear_attention, run_linear_attention_step
+from kdacompile.lowering.calls import RECURRENT, Call
 from kdacompile.lowering.verify import Case, make_inputs
 from kdacompile.patterns.recurrence.definition import token_recurrence
 
@@ -50,22 +51,20 @@ def reference(case: Case) -> Results:
 
 def ours(case: Case) -> Results:
     def run(*tensors: Any) -> tuple[Tensor, Tensor]:
-        return run_linear_attention(
-            *tensors,
-            scale=case.scale,
-            delta=case.delta,
-            gate=case.gate,
-            gate_form=case.gate_form,
-            chunk_size=case.chunk_size,
-        )
+        return run_linear_attention(with_tensors(call, tensors))
 
+    call = make_inputs(case)
     return run
+
+
+def with_tensors(call: Call, tensors: tuple[Any, ...]) -> Call:
+    return replace(call, **dict(zip(RECURRENT, tensors, strict=True)))
 
 
 @pytest.mark.parametrize(("gate", "delta"), ROWS)
 def test_gradcheck(gate: str, delta: bool) -> None:
     case = small(gate, delta)
-    tensors: Any = [x if x is None else x.requires_grad_() for x in make_inputs(case).tensors()]
+    tensors: Any = [x if x is None else x.requires_grad_() for x in make_inputs(case).recurrent]
     assert torch.autograd.gradcheck(ours(replace(case, chunk_size=16)), tensors, fast_mode=True)
 
 
@@ -74,7 +73,7 @@ def test_gradcheck(gate: str, delta: bool) -> None:
 @pytest.mark.parametrize(("gate", "delta"), ROWS)
 def test_gradients_are_the_recurrences(gate: str, delta: bool, gate_form: str, strength: str) -> None:
     case = small(gate, delta, length=75, gate_form=gate_form, strength=strength)
-    tensors = make_inputs(case).tensors()
+    tensors = make_inputs(case).recurrent
     for x, expected in zip(gradients(ours(case), tensors), gradients(reference(case), tensors), strict=True):
         torch.testing.assert_close(x, expected, rtol=1e-9, atol=1e-11)
 
@@ -84,7 +83,7 @@ def test_gradients_are_the_recurrences(gate: str, delta: bool, gate_form: str, s
 @pytest.mark.parametrize("gate", ["token", "channel"])
 def test_fp32_gradients_are_accurate(gate: str, gate_form: str, strength: str) -> None:
     case = small(gate, True, length=130, gate_form=gate_form, strength=strength, dtype=torch.float32, key_width=16)
-    tensors = make_inputs(case).tensors()
+    tensors = make_inputs(case).recurrent
     for x, expected in zip(gradients(ours(case), tensors), gradients(reference(case), tensors), strict=True):
         assert ((x - expected).norm() / expected.norm()).item() < 2e-5
 
@@ -92,7 +91,7 @@ def test_fp32_gradients_are_accurate(gate: str, gate_form: str, strength: str) -
 @pytest.mark.parametrize(("gate", "delta"), ROWS)
 def test_vjp_agrees_with_autograd(gate: str, delta: bool) -> None:
     case = small(gate, delta, length=40)
-    tensors = make_inputs(case).tensors()
+    tensors = make_inputs(case).recurrent
     given = [i for i, x in enumerate(tensors) if x is not None]
 
     def run(*some: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,26 +122,20 @@ def test_vjp_through_zero_factors() -> None:
 
 
 def test_packed_gradients() -> None:
-    case = small("channel", True, lengths=(20, 0, 33))
+    case = small("channel", True, lengths=(20, 0, 33), chunk_size=16)
     inputs = make_inputs(case)
 
-    def packed(*tensors: Any) -> tuple[Tensor, Tensor]:
-        return run_linear_attention(
-            *tensors, scale=0.5, delta=True, gate="channel", cu_seqlens=inputs.cu_seqlens, chunk_size=16
-        )
-
-    assert torch.autograd.gradcheck(
-        packed, [x.requires_grad_() for x in inputs.tensors() if x is not None], fast_mode=True
-    )
+    leaves: Any = [x.requires_grad_() for x in inputs.recurrent if x is not None]
+    assert torch.autograd.gradcheck(ours(case), leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize(("gate", "delta"), ROWS)
 def test_step_gradients(gate: str, delta: bool) -> None:
     case = small(gate, delta, length=1)
-    tensors = make_inputs(case).tensors()
+    tensors = make_inputs(case).recurrent
 
     def step(*some: Any) -> tuple[Tensor, Tensor]:
-        return run_linear_attention_step(*some, scale=case.scale, delta=delta, gate=gate)
+        return run_linear_attention_step(with_tensors(make_inputs(case), some))
 
     for x, expected in zip(gradients(step, tensors), gradients(reference(case), tensors), strict=True):
         torch.testing.assert_close(x, expected)

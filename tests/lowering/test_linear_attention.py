@@ -6,7 +6,7 @@ once with the executor and once with the CPU's kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering import ArgumentError, run, run_linear_attention, run_linear_attention_step
+from kdacompile.lowering.calls import Call
 from kdacompile.lowering.cpu import runs_recurrence
+from kdacompile.lowering.operands import given
 from kdacompile.lowering.verify import Case, make_inputs, oracle, relative_error, verify
 
 ROWS = [(gate, delta) for gate in ("none", "head", "token", "channel") for delta in (True, False)]
@@ -82,7 +84,7 @@ def test_constant_gates(gate: str, g: float) -> None:
     case = Case(gate, True, 130)
     inputs = make_inputs(case)
     inputs = replace(inputs, g=torch.full_like(present(inputs.g), g))
-    o, state = run_linear_attention(*inputs.tensors(), scale=case.scale, delta=True, gate=gate)
+    o, state = run_linear_attention(inputs)
     expected_o, expected_state = oracle(case, inputs)
     assert relative_error(o, expected_o) < 2e-6
     assert relative_error(state, expected_state) < 2e-6
@@ -101,7 +103,7 @@ def test_widths_and_grouped_heads(gate: str, heads: tuple[int, int], widths: tup
 def test_no_tokens(gate: str, delta: bool) -> None:
     case = Case(gate, delta, 0)
     inputs = make_inputs(case)
-    o, state = run_linear_attention(*inputs.tensors(), scale=1.0, delta=delta, gate=gate)
+    o, state = run_linear_attention(inputs)
     assert o.shape == (2, 0, 2, 32)
     assert torch.equal(state, present(inputs.initial_state))
     assert state.data_ptr() != present(inputs.initial_state).data_ptr()
@@ -116,18 +118,18 @@ def test_outputs_do_not_see_the_future(gate: str, delta: bool, functional: bool)
     inputs = make_inputs(case)
     later = make_inputs(replace(case, seed=1))
 
-    def output(*given: Any) -> Tensor:
-        tensors: list[Any] = [x if x is None else x.clone().requires_grad_(functional) for x in given]
-        return run_linear_attention(*tensors, scale=0.5, delta=delta, gate=gate)[0].detach()
+    def output(call: Call) -> Tensor:
+        leaves = {name: x.clone().requires_grad_(functional) for name, x in given(call).items()}
+        return run_linear_attention(replace(call, **leaves))[0].detach()
 
-    base = output(*inputs.tensors())
+    base = output(inputs)
     for t in (1, 15, 63, 64, 77, 149):
-        mixed = []
+        mixed: dict[str, Any] = {}
         for name in ("q", "k", "v", "g", "beta"):
             ours, theirs = getattr(inputs, name), getattr(later, name)
-            constant = ours is None or ours.dim() == 1
-            mixed.append(ours if constant else torch.cat((present(ours)[:, :t], present(theirs)[:, t:]), 1))
-        assert torch.equal(output(*mixed, inputs.initial_state)[:, :t], base[:, :t])
+            if ours is not None and ours.dim() > 1:
+                mixed[name] = torch.cat((ours[:, :t], theirs[:, t:]), 1)
+        assert torch.equal(output(replace(inputs, **mixed))[:, :t], base[:, :t])
 
 
 @both_targets
@@ -137,9 +139,7 @@ def test_one_token_step(gate: str, delta: bool) -> None:
         case = Case(gate, delta, 1, gate_form=gate_form, strength=strength, value_heads=4)
         inputs = make_inputs(case)
         state = present(inputs.initial_state).clone()
-        o, final = run_linear_attention_step(
-            *inputs.tensors(), scale=case.scale, delta=delta, gate=gate, gate_form=gate_form
-        )
+        o, final = run_linear_attention_step(inputs)
         expected_o, expected_state = oracle(case, inputs)
         assert relative_error(o, expected_o) < 1e-6
         assert relative_error(final, expected_state) < 1e-6
@@ -150,9 +150,10 @@ def test_one_token_step(gate: str, delta: bool) -> None:
 @pytest.mark.parametrize("functional", [False, True])
 def test_inputs_are_left_alone_and_results_are_fresh(functional: bool) -> None:
     case = Case("token", True, 64, batch=1, heads=1, value_heads=1)
-    inputs: list[Any] = [present(x).requires_grad_(functional) for x in make_inputs(case).tensors()]
+    call = make_inputs(case)
+    inputs = [present(x).requires_grad_(functional) for x in call.recurrent]
     before = [x.detach().clone() for x in inputs]
-    o, state = run_linear_attention(*inputs, scale=1.0, delta=True, gate="token")
+    o, state = run_linear_attention(call)
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
     assert o.is_contiguous() and state.is_contiguous()
     storages = {x.untyped_storage().data_ptr() for x in inputs}
@@ -164,8 +165,8 @@ def test_inputs_are_left_alone_and_results_are_fresh(functional: bool) -> None:
 def test_strided_inputs() -> None:
     case = Case("channel", True, 100)
     inputs = make_inputs(case)
-    turned: list[Any] = [x if x is None else x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs.tensors()]
-    o, _ = run_linear_attention(*turned, scale=case.scale, delta=True, gate="channel")
+    turned: Any = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in given(inputs).items()}
+    o, _ = run_linear_attention(replace(inputs, **turned))
     assert relative_error(o, oracle(case, inputs)[0]) < 2e-6
 
 
@@ -175,29 +176,18 @@ def test_repeated_keys_keep_the_inverse_accurate() -> None:
     case = Case("none", True, 128)
     inputs = make_inputs(case)
     inputs = replace(inputs, k=inputs.k[:, :1].expand_as(inputs.k), beta=torch.ones_like(present(inputs.beta)))
-    o, state = run_linear_attention(*inputs.tensors(), scale=case.scale, delta=True, gate="none")
+    o, state = run_linear_attention(inputs)
     expected_o, expected_state = oracle(case, inputs)
     assert relative_error(o, expected_o) < 1e-5
     assert relative_error(state, expected_state) < 1e-5
 
 
 @both_targets
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"gate": "none"},
-        {"gate": "channel"},
-        {"gate": "vector"},
-        {"gate_form": "squared"},
-        {"chunk_size": -1},
-        {"cu_seqlens": torch.tensor([0, 10])},
-    ],
-)
-def test_arguments_outside_the_contract(change: dict[str, Any]) -> None:
-    inputs = make_inputs(Case("token", True, 20))
-    arguments: dict[str, Any] = {"scale": 1.0, "delta": True, "gate": "token", **change}
+@pytest.mark.parametrize("change", [{"gate_fn": "softplus"}, {"gate_fn": "squared"}, {"chunk_size": -1}])
+def test_calls_that_are_not_prepared(change: dict[str, Any]) -> None:
+    """What else can be wrong with a call the op has found out: ``tests/ops/test_errors.py``."""
     with pytest.raises(ArgumentError):
-        run_linear_attention(*inputs.tensors(), **arguments)
+        run_linear_attention(replace(make_inputs(Case("token", True, 20)), **change))
 
 
 @both_targets
@@ -205,16 +195,11 @@ def test_arguments_outside_the_contract(change: dict[str, Any]) -> None:
 def test_bad_cu_seqlens(bounds: list[int]) -> None:
     inputs = make_inputs(Case("token", True, 20, batch=1, initial_state=False))
     with pytest.raises(ArgumentError):
-        run_linear_attention(*inputs.tensors(), scale=1.0, delta=True, gate="token", cu_seqlens=torch.tensor(bounds))
+        run_linear_attention(replace(inputs, cu_seqlens=torch.tensor(bounds)))
 
 
-def test_half_precision_is_the_callers_business() -> None:
-    inputs = make_inputs(Case("token", True, 20, dtype=torch.bfloat16))
+@pytest.mark.parametrize("run", [run_linear_attention, run_linear_attention_step])
+def test_half_precision_is_the_callers_business(run: Callable[[Call], object]) -> None:
+    inputs = make_inputs(Case("token", True, 1, dtype=torch.bfloat16))
     with pytest.raises(ArgumentError):
-        run_linear_attention(*inputs.tensors(), scale=1.0, delta=True, gate="token")
-
-
-def test_step_takes_one_token() -> None:
-    inputs = make_inputs(Case("token", True, 2))
-    with pytest.raises(ArgumentError):
-        run_linear_attention_step(*inputs.tensors(), scale=1.0, delta=True, gate="token")
+        run(inputs)

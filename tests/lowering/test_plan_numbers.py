@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kdacompile.lowering.calls import Call
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
 from kdacompile.lowering.plan import Options, naive_program, plan
 from kdacompile.lowering.plan.simulate import simulate
-from kdacompile.lowering.verify import Case, Inputs, make_inputs, oracle, relative_error, verify
+from kdacompile.lowering.scratch import Scratch
+from kdacompile.lowering.verify import Case, make_inputs, oracle, relative_error, verify
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +62,14 @@ def test_buffers_cost_no_accuracy(row: tuple[str, bool], strength: str) -> None:
     assert 1.1 * everything[1] < narrow[1]
 
 
-def errors(case: Case, inputs: Inputs, expected: tuple[Tensor, Tensor], options: Options) -> tuple[float, float]:
+def errors(case: Case, inputs: Call, expected: tuple[Tensor, Tensor], options: Options) -> tuple[float, float]:
     program = linear_attention_program(case.gate, case.delta)
     found = plan(program, "ascend910b", options, K=32, V=32, C=64, T=case.length, H=1)
-    o, state = simulate(found)(*inputs.tensors(), scale=case.scale, gate=case.gate)
+    o, state = simulate(found)(inputs, Scratch())
     return relative_error(o, expected[0]), relative_error(state, expected[1])
 
 
-def rounded(inputs: Inputs) -> Inputs:
+def rounded(inputs: Call) -> Call:
     """Inputs that bf16 holds exactly; the state is fp32."""
     names = ("q", "k", "v", "g", "beta")
     given = {name: x.bfloat16().float() for name in names if (x := getattr(inputs, name)) is not None}

@@ -94,10 +94,7 @@ def test_emitted_ascend_kernels_allocate_what_the_plan_says(
     defaults: dict[str, Any] = {"heads": 1, "key_width": 128, "value_width": 128, "dtype": torch.bfloat16}
     case = Case(*row, **{**defaults, **sizes})
     inputs, scratch = make_inputs(case), Scratch()
-    as_implementation(EmittedKernels(lambda launch: None, 20, target))(
-        *inputs.tensors(), scale=1.0, delta=case.delta, gate=case.gate, gate_form="log", chunk_size=0,
-        cu_seqlens=inputs.cu_seqlens, scratch=scratch,
-    )  # fmt: skip
+    as_implementation(EmittedKernels(lambda launch: None, 20, target))(inputs, scratch)
     assert scratch.allocated_bytes == ascend_scratch(case, 20, target) > 0
 
 

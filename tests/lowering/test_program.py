@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering.builder import Builder
+from kdacompile.lowering.calls import RECURRENT, Call
 from kdacompile.lowering.codegen import generate
 from kdacompile.lowering.errors import (
     CarryError,
@@ -117,9 +118,7 @@ def test_rounding_of_planned_buffers() -> None:
     case = Case("channel", True, 128)
     inputs = make_inputs(case)
     program = linear_attention_program("channel", True)
-    tensors: dict[str, Tensor | None] = dict(
-        zip(("q", "k", "v", "g", "beta", "initial_state"), inputs.tensors(), strict=True)
-    )
+    tensors = dict(zip(RECURRENT, inputs.recurrent, strict=True))
     run: dict[str, Any] = {
         "dims": {"C": 64, "K": 32, "V": 32},
         "dtype": torch.float32,
@@ -139,12 +138,12 @@ def test_rounding_of_planned_buffers() -> None:
 def test_verify_finds_faults() -> None:
     case = Case("token", True, 40)
 
-    def wrong(*tensors: Any, scratch: Scratch, **options: Any) -> tuple[Tensor, Tensor]:
-        o, state = run_linear_attention(*tensors, scratch=scratch, **options)
+    def wrong(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        o, state = run_linear_attention(call, scratch)
         return o, state * 1.001
 
-    def unwritten(*tensors: Any, scratch: Scratch, **options: Any) -> tuple[Tensor, Tensor]:
-        o, state = run_linear_attention(*tensors, **options)
+    def unwritten(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        o, state = run_linear_attention(call)
         return o + scratch.empty(o.shape, o.dtype, o.device) * 0, state
 
     for implementation in (wrong, unwritten):

@@ -25,15 +25,6 @@ TOLERANCES = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 GATED = [("token", True), ("channel", True), ("channel", False)]  # gate and delta: rows that prepare differently
 
 
-def call_of(case: Case) -> Call:
-    inputs = make_inputs(case)
-    return Call(
-        inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, None, None, inputs.cu_seqlens,
-        scale=case.scale, delta=case.delta, gate=case.gate, gate_fn=case.gate_form, gate_scale=1.0, sigmoid_beta=False,
-        qk_l2norm_eps=0.0, chunk_size=case.chunk_size, out_dtype=case.dtype,
-    )  # fmt: skip
-
-
 def check(case: OpCase, dtype: torch.dtype) -> None:
     """The kernels on the case in ``dtype``: as float64 has it, and the same twice."""
     parameters = {name: case.tensors[name] for name in ("A_log", "dt_bias", "initial_state")}
@@ -101,7 +92,7 @@ def test_every_width(gate: str, delta: bool, widths: tuple[int, int], dtype: tor
 
 
 def test_no_length_is_read_on_the_host() -> None:
-    call = call_of(Case("channel", True, lengths=(33, 0, 70), dtype=torch.bfloat16, device="cuda"))
+    call = make_inputs(Case("channel", True, lengths=(33, 0, 70), dtype=torch.bfloat16, device="cuda"))
     KERNELS.run(call)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -111,7 +102,7 @@ def test_no_length_is_read_on_the_host() -> None:
 
 
 def test_runs_repeat_bit_for_bit_and_never_look_ahead() -> None:
-    call = call_of(Case("channel", True, 500, key_width=128, value_width=128, dtype=torch.bfloat16, device="cuda"))
+    call = make_inputs(Case("channel", True, 500, key_width=128, value_width=128, dtype=torch.bfloat16, device="cuda"))
     first, state = KERNELS.run(call, Scratch(poison=True))
     again, same_state = KERNELS.run(call)
     assert torch.equal(first, again) and torch.equal(state, same_state)
@@ -129,7 +120,7 @@ def test_offsets_beyond_32_bits() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(1, length, heads, width, device="cuda", dtype=torch.bfloat16, generator=generator)
     bounds = torch.tensor([0, length - 90, length], device="cuda")
-    call = call_of(Case("none", False, 1, dtype=torch.bfloat16, device="cuda"))
+    call = make_inputs(Case("none", False, 1, dtype=torch.bfloat16, device="cuda"))
     call = replace(call, q=x, k=x, v=x, beta=None, initial_state=None, cu_seqlens=bounds)
     o, _ = KERNELS.run(call)
     last = x[:, -90:].clone()
