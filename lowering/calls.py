@@ -6,8 +6,9 @@ them, so that every input is read once. An :class:`Implementation` is a set of k
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Annotated, Protocol, cast
+from typing import Annotated, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -92,6 +93,14 @@ class Call:
         sequences = batch if self.cu_seqlens is None else self.sequences
         state = (sequences, heads, self.k.shape[3], width)
         return (tuple(self.v.shape), self.out_dtype), (state, self.state_dtype)
+
+    def having(self, changes: Mapping[str, Any]) -> Call:
+        """As ``dataclasses.replace``, in a tenth of its time: every decoding step makes a call of another."""
+        call = object.__new__(Call)
+        fields = call.__dict__
+        fields.update(self.__dict__)
+        fields.update(changes)
+        return call
 
     def with_bounds_at_hand(self) -> Call:
         """The call with cu_seqlens, which may be given on the CPU, on the device of the others."""

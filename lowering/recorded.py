@@ -26,7 +26,7 @@ from torch import Tensor
 from kdacompile.compat.launches import launch, launch_stream
 
 from .replay import Described, Place, Program, program_of
-from .scratch import Scratch
+from .scratch import Scratch, shares_memory
 
 Operands = Sequence[Tensor | None]
 Results = tuple[Tensor, ...]
@@ -312,16 +312,6 @@ def _signature(options: Hashable, operands: Operands, written: int | None) -> tu
     if written is not None:
         key.append(shares_memory(operands[written], addresses))
     return tuple(key), addresses
-
-
-def shares_memory(x: Tensor | None, addresses: Iterable[int]) -> bool:
-    """Whether more than one of the addresses, x's own among them, lies in x's memory."""
-    if x is None:
-        return False
-    storage = x.untyped_storage()
-    first = storage.data_ptr()
-    last = first + storage.nbytes()
-    return len([address for address in addresses if first <= address < last]) > 1
 
 
 def _is_descriptor(x: object) -> bool:

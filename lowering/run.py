@@ -129,12 +129,16 @@ def _nothing(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def is_any_watched(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether autograd, ``torch.func`` or a tensor subclass (fake tensors) looks at one of these tensors."""
-    return any(x is not None and is_watched(x) for x in tensors)
+    """Whether autograd, ``torch.func`` or a tensor subclass (fake tensors) looks at one of these tensors: a kernel that
+    is given its address would leave that out.
+    """
+    recorded = torch.is_grad_enabled()
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in _PLAIN or (recorded and x.requires_grad) or is_functorch_wrapped_tensor(x):
+            return True
+    return False
 
 
-def is_watched(x: Tensor) -> bool:
-    """Whether more than the numbers of ``x`` count: a kernel that is given its address would leave that out."""
-    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
-        return True
-    return (x.requires_grad and torch.is_grad_enabled()) or is_functorch_wrapped_tensor(x)
+_PLAIN = (Tensor, torch.nn.Parameter)

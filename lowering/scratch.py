@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -61,3 +61,13 @@ class Scratch:
 
     def once(self) -> None:
         """Says that this execution also does what does not go through here."""
+
+
+def shares_memory(x: Tensor | None, addresses: Iterable[int]) -> bool:
+    """Whether more than one of the addresses, x's own among them, lies in x's memory."""
+    if x is None:
+        return False
+    storage = x.untyped_storage()
+    first = storage.data_ptr()
+    last = first + storage.nbytes()
+    return len([address for address in addresses if first <= address < last]) > 1

@@ -12,8 +12,8 @@ from kdacompile.containment import contain
 from kdacompile.lowering.adjoint import GradientKernels
 from kdacompile.lowering.calls import Call, Implementation
 from kdacompile.lowering.operands import operands as operands_of
-from kdacompile.lowering.recorded import Memory, Operands, Results, shares_memory
-from kdacompile.lowering.scratch import Scratch
+from kdacompile.lowering.recorded import Memory, Operands, Results
+from kdacompile.lowering.scratch import Scratch, shares_memory
 from kdacompile.ops import definitions, kernels
 from kdacompile.ops.dispatch import Kernel
 from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_, Signature

@@ -11,7 +11,6 @@ The gate functions are those of the table in :mod:`kdacompile.lowering.gates`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,8 +41,10 @@ def prepared(call: Call) -> Call:
 
 def recurrence(call: Call, operands: Mapping[str, Any]) -> Call:
     """The same, of operands that are prepared."""
-    form = "factor" if call.gate_fn == "factor" else "log"
-    return replace(call, **operands, A_log=None, dt_bias=None, gate_fn=form, sigmoid_beta=False)
+    return call.having({**operands, **_APPLIED, "gate_fn": "factor" if call.gate_fn == "factor" else "log"})
+
+
+_APPLIED = {"A_log": None, "dt_bias": None, "sigmoid_beta": False}
 
 
 def prepared_operands(call: Call) -> dict[str, Any]:

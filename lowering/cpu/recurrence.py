@@ -13,6 +13,7 @@ from kdacompile.containment import contain
 
 from ..calls import Call
 from ..layout import sequence_bounds
+from ..scratch import shares_memory
 from .compiler import CannotCompile, library, parallel_for, say_slow
 
 MAX_KEY_WIDTH = 512
@@ -78,9 +79,12 @@ def run_recurrence(call: Call, *, overwrite: bool = False) -> tuple[Tensor, Tens
     sequences = batch if bounds is None else len(bounds) - 1
     # Every tensor is held by a name until the kernel is done: it is given addresses.
     q, k, v, decay, beta = in_rows(call.q), in_rows(call.k), in_rows(call.v), decay_of(call), call.beta
-    initial_state = None if call.initial_state is None else call.initial_state.to(q.dtype).contiguous()
+    initial_state = call.initial_state
+    if initial_state is not None:
+        initial_state = initial_state.to(q.dtype).contiguous()
     out = torch.empty((batch, length, heads, value_width), dtype=q.dtype)
-    if overwrite and initial_state is not None and not _share_memory(initial_state, (q, k, v, decay, beta)):
+    addresses = [address(x) for x in (initial_state, q, k, v, decay, beta)]
+    if overwrite and initial_state is not None and not shares_memory(initial_state, addresses):
         final = initial_state  # a strip is read whole before it is written
     else:
         final = torch.empty((sequences, heads, key_width, value_width), dtype=q.dtype)
@@ -125,11 +129,6 @@ def decay_of(call: Call) -> Tensor | None:
 def in_rows(x: Tensor) -> Tensor:
     """``x`` with its last dimension contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _share_memory(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
-    own = x.untyped_storage().data_ptr()
-    return own in [other.untyped_storage().data_ptr() for other in others if other is not None]
 
 
 def address(x: Tensor | None) -> int:
