@@ -5,7 +5,7 @@
 
 ``c_s`` is one latent per token, ``r_s`` one rotated key per token that all heads share; what expands the latent
 (kv_b_proj) has no bias. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. The equation in code is
-``oracle.py``; ``walk.py`` finds where it could be, ``roles.py`` says what plays which role, and
+``oracle.py``; ``attention.py`` finds where it could be, ``latent.py`` says what plays which role, and
 nothing is believed before the proof.
 """
 

@@ -19,9 +19,9 @@ from kdacompile.patterns.engine.field import unreached
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.values import number
 from kdacompile.patterns.engine.vocabulary import LAYOUT, ORDERED
+from kdacompile.patterns.mla.attention import Attention, Hidden
 from kdacompile.patterns.mla.definition import MASKS
 from kdacompile.patterns.mla.sources import named
-from kdacompile.patterns.mla.walk import Attention, Hidden
 
 LARGEST_CONSTANT = 1 << 26
 """Entries of a constant mask that is still computed."""

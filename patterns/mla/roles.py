@@ -1,6 +1,6 @@
 """What forbids a rewrite around one softmax whatever the region computes, and where the region begins and ends.
 
-Attention of other kinds is passed over in silence: ``expanded.py`` and ``absorbed.py`` say what counts as MLA.
+Attention of other kinds is passed over in silence: ``latent.py`` says what counts as MLA.
 """
 
 from __future__ import annotations
@@ -11,45 +11,32 @@ from kdacompile.graph.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.numbering import Numbering
 from kdacompile.patterns.engine.rounding import rounding
+from kdacompile.patterns.engine.traits import ATTENTION
 from kdacompile.patterns.engine.values import root
-from kdacompile.patterns.engine.vocabulary import LAYOUT, REGION, SOFTMAXES
-from kdacompile.patterns.mla.absorbed import read_absorbed
+from kdacompile.patterns.engine.vocabulary import LAYOUT, REGION
+from kdacompile.patterns.mla.attention import Attention
 from kdacompile.patterns.mla.bindings import bindings, labels
 from kdacompile.patterns.mla.definition import LatentCandidate, Parts
-from kdacompile.patterns.mla.expanded import read_expanded
-from kdacompile.patterns.mla.half import half_absorbed, read_half
+from kdacompile.patterns.mla.latent import read_latent
 from kdacompile.patterns.mla.masks import Masks, read_masks
-from kdacompile.patterns.mla.softmax import LOG
-from kdacompile.patterns.mla.walk import Attention
 
-ALLOWED = REGION | SOFTMAXES | frozenset({LOG, "max", "amax", "logsumexp"})
+ALLOWED = REGION | ATTENTION.keys()
 MAX_BINDINGS = 48
+
+WEIGHTS = "the attention weights are"
+KEYS = "expanded keys or values (of a cache that keeps them, or returned) are"
 
 
 def read_attention(graph: Graph, attention: Attention) -> LatentCandidate | Obstacle | None:
     """What could be MLA, or of a near miss what stands in the way; None for attention of another kind."""
     numbering = Numbering()
-    found, parts = _read(attention, numbering)
+    found, parts = read_latent(attention, numbering)
     if parts is None or isinstance(parts, Obstacle):
         return parts
     if found.obstacles:
         return found.obstacles[0]
     masks = read_masks(found, parts.sizes)
     return masks if isinstance(masks, Obstacle) else _candidate(graph, found, parts, masks, numbering)
-
-
-def _read(found: Attention, numbering: Numbering) -> tuple[Attention, Parts | Obstacle | None]:
-    """What the attention is made of, with queries before keys or the other way round."""
-    for order in (found, found.swapped()):
-        parts = read_absorbed(order, numbering) or read_expanded(order, numbering)
-        if isinstance(parts, Parts):
-            return order, parts
-        half = read_half(order, numbering)
-        if half is not None:
-            return half
-        if parts is not None:
-            return order, half_absorbed(found, numbering) or parts
-    return found, half_absorbed(found, numbering)
 
 
 # -- the region --------------------------------------------------------------------------------------------------------
@@ -75,7 +62,8 @@ def _candidate(
     # A prefill may leave keys and values behind: attention on all of them gains more than expanding them twice costs.
     whole = 1 < parts.sizes["T"] == parts.sizes["S"] == parts.sizes["C"]
     kept = _kept(graph, ops, cut, expanding) if whole else set[Op]()
-    obstacle = _forbidden(graph, ops, cut, output, expanding, kept) or rounding(ops, ops, _entering(ops, cut), [output])
+    roles = dict.fromkeys(expanding, KEYS) | dict.fromkeys({found.softmax, *found.between}, WEIGHTS)
+    obstacle = _forbidden(graph, ops, cut, output, roles, kept) or rounding(ops, ops, _entering(ops, cut), [output])
     if obstacle is not None:
         return obstacle
     found_bindings = list(islice(bindings(tensors, output, found.scores, parts.sizes, masks), MAX_BINDINGS))
@@ -122,10 +110,10 @@ def _sink_vector(value: Value) -> Value:
 
 
 def _forbidden(
-    graph: Graph, region: set[Op], cut: list[Value], output: Value, expanding: set[Op], kept: set[Op]
+    graph: Graph, region: set[Op], cut: list[Value], output: Value, what: dict[Op, str], kept: set[Op]
 ) -> Obstacle | None:
-    """The first operator that must not be in the region, or whose result is needed elsewhere; ``expanding``: those that
-    make keys and values; ``kept``: those of them that stay.
+    """The first operator that must not be in the region, or whose result is needed elsewhere; ``what``: what they make,
+    in words; ``kept``: those that stay.
     """
     for op in sorted(region, key=lambda item: item.outs[0].index):
         if op.out.const or op.out.param:
@@ -139,10 +127,6 @@ def _forbidden(
             if value in graph.outputs or value in graph.written:
                 outside = "the graph's caller"
             if outside is not None:
-                what = "an intermediate value of the region is"
-                if op.name in SOFTMAXES:
-                    what = "the attention weights are"
-                elif op in expanding:
-                    what = "expanded keys or values (of a cache that keeps them, or returned) are"
-                return Obstacle("escape", f"{what} also read by {outside}", op)
+                made = what.get(op, "an intermediate value of the region is")
+                return Obstacle("weights" if made is WEIGHTS else "escape", f"{made} also read by {outside}", op)
     return None

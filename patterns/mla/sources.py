@@ -1,13 +1,14 @@
 """What keys and values are made of, in the attention of MLA.
 
 They are followed back through rearrangements only, to a *projection* (the product of an activation with a weight:
-kv_b_proj of the latent) and to *shared* tensors (the rotated key of all heads, expanded).
+kv_b_proj of the latent), to the latent itself, and to *shared* tensors (the rotated key of all heads, expanded).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.numbering import Numbering
@@ -22,7 +23,13 @@ MOVES = LAYOUT | frozenset(
 CACHED = MOVES | frozenset("index_copy index_put scatter".split())
 """The same where they are put into a cache first."""
 
+CLIMBED = MOVES & (LAYOUT | PICKING | {"repeat"})
+"""Those that take elements of one tensor."""
+
 SCALES = frozenset({"mul", "div"})
+
+FAR = 24
+"""Rearrangements in a row."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +44,28 @@ class Projection:
     bias: bool
 
     @property
-    def rows(self) -> int:
-        """How many rows the weight has: heads times what each has."""
-        return math.prod(root(self.weight).shape) // self.rank
+    def size(self) -> int:
+        """How many numbers the weight has."""
+        return math.prod(root(self.weight).shape)
+
+
+@dataclass
+class Made:
+    """What operands are made of."""
+
+    projections: dict[Op, Projection] = field(default_factory=dict[Op, Projection])
+    latent: bool = False
+    """Whether the latent itself is among it."""
+    shared: dict[Value, None] = field(default_factory=dict[Value, None])
+
+    @property
+    def only(self) -> Projection | None:
+        """The projection that is all of it."""
+        return next(iter(self.projections.values())) if len(self.projections) == 1 and not self.latent else None
 
 
 class Sources:
-    """What a key or value operand is made of: projections, of ``latent`` alone if it is given, and shared tensors."""
+    """What operands are made of: projections, of ``latent`` alone if it is given, the latent, and shared tensors."""
 
     def __init__(
         self, latent: Value | None = None, moves: frozenset[str] = MOVES, numbering: Numbering | None = None
@@ -51,39 +73,58 @@ class Sources:
         self.latent, self.moves, self.numbering = latent, moves, numbering or Numbering()
         self.reached: dict[Value, bool] = {}
 
-    def of(self, value: Value) -> tuple[list[Projection], list[Value]]:
-        projections: dict[Op, Projection] = {}
-        shared: dict[Value, None] = {}
-        self._collect(value, projections, shared)
-        return list(projections.values()), list(shared)
+    def of(self, *values: Value) -> Made:
+        made = Made()
+        for value in values:
+            self._collect(value, made)
+        return made
 
-    def _collect(self, value: Value, projections: dict[Op, Projection], shared: dict[Value, None]) -> None:
+    def _collect(self, value: Value, made: Made) -> None:
         projection = self._project(value)
         if projection is not None:
-            projections[projection.op] = projection
+            made.projections[projection.op] = projection
+        elif self._is_latent(value):
+            made.latent = True
         elif value.op is not None and self._reaches(value):
             for read in _data(value.op):
-                self._collect(read, projections, shared)
+                self._collect(read, made)
         elif not value.const:
-            shared[value] = None
+            made.shared[value] = None
+
+    def _is_latent(self, value: Value) -> bool:
+        return self.latent is not None and self.numbering.of(value) == self.numbering.of(self.latent)
 
     def _project(self, value: Value) -> Projection | None:
         found = project(value.op)
         if found is None or self.latent is None:
             return found
-        own = tokens_of(found.activation)
-        return found if own is not None and self.numbering.of(own) == self.numbering.of(self.latent) else None
+        activation = tokens_of(found.activation)
+        return found if activation is not None and self._is_latent(activation) else None
 
     def _reaches(self, value: Value) -> bool:
-        """True if rearrangements alone lie between ``value`` and a projection."""
+        """True if rearrangements alone lie between ``value`` and a projection or the latent."""
         if value not in self.reached:
             op = value.op
             self.reached[value] = False
             moves = op is not None and (op.name in self.moves or scales(op))
-            self.reached[value] = self._project(value) is not None or (
-                op is not None and moves and any(self._reaches(read) for read in _data(op))
+            self.reached[value] = (
+                self._is_latent(value)
+                or self._project(value) is not None
+                or (op is not None and moves and any(self._reaches(read) for read in _data(op)))
             )
         return self.reached[value]
+
+
+def climb(value: Value) -> Iterator[Value]:
+    """An operand and what it is taken from, through rearrangements and cuts of one tensor."""
+    yield value
+    for _ in range(FAR):
+        op = value.op
+        data = [] if op is None else _data(op)
+        if op is None or len(data) != 1 or not (op.name in CLIMBED or scales(op)):
+            return
+        value = data[0]
+        yield value
 
 
 def _data(op: Op) -> list[Value]:
@@ -91,8 +132,13 @@ def _data(op: Op) -> list[Value]:
 
 
 def scales(op: Op) -> bool:
-    """A constant factor, as scaled_dot_product_attention puts on both operands."""
-    return op.name in SCALES and len(_data(op)) == 1 and is_scalar_factor(op)
+    """A factor that is one constant number, as scaled_dot_product_attention puts on both operands."""
+    if op.name not in SCALES or len(_data(op)) != 1:
+        return False
+    other = op.args[1]
+    if op.name == "div" and isinstance(other, Value) and not other.const:
+        return False
+    return not isinstance(other, Value) or any(all(n == 1 for n in read.shape) for read in op.reads if read.const)
 
 
 def project(op: Op | None) -> Projection | None:
@@ -159,11 +205,3 @@ def heads_of(value: Value) -> Value | None:
 def tokens_of(value: Value) -> Value | None:
     """A cache with its tokens apart; one request may have no dimension of its own."""
     return named(value, 3) or named(value, 2)
-
-
-def is_scalar_factor(op: Op) -> bool:
-    """A factor that is one number; on the right of a division."""
-    other = op.args[1]
-    if op.name == "div" and isinstance(other, Value) and not other.const:
-        return False
-    return not isinstance(other, Value) or any(all(n == 1 for n in read.shape) for read in op.reads if read.const)

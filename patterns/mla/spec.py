@@ -11,12 +11,12 @@ from kdacompile.graph.ir import Graph
 from kdacompile.patterns.engine.match import Obstacle, Verdict
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.spec import Spec
+from kdacompile.patterns.mla.attention import Attention, find_attention
 from kdacompile.patterns.mla.definition import MASKS, NAME, LatentAttention, LatentCandidate, LatentMatch
 from kdacompile.patterns.mla.lengths import lengths_instead
 from kdacompile.patterns.mla.pages import pages_instead
 from kdacompile.patterns.mla.proof import prove
 from kdacompile.patterns.mla.roles import read_attention
-from kdacompile.patterns.mla.walk import Attention, find_attention
 
 
 class LatentAttentionSpec(Spec[Attention, LatentAttention]):

@@ -1,0 +1,394 @@
+"""The latent that keys and values meet in, and who is who around it.
+
+    s_ts = scale * (q_t . W_UK c_s + q_rope_t . r_s)      o_t = softmax_s(s_ts + mask_ts) W_UV c_s
+
+Keys and values are followed up through rearrangements. Where both arrive at one tensor, be it through a product with a
+weight each (expanded), through none (absorbed by hand), or through one on one side, that tensor is the latent ``c``;
+what else the keys are made of is the rotated part ``r`` of all heads. A weight that is on neither way stands above the
+queries (W_UK) or below the result (W_UV): with it the region is the same function, and the op chooses the cheaper form
+by its sizes. What the products and rearrangements do to heads and columns the check will say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.match import Obstacle
+from kdacompile.patterns.engine.numbering import Numbering
+from kdacompile.patterns.engine.values import is_weight, operand, root
+from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT
+from kdacompile.patterns.mla.attention import Attention, Term
+from kdacompile.patterns.mla.bindings import labels
+from kdacompile.patterns.mla.definition import Parts
+from kdacompile.patterns.mla.sources import (
+    CACHED,
+    MOVES,
+    Projection,
+    Sources,
+    climb,
+    heads_of,
+    is_part,
+    project,
+    scales,
+    tokens_of,
+    unexpanded,
+)
+
+FAR = 24
+"""Operators around an attention among which a weight is looked for."""
+
+Read = tuple[Attention, Parts | Obstacle | None]
+"""The attention with its products, and its tensors, or what is in the way; None: attention of another kind."""
+
+
+def read_latent(attention: Attention, numbering: Numbering) -> Read:
+    """The tensors of one attention, with queries before keys or the other way round."""
+    near: Obstacle | None = None
+    for found in (attention, attention.swapped()):
+        for meeting in _meetings(found, numbering):
+            taken, parts = meeting.read()
+            if isinstance(parts, Parts):
+                return taken, parts
+            near = near or parts
+    return attention, near or _expanded_cache(attention)
+
+
+def _meetings(found: Attention, numbering: Numbering) -> Iterator[_Meeting]:
+    """Every tensor that keys and values could both be taken from, the nearest first."""
+    values = Sources(numbering=numbering).of(found.values)
+    expanded = None if values.shared else values.only
+    for projection in (None, expanded) if expanded else (None,):
+        start, rank = (projection.activation, projection.rank) if projection else (found.values, found.value_width)
+        tried = set[Value]()
+        for value in climb(start):
+            latent = tokens_of(value)
+            if latent is None or latent in tried:
+                continue
+            tried.add(latent)
+            made = [Sources(latent, numbering=numbering).of(term.keys) for term in found.terms]
+            plain = [term for term, own in zip(found.terms, made, strict=True) if own.latent or own.projections]
+            keys = Sources(latent, numbering=numbering).of(*(term.keys for term in found.terms))
+            if plain and (keys.only is not None) != keys.latent:
+                yield _Meeting(found, latent, rank, projection, keys.only, plain, list(keys.shared), numbering)
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Keys and values of one tensor, ``rank`` columns of which the values are made of."""
+
+    found: Attention
+    latent: Value
+    rank: int
+    values: Projection | None
+    """The product that expands the values; None if they are the latent itself."""
+    keys: Projection | None
+    """The same of the keys."""
+    plain: list[Term]
+    """The products of keys that are made of the latent."""
+    shared: list[Value]
+    """What else keys are made of."""
+    numbering: Numbering
+
+    def read(self) -> Read:
+        """The attention with what belongs to it, and its tensors."""
+        if self.keys is None and self.values is None:
+            return self.found, self.absorbed()
+        if self.keys is not None and not self.is_latent(self.keys):
+            return self.found, None
+        bias = next((made for made in (self.keys, self.values) if made is not None and made.bias), None)
+        if bias is not None:
+            reason = "the projection that expands the latent has a bias, which does not absorb"
+            return self.found, Obstacle("bias", reason, bias.op)
+        if self.values is None and self.keys is not None:
+            return self.values_absorbed(self.keys)
+        if self.keys is None and self.values is not None:
+            return self.found, self.keys_absorbed(self.values)
+        assert self.keys is not None and self.values is not None
+        return self.found, self.expanded(self.keys, self.values)
+
+    def is_latent(self, keys: Projection) -> bool:
+        """True if keys (and values) are expanded from a latent, apart from what the queries are made of: it is
+        narrower than what comes out of it, or leaves a part of the key to a tensor that all heads share.
+        """
+        queries = Sources(self.latent, numbering=self.numbering).of(*(term.queries for term in self.found.terms))
+        if keys.op in queries.projections:
+            return False
+        return any(value.shape[-1] for value in self.shared) or _narrow(keys, self.values or self.behind or keys)
+
+    # -- the four ways to spell it
+
+    def expanded(self, keys: Projection, values: Projection) -> Parts | Obstacle:
+        if self.is_odd():
+            reason = "the keys are made of more than a latent and one shared part"
+            return Obstacle("roles", reason, self.found.softmax)
+        query, weights = heads_of(self.term.queries), _weights(keys, values)
+        rotated = None if self.rotated is None else heads_of(self.rotated.queries)
+        if query is None or (self.rotated is not None and rotated is None):
+            reason = "an operand of the attention is never seen with its batch and heads"
+            return Obstacle("roles", reason, self.found.softmax)
+        for rope in self.rope_widths():
+            nope = self.term.width - (0 if self.rotated else rope)
+            heads = self.heads_of_weights(weights, nope)
+            sizes = self.sizes(query, heads, rope, nope, self.term.width)
+            if sizes is None:
+                continue
+            if self.rope is not None and next(labels(self.rope, "k_rope", sizes), None) is None:
+                op = self.rope.op or self.found.softmax
+                return Obstacle("per_head_rope", "every head has a rotated key of its own", op)
+            return self.parts(query, rotated, sizes, weights)
+        return Obstacle("roles", "what enters the attention does not fit the sizes of MLA", self.found.softmax)
+
+    def absorbed(self) -> Parts | None:
+        """Weights are on neither way: they are not looked for, but tell how many heads there are."""
+        query = None if self.is_odd() else heads_of(self.term.queries)
+        for rope in filter(self.fits, self.rope_widths()):
+            heads = None if query is None else self.heads_of_query(query, rope)
+            if query is None or heads is None:
+                continue
+            rotated = None if self.rotated is None else heads_of(self.rotated.queries)
+            sizes = self.sizes(query, heads, rope, self.rank, self.term.width)
+            if sizes is not None and (self.rotated is None or rotated is not None):
+                return self.parts(query, rotated, sizes, {})
+        return None
+
+    def keys_absorbed(self, values: Projection) -> Parts | Obstacle:
+        """Queries that have been taken through W_UK."""
+        for rope in () if self.is_odd() else filter(self.fits, self.rope_widths()):
+            for absorbed, rotated in self.queries(rope):
+                keys = _absorbing(absorbed)
+                query = None if keys is None else heads_of(keys.activation)
+                if keys is None or query is None or (rope and rotated is None):
+                    continue
+                weights = _weights(keys, values)
+                heads = self.heads_of_weights(weights, keys.rank)
+                sizes = self.sizes(query, heads, rope, keys.rank, keys.rank)
+                if sizes is not None:
+                    return self.parts(query, rotated, sizes, weights)
+        return self.half("values")
+
+    def values_absorbed(self, keys: Projection) -> Read:
+        """The result is taken through W_UV."""
+        made = self.behind
+        if made is not None and not made.bias and made.rank == self.rank == keys.rank:
+            result = made.op.out
+            width = math.prod(result.shape) * made.rank // math.prod(self.found.result.shape)
+            taken = replace(self.found, result=result, taken=width)
+            parts = replace(self, found=taken).expanded(keys, made)
+            if isinstance(parts, Parts):
+                return taken, parts
+        return self.found, self.half("keys")
+
+    def half(self, expanded: str) -> Obstacle:
+        reason = f"only the {expanded} are expanded from the latent: weights are absorbed by hand on one side"
+        return Obstacle("half_absorbed", reason, self.found.softmax)
+
+    # -- tensors
+
+    @property
+    def behind(self) -> Projection | None:
+        """The product with a weight per head that takes the result."""
+        return project(_product_behind(self.found.result))
+
+    @property
+    def term(self) -> Term:
+        return self.plain[0]
+
+    @property
+    def rotated(self) -> Term | None:
+        """The product of rotated queries and keys, where it is one of its own."""
+        return next((term for term in self.found.terms if term is not self.term), None)
+
+    @property
+    def rope(self) -> Value | None:
+        return tokens_of(unexpanded(self.shared[0])) if self.shared else None
+
+    def is_odd(self) -> bool:
+        """True if keys are made of more than a latent and one part of all heads."""
+        terms, unseen = len(self.found.terms), bool(self.shared) and self.rope is None
+        return unseen or len(self.shared) > 1 or terms > 2 or len(self.plain) > 1 or (terms == 2 and not self.shared)
+
+    def rope_widths(self) -> list[int]:
+        """How many columns are rotated; of a cache of both, those that are not values."""
+        if self.rotated is not None:
+            return [self.rotated.width]
+        if self.shared:
+            rope, tokens = self.rope, math.prod(self.latent.shape) // self.rank
+            counted = [] if rope is None else [math.prod(rope.shape) // tokens]  # or keys are columns
+            return list(dict.fromkeys([self.shared[0].shape[-1], *counted]))
+        return [self.term.width - self.rank if self.is_cache else 0]
+
+    def fits(self, rope: int) -> bool:
+        """Whether keys that are the latent itself are as wide as it is, with so many columns of a rotated part."""
+        return self.term.width == self.rank + (0 if self.rotated else rope)
+
+    @property
+    def is_cache(self) -> bool:
+        """Whether the tensor has the rotated keys beside the latent."""
+        return self.keys is None and not self.shared and self.term.width > self.rank
+
+    def queries(self, rope: int) -> list[tuple[Value, Value | None]]:
+        """The absorbed query, and the rotated one: where both are one tensor, either part could be either."""
+        if self.rotated is not None or not rope:
+            return [(self.term.queries, None if self.rotated is None else heads_of(self.rotated.queries))]
+        joined = _above(self.term.queries).op
+        if joined is None or joined.name != "cat" or len(joined.reads) != 2:
+            return []
+        return [(part, heads_of(other)) for part, other in (joined.reads, joined.reads[::-1])]
+
+    def parts(
+        self, query: Value, rotated: Value | None, sizes: dict[str, int], weights: dict[str, Projection]
+    ) -> Parts:
+        # A rotated part of no columns (no positions) is an operand of the region, though not of the op.
+        tensors = {"q": query, "cache" if self.is_cache else "latent": self.latent}
+        tensors |= {role: operand(made.weight) for role, made in weights.items()}
+        optional = {"k_rope": self.rope, "q_rope": rotated}
+        return Parts(tensors | {role: value for role, value in optional.items() if value is not None}, sizes)
+
+    # -- sizes
+
+    def sizes(self, query: Value, heads: int, rope: int, nope: int, width: int) -> dict[str, int] | None:
+        """The size behind every axis, for queries of ``width`` columns; None if the tensors do not agree on one."""
+        found, rank = self.found, self.rank
+        value, cached = found.value_width, found.cached
+        columns = rank + rope if self.is_cache else rank
+        held = math.prod(self.latent.shape) // columns
+        for batch in dict.fromkeys((found.softmax.out.shape[0], held // cached, 1)):
+            if min(nope, value, rank, heads, batch) < 1:
+                continue
+            tokens, left = divmod(math.prod(query.shape), batch * heads * width)
+            many, rest = divmod(math.prod(self.latent.shape), batch * columns)
+            if rest or left or not tokens or many < cached or (many != cached and cached != tokens):
+                continue
+            if math.prod(found.result.shape) != batch * tokens * heads * (value + found.padding):
+                continue
+            if self.rope is not None and self.keys is None and math.prod(self.rope.shape) != batch * many * rope:
+                continue
+            sizes = {"B": batch, "T": tokens, "S": cached, "C": many, "H": heads, "K": width}
+            sizes |= {"N": nope, "D": rope, "R": rank, "V": value, "E": rank + rope}
+            role = "cache" if self.is_cache else "latent"
+            if next(labels(self.latent, role, sizes), None) is not None:
+                return sizes
+        return None
+
+    def heads_of_weights(self, weights: dict[str, Projection], nope: int) -> int:
+        """How many heads the weights are for; 0 if they are not of MLA's sizes."""
+        value, rank = self.found.value_width, self.rank
+        each = {"w": nope + value, "w_k": nope, "w_v": value}
+        counts = {divmod(made.size, each[role] * rank) for role, made in weights.items() if each[role] > 0}
+        (heads, rest), *others = counts or {(0, 0)}
+        return 0 if rest or others else heads
+
+    def heads_of_query(self, query: Value, rope: int) -> int | None:
+        """How many of the query's rows are a token's heads: as many as the weights around have, else as the scores say.
+        Without a rotated part nothing but those weights tells it from attention to a memory that is key and value.
+        """
+        batches = dict.fromkeys((self.found.softmax.out.shape[0], 1))
+        held = math.prod(self.latent.shape) // (self.rank + (rope if self.is_cache else 0))
+        batch = next((batch for batch in batches if batch * self.found.cached == held), 0)
+        rows, rest = divmod(math.prod(query.shape), max(1, batch) * self.term.width)
+        if rest or not batch:
+            return None
+        known = _heads_around(query, self.found)
+        if known is not None and rows % known == 0:
+            return known
+        if not rope:
+            return None
+        between = self.found.softmax.out.shape[1:-1]
+        if len(query.shape) < 4 or 1 in between:
+            return rows
+        return between[0] if rows % between[0] == 0 else None
+
+
+def _weights(keys: Projection, values: Projection) -> dict[str, Projection]:
+    """One weight where it expands both, or where the other is a part of it."""
+    if keys.op is values.op or is_part(values.weight, keys.weight):
+        return {"w": keys}
+    return {"w": values} if is_part(keys.weight, values.weight) else {"w_k": keys, "w_v": values}
+
+
+def _narrow(keys: Projection, values: Projection) -> bool:
+    """True if the latent is narrower than what comes out of it."""
+    rows = {projection.op: projection.size // projection.rank for projection in (keys, values)}
+    return 2 * keys.rank < sum(rows.values())
+
+
+# -- weights around ----------------------------------------------------------------------------------------------------
+
+
+def _above(value: Value) -> Value:
+    """What a value is, rearrangements and constant factors aside."""
+    while value.op is not None and (value.op.name in LAYOUT or scales(value.op)):
+        value = next(read for read in value.op.reads if not read.const)
+    return value
+
+
+def _absorbing(query: Value) -> Projection | None:
+    """The product with a weight per head that makes a query."""
+    op = _above(query).op
+    if op is None or op.name not in CONTRACTIONS or not _is_per_head(op.reads):
+        return None
+    made = project(op)
+    return None if made is None or made.bias else made
+
+
+def _product_behind(value: Value) -> Op | None:
+    """The product with a weight per head that alone reads a result, rearrangements aside."""
+    for _ in range(FAR):
+        if len(value.users) != 1:
+            return None
+        op = value.users[0]
+        if op.name in CONTRACTIONS:
+            return op if _is_per_head(op.reads) else None
+        if op.name not in LAYOUT:
+            return None
+        value = op.out
+    return None
+
+
+def _heads_around(query: Value, found: Attention) -> int | None:
+    """How many matrices the weight has whose product makes the query, or takes the result."""
+    above, stack = set[Value](), [query]
+    while stack:
+        value = stack.pop()
+        op = value.op
+        if op is None or value in above or len(above) > FAR:
+            continue
+        above.add(value)
+        if op.name in CONTRACTIONS:
+            if _is_per_head(op.reads):
+                return _matrices(op.reads)
+        elif op.name in MOVES or scales(op):
+            stack.extend(read for read in op.reads if not read.const)
+    after = _product_behind(found.product.out)
+    return None if after is None else _matrices(after.reads)
+
+
+def _is_per_head(operands: list[Value]) -> bool:
+    """True for a batched product, one of whose operands is a weight."""
+    return len(operands[-1].shape) == 3 and any(is_weight(root(value)) for value in operands)
+
+
+def _matrices(operands: list[Value]) -> int:
+    """How many matrices a weight has; a product may have them again for every request."""
+    weight = next(value for value in operands if is_weight(root(value)))
+    return math.prod(root(weight).shape) // math.prod(weight.shape[-2:])
+
+
+# -- near misses -------------------------------------------------------------------------------------------------------
+
+
+def _expanded_cache(found: Attention) -> Obstacle | None:
+    """Keys and values of a latent that are cached one by one, as transformers before 5 does."""
+    values = next(iter(Sources(moves=CACHED).of(found.values).projections.values()), None)
+    made = Sources(moves=CACHED).of(*(term.keys for term in found.terms))
+    keys = next(iter(made.projections.values()), None)
+    if values is None or keys is None or len(made.projections) != 1:
+        return None
+    latent = tokens_of(values.activation)
+    if latent is None or tokens_of(keys.activation) is not latent or not _narrow(keys, values):
+        return None
+    reason = "keys and values are cached expanded: of earlier tokens there is no latent left to attend to"
+    return Obstacle("expanded_cache", reason, found.softmax)
