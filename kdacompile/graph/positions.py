@@ -45,7 +45,8 @@ from kdacompile.graph.laws import (
     uniform,
     viewed,
 )
-from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING
+from kdacompile.patterns.engine.values import turn
+from kdacompile.patterns.engine.vocabulary import AS_IS, LAYOUT, PICKING, TURNS, VIEWS
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class _Reader:
             return uniform(offset, op.out.dtype, len(op.out.shape))
         if name == "_to_copy":
             return in_dtype(Law("affine", offset, steps), op.out.dtype)
-        if name in ("clone", "contiguous", "alias", "detach", "lift_fresh"):
+        if name in AS_IS:
             return law
         if name == "expand":
             return Law("affine", offset, (Fraction(0),) * (len(op.out.shape) - rank) + steps)
@@ -198,15 +199,9 @@ class _Reader:
             return picked(op, law)
         if name == "index":
             return indexed(op, laws)
-        if name in ("transpose", "t", "permute"):
-            order = list(range(rank))
-            if name == "permute":
-                order = [dim % rank for dim in op.args[1]]
-            elif rank > 1:
-                one, other = (dim % rank for dim in (op.args[1:3] if name == "transpose" else (0, 1)))
-                order[one], order[other] = order[other], order[one]
-            return Law("affine", offset, tuple(steps[dim] for dim in order))
-        if name in ("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze"):
+        if name in TURNS:
+            return Law("affine", offset, tuple(steps[dim] for dim in turn(op)))
+        if name in VIEWS:
             other = viewed(value.shape, steps, op.out.shape)
             if other is not None:
                 return Law("affine", offset, other)

@@ -66,9 +66,9 @@ class Recorder(TorchDispatchMode):
         self.undo: list[tuple[Storage, Value, int]] = []
 
     # -- values -------------------------------------------------------------------------------------------------
-    def new_value(self, tensor: torch.Tensor, op: Op | None = None) -> Value:
+    def new_value(self, tensor: torch.Tensor) -> Value:
         self.values += 1
-        return Value(self.values, tuple(tensor.shape), tensor.dtype, op)
+        return Value(self.values, tuple(tensor.shape), tensor.dtype)
 
     def track(self, tensor: torch.Tensor, value: Value, source: Any = None) -> None:
         storage = Storage(len(self.storages), value, source)
@@ -151,7 +151,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An in-place operator: record its functional twin, then thread the result back into the buffer."""
+        """An in-place operator: record its functional form, then thread the result back into the buffer."""
         written = [
             a
             for a, spec in zip(args, declaration(func).arguments, strict=False)
@@ -175,8 +175,8 @@ class Recorder(TorchDispatchMode):
             new.const = not isinstance(filler, Value) or filler.const
         else:
             packet = getattr(aten, name.removesuffix("_"))
-            twin = getattr(packet, overload_name(func))
-            new = self.emit(twin, values, map_tensors(kwargs, self.value_of), [(alias.value.shape, alias.value.dtype)])[
+            form = getattr(packet, overload_name(func))
+            new = self.emit(form, values, map_tensors(kwargs, self.value_of), [(alias.value.shape, alias.value.dtype)])[
                 0
             ]
         self.thread_back(alias, new)
@@ -191,11 +191,11 @@ class Recorder(TorchDispatchMode):
             raise NotImplementedError(f"{func} on a tensor of another graph")
         alias.value.node = alias.storage.node = None
         self.graph.names.pop(alias.value, None)
-        twin = getattr(getattr(aten, operator_name(func).removeprefix("aten::").removesuffix("_")), overload_name(func))
+        form = getattr(getattr(aten, operator_name(func).removeprefix("aten::").removesuffix("_")), overload_name(func))
         func(*args, **kwargs)
         out = tuple(args[0].shape), args[0].dtype
-        value = self.emit(twin, (alias.value, *args[1:]), kwargs, [out])[0]
-        alias.chain, alias.value = (*alias.chain, (twin, args[1:], kwargs, out)), value
+        value = self.emit(form, (alias.value, *args[1:]), kwargs, [out])[0]
+        alias.chain, alias.value = (*alias.chain, (form, args[1:], kwargs, out)), value
         return args[0]
 
     def cast_to(self, source: Value, like: Value) -> Value:
@@ -254,8 +254,8 @@ class Recorder(TorchDispatchMode):
         name = operator_name(target).removeprefix("aten::")
         out = [(parent.shape, parent.dtype)]
         if name in ("select", "slice", "diagonal"):
-            twin = {"select": aten.select_scatter, "slice": aten.slice_scatter, "diagonal": aten.diagonal_scatter}[name]
-            return self.emit(twin.default, (parent, value, *args), kwargs, out)[0]
+            form = {"select": aten.select_scatter, "slice": aten.slice_scatter, "diagonal": aten.diagonal_scatter}[name]
+            return self.emit(form.default, (parent, value, *args), kwargs, out)[0]
         if name in ("transpose", "t", "permute"):
             if name == "permute":
                 rank = len(parent.shape)

@@ -36,25 +36,25 @@ def _rewrite(edit: Edit, node: fx.Node) -> None:
     if found is None:
         return
     pairs, result = found
-    values = [(letters, edit.value(operand)) for letters, operand in pairs]
+    values = [(subscripts, edit.value(operand)) for subscripts, operand in pairs]
     rows = [pair for pair in values if set(pair[0]) < set(result) and _is_divided(pair[1])]
     rest = [pair for pair in values if pair not in rows]
-    if len(rows) != 1 or len(rest) < 2 or set(result) - set("".join(letters for letters, _ in rest)):
+    if len(rows) != 1 or len(rest) < 2 or set(result) - set("".join(subscripts for subscripts, _ in rest)):
         return
-    equation = ",".join(letters for letters, _ in rest) + "->" + result
+    equation = ",".join(subscripts for subscripts, _ in rest) + "->" + result
     product = edit.call(torch.einsum, equation, *(value for _, value in rest), like=node)
-    letters, factor = rows[0]
+    subscripts, factor = rows[0]
     factor = edit.call(
-        "permute", factor, *sorted(range(len(letters)), key=lambda i: result.index(letters[i])), like=node
+        "permute", factor, *sorted(range(len(subscripts)), key=lambda i: result.index(subscripts[i])), like=node
     )
     for place, letter in enumerate(result):
-        if letter not in letters:
+        if letter not in subscripts:
             factor = edit.call("unsqueeze", factor, place, like=node)
     edit.redefine(edit.value(node), edit.call(torch.mul, product, factor, like=node))
 
 
 def _operands(node: fx.Node) -> tuple[list[tuple[str, fx.Node]], str] | None:
-    """Operands of an einsum with their letters, and the letters of its result."""
+    """Operands of an einsum with their subscripts, and the subscripts of its result."""
     equation, operands = node.args[0] if node.args else None, list(node.args[1:])
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
@@ -62,18 +62,18 @@ def _operands(node: fx.Node) -> tuple[list[tuple[str, fx.Node]], str] | None:
     if not isinstance(equation, str) or "->" not in equation or len(nodes) < max(3, len(operands)):
         return None
     read, result = equation.replace(" ", "").split("->")
-    letters = read.split(",")
-    ranks = [compat.example_value(each).dim() - len(text) + 3 for each, text in zip(nodes, letters, strict=True)]
+    subscripts = read.split(",")
+    ranks = [compat.example_value(each).dim() - len(text) + 3 for each, text in zip(nodes, subscripts, strict=True)]
     if "..." in equation:
-        if any("..." not in text for text in letters) or len(set(ranks)) > 1:
+        if any("..." not in text for text in subscripts) or len(set(ranks)) > 1:
             return None
-        letters, result = (
-            [text.replace("...", LETTERS[: ranks[0]]) for text in letters],
+        subscripts, result = (
+            [text.replace("...", LETTERS[: ranks[0]]) for text in subscripts],
             result.replace("...", LETTERS[: ranks[0]]),
         )
-    if any(len(set(text)) < len(text) for text in (*letters, result)):
+    if any(len(set(text)) < len(text) for text in (*subscripts, result)):
         return None
-    return list(zip(letters, nodes, strict=True)), result
+    return list(zip(subscripts, nodes, strict=True)), result
 
 
 def _is_divided(value: Value) -> bool:

@@ -68,7 +68,7 @@ class Families:
         self.place = {node: index for index, node in enumerate(graph.nodes)}
         self.families: list[Family] = []
         self.known: dict[Any, int] = {}
-        self.lane: dict[fx.Node, tuple[int, int]] = {}
+        self.member: dict[fx.Node, tuple[int, int]] = {}
         self.equal: dict[fx.Node, fx.Node] = {}
         """Calls on whole tensors that an earlier call has made already."""
         self.seen: dict[Any, fx.Node] = {}
@@ -76,7 +76,7 @@ class Families:
         for node in self.place:
             if node.op in ("call_function", "call_method") and node not in fixed:
                 self.read(node)
-        self.sinks = Finder(self.families, self.lane, self.equal, fixed).sinks(graph)
+        self.sinks = Finder(self.families, self.member, self.equal, fixed).sinks(graph)
         self.wanted = self.needed()
 
     @property
@@ -87,39 +87,39 @@ class Families:
         """Nodes of the model's graph whose calls are made otherwise."""
         calls = {node for sink in self.sinks for rows in sink.rows.walk() if rows.parts for node in rows.nodes}
         gathered = {node for sink in self.sinks for node in sink.nodes}
-        return {*self.lane, *self.equal, *self.equal.values(), *calls, *gathered}
+        return {*self.member, *self.equal, *self.equal.values(), *calls, *gathered}
 
     # -- finding families -----------------------------------------------------------------------------------------
     def read(self, node: fx.Node) -> None:
         piece = piece_of(node)
-        if piece is not None and piece.source not in self.lane:
+        if piece is not None and piece.source not in self.member:
             if piece.count > 1 and piece.source not in self.fixed:
                 source = self.equal.get(piece.source, piece.source)
                 key = ("piece", source, piece.dim, piece.count, piece.width, repr(piece.rest))
                 behind = piece.dim - compat.example_value(source).dim()
                 self.join(node, key, piece.index, Family(piece.count, piece.width, behind, piece))
             return
-        lanes = [self.lane[arg] for arg in node.all_input_nodes if arg in self.lane]
+        members = [self.member[arg] for arg in node.all_input_nodes if arg in self.member]
         text = (node.op, str(node.target), repr(map_arg((node.args, node.kwargs), self.label)))
-        if not lanes:
+        if not members:
             alone = not any(arg in self.fixed for arg in node.all_input_nodes)
             if alone and name_of(node) in REPEATED and self.seen.setdefault(text, node) is not node:
                 self.equal[node] = self.seen[text]
             return
-        families = list(dict.fromkeys(family for family, _ in lanes))
+        families = list(dict.fromkeys(family for family, _ in members))
         like = self.families[families[0]]
         others = [self.families[family] for family in families]
         same = all((f.count, f.width, f.behind) == (like.count, like.width, like.behind) for f in others)
         if not same and not (like.width == 0 and all((f.count, f.width) == (like.count, 0) for f in others)):
             return
-        if len({index for _, index in lanes}) == 1:
+        if len({index for _, index in members}) == 1:
             new = Family(like.count, like.width, like.behind, sources=families)
             if self.arguments(node, new) is not None:
-                self.join(node, text, lanes[0][1], new)
+                self.join(node, text, members[0][1], new)
 
     def label(self, arg: fx.Node) -> Any:
         """What stands for an argument in a call's text: its family, or itself."""
-        return f"<{self.lane[arg][0]}>" if arg in self.lane else self.equal.get(arg, arg)
+        return f"<{self.member[arg][0]}>" if arg in self.member else self.equal.get(arg, arg)
 
     def join(self, node: fx.Node, key: Any, index: int, new: Family) -> None:
         place = self.known.setdefault(key, len(self.families))
@@ -127,7 +127,7 @@ class Families:
             self.families.append(new)
         if index not in self.families[place].members:
             self.families[place].members[index] = node
-        self.lane[node] = place, index
+        self.member[node] = place, index
 
     def needed(self) -> set[int]:
         """Complete families that no region can hold call by call, the pointwise calls that follow them, and what all
@@ -154,10 +154,10 @@ class Families:
         return found
 
     def arguments(self, node: fx.Node, family: Family) -> tuple[Any, Any] | None:
-        """The arguments of the call for all pieces, lanes not yet replaced; None if it cannot be one call."""
+        """The arguments of the call for all pieces, none of them yet replaced; None if it cannot be one call."""
         if any(arg in self.fixed for arg in node.all_input_nodes) or node.kwargs.get("out") is not None:
             return None
-        return rules.arguments(node, [arg for arg in node.all_input_nodes if arg in self.lane], family)
+        return rules.arguments(node, [arg for arg in node.all_input_nodes if arg in self.member], family)
 
 
 class Hoist:
@@ -176,7 +176,7 @@ class Hoist:
         gathered = [(builder.build(sink), sink.value(self.edit)) for sink in self.found.sinks]
         pieces = [
             (self.piece(index, place, node), self.edit.value(node))
-            for node, (index, place) in self.found.lane.items()
+            for node, (index, place) in self.found.member.items()
             if index in self.whole and self.found.families[index].piece is None
         ]
         return [*gathered, *pieces]
@@ -195,8 +195,8 @@ class Hoist:
 
     def operand(self, node: fx.Node) -> Value:
         """All pieces for one of them; everything else is what it is."""
-        if node in self.found.lane:
-            return self.whole[self.found.lane[node][0]]
+        if node in self.found.member:
+            return self.whole[self.found.member[node][0]]
         return self.edit.value(self.found.equal.get(node, node))
 
     def source(self, piece: Piece, like: fx.Node) -> Value:

@@ -29,7 +29,7 @@ FACTORS = frozenset("div truediv mul".split())
 
 
 @dataclass(frozen=True)
-class Letters:
+class Subscripts:
     """Dimensions of a product: of the scores (the summed one last), of the values, of the result."""
 
     scores: str
@@ -47,7 +47,7 @@ class Site:
     """A product of scores, the factors per row that stand between (the one applied last first), and the row sums."""
 
     product: fx.Node
-    letters: Letters
+    subscripts: Subscripts
     scores: fx.Node
     values: fx.Node
     factors: tuple[fx.Node, ...]
@@ -63,7 +63,7 @@ def _site(node: fx.Node) -> Site | None:
     found = _product(node)
     if found is None:
         return None
-    scores, values, letters = found
+    scores, values, subscripts = found
     if not all(isinstance(compat.example_value(each), Tensor) for each in (scores, values, node)):
         return None
     factors: list[fx.Node] = []
@@ -72,26 +72,26 @@ def _site(node: fx.Node) -> Site | None:
         scores = scores.all_input_nodes[0]
     sums = tuple(user for user in scores.users if _is_row_sum(user, scores))
     dtypes = {compat.example_value(each).dtype for each in (scores, values, node, *sums, *factors)}
-    width = compat.example_value(values).shape[letters.values.index(letters.column)]
-    if not sums or len(dtypes) > 1 or not isinstance(width, int) or _is_repeated(scores, node, letters):
+    width = compat.example_value(values).shape[subscripts.values.index(subscripts.column)]
+    if not sums or len(dtypes) > 1 or not isinstance(width, int) or _is_repeated(scores, node, subscripts):
         return None
     if factors and torch.float16 in dtypes:
         return None  # what is not yet normalised may be too large for it
-    site = Site(node, letters, scores, values, tuple(factors), sums)
+    site = Site(node, subscripts, scores, values, tuple(factors), sums)
     try:
         return site if _holds(site) else None
     except RUN_ERRORS:
         return None
 
 
-def _is_repeated(scores: fx.Node, product: fx.Node, letters: Letters) -> bool:
+def _is_repeated(scores: fx.Node, product: fx.Node, subscripts: Subscripts) -> bool:
     """True if the values are more batches or heads than the scores: then there would be as many sums."""
     before, after = (compat.example_value(each).shape for each in (scores, product))
-    rows = zip(letters.scores[:-1], before, strict=False)
-    return any(str(size) != str(after[letters.result.index(letter)]) for letter, size in rows)
+    rows = zip(subscripts.scores[:-1], before, strict=False)
+    return any(str(size) != str(after[subscripts.result.index(letter)]) for letter, size in rows)
 
 
-def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, Letters] | None:
+def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, Subscripts] | None:
     """Left operand, right operand and dimensions of a product that sums over the last dimension of the left one."""
     name = name_of(node)
     if name in PRODUCTS and len(node.args) == 2 and not node.kwargs:
@@ -103,7 +103,7 @@ def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, Letters] | None:
         if len(ranks) > 1 or min(ranks) < 2:
             return None
         batch = "abcdef"[: min(ranks) - 2]
-        return left, right, Letters(f"{batch}ij", f"{batch}jv", f"{batch}iv")
+        return left, right, Subscripts(f"{batch}ij", f"{batch}jv", f"{batch}iv")
     if name != "einsum" or len(node.args) != 3 or not isinstance(node.args[0], str):
         return None
     equation = node.args[0].replace(" ", "")
@@ -111,12 +111,12 @@ def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, Letters] | None:
         return None
     read, result = equation.split("->")
     pairs = list(zip(read.split(","), node.all_input_nodes, strict=False))
-    if len(pairs) != 2 or any(len(set(letters)) < len(letters) for letters, _ in pairs):
+    if len(pairs) != 2 or any(len(set(subscripts)) < len(subscripts) for subscripts, _ in pairs):
         return None
     for (scores, left), (values, right) in (pairs, pairs[::-1]):
         new = [letter for letter in values if letter not in scores]
         if len(new) == 1 and scores[-1:] in values and sorted(result) == sorted(scores[:-1] + new[0]):
-            return left, right, Letters(scores, values, result)
+            return left, right, Subscripts(scores, values, result)
     return None
 
 
@@ -154,30 +154,30 @@ class _OnTensors:
 
 def _with_sums(on: Any, site: Site, scores: Any, values: Any, width: int) -> tuple[Any, Any]:
     """The product with ones beside the values, and its new column, laid out like the scores with one entry a row."""
-    letters, node = site.letters, site.product
-    values = on.with_ones(values, letters.values.index(letters.column))
+    subscripts, node = site.subscripts, site.product
+    values = on.with_ones(values, subscripts.values.index(subscripts.column))
     left = site.factors[0] if site.factors else site.scores
     whole = on.call(node, *map_arg(node.args, {left: scores, site.values: values}.__getitem__))
-    column = on.method(node, whole, "narrow", letters.result.index(letters.column), width, 1)
-    order = [letters.result.index(letter) for letter in (*letters.scores[:-1], letters.column)]
+    column = on.method(node, whole, "narrow", subscripts.result.index(subscripts.column), width, 1)
+    order = [subscripts.result.index(letter) for letter in (*subscripts.scores[:-1], subscripts.column)]
     return whole, on.method(node, column, "permute", *order)
 
 
 def _result(on: Any, site: Site, whole: Any, factors: list[Any], width: int) -> Any:
     """The product without its new column, with the factors of each row (the one applied last first)."""
-    letters = site.letters
-    rows = (*letters.scores[:-1], letters.column)
-    result = on.method(site.product, whole, "narrow", letters.result.index(letters.column), 0, width)
+    subscripts = site.subscripts
+    rows = (*subscripts.scores[:-1], subscripts.column)
+    result = on.method(site.product, whole, "narrow", subscripts.result.index(subscripts.column), 0, width)
     for node, factor in reversed(list(zip(site.factors, factors, strict=True))):
-        factor = on.method(node, factor, "permute", *(rows.index(letter) for letter in letters.result))
+        factor = on.method(node, factor, "permute", *(rows.index(letter) for letter in subscripts.result))
         result = on.call(node, result, factor)
     return result
 
 
 def _holds(site: Site) -> bool:
     """True if both texts agree on small random tensors."""
-    letters, width = site.letters, 4
-    sizes = {letter: size for size, letter in enumerate(letters.scores, 2)} | {letters.column: width}
+    subscripts, width = site.subscripts, 4
+    sizes = {letter: size for size, letter in enumerate(subscripts.scores, 2)} | {subscripts.column: width}
     generator = torch.Generator().manual_seed(0)
 
     def drawn(shape: list[int]) -> Tensor:
@@ -185,7 +185,7 @@ def _holds(site: Site) -> bool:
 
     on = _OnTensors()
     with torch.no_grad(), compat.no_fake_modes():
-        scores, values = (drawn([sizes[letter] for letter in text]) for text in (letters.scores, letters.values))
+        scores, values = (drawn([sizes[letter] for letter in text]) for text in (subscripts.scores, subscripts.values))
         factors = [drawn([*scores.shape[:-1], 1]).exp() for _ in site.factors]
         whole, column = _with_sums(on, site, scores, values, width)
         have = _result(on, site, whole, factors, width), column
@@ -228,7 +228,7 @@ def _rewrite(edit: Edit, site: Site) -> None:
     on, node, value = _OnValues(edit), site.product, edit.values
     if any(value[each] in edit.above(value[site.values]) for each in site.sums):
         return  # the values follow from the sums
-    width = compat.example_value(site.values).shape[site.letters.values.index(site.letters.column)]
+    width = compat.example_value(site.values).shape[site.subscripts.values.index(site.subscripts.column)]
     whole, column = _with_sums(on, site, value[site.scores], value[site.values], width)
     factors = [value[_node(factor.args[1])] for factor in site.factors]
     result = _result(on, site, whole, factors, width)

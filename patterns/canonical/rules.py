@@ -81,17 +81,17 @@ def is_offset(family: Family) -> bool:
     return name_of(node) in OFFSETS and len(node.all_input_nodes) == 1 and len(node.args) > 1
 
 
-def arguments(node: fx.Node, lanes: Sequence[fx.Node], family: Family) -> tuple[Any, Any] | None:
-    """The arguments of a call for all pieces, its ``lanes`` not yet replaced; None if it cannot be one call."""
+def arguments(node: fx.Node, pieces: Sequence[fx.Node], family: Family) -> tuple[Any, Any] | None:
+    """The arguments of a call for all pieces, its ``pieces`` not yet replaced; None if it cannot be one call."""
     name, value = name_of(node), compat.example_value(node)
-    ranks = {compat.example_value(arg).dim() for arg in lanes}
+    ranks = {compat.example_value(arg).dim() for arg in pieces}
     if not isinstance(value, torch.Tensor) or len(ranks) != 1:
         return None
     rank = ranks.pop()
     if name in POINTWISE:
-        fits = value.dim() == rank and all(_broadcasts(arg, lanes, rank, family) for arg in node.all_input_nodes)
+        fits = value.dim() == rank and all(_broadcasts(arg, pieces, rank, family) for arg in node.all_input_nodes)
         return (node.args, node.kwargs) if fits else None
-    if len(lanes) != 1 or not node.args or node.args[0] is not lanes[0]:
+    if len(pieces) != 1 or not node.args or node.args[0] is not pieces[0]:
         return None
     if name in ALONG:
         return _along(node, ALONG[name], rank, family)
@@ -113,11 +113,11 @@ def _projected(node: fx.Node, rank: int, family: Family) -> tuple[Any, Any] | No
     return (node.args, node.kwargs) if matrix and rank > 1 and not (family.width and family.behind == -1) else None
 
 
-def _broadcasts(arg: fx.Node, lanes: Sequence[fx.Node], rank: int, family: Family) -> bool:
+def _broadcasts(arg: fx.Node, pieces: Sequence[fx.Node], rank: int, family: Family) -> bool:
     """True if an operand means the same beside one piece and beside all of them."""
     value = compat.example_value(arg)
-    if arg in lanes or not isinstance(value, torch.Tensor):
-        return arg in lanes
+    if arg in pieces or not isinstance(value, torch.Tensor):
+        return arg in pieces
     if value.dim() > rank:
         return False
     return not family.width or value.dim() < -family.behind or value.shape[family.behind] == 1

@@ -104,12 +104,12 @@ class Finder:
     def __init__(
         self,
         families: Sequence[Family],
-        lane: Mapping[fx.Node, tuple[int, int]],
+        member: Mapping[fx.Node, tuple[int, int]],
         equal: Mapping[fx.Node, fx.Node],
         fixed: AbstractSet[fx.Node],
     ) -> None:
         self.families = families
-        self.lane = lane
+        self.member = member
         self.equal = equal
         self.fixed = fixed
         self.known: dict[tuple[fx.Node, ...], Rows] = {}
@@ -140,7 +140,7 @@ class Finder:
 
     def pieces(self, nodes: tuple[fx.Node, ...]) -> Rows | None:
         """All members of one family, in order."""
-        places = [self.lane.get(node) for node in nodes]
+        places = [self.member.get(node) for node in nodes]
         if places[0] is None or any(place != (places[0][0], turn) for turn, place in enumerate(places)):
             return None
         index = places[0][0]
@@ -154,10 +154,10 @@ class Finder:
             return None
         columns = zip(*(node.all_input_nodes for node in nodes), strict=True)
         varying = [column for column in columns if len({self.equal.get(node, node) for node in column}) > 1]
-        lanes = [column[0] for column in varying]
-        if not lanes or any(arg in self.fixed for node in nodes for arg in node.all_input_nodes):
+        pieces = [column[0] for column in varying]
+        if not pieces or any(arg in self.fixed for node in nodes for arg in node.all_input_nodes):
             return None
-        if not self.keeps_rank(nodes[0], lanes) or self.arguments(nodes[0], lanes, len(nodes)) is None:
+        if not self.keeps_rank(nodes[0], pieces) or self.arguments(nodes[0], pieces, len(nodes)) is None:
             return None
         return Rows(nodes, {column[0]: self.rows(column) for column in varying})
 
@@ -166,17 +166,17 @@ class Finder:
         places = {arg: index for index, arg in enumerate(node.all_input_nodes)}
         return repr((node.op, str(node.target), map_arg((node.args, node.kwargs), lambda arg: f"<{places[arg]}>")))
 
-    def keeps_rank(self, node: fx.Node, lanes: Sequence[fx.Node]) -> bool:
+    def keeps_rank(self, node: fx.Node, pieces: Sequence[fx.Node]) -> bool:
         """False for sums that take a dimension away: what they read is larger than a row."""
-        values = [compat.example_value(arg) for arg in (node, *lanes)]
+        values = [compat.example_value(arg) for arg in (node, *pieces)]
         if not all(isinstance(value, torch.Tensor) for value in values):
             return False
         return name_of(node) in MOVES or len({value.dim() for value in values}) == 1
 
-    def arguments(self, node: fx.Node, lanes: Sequence[fx.Node], count: int) -> tuple[object, object] | None:
+    def arguments(self, node: fx.Node, pieces: Sequence[fx.Node], count: int) -> tuple[object, object] | None:
         if node.kwargs.get("out") is not None:
             return None
-        return for_all(node, lanes, Family(count, 0, 0))
+        return for_all(node, pieces, Family(count, 0, 0))
 
 
 class Builder:

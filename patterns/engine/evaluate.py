@@ -5,9 +5,9 @@ Rounding is left out on purpose: every floating dtype becomes float64, so that w
 the function, not its rounding. Constants are computed twice, as the model computes them and in float64: where the two
 are the same up to rounding, float64 stands for both; where they are not (a mask from positions in bfloat16), the
 model's own numbers are the function. A model's real sizes would make probing slow, so inputs may come with fewer batch
-rows and heads than the graph was captured with (``lanes.py``). Sizes written into the graph (views, expands, zeros) are
-then scaled along. An operator that looks at one particular row of a reduced dimension raises ``LaneError``, and the
-region must be run whole. So does a constant that varies along one, but where the caller has looked at it whole
+rows and heads than the graph was captured with (``reduced.py``). Sizes written into the graph (views, expands, zeros)
+are then scaled along. An operator that looks at one particular row of a reduced dimension raises ``CannotReduce``, and
+the region must be run whole. So does a constant that varies along one, but where the caller has looked at it whole
 (``tails``).
 """
 
@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value, ancestors, map_values
-from kdacompile.patterns.engine.lanes import (
+from kdacompile.patterns.engine.reduced import (
     SIZED,
     Cut,
+    EvaluationError,
     Factors,
-    Lane,
+    Operand,
     cut,
     cuts,
     expand_sizes,
@@ -36,11 +37,6 @@ from kdacompile.patterns.engine.lanes import (
     whole,
 )
 from kdacompile.patterns.engine.vocabulary import ELEMENTWISE
-
-
-class EvaluationError(Exception):
-    """An operator refused its inputs in float64 on the CPU."""
-
 
 Step = Callable[[list[Tensor]], list[Tensor]]
 """One operator made ready for operands of known sizes."""
@@ -96,7 +92,7 @@ class Region:
                 self.dead[index].append(value)
         self.twice: dict[Value, tuple[Tensor, Tensor]] = {}
         """Constants as the model computes them, and in float64."""
-        self.constants: dict[Value, Lane] = {}
+        self.constants: dict[Value, Operand] = {}
         """What stands for them in a run."""
         self.moving = set(self.inputs)
         """What depends on the inputs, one of which may be a constant of the graph (a mask)."""
@@ -128,10 +124,10 @@ class Region:
         self, tensors: Sequence[Tensor], plan: list[Planned], factors: Mapping[Value, tuple[Factors, ...]]
     ) -> list[Tensor]:
         """Run while working out how each operator is to be run on inputs of these sizes."""
-        env: dict[Value, Lane] = {}
+        env: dict[Value, Operand] = {}
         for value, tensor in zip(self.inputs, tensors, strict=True):
             pairs = tuple(((a, b),) for a, b in zip(value.shape, tensor.shape, strict=True))
-            env[value] = Lane(tensor, factors.get(value, pairs))
+            env[value] = Operand(tensor, factors.get(value, pairs))
         for op, dead in zip(self.ops, self.dead, strict=True):
             self.step(op, env, dead, plan)
             for value in dead:
@@ -148,13 +144,13 @@ class Region:
                 env.pop(value, None)
         return [env[value] if value in env else self.load(value, {}).tensor for value in self.outputs]
 
-    def load(self, value: Value, env: dict[Value, Lane]) -> Lane:
+    def load(self, value: Value, env: dict[Value, Operand]) -> Operand:
         if value in env:
             return env[value]
         if value not in self.constants:
             own, exact = self.both(value)
             data = exact if own is exact else settled(own, exact, 16 if self.instead else ROUNDINGS)
-            self.constants[value] = Lane(data, tuple(map(whole, data.shape)), const=True)
+            self.constants[value] = Operand(data, tuple(map(whole, data.shape)), const=True)
         return self.constants[value]
 
     def both(self, value: Value) -> tuple[Tensor, Tensor]:
@@ -167,18 +163,18 @@ class Region:
             self.twice[value] = own, exact
         return self.twice[value]
 
-    def step(self, op: Op, env: dict[Value, Lane], dead: list[Value], plan: list[Planned]) -> None:
+    def step(self, op: Op, env: dict[Value, Operand], dead: list[Value], plan: list[Planned]) -> None:
         if op.out.const and self.moving.isdisjoint(op.outs):
             self.compute(op)
             return
-        lanes = [self.load(value, env) for value in op.reads]
-        reduced = any(lane.reduced for lane in lanes)
-        step, where = _reduced(op, lanes, self.tails) if reduced else (_call(op), [])
-        results = step(cut([lane.tensor for lane in lanes], where))
-        sources = [value if value in env else lane.tensor for value, lane in zip(op.reads, lanes, strict=True)]
-        viewed = regrouped(lanes[0].dims, op.args[1]) if op.name in SIZED and lanes[0].reduced else None
+        operands = [self.load(value, env) for value in op.reads]
+        reduced = any(operand.reduced for operand in operands)
+        step, where = _reduced(op, operands, self.tails) if reduced else (_call(op), [])
+        results = step(cut([operand.tensor for operand in operands], where))
+        sources = [value if value in env else operand.tensor for value, operand in zip(op.reads, operands, strict=True)]
+        viewed = regrouped(operands[0].dims, op.args[1]) if op.name in SIZED and operands[0].reduced else None
         for value, result in zip(op.outs, results, strict=False):
-            env[value] = Lane(result, out_dims(value, result, lanes) if viewed is None else viewed)
+            env[value] = Operand(result, out_dims(value, result, operands) if viewed is None else viewed)
         plan.append(Planned(op, sources, step, where, dead))
 
     def compute(self, op: Op) -> None:
@@ -276,12 +272,12 @@ def _filled(op: Op, dtype: torch.dtype) -> Tensor:
     return torch.full((), fill, dtype=dtype).expand(op.out.shape)
 
 
-def _reduced(op: Op, lanes: list[Lane], tails: frozenset[int]) -> tuple[Step, list[Cut]]:
+def _reduced(op: Op, operands: list[Operand], tails: frozenset[int]) -> tuple[Step, list[Cut]]:
     """An operator some of whose operands have reduced dimensions, and where its operands are cut down before."""
     if op.name in SIZED:
-        sizes = view_sizes(lanes[0].dims, op.args[1])
+        sizes = view_sizes(operands[0].dims, op.args[1])
         return lambda tensors: [tensors[0].reshape(sizes)], []
     if op.name == "expand":
-        sizes = expand_sizes(lanes[0], op.out.shape)
+        sizes = expand_sizes(operands[0], op.out.shape)
         return lambda tensors: [tensors[0].expand(sizes)], []
-    return _call(op), cuts(op, lanes, tails)
+    return _call(op), cuts(op, operands, tails)

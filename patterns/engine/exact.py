@@ -15,11 +15,11 @@ from torch import Tensor
 from kdacompile.graph.ir import Op, Value, map_values, walk_values
 from kdacompile.patterns.engine.evaluate import Planned
 from kdacompile.patterns.engine.field import GONE, Numbers, P, R, Silent, unreached
-from kdacompile.patterns.engine.lanes import cut
 from kdacompile.patterns.engine.meanings import Field, Residues, raised_to
-from kdacompile.patterns.engine.traits import ATTENTION, TRAITS, Trait
+from kdacompile.patterns.engine.reduced import cut
+from kdacompile.patterns.engine.traits import TRAITS, Trait
+from kdacompile.patterns.engine.vocabulary import ADDING
 
-OPERATORS = {**TRAITS, **ATTENTION}
 _UNKNOWN = Trait("pointwise")
 
 Drawn = Mapping[int, Tensor | Residues]
@@ -95,7 +95,7 @@ class Evaluation:
             if not moduli:
                 continue
             wanted[op] = moduli if op.out.dtype.is_floating_point else {P}
-            trait = OPERATORS.get(op.name, _UNKNOWN)
+            trait = TRAITS.get(op.name, _UNKNOWN)
             for place, argument in [*enumerate(op.args), *((-1, given) for given in op.kwargs.values())]:
                 if place in trait.raw:
                     continue
@@ -197,7 +197,7 @@ class Evaluation:
 
 
 def _trait(op: Op) -> Trait:
-    trait = OPERATORS.get(op.name)
+    trait = TRAITS.get(op.name)
     if trait is None:
         raise SilentAt(op, "")
     return trait
@@ -221,7 +221,7 @@ def _numbers(operand: Any) -> Residues:
 def moved(item: Planned, operands: list[Any], field: Field) -> list[Residues]:
     """Elements are moved whatever they are: the operator itself runs on residues, and on the marks of -inf."""
     moved = item.step([given.x if isinstance(given, Residues) else given for given in operands])
-    adds = item.op.name in ("index_add", "scatter_add", "index_put")
+    adds = item.op.name in ADDING
     if adds:
         moved = [result % field.modulus for result in moved]
     logs = _logs(item, operands)
@@ -256,4 +256,4 @@ def _widest(plan: Sequence[Planned]) -> torch.dtype:
     return min(found, key=lambda dtype: torch.finfo(dtype).min, default=torch.float32)
 
 
-__all__ = ["OPERATORS", "Constant", "Drawn", "Evaluation", "SilentAt", "exponent_of", "moved", "own_numbers"]
+__all__ = ["Constant", "Drawn", "Evaluation", "SilentAt", "exponent_of", "moved", "own_numbers"]

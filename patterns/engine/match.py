@@ -56,7 +56,7 @@ class Obstacle:
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """Who is who in a region: the claim that it is the pattern, with these tensors in these roles."""
+    """Who is who in a region, if it is the pattern: a tensor for every role."""
 
     inputs: dict[str, Placement]
     output: Placement
@@ -78,7 +78,7 @@ class Binding:
         return replace(self, **changes)
 
     def moved(self: B, swap: dict[Value, Value]) -> B:
-        """The same claim about the values of a region like this one."""
+        """The same binding of the values of a region like this one."""
 
         def move(placement: Placement) -> Placement:
             return replace(placement, value=swap[placement.value])
@@ -90,7 +90,7 @@ class Binding:
         )
 
     def assignment(self) -> tuple[object, ...]:
-        """Who is who as it was claimed, comparable between instances of one graph at other sizes."""
+        """Who is who, comparable between instances of one graph at other sizes."""
         inputs = {role: placement.key() for role, placement in self.inputs.items()}
         return inputs, [placement.key() for placement in self.ends]
 
@@ -103,7 +103,7 @@ class Binding:
         return self.key() == other.key()
 
     def text(self) -> str:
-        """The claim without the graph it is made about."""
+        """The binding without the graph it is in."""
         fields = {name: item for name, item in vars(self).items() if name not in ("inputs", "output", "final_state")}
         axes = [(placement.role, placement.axes) for placement in (*self.inputs.values(), *self.ends)]
         return f"{axes}{fields}"

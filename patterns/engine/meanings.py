@@ -382,11 +382,6 @@ def scatter(f: Field, a: Any, dim: int, index: Tensor, source: Any, **options: A
     return _both(f, a, filler, lambda one, other: one.scatter(dim, index, other.expand(index.shape)))
 
 
-def added_at(f: Field, place: Callable[[Tensor], Tensor], *operands: Residues) -> Residues:
-    _finite(*operands)
-    return Residues(place(operands[0].x) % f.modulus)
-
-
 # -- systems of equations -------------------------------------------------------------------------------------------
 
 

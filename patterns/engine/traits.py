@@ -33,10 +33,15 @@ class Trait:
     """Arguments that are masks or indices."""
     exponent: int | None = None
     """The argument that stands in an exponent."""
-    ordered: bool = False
-    """Elements stay as they are and in the order they are counted in."""
+    layout: str = ""
+    """Of what keeps every element: "as is", "regroup" (the order they are counted in stays), "turn" (dimensions change
+    places), "expand" or "cast"."""
+    adds: bool = False
+    """Elements that are placed are added up: where several go to one place, or to what is there already."""
     outside: bool = False
     """No region of linear attention holds it."""
+    attention: bool = False
+    """One of latent attention does all the same."""
     steps: bool = False
     """Constant between thresholds, so that probes can miss what it does: no rule consumes it either."""
 
@@ -49,11 +54,11 @@ _ACTIVATION = Trait("pointwise", linear="", outside=True)
 
 TRAITS: dict[str, Trait] = {
     # elements as they are, or cast
-    **_each(
-        "view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone contiguous",
-        Trait("layout", ordered=True),
-    ),
-    **_each("permute transpose t expand _to_copy lift_fresh", Trait("layout")),
+    **_each("alias detach clone contiguous lift_fresh", Trait("layout", layout="as is")),
+    **_each("view _unsafe_view _reshape_alias unsqueeze squeeze", Trait("layout", layout="regroup")),
+    **_each("permute transpose t", Trait("layout", layout="turn")),
+    "expand": Trait("layout", layout="expand"),
+    "_to_copy": Trait("layout", layout="cast"),
     # some elements of one tensor
     **_each("select slice split split_with_sizes unbind unfold diagonal flip", Trait("pick")),
     "index": Trait("pick", raw=(1,)),
@@ -62,9 +67,9 @@ TRAITS: dict[str, Trait] = {
     **_each("select_scatter slice_scatter diagonal_scatter cat stack repeat diag_embed", Trait("place")),
     "constant_pad_nd": Trait("place", m.constant_pad_nd),
     "index_copy": Trait("place", raw=(2,)),
-    "index_put": Trait("place", raw=(1,)),
+    "index_put": Trait("place", raw=(1,), adds=True),
     "scatter": Trait("place", m.scatter, raw=(2,)),
-    **_each("index_add scatter_add", Trait("place", raw=(2,))),
+    **_each("index_add scatter_add", Trait("place", raw=(2,), adds=True)),
     # no data
     **_each(
         "zeros ones full empty eye arange zeros_like ones_like full_like empty_like new_zeros new_ones new_full "
@@ -112,20 +117,21 @@ TRAITS: dict[str, Trait] = {
     **_each("relu abs maximum minimum clamp clamp_min clamp_max gt lt ge le", _ACTIVATION),
     **_each("round floor ceil trunc sign nan_to_num eq ne", replace(_ACTIVATION, steps=True)),
     # what weighs tokens against each other, and what no two calls have in common
-    **_each("_softmax _safe_softmax", Trait("softmax", linear="", outside=True)),
+    **_each("_softmax _safe_softmax", Trait("softmax", m.softmax, "", exponent=0, outside=True, attention=True)),
+    "_log_softmax": Trait("reduction", m.log_softmax, "", outside=True, attention=True),
+    "logsumexp": Trait("reduction", m.logsumexp, "", outside=True, attention=True),
+    "amax": Trait("reduction", m.largest, "", outside=True, attention=True),
+    "max": Trait("reduction", m.largest_and_where, "", outside=True, attention=True),
+    **_each("mean amin min", Trait("reduction", linear="", outside=True)),
     **_each("native_dropout bernoulli rand_like rand dropout", Trait("random", linear="", outside=True)),
 }
-
-ATTENTION: dict[str, Trait] = {
-    **_each("_softmax _safe_softmax", Trait("reduction", m.softmax, "", exponent=0)),
-    "_log_softmax": Trait("reduction", m.log_softmax, ""),
-    "logsumexp": Trait("reduction", m.logsumexp, ""),
-    "amax": Trait("reduction", m.largest, ""),
-    "max": Trait("reduction", m.largest_and_where, ""),
-}
-"""What attention holds besides."""
 
 
 def of_kind(*kinds: str) -> frozenset[str]:
     """The names of the operators of some kinds."""
     return frozenset(name for name, trait in TRAITS.items() if trait.kind in kinds)
+
+
+def laid_out(*ways: str) -> frozenset[str]:
+    """The names of the operators that keep every element in some ways."""
+    return frozenset(name for name, trait in TRAITS.items() if trait.layout in ways)

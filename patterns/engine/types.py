@@ -22,14 +22,14 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value, walk_values
 from kdacompile.patterns.engine.evaluate import EvaluationError, Planned
-from kdacompile.patterns.engine.exact import OPERATORS, Evaluation, exponent_of, moved
+from kdacompile.patterns.engine.exact import Evaluation, exponent_of, moved
 from kdacompile.patterns.engine.field import Numbers, P, Silent
 from kdacompile.patterns.engine.meanings import Field, Residues
-from kdacompile.patterns.engine.traits import Trait
+from kdacompile.patterns.engine.traits import TRAITS, Trait
+from kdacompile.patterns.engine.vocabulary import ADDING
 
 FREE, LINEAR, LOST = 1, 2, 4
 
-ADDING = frozenset({"index_add", "scatter_add", "index_put"})
 _UNKNOWN = Trait("pointwise", linear="")
 
 
@@ -79,7 +79,7 @@ class Typing(Evaluation):
         if not op.out.dtype.is_floating_point:
             self.choose(item)
             return
-        results = self.compute(item, OPERATORS.get(op.name, _UNKNOWN), self.fields[P])
+        results = self.compute(item, TRAITS.get(op.name, _UNKNOWN), self.fields[P])
         self.known.update({(value, P): result for value, result in zip(op.outs, results, strict=False)})
         if self.first_lost is None and any(bool((result.x & LOST).any()) for result in results):
             self.first_lost = op

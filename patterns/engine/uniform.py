@@ -7,9 +7,10 @@ before the expand. One entry of a uniform dimension stands for all of them.
 from __future__ import annotations
 
 from kdacompile.graph.ir import Graph, Op, Value
-from kdacompile.patterns.engine.vocabulary import ELEMENTWISE
+from kdacompile.patterns.engine.values import turn
+from kdacompile.patterns.engine.vocabulary import AS_IS, ELEMENTWISE, TURNS
 
-ALIKE = ELEMENTWISE | frozenset("_to_copy clone contiguous".split())
+ALIKE = ELEMENTWISE | AS_IS | {"_to_copy"}
 
 
 def mark_uniform(graph: Graph) -> None:
@@ -48,11 +49,8 @@ def _of(op: Op) -> frozenset[int]:
     if op.name == "unsqueeze":
         at = op.args[1] % (rank + 1)
         return frozenset(d + (d >= at) for d in source_dims)
-    if op.name == "transpose":
-        a, b = (d % rank for d in op.args[1:3])
-        return frozenset({a: b, b: a}.get(d, d) for d in source_dims)
-    if op.name == "permute":
-        return frozenset(i for i, d in enumerate(op.args[1]) if d % rank in source_dims)
+    if op.name in TURNS:
+        return frozenset(i for i, d in enumerate(turn(op)) if d in source_dims)
     return frozenset()
 
 

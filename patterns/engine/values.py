@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from kdacompile.graph.ir import Value
+from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
-from kdacompile.patterns.engine.lanes import LaneError
 from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING, is_float8
 
 
@@ -46,5 +45,16 @@ def number(item: object) -> float | None:
         return None
     try:
         return float(constant(item))
-    except (EvaluationError, LaneError):
+    except EvaluationError:
         return None
+
+
+def turn(op: Op) -> list[int]:
+    """Which dimension of its operand each dimension is, of an operator that has dimensions change places."""
+    order = list(range(len(op.out.shape)))
+    if op.name == "permute":
+        return [dim % len(order) for dim in op.args[1]]
+    if len(order) > 1:
+        one, other = op.args[1:3] if op.name == "transpose" else (0, 1)
+        order[one], order[other] = order[other], order[one]
+    return order

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from kdacompile.patterns.engine.traits import TRAITS, of_kind
+from kdacompile.patterns.engine.traits import TRAITS, laid_out, of_kind
 
 LAYOUT = of_kind("layout")
 """Operators that keep every element: rearrangements, copies and casts."""
 
-ORDERED = frozenset(name for name, trait in TRAITS.items() if trait.ordered)
+AS_IS, VIEWS, TURNS = laid_out("as is"), laid_out("regroup"), laid_out("turn")
+
+ORDERED = AS_IS | VIEWS
 """Operators that keep every element as it is, and the order they are counted in."""
 
-INDEXED = frozenset("index index_select gather index_put index_copy index_add scatter scatter_add".split())
+INDEXED = frozenset(name for name, trait in TRAITS.items() if trait.raw and trait.kind in ("pick", "place"))
 """Operators that pick or place by index tensors."""
+
+ADDING = frozenset(name for name, trait in TRAITS.items() if trait.adds)
+"""Those that may add what they place to what is there."""
 
 PICKING = of_kind("pick")
 """Operators that take elements of one tensor by fixed indices."""
@@ -36,11 +41,14 @@ RANDOM = of_kind("random")
 ELEMENTWISE = of_kind("pointwise") | {"where"}
 """Operators that make each element of those at its place, or at the only place along a dimension."""
 
-REDUCTIONS = frozenset("sum prod mean amax amin max min logsumexp _softmax _log_softmax _safe_softmax".split())
+REDUCTIONS = of_kind("reduction", "softmax")
 """Operators whose results hang on all elements along a dimension."""
 
 REGION = frozenset(name for name, trait in TRAITS.items() if not trait.outside)
 """What a region of linear attention may consist of."""
+
+ATTENTION = REGION | {name for name, trait in TRAITS.items() if trait.attention}
+"""What a region of latent attention may consist of."""
 
 
 def is_float8(dtype: torch.dtype) -> bool:

@@ -13,15 +13,14 @@ from dataclasses import dataclass, field, replace
 
 from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.patterns.engine.match import Obstacle
-from kdacompile.patterns.engine.traits import ATTENTION
 from kdacompile.patterns.engine.values import is_weight, root
-from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT, RANDOM, REDUCTIONS, SOFTMAXES
+from kdacompile.patterns.engine.vocabulary import ATTENTION, CONTRACTIONS, LAYOUT, RANDOM, REDUCTIONS, REGION, SOFTMAXES
 from kdacompile.patterns.mla.sources import scales
 
 FAR = 64
 """Operators around a softmax that are looked through."""
 
-SOFTMAX_STEPS = ATTENTION.keys() - SOFTMAXES
+SOFTMAX_STEPS = ATTENTION - REGION - SOFTMAXES
 """What spells a softmax on the way to its exponential."""
 
 WEIGHT_STEPS = LAYOUT | {"sum", "div", "mul", "reciprocal", "slice"}
@@ -161,6 +160,8 @@ def _below(graph: Graph, softmax: Op, dim: int) -> Attention | None:
         op = min(waiting, key=lambda op: op.out.index)
         waiting.remove(op)
         passed.append(op)
+        if found is not None and op.name not in WEIGHT_STEPS:
+            break
         if found is None and op.name in CONTRACTIONS:
             sides = [read in reached for read in op.reads[-2:]]
             if all(sides):

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA): what the semantic op computes, and what is claimed about a region.
+"""Multi-head latent attention (MLA): what the semantic op computes, and what a binding says of a region.
 
     k_s = [W_UK c_s | r_s]      v_s = W_UV c_s
     o_t = softmax_s(scale * q_t . k_s + mask_ts) v
@@ -76,7 +76,7 @@ class Hiding:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(Binding):
-    """The claim "this region is MLA with these roles". There is no state: the cache is an input like any other."""
+    """The binding of a region that could be MLA. There is no state: the cache is an input like any other."""
 
     scores: str
     """Axes of the softmax's input, less what a sink appends."""

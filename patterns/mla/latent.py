@@ -382,10 +382,9 @@ def _matrices(operands: list[Value]) -> int:
 
 def _expanded_cache(found: Attention) -> Obstacle | None:
     """Keys and values of a latent that are cached one by one, as transformers before 5 does."""
-    values = next(iter(Sources(moves=CACHED).of(found.values).projections.values()), None)
-    made = Sources(moves=CACHED).of(*(term.keys for term in found.terms))
-    keys = next(iter(made.projections.values()), None)
-    if values is None or keys is None or len(made.projections) != 1:
+    own = Sources(moves=CACHED).of(found.values)
+    values, keys = own.only, Sources(moves=CACHED).of(*(term.keys for term in found.terms)).only
+    if values is None or keys is None or not own.shared:
         return None
     latent = tokens_of(values.activation)
     if latent is None or tokens_of(keys.activation) is not latent or not _narrow(keys, values):

@@ -58,7 +58,7 @@ class Masks:
     constants: list[Tensor] = field(default_factory=list[Tensor])
     """Causal masks of the graph's own making, as numbers to add to the scores."""
     causal: dict[str, bool] = field(default_factory=dict[str, bool])
-    """Whether the constants are causal, by layout: large ones are not read for every claim."""
+    """Whether the constants are causal, by layout: large ones are not read for every binding."""
 
     def causal_in(self, layout: str, sizes: dict[str, int]) -> bool | None:
         """Whether a constant mask hides just what comes after each query; None if not in this layout."""

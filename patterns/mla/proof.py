@@ -16,13 +16,14 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine import deadline
+from kdacompile.patterns.engine.compare import PRECISE, TOLERANCE, one_thread, token_error
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.exact import Drawn, Evaluation
 from kdacompile.patterns.engine.field import P, R, Silent, random
-from kdacompile.patterns.engine.lanes import Factors, LaneError
 from kdacompile.patterns.engine.match import Verdict
 from kdacompile.patterns.engine.meanings import Residues
 from kdacompile.patterns.engine.placement import Placement
+from kdacompile.patterns.engine.reduced import CannotReduce, Factors
 from kdacompile.patterns.mla import exact
 from kdacompile.patterns.mla.bindings import MERGED
 from kdacompile.patterns.mla.definition import (
@@ -34,7 +35,6 @@ from kdacompile.patterns.mla.definition import (
     place,
 )
 from kdacompile.patterns.mla.oracle import latent_attention
-from kdacompile.patterns.recurrence.proof import PRECISE, TOLERANCE, one_thread, token_error
 
 LARGEST = 1 << 27
 """Entries of scores, or of keys, up to which a region is still run."""
@@ -106,7 +106,7 @@ class _Prover:
             self.sizes = sizes
             try:
                 return self.probe(wide=wide)
-            except LaneError:
+            except CannotReduce:
                 continue
         if large:
             raise TooLarge("the attention is too large to be run here, and its batch, heads or tokens are not alike")

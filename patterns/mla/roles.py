@@ -11,16 +11,14 @@ from kdacompile.graph.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.numbering import Numbering
 from kdacompile.patterns.engine.rounding import rounding
-from kdacompile.patterns.engine.traits import ATTENTION
 from kdacompile.patterns.engine.values import root
-from kdacompile.patterns.engine.vocabulary import LAYOUT, REGION
+from kdacompile.patterns.engine.vocabulary import ATTENTION, LAYOUT
 from kdacompile.patterns.mla.attention import Attention
 from kdacompile.patterns.mla.bindings import bindings, labels
 from kdacompile.patterns.mla.definition import LatentCandidate, Parts
 from kdacompile.patterns.mla.latent import read_latent
 from kdacompile.patterns.mla.masks import Masks, read_masks
 
-ALLOWED = REGION | ATTENTION.keys()
 MAX_BINDINGS = 48
 
 WEIGHTS = "the attention weights are"
@@ -46,7 +44,7 @@ def _candidate(
     graph: Graph, found: Attention, parts: Parts, masks: Masks, numbering: Numbering
 ) -> LatentCandidate | Obstacle:
     output = _output(graph, found.result, parts.sizes)
-    if output is None or found.scores is None:
+    if output is None:
         return Obstacle("roles", "the result is never seen with its batch and heads", found.product)
     sinks = None if found.sinks is None else _sink_vector(found.sinks)
     tensors = parts.tensors | {role: mask.value for role, mask in masks.operands.items()}
@@ -118,7 +116,7 @@ def _forbidden(
     for op in sorted(region, key=lambda item: item.outs[0].index):
         if op.out.const or op.out.param:
             continue
-        if op.name not in ALLOWED:
+        if op.name not in ATTENTION:
             return Obstacle("operator", f"the region contains {op.name}, which probes cannot judge", op)
         for value in op.outs:
             if value is output or value in cut or op in kept:

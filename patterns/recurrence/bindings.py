@@ -22,9 +22,9 @@ from kdacompile.patterns.recurrence.roles import AXES, BROADCAST, INPUTS, Recurr
 
 MAIN = frozenset({"q", "k", "v"})
 MAX_BINDINGS = 240
-"""Claims looked at before a region is given up."""
+"""Bindings looked at before a region is given up."""
 MAX_PARTIAL = 10_000
-"""Steps on the way to them: where all sizes are equal, most ways of naming axes lead to no claim at all."""
+"""Steps on the way to them: where all sizes are equal, most ways of naming axes lead to no binding at all."""
 
 
 def _gate_kind(placement: Placement | None, sizes: dict[str, int]) -> str:

@@ -66,7 +66,7 @@ def recurrence(
 
 
 class Check:
-    """One claim about one region. ``sizes`` are those of a run in float64, whose plan is followed."""
+    """One binding of one region. ``sizes`` are those of a run in float64, whose plan is followed."""
 
     def __init__(self, binding: Recurrence, region: Region, sizes: dict[str, int], seed: int = 0) -> None:
         self.binding = binding

@@ -2,7 +2,7 @@
 
 Most models take ``exp(g)``. Some keep the gate positive and take ``exp(-g)``, some count in powers of two
 (``exp2(g)``), some divide by a number before every step. The rate is read off the way from the tensor to the
-exponential; like every other part of a hypothesis it is believed only once it is proven.
+exponential; like every other part of a binding it is checked.
 """
 
 from __future__ import annotations

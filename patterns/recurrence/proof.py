@@ -10,8 +10,6 @@ turns them away.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -19,23 +17,16 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine import deadline
+from kdacompile.patterns.engine.compare import PRECISE, TOLERANCE, one_thread, token_error
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.field import Silent
-from kdacompile.patterns.engine.lanes import LaneError
 from kdacompile.patterns.engine.match import Verdict
+from kdacompile.patterns.engine.reduced import CannotReduce
 from kdacompile.patterns.engine.vocabulary import LAYOUT
 from kdacompile.patterns.recurrence import exact, tables
 from kdacompile.patterns.recurrence.definition import token_recurrence
 from kdacompile.patterns.recurrence.probes import KINDS, probes
 from kdacompile.patterns.recurrence.roles import AXES, Recurrence, RecurrenceCandidate
-
-TOLERANCE = 1e-8
-"""Relative error per token, in float64, up to which two computations count as the same function."""
-
-PRECISE = 1e-12
-"""The same where nothing but numbers speaks for them. Spellings of one function differ by 1e-13 at most, and by 2e-12
-under strong gates, which make what is left of a number small.
-"""
 
 ALIKE = 1e-2
 """Relative error of the first token up to which a binding is looked at further: what it lacks may be a decay."""
@@ -48,7 +39,7 @@ WHOLE_LIMIT = 1 << 26
 
 
 class _Runner:
-    """Runs a candidate's region, with few lanes if it allows that, else whole."""
+    """Runs a candidate's region, on few batch rows and heads if it allows that, else whole."""
 
     def __init__(self, candidate: RecurrenceCandidate) -> None:
         self.candidate = candidate
@@ -93,7 +84,7 @@ class _Runner:
         return numbers + math.prod(binding.sizes[axis] for axis in "BTHKV") <= AFFORDABLE
 
     def go_whole(self) -> bool:
-        """Give up on cutting lanes down; False if the region is too large to run as it is."""
+        """Give up on cutting down; False if the region is too large to run as it is."""
         largest = max(math.prod(out.shape) for op in self.candidate.ops for out in op.outs)
         if self.whole or largest > WHOLE_LIMIT:
             return False
@@ -108,7 +99,7 @@ def prove(candidate: RecurrenceCandidate, *, wide: bool = False) -> Verdict[Recu
         try:
             with one_thread():
                 return _prove(candidate, runner, wide=wide)
-        except LaneError as error:
+        except CannotReduce as error:
             if not runner.go_whole():
                 return Verdict(
                     None, 0.0, f"batch rows or heads are treated differently and the region is large ({error})"
@@ -118,29 +109,16 @@ def prove(candidate: RecurrenceCandidate, *, wide: bool = False) -> Verdict[Recu
                 return Verdict(None, 0.0, f"the region does not run on probes: {error}")
 
 
-@contextmanager
-def one_thread() -> Generator[None]:
-    """Probes are many small operators: waking other threads for each costs more than it brings, tenfold on a busy
-    machine.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _prove(candidate: RecurrenceCandidate, runner: _Runner, *, wide: bool) -> Verdict[Recurrence]:
     best, closest = float("inf"), ""
     drawn: _Drawn = {}
-    refused: LaneError | EvaluationError | None = None
+    refused: EvaluationError | None = None
     differs: Verdict[Recurrence] | None = None
     for binding in candidate.bindings:
         deadline.check()
         try:
             verdict = _judge(candidate, binding, runner, drawn, wide=wide)
-        except (LaneError, EvaluationError) as error:
+        except EvaluationError as error:
             refused = refused or error  # a wrong reading cuts down what is no batch and no head
             continue
         if verdict.binding is not None:
@@ -167,12 +145,12 @@ def _judge(
     if first.doubles.get(query) is False:
         return Verdict(None, least)
     region = runner
-    for claim in (binding, binding.backwards()) if binding.sizes["T"] > 1 else (binding,):
-        start = _first_token_error(claim, inputs, results)
-        fitted, error = _fit(claim, inputs, results) if start < ALIKE else (None, start)
+    for turned in (binding, binding.backwards()) if binding.sizes["T"] > 1 else (binding,):
+        start = _first_token_error(turned, inputs, results)
+        fitted, error = _fit(turned, inputs, results) if start < ALIKE else (None, start)
         least = min(least, error)
-        if fitted is None and claim.gate == "none" and start < ALIKE:
-            fitted, runner = _with_constant_decay(claim, runner)
+        if fitted is None and turned.gate == "none" and start < ALIKE:
+            fitted, runner = _with_constant_decay(turned, runner)
         if fitted is not None:
             return _probe_fully(fitted, runner, wide=wide)
     if query not in first.doubles:
@@ -196,7 +174,7 @@ class _FirstRun:
 
 
 _Shapes = tuple[tuple[int, ...], ...]
-_Drawn = dict[_Shapes, _FirstRun | LaneError | EvaluationError]
+_Drawn = dict[_Shapes, _FirstRun | EvaluationError]
 
 
 def _first_run(candidate: RecurrenceCandidate, binding: Recurrence, runner: _Runner, drawn: _Drawn) -> _FirstRun:
@@ -220,7 +198,7 @@ def _first_run(candidate: RecurrenceCandidate, binding: Recurrence, runner: _Run
             inputs[value] = (log_gate if gate and value is gate.value else 0.4 * noise).expand(full[value])
         try:
             drawn[key] = _FirstRun(inputs, runner(inputs))
-        except (LaneError, EvaluationError) as error:
+        except EvaluationError as error:
             drawn[key] = error
     found = drawn[key]
     if isinstance(found, Exception):
@@ -300,9 +278,9 @@ def _fit(binding: Recurrence, inputs: dict[Value, Tensor], results: list[Tensor]
 
 
 def _check_sizes(have: Tensor, want: Tensor) -> None:
-    """LaneError where a result is not cut down as the binding has it: sizes may be equal by chance."""
+    """CannotReduce where a result is not cut down as the binding has it: sizes may be equal by chance."""
     if have.shape != want.shape:
-        raise LaneError(f"a result has the sizes {list(have.shape)}, that of the recurrence {list(want.shape)}")
+        raise CannotReduce(f"a result has the sizes {list(have.shape)}, that of the recurrence {list(want.shape)}")
 
 
 def _tidy(scale: float, key_size: int) -> float:
@@ -311,17 +289,6 @@ def _tidy(scale: float, key_size: int) -> float:
         if abs(scale - nice) < 1e-7 * nice:
             return nice
     return scale
-
-
-def token_error(have: Tensor, want: Tensor) -> float:
-    """Largest relative error of a token [B, T, ...] where ``have`` is finite; tokens far below the rest count less."""
-    finite = torch.isfinite(have)
-    if not finite.any():
-        return float("inf")
-    gap = torch.where(finite, have - want, 0.0).flatten(2).norm(dim=-1)
-    size = want.flatten(2).norm(dim=-1)
-    floor = 1e-6 * size.square().mean().sqrt() + 1e-30
-    return float((gap / (size + floor)).max())
 
 
 # -- constant decays --------------------------------------------------------------------------------------------------
@@ -377,9 +344,9 @@ def _with_decay(binding: Recurrence, decay: Tensor, runner: _Runner) -> Recurren
     in_range = bool(torch.isfinite(decay).all()) and bool((decay >= 0).all()) and bool((decay <= 1 + 1e-9).all())
     if not in_range or (decay - 1).abs().max() < 1e-12 or not decay.any():
         return None  # nothing decays, or each token stands alone
-    claim = binding.with_(gate="head", decay=tuple(decay.tolist()))
-    probe = next(probes(claim, runner.sizes(binding, heads=True), KINDS))
-    fitted, _ = _fit(claim, probe, runner(probe))
+    decaying = binding.with_(gate="head", decay=tuple(decay.tolist()))
+    probe = next(probes(decaying, runner.sizes(binding, heads=True), KINDS))
+    fitted, _ = _fit(decaying, probe, runner(probe))
     return fitted
 
 

@@ -43,7 +43,7 @@ def in_role(placement: Placement, role: str) -> Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Recurrence(Binding):
-    """The claim "this region is the recurrence", and the options of the op that computes it."""
+    """The binding of a region that could be the recurrence, and the options of the op that computes it."""
 
     gate: str
     """none, head, token or channel."""
@@ -73,7 +73,7 @@ class Recurrence(Binding):
         return sum(placement.permuted for placement in (*self.inputs.values(), *self.ends))
 
     def backwards(self) -> Recurrence:
-        """The same claim with the last token first."""
+        """The same binding with the last token first."""
         inputs = {role: replace(placement, backwards=True) for role, placement in self.inputs.items()}
         return self.with_(inputs=inputs, output=replace(self.output, backwards=True))
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from kdacompile.graph.build import functional_graph
 from kdacompile.patterns.engine.evaluate import Region
-from kdacompile.patterns.engine.lanes import LaneError
+from kdacompile.patterns.engine.reduced import CannotReduce
 
 
 def region_of(function: Any, *inputs: Tensor) -> Region:
@@ -46,5 +46,5 @@ def test_what_may_be_cut_down_is_asked_in_every_run() -> None:
     same, other = torch.ones(4, 3), torch.arange(12.0).view(4, 3)
     x = torch.randn(2, 3)
     assert torch.equal(region([x, same])[0], x.double() + 1)
-    with pytest.raises(LaneError):
+    with pytest.raises(CannotReduce):
         region([x, other])

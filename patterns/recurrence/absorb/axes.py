@@ -10,14 +10,13 @@ from collections.abc import Sequence
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.traits import TRAITS
-from kdacompile.patterns.engine.vocabulary import ELEMENTWISE
+from kdacompile.patterns.engine.values import turn
+from kdacompile.patterns.engine.vocabulary import AS_IS, ELEMENTWISE, LAYOUT, TURNS, VIEWS
 
 POINTWISE = frozenset(name for name in ELEMENTWISE if not TRAITS[name].steps)
 """What an activation is made of."""
 
-SAME = frozenset("clone contiguous alias lift_fresh _to_copy".split())
-REGROUPS = frozenset("view _unsafe_view _reshape_alias squeeze unsqueeze".split())
-MOVES = SAME | REGROUPS | frozenset("transpose t permute expand select slice".split())
+MOVES = LAYOUT | {"select", "slice"}
 """Operators that keep the data of their only tensor operand (select and slice: where they take all of it)."""
 
 
@@ -25,20 +24,15 @@ def above(op: Op, axes: str, sizes: dict[str, int]) -> str | None:
     """Axes of the only operand of one of ``MOVES``, None if they cannot be told."""
     source = op.reads[0]
     rank = len(source.shape)
-    if op.name in SAME or (op.name == "slice" and source.shape == op.out.shape):
+    if op.name in AS_IS | {"_to_copy"} or (op.name == "slice" and source.shape == op.out.shape):
         return axes
-    if op.name in REGROUPS:
+    if op.name in VIEWS:
         return regrouped(op.out, axes, source, sizes)
     if op.name == "select":
         dim = op.args[1] % rank
         return f"{axes[:dim]}.{axes[dim:]}" if source.shape[dim] == 1 else None
-    if op.name in ("transpose", "t"):
-        first, second = (d % rank for d in op.args[1:3]) if op.name == "transpose" else (0, rank - 1)
-        order = list(range(rank))
-        order[first], order[second] = order[second], order[first]
-        return "".join(axes[order.index(dim)] for dim in range(rank))
-    if op.name == "permute":
-        order = [d % rank for d in op.args[1]]
+    if op.name in TURNS:
+        order = turn(op)
         return "".join(axes[order.index(dim)] for dim in range(rank))
     return _unexpanded(op.out, axes, source) if op.name == "expand" else None
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value, ancestors
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
-from kdacompile.patterns.engine.lanes import LaneError
 from kdacompile.patterns.engine.placement import Placement
+from kdacompile.patterns.engine.reduced import CannotReduce
 from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE, above, broadcast
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 
@@ -26,7 +26,7 @@ MAX_VALUES = 48
 """Values looked at above a role; activations and norms are far smaller."""
 
 WHOLE_LIMIT = 1 << 22
-"""Elements up to which a cone whose lanes cannot be cut down is run whole."""
+"""Elements up to which a cone that cannot be cut down is run whole."""
 
 Allowed = Callable[[Op], bool]
 
@@ -133,7 +133,7 @@ def allows(scope: Scope, names: frozenset[str]) -> Allowed:
 class Runner:
     """A cone ready to run on canonical tensors, with batch rows and tokens cut down where it lets them be."""
 
-    def __init__(self, cone: Cone, sizes: dict[str, int], *, lanes: dict[str, int]) -> None:
+    def __init__(self, cone: Cone, sizes: dict[str, int], *, at_most: dict[str, int]) -> None:
         self.cone = cone
         stop = {placement.value for placement in cone.sources}
         self.region = Region(
@@ -142,7 +142,7 @@ class Runner:
             [cone.bottom.value],
         )
         self.full = sizes
-        self.sizes = {axis: min(size, lanes.get(axis, size)) for axis, size in sizes.items()}
+        self.sizes = {axis: min(size, at_most.get(axis, size)) for axis, size in sizes.items()}
 
     def shape(self, index: int) -> list[int]:
         """Canonical shape of a source in this run: size one for axes it lacks."""
@@ -151,7 +151,7 @@ class Runner:
         return [self.sizes[axis] if axis in axes else 1 for axis in placement.order]
 
     def whole(self) -> bool:
-        """Give up on cutting lanes down; False if that is too much."""
+        """Give up on cutting down; False if that is too much."""
         largest = max(math.prod(out.shape) for op in self.cone.ops for out in op.outs)
         if self.sizes == self.full or largest > WHOLE_LIMIT:
             return False
@@ -159,7 +159,7 @@ class Runner:
         return True
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """The cone's result in the role's canonical order; raises LaneError or EvaluationError."""
+        """The cone's result in the role's canonical order; raises CannotReduce or EvaluationError."""
         laid = [self._lay_out(p, tensor) for p, tensor in zip(self.cone.sources, tensors, strict=True)]
         result = self.region(laid)[0]
         for name, args in self.cone.bottom.steps(self.sizes):
@@ -181,20 +181,20 @@ class Runner:
         return tensor.expand(sizes)
 
 
-def agrees(have: Tensor, want: Tensor, *, relative: float = 1e-8, absolute: float = 1e-12) -> bool:
+def agrees(have: Tensor, want: Tensor, *, absolute: float = 1e-12) -> bool:
     """Equal in float64 up to rounding, where ``have`` is finite (a spelling may overflow where the op does not)."""
     have, want = torch.broadcast_tensors(have, want)
     finite = torch.isfinite(have)
-    close = (have - want).abs() <= relative * want.abs() + absolute
+    close = (have - want).abs() <= 1e-8 * want.abs() + absolute
     return bool(finite.any()) and bool((close | ~finite).all())
 
 
 def holds_for(runner: Runner, check: Callable[[Runner], bool]) -> bool:
-    """``check`` on a runner, run whole if lanes cannot be cut down, False if it does not run at all."""
+    """``check`` on a runner, run whole if it cannot be cut down, False if it does not run at all."""
     while True:
         try:
             return check(runner)
-        except LaneError:
+        except CannotReduce:
             if not runner.whole():
                 return False
         except EvaluationError:

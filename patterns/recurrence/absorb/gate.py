@@ -104,7 +104,7 @@ def _scale(cone: Cone, match: RecurrenceMatch, function: GateFunction) -> float 
     heads = match.sizes["H"] * (match.sizes["K"] if match.binding.gate == "channel" else 1)
     tokens = -(-ENOUGH // heads)
     rows = -(-tokens // match.sizes["T"])
-    runner = Runner(cone, match.sizes, lanes={"B": rows, "T": tokens})
+    runner = Runner(cone, match.sizes, at_most={"B": rows, "T": tokens})
     found: list[float] = []
     sign = SIGNS[function.scale]
 

@@ -53,7 +53,7 @@ def _eps(cone: Cone, sizes: dict[str, int]) -> float | None:
     constants = [constant for constant in added if constant is not None]
     if len(constants) != 1 or not 0.0 < constants[0] <= LARGEST_EPS:
         return None
-    runner = Runner(cone, sizes, lanes={"B": 2, "T": 3, "G": 2})
+    runner = Runner(cone, sizes, at_most={"B": 2, "T": 3, "G": 2})
     for eps in (constants[0], constants[0] * sizes["K"]):
         if holds_for(runner, partial(_is_l2norm, eps=eps)):
             return eps

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kdacompile.patterns.engine.placement import Placement
-from kdacompile.patterns.recurrence.absorb.axes import REGROUPS, one_head, split_heads
+from kdacompile.patterns.engine.vocabulary import VIEWS
+from kdacompile.patterns.recurrence.absorb.axes import one_head, split_heads
 from kdacompile.patterns.recurrence.absorb.casts import climb
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 from kdacompile.patterns.recurrence.roles import RecurrenceMatch
@@ -29,7 +30,7 @@ def absorb_repeat(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch | Non
 def _before_repeat(placement: Placement, scope: Scope, sizes: dict[str, int]) -> tuple[Placement, int] | None:
     """The tensor with one head per group, and the number of copies made of each."""
     op = placement.value.op
-    if op is None or op.name not in REGROUPS | {"expand"} or "G" not in placement.axes:
+    if op is None or op.name not in VIEWS | {"expand"} or "G" not in placement.axes:
         return None
     found = (one_head if op.name == "expand" else split_heads)(op.out, placement.axes, op.reads[0])
     if found is None or not scope.lets_gradients_through([op], op.reads):

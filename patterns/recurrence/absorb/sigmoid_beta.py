@@ -47,7 +47,7 @@ def _is_sigmoid(cone: Cone, sizes: dict[str, int]) -> bool:
     if given is None:
         return False
     tokens = -(-ENOUGH // sizes["H"])
-    runner = Runner(cone, sizes, lanes={"B": -(-tokens // sizes["T"]), "T": tokens})
+    runner = Runner(cone, sizes, at_most={"B": -(-tokens // sizes["T"]), "T": tokens})
     return holds_for(runner, partial(_agrees_everywhere, given=given))
 
 

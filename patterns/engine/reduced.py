@@ -2,7 +2,7 @@
 
 Each dimension of a tensor is a product of factors, and each factor has the size that was captured and the size of this
 run. Views multiply and split them; an operator that looks at one particular row of a reduced dimension raises
-``LaneError``; operands that are the same all along a dimension are cut down to the others' size.
+``CannotReduce``; operands that are the same all along a dimension are cut down to the others' size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ Factors = tuple[tuple[int, int], ...]
 """One dimension as a product of (captured size, size of this run)."""
 
 
-class LaneError(Exception):
+class EvaluationError(Exception):
+    """An operator refused its inputs in float64 on the CPU."""
+
+
+class CannotReduce(EvaluationError):
     """A reduced dimension is not just carried along by the region."""
 
 
@@ -37,7 +41,7 @@ def _run(dim: Factors) -> int:
     return math.prod(f[1] for f in dim)
 
 
-class Lane:
+class Operand:
     """A tensor of this run, with its dimensions as factors."""
 
     __slots__ = ("const", "dims", "reduced", "tensor")
@@ -63,16 +67,16 @@ _PICKED = frozenset(
 _FIXED = INDEXED | frozenset("constant_pad_nd repeat diagonal roll".split())
 
 
-def out_dims(value: Value, result: Tensor, lanes: list[Lane]) -> tuple[Factors, ...]:
+def out_dims(value: Value, result: Tensor, operands: list[Operand]) -> tuple[Factors, ...]:
     """Factors of a result: sizes that differ from the captured ones came from an operand's dimension of that pair."""
     if len(value.shape) != result.dim():
-        raise LaneError(f"{value}: rank changed to {result.dim()}")
+        raise CannotReduce(f"{value}: rank changed to {result.dim()}")
     dims: list[Factors] = []
     for captured, run in zip(value.shape, result.shape, strict=True):
         if captured == run:
             dims.append(whole(captured))
             continue
-        known = [d for lane in lanes for d in lane.dims if (_captured(d), _run(d)) == (captured, run)]
+        known = [d for operand in operands for d in operand.dims if (_captured(d), _run(d)) == (captured, run)]
         dims.append(known[0] if known else ((captured, run),))
     return tuple(dims)
 
@@ -87,7 +91,7 @@ def regrouped(dims: tuple[Factors, ...], sizes: Sequence[int]) -> tuple[Factors,
     queue = [factor for dim in dims for factor in dim if factor != (1, 1)]
     captured = math.prod(f[0] for f in queue)
     if not captured:
-        raise LaneError("a view without elements")
+        raise CannotReduce("a view without elements")
     known = math.prod(s for s in sizes if s != -1)
     wanted = [captured // known if s == -1 else s for s in sizes]
     out: list[Factors] = []
@@ -96,7 +100,7 @@ def regrouped(dims: tuple[Factors, ...], sizes: Sequence[int]) -> tuple[Factors,
         group: list[tuple[int, int]] = []
         while have < size:
             if not queue:
-                raise LaneError("view needs more elements than there are")
+                raise CannotReduce("view needs more elements than there are")
             total, part = queue.pop(0)
             if size % (have * total) == 0:
                 group.append((total, part))
@@ -107,42 +111,42 @@ def regrouped(dims: tuple[Factors, ...], sizes: Sequence[int]) -> tuple[Factors,
                 group.append((need, need))
                 have = size
             else:
-                raise LaneError("a view splits a reduced dimension")
+                raise CannotReduce("a view splits a reduced dimension")
         out.append(tuple(group) if group else whole(1))
     return tuple(out)
 
 
-def expand_sizes(lane: Lane, shape: tuple[int, ...]) -> list[int]:
+def expand_sizes(operand: Operand, shape: tuple[int, ...]) -> list[int]:
     """The sizes of an ``expand`` to ``shape``, in this run."""
-    offset = len(shape) - len(lane.dims)
+    offset = len(shape) - len(operand.dims)
     sizes = list(shape)
-    for index, dim in enumerate(lane.dims):
+    for index, dim in enumerate(operand.dims):
         if _captured(dim) == shape[offset + index]:
             sizes[offset + index] = _run(dim)
     return sizes
 
 
-def cuts(op: Op, lanes: list[Lane], tails: frozenset[int]) -> list[Cut]:
+def cuts(op: Op, operands: list[Operand], tails: frozenset[int]) -> list[Cut]:
     """Where the operands of an operator are to be cut down before it runs; ``tails`` as for ``evaluate.Region``.
 
-    Raises LaneError if the operator does not treat all rows of a reduced dimension alike.
+    Raises CannotReduce if the operator does not treat all rows of a reduced dimension alike.
     """
-    name, first = op.name, lanes[0]
+    name, first = op.name, operands[0]
     if name in _PICKED:
         _check_picks(op, first)
     elif name in _FIXED:
         _check_untouched(op, first)
     elif name in REDUCTIONS or name in CONTRACTIONS:
-        _check_sums(op, lanes, tails)
-    if len(lanes) == 1 and name != "stack":
+        _check_sums(op, operands, tails)
+    if len(operands) == 1 and name != "stack":
         return []
     if name == "stack":
-        return _align(op, lanes, tails, offset=False)
+        return _align(op, operands, tails, offset=False)
     if name in ("bmm", "mm", "mv", "dot", *SOLVES):
-        return _align_batch(lanes)
+        return _align_batch(operands)
     if name in ("baddbmm", "addmm"):
-        return _align_added(lanes, tails)
-    return _align(op, lanes, tails, offset=name not in ("cat", "select_scatter"))
+        return _align_added(operands, tails)
+    return _align(op, operands, tails, offset=name not in ("cat", "select_scatter"))
 
 
 def cut(tensors: Sequence[Tensor], where: Sequence[Cut]) -> list[Tensor]:
@@ -153,91 +157,93 @@ def cut(tensors: Sequence[Tensor], where: Sequence[Cut]) -> list[Tensor]:
     return tensors
 
 
-def _dim_of(op: Op, lane: Lane, place: int) -> int:
+def _dim_of(op: Op, operand: Operand, place: int) -> int:
     dim = op.args[place] if len(op.args) > place else op.kwargs.get("dim", 0)
-    return dim % max(1, len(lane.dims))
+    return dim % max(1, len(operand.dims))
 
 
-def _check_picks(op: Op, lane: Lane) -> None:
+def _check_picks(op: Op, operand: Operand) -> None:
     if op.name == "flip":
-        if any(_captured(lane.dims[dim]) != _run(lane.dims[dim]) for dim in op.args[1]):
-            raise LaneError("flip of a reduced dimension")
+        if any(_captured(operand.dims[dim]) != _run(operand.dims[dim]) for dim in op.args[1]):
+            raise CannotReduce("flip of a reduced dimension")
         return
     if op.name == "diag_embed":
-        if _captured(lane.dims[-1]) != _run(lane.dims[-1]):
-            raise LaneError("a reduced dimension on a diagonal")
+        if _captured(operand.dims[-1]) != _run(operand.dims[-1]):
+            raise CannotReduce("a reduced dimension on a diagonal")
         return
     place = {"split": 2, "split_with_sizes": 2, "select_scatter": 2, "slice_scatter": 2}.get(op.name, 1)
-    dim = lane.dims[_dim_of(op, lane, place)]
+    dim = operand.dims[_dim_of(op, operand, place)]
     if _captured(dim) == _run(dim):
         return
     if op.name == "slice" and op.out.shape == op.reads[0].shape:
         return
     if op.name == "slice_scatter" and op.reads[1].shape == op.reads[0].shape:
         return
-    raise LaneError(f"{op.name} picks from a reduced dimension")
+    raise CannotReduce(f"{op.name} picks from a reduced dimension")
 
 
-def _check_sums(op: Op, lanes: list[Lane], tails: frozenset[int]) -> None:
+def _check_sums(op: Op, operands: list[Operand], tails: frozenset[int]) -> None:
     """Sums over fewer rows than there are would be other sums; ``tails``, whose rest is known, may be summed over."""
     if op.name in CONTRACTIONS:
-        summed = [lanes[-2].dims[-1]]
+        summed = [operands[-2].dims[-1]]
     else:
-        lane, given = lanes[0], op.args[1] if len(op.args) > 1 else None
+        operand, given = operands[0], op.args[1] if len(op.args) > 1 else None
         if isinstance(given, Value):  # the larger of two tensors
             return
-        places = range(len(lane.dims)) if given is None or given == [] else [given] if isinstance(given, int) else given
-        summed = [lane.dims[place] for place in places] if lane.dims else []
+        places = (
+            range(len(operand.dims)) if given is None or given == [] else [given] if isinstance(given, int) else given
+        )
+        summed = [operand.dims[place] for place in places] if operand.dims else []
     if any(_captured(dim) != _run(dim) and _captured(dim) not in tails for dim in summed):
-        raise LaneError(f"{op.name} over a reduced dimension")
+        raise CannotReduce(f"{op.name} over a reduced dimension")
 
 
-def _check_untouched(op: Op, lane: Lane) -> None:
+def _check_untouched(op: Op, operand: Operand) -> None:
     """These operators may run only if the reduced dimensions come out as they went in."""
     if op.name == "constant_pad_nd":
         pads = op.args[1]
-        padded = [len(lane.dims) - 1 - i // 2 for i, pad in enumerate(pads) if pad]
-        if all(_captured(lane.dims[d]) == _run(lane.dims[d]) for d in padded):
+        padded = [len(operand.dims) - 1 - i // 2 for i, pad in enumerate(pads) if pad]
+        if all(_captured(operand.dims[d]) == _run(operand.dims[d]) for d in padded):
             return
     if op.name == "repeat":
-        times = op.args[1][len(op.args[1]) - len(lane.dims) :]
-        if all(n == 1 or _captured(dim) == _run(dim) for n, dim in zip(times, lane.dims, strict=True)):
+        times = op.args[1][len(op.args[1]) - len(operand.dims) :]
+        if all(n == 1 or _captured(dim) == _run(dim) for n, dim in zip(times, operand.dims, strict=True)):
             return
-    raise LaneError(f"{op.name} on a reduced dimension")
+    raise CannotReduce(f"{op.name} on a reduced dimension")
 
 
-def _align(op: Op, lanes: list[Lane], tails: frozenset[int], *, offset: bool) -> list[Cut]:
+def _align(op: Op, operands: list[Operand], tails: frozenset[int], *, offset: bool) -> list[Cut]:
     """Make operands that share a captured size share the run's size too (``offset``: broadcast from the right)."""
     cuts: list[Cut] = []
     joined = {"cat": 1, "slice_scatter": 2}.get(op.name)  # along this dimension the operands' sizes are their own
     if op.name == "slice_scatter" and op.reads[1].shape == op.reads[0].shape:
         joined = None  # all of it is replaced
-    skip = -1 if joined is None else _dim_of(op, lanes[0], joined)
-    dropped = _dim_of(op, lanes[0], 2) if op.name == "select_scatter" else -1
-    rank = max(len(lane.dims) for lane in lanes)
+    skip = -1 if joined is None else _dim_of(op, operands[0], joined)
+    dropped = _dim_of(op, operands[0], 2) if op.name == "select_scatter" else -1
+    rank = max(len(operand.dims) for operand in operands)
     for position in range(rank):
         places: list[tuple[int, int]] = []
-        for index, lane in enumerate(lanes):
-            dim = position - (rank - len(lane.dims)) if offset else position
+        for index, operand in enumerate(operands):
+            dim = position - (rank - len(operand.dims)) if offset else position
             if dropped >= 0 and index == 1:
                 dim = position if position < dropped else position - 1
                 if position == dropped:
                     continue
-            if 0 <= dim < len(lane.dims) and _captured(lane.dims[dim]) != 1 and position != skip:
+            if 0 <= dim < len(operand.dims) and _captured(operand.dims[dim]) != 1 and position != skip:
                 places.append((index, dim))
         if not places:
             continue
-        target = min(lanes[i].tensor.shape[d] for i, d in places)
+        target = min(operands[i].tensor.shape[d] for i, d in places)
         for index, dim in places:
-            if lanes[index].tensor.shape[dim] != target:
-                end = lanes[index].const and _captured(lanes[index].dims[dim]) in tails
+            if operands[index].tensor.shape[dim] != target:
+                end = operands[index].const and _captured(operands[index].dims[dim]) in tails
                 cuts.append((index, dim, target, end))
     return cuts
 
 
-def _align_added(lanes: list[Lane], tails: frozenset[int]) -> list[Cut]:
+def _align_added(operands: list[Operand], tails: frozenset[int]) -> list[Cut]:
     """``added + one @ other``: what is added has the product's sizes, or 1."""
-    added, one, other = lanes
+    added, one, other = operands
     cuts = [(index + 1, dim, size, end) for index, dim, size, end in _align_batch([one, other])]
     lead = map(min, one.tensor.shape[:-2], other.tensor.shape[:-2])
     product = (*lead, one.tensor.shape[-2], other.tensor.shape[-1])
@@ -249,12 +255,14 @@ def _align_added(lanes: list[Lane], tails: frozenset[int]) -> list[Cut]:
     return cuts
 
 
-def _align_batch(lanes: list[Lane]) -> list[Cut]:
+def _align_batch(operands: list[Operand]) -> list[Cut]:
     """Batched products: only the leading (batch) dimensions must agree."""
     cuts: list[Cut] = []
-    for dim in range(len(lanes[0].dims) - 2):
-        target = min(lane.tensor.shape[dim] for lane in lanes)
-        cuts += [(index, dim, target, False) for index, lane in enumerate(lanes) if lane.tensor.shape[dim] != target]
+    for dim in range(len(operands[0].dims) - 2):
+        target = min(operand.tensor.shape[dim] for operand in operands)
+        cuts += [
+            (index, dim, target, False) for index, operand in enumerate(operands) if operand.tensor.shape[dim] != target
+        ]
     return cuts
 
 
@@ -263,7 +271,7 @@ def _narrow(tensor: Tensor, dim: int, size: int) -> Tensor:
     if tensor.stride(dim) != 0:
         edge = tensor.narrow(dim, 0, 1)
         if not torch.equal(edge.expand_as(tensor), tensor):
-            raise LaneError("a constant varies along a reduced dimension")
+            raise CannotReduce("a constant varies along a reduced dimension")
     return tensor.narrow(dim, 0, size)
 
 
