@@ -13,10 +13,10 @@ from typing import Annotated, Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from .gates import KINDS
 from .operands import Kind, Operand, Result
 from .scratch import Scratch
 
-_GATES = {"none": "[]", "head": "[HV]", "token": "[B, T, HV]", "channel": "[B, T, HV, K]"}
 RECURRENT: tuple[str, ...] = ("q", "k", "v", "g", "beta", "initial_state")
 """The operands of the recurrence itself: those with a gate function or a parameter of it are applied before."""
 
@@ -24,7 +24,7 @@ _PACKED_STATES = "[N, HV, K, V], N sequences in cu_seqlens"
 
 
 def _gate_layout(call: Call) -> str:
-    return _GATES[call.gate]
+    return KINDS[call.gate]
 
 
 def _bias_layout(call: Call) -> str:

@@ -18,6 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+KINDS = {"none": "[]", "head": "[HV]", "token": "[B, T, HV]", "channel": "[B, T, HV, K]"}
+"""The kinds of gate, and what g is of each."""
+
 FORMS = ("log", "factor")
 """The gate functions that the executor and the C kernels apply themselves: a factor of 0 is exact that way."""
 

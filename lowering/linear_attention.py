@@ -24,10 +24,8 @@ from functools import cache
 
 from .builder import Builder
 from .errors import ArgumentError
+from .gates import FORMS, KINDS
 from .ir import Combine, DType, Per, Program, TileType, Value
-
-GATES = ("none", "head", "token", "channel")
-GATE_FORMS = ("log", "factor")
 
 ROWS = {
     ("channel", True): "kda",
@@ -73,7 +71,7 @@ def linear_attention_program(
     the recurrence itself with one token a step: the decoding step, and the oracle-shaped form for what the chunked
     one cannot differentiate.
     """
-    if gate not in GATES or gate_form not in GATE_FORMS or form not in ("chunk", "token"):
+    if gate not in KINDS or gate_form not in FORMS or form not in ("chunk", "token"):
         raise ArgumentError(f"no such row: gate={gate!r}, gate_form={gate_form!r}, form={form!r}")
     b = Builder(ROWS[gate, delta], axis=form)
     emit = _chunk_program if form == "chunk" else _token_program

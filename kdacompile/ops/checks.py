@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering.calls import Call
-from kdacompile.lowering.gates import GATE_FUNCTIONS
+from kdacompile.lowering.gates import GATE_FUNCTIONS, KINDS
 from kdacompile.lowering.operands import Operand, dimensions, operands
 from kdacompile.ops.errors import (
     CuSeqlensError,
@@ -31,7 +31,6 @@ from kdacompile.ops.errors import (
     StepLengthError,
 )
 
-GATES = ("none", "head", "token", "channel")
 Size = int | torch.SymInt
 
 
@@ -108,8 +107,8 @@ def _check_heads(heads: int, value_heads: int, length: Size, symbolic: bool) -> 
 
 def check_gate(has_g: bool, has_A_log: bool, has_dt_bias: bool, gate: str, gate_fn: str, gate_scale: float) -> None:
     """The gate's kind, function and parameters must fit together; no tensor is read."""
-    if gate not in GATES:
-        raise GateError(problem=f"gate must be one of {', '.join(GATES)}; got {gate!r}")
+    if gate not in KINDS:
+        raise GateError(problem=f"gate must be one of {', '.join(KINDS)}; got {gate!r}")
     function = GATE_FUNCTIONS.get(gate_fn)
     if function is None:
         raise GateError(problem=f"gate_fn must be one of {', '.join(GATE_FUNCTIONS)}; got {gate_fn!r}")

@@ -10,11 +10,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kdacompile.containment import contain
-
 from ..calls import Call
-from .compiler import CannotCompile, library, parallel_for, say_slow
-from .recurrence import NAMES, address, bounds_of, decay_of, in_rows, operand, runs_recurrence
+from .compiler import Loop, loaded
+from .recurrence import address, bounds_of, decay_of, in_rows, operand, runs_recurrence
 
 # struct problem of the source: operands (pointer and strides), pointers, sizes, scale, and whether memory ran out
 _PROBLEM = struct.Struct("@24q 9q 9q d q")
@@ -22,25 +20,22 @@ _PROBLEM = struct.Struct("@24q 9q 9q d q")
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-class _Kernel:
-    """The compiled library for one dtype, and how its tasks are spread over threads."""
+class _Kernel(Loop):
+    """Blocks of the state's columns; each has its own sums over V."""
+
+    source, function = "recurrence_backward.c", "linear_attention_backward"
 
     def __init__(self, real: str) -> None:
-        compiled = library("recurrence_backward.c", real)
-        compiled.block_rows.restype = ctypes.c_int64
-        self.compiled = compiled  # keeps the library loaded
-        self.function = ctypes.cast(compiled.linear_attention_backward, ctypes.c_void_p)
-        self.rows: int = compiled.block_rows()
-        self.parallel_for = parallel_for()
+        super().__init__(real)
+        self._rows = self.constant("block_rows")
 
     def parts(self, lanes: int, value_width: int) -> int:
-        """Into how many tasks a (sequence, head) is cut, so that every thread has one; each has its own sums over V."""
-        return max(1, min(torch.get_num_threads() // max(1, lanes), -(-value_width // self.rows)))
+        """Into how many tasks a (sequence, head) is cut, so that every thread has one."""
+        return max(1, min(torch.get_num_threads() // max(1, lanes), -(-value_width // self._rows)))
 
     def __call__(self, problem: bytes, tasks: int) -> None:
         memory = ctypes.create_string_buffer(problem, len(problem))
-        if self.parallel_for(0, tasks, 1, self.function, memory):
-            raise RuntimeError("torch_parallel_for failed")
+        self.run(tasks, 1, memory)
         if failed(memory.raw):
             raise MemoryError("no memory for the states between two checkpoints")
 
@@ -52,14 +47,7 @@ def failed(problem: bytes) -> bool:
 
 @cache
 def _kernel(dtype: torch.dtype) -> _Kernel | None:
-    def load() -> _Kernel | None:
-        try:
-            return _Kernel(NAMES[dtype])
-        except CannotCompile as error:
-            say_slow(str(error))
-            return None
-
-    return contain("loading the CPU's kernel of the gradients", load, lambda _: None)
+    return loaded(_Kernel, dtype, "the recurrence's gradients")
 
 
 def runs_backward(q: Tensor) -> bool:

@@ -15,10 +15,12 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import ClassVar, TypeVar
 
 import torch
 
 from kdacompile import compat
+from kdacompile.containment import contain
 from kdacompile.store.disk import made_checked
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,47 @@ def built(text: bytes, flags: tuple[str, ...], name: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(made))
     except OSError as error:
         raise CannotCompile(f"the library cannot be made or loaded: {error}") from error
+
+
+class Loop:
+    """A function of a source, compiled for one dtype, whose tasks torch's threads share."""
+
+    source: ClassVar[str]
+    function: ClassVar[str]
+
+    def __init__(self, real: str) -> None:
+        self.compiled = library(self.source, real)  # kept, so that it stays loaded
+        self._function = ctypes.cast(getattr(self.compiled, self.function), ctypes.c_void_p)
+        self._parallel_for = parallel_for()
+
+    def constant(self, name: str) -> int:
+        """A number that the source has chosen, by the function that returns it."""
+        function = getattr(self.compiled, name)
+        function.restype = ctypes.c_int64
+        return function()
+
+    def run(self, tasks: int, grain: int, problem: bytes | ctypes.Array[ctypes.c_char]) -> None:
+        """All tasks on ``problem``, at least ``grain`` of them on a thread."""
+        if self._parallel_for(0, tasks, grain, self._function, problem):
+            raise RuntimeError("torch_parallel_for failed")
+
+
+L = TypeVar("L", bound=Loop)
+_NAMES = {torch.float32: "float", torch.float64: "double"}
+"""Dtypes the kernels are compiled for, in C."""
+
+
+def loaded(loop: type[L], dtype: torch.dtype, what: str) -> L | None:
+    """``loop`` for a dtype; None, and a word about what that costs, where the machine cannot compile it."""
+
+    def load() -> L | None:
+        try:
+            return loop(_NAMES[dtype])
+        except CannotCompile as error:
+            say_slow(str(error))
+            return None
+
+    return contain(f"loading the CPU's kernel of {what}", load, lambda _: None) if dtype in _NAMES else None
 
 
 @cache

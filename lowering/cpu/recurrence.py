@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 import struct
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from kdacompile.containment import contain
-
 from ..calls import Call
 from ..layout import sequence_bounds
 from ..scratch import shares_memory
-from .compiler import CannotCompile, library, parallel_for, say_slow
+from .compiler import Loop, loaded
 
 MAX_KEY_WIDTH = 512
 """A strip of the state lives on the thread's stack."""
 
 _ROWS = 4  # as in the source
-NAMES = {torch.float32: "float", torch.float64: "double"}
-"""Dtypes the kernels are compiled for, in C."""
 _TASK_ELEMENTS = 1 << 16  # state elements times tokens worth waking a thread for, some 10 us
 
 # struct problem of the source: operands (pointer and strides), pointers, sizes, scale and norm_eps
@@ -29,40 +25,30 @@ _PROBLEM = struct.Struct("@20q 4q 7q 2d")
 _NOTHING = (0, 0, 0, 0)
 
 
-class _Kernel:
-    """The compiled library for one dtype, and how its strips are spread over threads."""
+class _Kernel(Loop):
+    """Strips of the state's columns, all tokens of one after the other."""
+
+    source, function = "recurrence.c", "linear_attention"
 
     def __init__(self, real: str) -> None:
-        compiled = library("recurrence.c", real)
-        compiled.strip_width.restype = ctypes.c_int64
-        self.compiled = compiled  # keeps the library loaded
-        self.function = ctypes.cast(compiled.linear_attention, ctypes.c_void_p)
-        self.width: int = compiled.strip_width()
-        self.parallel_for = parallel_for()
+        super().__init__(real)
+        self._width = self.constant("strip_width")
 
     def __call__(self, problem: bytes, lanes: int, tokens: int, key_width: int, value_width: int) -> None:
         """Run all strips of ``lanes`` (sequence, head) pairs with ``tokens`` tokens each."""
-        grain = max(1, _TASK_ELEMENTS // max(1, tokens * key_width * self.width))
-        if self.parallel_for(0, lanes * -(-value_width // self.width), grain, self.function, problem):
-            raise RuntimeError("torch_parallel_for failed")
+        grain = max(1, _TASK_ELEMENTS // max(1, tokens * key_width * self._width))
+        self.run(lanes * -(-value_width // self._width), grain, problem)
 
 
 @cache
 def _kernel(dtype: torch.dtype) -> _Kernel | None:
-    def load() -> _Kernel | None:
-        try:
-            return _Kernel(NAMES[dtype])
-        except CannotCompile as error:
-            say_slow(str(error))
-            return None
-
-    return contain("loading the CPU's kernel", load, lambda _: None)
+    return loaded(_Kernel, dtype, "the recurrence")
 
 
 def runs_recurrence(q: Tensor) -> bool:
     """Whether :func:`run_recurrence` takes keys like ``q`` on this machine; the first question compiles the kernel."""
     width = q.shape[-1]
-    fits = q.device.type == "cpu" and width % _ROWS == 0 and 0 < width <= MAX_KEY_WIDTH and q.dtype in NAMES
+    fits = q.device.type == "cpu" and width % _ROWS == 0 and 0 < width <= MAX_KEY_WIDTH
     return fits and _kernel(q.dtype) is not None
 
 
@@ -81,20 +67,16 @@ def run_recurrence(call: Call, *, overwrite: bool = False) -> tuple[Tensor, Tens
     q, k, v, decay, beta = in_rows(call.q), in_rows(call.k), in_rows(call.v), decay_of(call), call.beta
     initial_state = call.initial_state
     if initial_state is not None:
-        initial_state = initial_state.to(q.dtype).contiguous()
-    out = torch.empty((batch, length, heads, value_width), dtype=q.dtype)
-    addresses = [address(x) for x in (initial_state, q, k, v, decay, beta)]
-    if overwrite and initial_state is not None and not shares_memory(initial_state, addresses):
-        final = initial_state  # a strip is read whole before it is written
-    else:
+        initial_state = (initial_state if initial_state.dtype is q.dtype else initial_state.to(q.dtype)).contiguous()
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    initial, operands = address(initial_state), (operand(q), operand(k), operand(v), operand(decay), operand(beta))
+    alone = overwrite and not shares_memory(initial_state, [initial, *[x[0] for x in operands]])
+    final = initial_state if alone else None  # a strip is read whole before it is written
+    if final is None:
         final = torch.empty((sequences, heads, key_width, value_width), dtype=q.dtype)
     problem = _PROBLEM.pack(
-        *operand(q),
-        *operand(k),
-        *operand(v),
-        *operand(decay),
-        *operand(beta),
-        address(initial_state),
+        *itertools.chain(*operands),
+        initial,
         address(out),
         address(final),
         address(bounds),

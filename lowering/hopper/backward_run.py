@@ -12,24 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adjoint import Gradients
 from ..calls import Call
-from ..scratch import Scratch
 from ..triton.backward_run import Backward, TritonGradients, schedule
-from ..triton.run import _on, _tensor
+from ..triton.run import tensor_arguments
 from .run import machine
 
 WIDTH, CHUNK = 128, 64
 APART = 16  # elements: what copies to shared memory ask of strides
 
 
-class HopperGradients:
+class HopperGradients(TritonGradients):
     """:class:`kdacompile.lowering.adjoint.GradientKernels`: every row in bf16, K = V = 128."""
 
     name = "hopper"
 
     def declines(self, call: Call) -> str | None:
-        reason = TritonGradients().declines(call)
+        reason = super().declines(call)
         if reason is not None:
             return reason
         if (call.q.shape[-1], call.v.shape[-1]) != (WIDTH, WIDTH) or call.compute_dtype is not torch.bfloat16:
@@ -40,11 +38,9 @@ class HopperGradients:
             return "a gate per head is left to the emitted kernels"
         return machine(call.q)
 
-    def gradients(
-        self, call: Call, grad_o: Tensor | None, grad_state: Tensor | None, scratch: Scratch | None = None
-    ) -> Gradients:
-        with _on(call.q.device):
-            return HopperBackward(call, grad_o, grad_state, scratch or Scratch()).run()
+    @property
+    def execution(self) -> type[Backward]:
+        return HopperBackward
 
 
 class HopperBackward(Backward):
@@ -61,12 +57,10 @@ class HopperBackward(Backward):
     def _rate_parts(self) -> int:
         return 1 if self._by_blocks else super()._rate_parts()
 
-    def _operands(self, grad_o: Tensor | None, grad_state: Tensor | None) -> dict[str, Any]:
-        if grad_o is None:
-            grad_o = self._call.v.new_zeros(()).expand(self._call.v.shape)
-        values = super()._operands(grad_o, grad_state)
-        for name, x in (("v", self._call.v), ("do", grad_o)):
-            values |= _tensor(name, "bthd", self._rows(x))
+    def _operands(self, grad_state: Tensor | None) -> dict[str, Any]:
+        values = super()._operands(grad_state)
+        for name, x in (("v", self._call.v), ("do", self._grad_o)):
+            values |= tensor_arguments(name, "bthd", self._rows(x))
         return values
 
     def _rows(self, x: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from ..attention_calls import absorb
 from ..run_attention import Attention
 from ..scratch import Scratch
 from ..split import BLOCK, workers
-from ..triton.mla_run import Results, cut, decodes, device_of, on
+from ..triton.device import device_of, on
+from ..triton.mla_run import Results, cut, decodes
 from . import run
 from .descriptors import aligned, described
 from .launches import LOG2E

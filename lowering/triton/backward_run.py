@@ -17,7 +17,8 @@ from ..adjoint import Gradients
 from ..calls import Call
 from ..scratch import Scratch
 from .configs import FEW_KEYS, MIN_CHUNK, padded
-from .run import TritonKernels, _device, _inverse_precision, _launch, _on, _packing, _precision, _tensor, _triton_dtype
+from .device import device_of, on, precision
+from .run import TritonKernels, inverse_precision, launch, pack, tensor_arguments, triton_dtype
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,10 @@ class TritonGradients:
 
     name = "triton"
 
+    @property
+    def execution(self) -> type[Backward]:
+        return Backward
+
     def declines(self, call: Call) -> str | None:
         reason = TritonKernels().declines(call)
         if reason is None and (call.q.shape[-1], call.v.shape[-1]) != RUN_ON_A_GPU:
@@ -85,8 +90,8 @@ class TritonGradients:
     def gradients(
         self, call: Call, grad_o: Tensor | None, grad_state: Tensor | None, scratch: Scratch | None = None
     ) -> Gradients:
-        with _on(call.q.device):
-            return Backward(call, grad_o, grad_state, scratch or Scratch()).run()
+        with on(call.q.device):
+            return self.execution(call, grad_o, grad_state, scratch or Scratch()).run()
 
 
 class Backward:
@@ -106,7 +111,8 @@ class Backward:
         if packed:
             self._chunks = self._length // self._plan.chunk + call.sequences  # the most there can be
         self._gathered = self._normed_apart(call) or self._heads != self._key_heads
-        self._values = self._operands(grad_o, grad_state)
+        self._grad_o = call.q.new_zeros(()).expand(call.v.shape) if grad_o is None else grad_o
+        self._values = self._operands(grad_state)
         self._found = self._results()
 
     def _normed_apart(self, call: Call) -> bool:
@@ -116,7 +122,7 @@ class Backward:
     def run(self) -> Gradients:
         call, plan = self._call, self._plan
         if call.cu_seqlens is not None:
-            self._values |= _packing(call.cu_seqlens, plan, self._scratch)  # type: ignore[arg-type]
+            self._values |= pack(call.cu_seqlens, plan.chunk, self._scratch)
         heads = self._group()
         self._values |= self._buffers(heads)
         for first_head in range(0, self._heads, heads):
@@ -163,28 +169,25 @@ class Backward:
         arguments = {name: given[name] for name in kernel.arg_names}
         self._scratch.launch(kernel, grid)(**arguments, **options, **_target(self._call.q.device))
 
-    def _operands(self, grad_o: Tensor | None, grad_state: Tensor | None) -> dict[str, Any]:
+    def _operands(self, grad_state: Tensor | None) -> dict[str, Any]:
         call, nothing = self._call, self._call.q
-        zeros = nothing.new_zeros(()) if grad_o is None else None
-        grad_o = zeros.expand(call.v.shape) if zeros is not None else grad_o
         g = call.g
         if g is not None and call.gate == "head":
             g = g.expand(call.q.shape[0], self._length, -1)
         if g is not None and g.dim() == 3:
             g = g.unsqueeze(-1)
-        tokens = {"q": call.q, "k": call.k, "v": call.v, "g": nothing if g is None else g, "do": grad_o}
+        tokens = {"q": call.q, "k": call.k, "v": call.v, "g": nothing if g is None else g, "do": self._grad_o}
         values: dict[str, Any] = {}
         for name, x in tokens.items():
-            assert x is not None
-            values |= _tensor(name, "bthd", x)
-        values |= _tensor("beta", "bth", nothing[..., 0] if call.beta is None else call.beta)
+            values |= tensor_arguments(name, "bthd", x)
+        values |= tensor_arguments("beta", "bth", nothing[..., 0] if call.beta is None else call.beta)
         state = call.initial_state
-        values |= _tensor("state", "nhkv", nothing if state is None else state)
-        values |= _tensor("final", "nhkv", nothing if grad_state is None else grad_state)
+        values |= tensor_arguments("state", "nhkv", nothing if state is None else state)
+        values |= tensor_arguments("final", "nhkv", nothing if grad_state is None else grad_state)
         for name, x in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
             values[f"{name}_ptr"] = nothing if x is None else self._scratch.contiguous(x)
         full = self._dtype is torch.float32
-        precision = "tf32" if call.compute_dtype is torch.float16 else _precision()
+        rounding = "tf32" if call.compute_dtype is torch.float16 else precision()
         gate = {"head": "scalar", "token": "scalar"}.get(call.gate, call.gate)
         return values | {
             "T": self._length, "N": 0, "cu_seqlens": nothing, "chunk_offsets": nothing, "scale": call.scale,
@@ -197,8 +200,8 @@ class Backward:
             "DBIAS": call.dt_bias is not None or call.gate == "head",
             "STATE": call.initial_state is not None, "FINAL": grad_state is not None,
             "PACKED": call.cu_seqlens is not None, "EXACT": full or call.gate_fn == "factor",
-            "DT": _triton_dtype(self._dtype), "PRECISION": precision,
-            "INVERSE_PRECISION": precision if full else _inverse_precision(call, self._dtype),
+            "DT": triton_dtype(self._dtype), "PRECISION": rounding,
+            "INVERSE_PRECISION": rounding if full else inverse_precision(call, self._dtype),
         }  # fmt: skip
 
     def _results(self) -> dict[str, Tensor]:
@@ -296,9 +299,9 @@ class Backward:
         gradient = self._scratch.result(tuple(x.shape), x.dtype, x.device)
         rows, keys = x.shape[0] * x.shape[1] * x.shape[2], padded(self._width)
         block = max(1, 2048 // keys)
-        values = {**self._values, **_tensor("x", "bthd", x), "partial": partial, "dx_ptr": gradient}
+        values = {**self._values, **tensor_arguments("x", "bthd", x), "partial": partial, "dx_ptr": gradient}
         values |= {"rows": rows, "H": self._key_heads, "BT": block}
-        _launch(self._scratch, _kernels().gather, -(-rows // block), values, num_warps=4)
+        launch(self._scratch, _kernels().gather, -(-rows // block), values, num_warps=4)
         return gradient
 
 
@@ -309,7 +312,7 @@ def _target(device: torch.device) -> dict[str, str]:
     For Hopper's asynchronous ones ptxas up to 13.0, 12.8 of which comes with Triton 3.6, makes wrong code of kernels
     like these: operands overwritten before they are read, reads beyond shared memory (Triton's issues 11366 and 11781).
     """
-    return {"arch": "sm80"} if device.type == "cuda" and _device(device).capability >= (9, 0) else {}
+    return {"arch": "sm80"} if device.type == "cuda" and device_of(device).capability >= (9, 0) else {}
 
 
 @dataclass(frozen=True)

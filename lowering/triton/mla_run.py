@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,7 +14,8 @@ from ..attention_calls import absorb
 from ..run_attention import Attention
 from ..scratch import Scratch
 from ..split import BLOCK, OVERHEAD, PARTIAL, Split, split, workers
-from .configs import VERIFIED_TRITON, Device, padded
+from .configs import VERIFIED_TRITON, padded
+from .device import device_of, on, precision, unsupported
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_RANK, MAX_ROPE = 1024, 256
@@ -70,11 +68,7 @@ class TritonDecode:
     name = "triton"
 
     def declines(self, call: Attention) -> str | None:
-        if find_spec("triton") is None:
-            return "triton is not installed"
-        if call.q.is_cuda and device_of(call.q.device).capability < (8, 0):
-            return "GPUs before Ampere have neither bf16 nor TF32 tensor cores"
-        reason = decodes(call) or _sizes(call)
+        reason = unsupported(call.q) or decodes(call) or _sizes(call)
         if reason is None and _tiles(call) is None:
             reason = "the latent is too wide for this GPU's shared memory"
         return reason
@@ -140,7 +134,8 @@ def attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
         **results.arguments(), **_mask(call, q), "mask_ss": 0 if call.mask is None else call.mask.stride(3),
         "scale": call.scale, "R": rank, "RP": padded(rank), "D": rope, "DP": padded(rope),
         "BM": tile.rows, "BN": tile.tokens, "BLOCK": BLOCK, "PAGE": 0 if call.block_table is None else call.page,
-        "CAUSAL": call.causal and call.q.shape[1] > 1, "STAGES": tile.stages, "PRECISION": _precision(q.dtype),
+        "CAUSAL": call.causal and call.q.shape[1] > 1, "STAGES": tile.stages,
+        "PRECISION": precision() if q.dtype is torch.float32 else "tf32",
         "APART": tile.rows == 64 and device_of(q.device).capability[0] == 9,
     }  # fmt: skip
     with on(q.device):
@@ -279,17 +274,3 @@ def _columns_together(x: Tensor, scratch: Scratch) -> Tensor:
 
 def _power(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """How products round: fp32 as accurately as it can, or as TF32 where the user asked torch for that."""
-    return "tf32x3" if dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-@cache
-def device_of(device: torch.device) -> Device:
-    return Device.of(device)
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,7 +13,8 @@ from ..ahead import compile_ahead
 from ..calls import Call
 from ..gates import GATE_FUNCTIONS
 from ..scratch import Scratch
-from .configs import Config, Device, choose, padded, step_columns
+from .configs import Config, choose, padded, step_columns
+from .device import device_of, on, precision, unsupported
 from .kernels import chunk_source
 from .load import load_source
 from .placement import place
@@ -33,10 +32,8 @@ class TritonKernels:
     name = "triton"
 
     def declines(self, call: Call) -> str | None:
-        if find_spec("triton") is None:
-            return "triton is not installed"
-        if call.q.is_cuda and _device(call.q.device).capability < (8, 0):
-            return "GPUs before Ampere have neither bf16 nor TF32 tensor cores"
+        if reason := unsupported(call.q):
+            return reason
         if call.compute_dtype not in _DTYPES:
             return f"no {call.compute_dtype} kernels"
         if call.gate_fn not in GATE_FUNCTIONS:
@@ -65,26 +62,26 @@ def run_chunks(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
     dtype = call.compute_dtype
     block = _bounded_block(call)
     config = choose(
-        _device(call.q.device), key_width=key_width, value_width=value_width, lanes=call.sequences * value_heads,
+        device_of(call.q.device), key_width=key_width, value_width=value_width, lanes=call.sequences * value_heads,
         length=length, item=dtype.itemsize, chunk_size=call.chunk_size, bounded=block > 1,
     )  # fmt: skip
     variant = Variant.of(call)
     module = load_source(variant.name, chunk_source(variant))
     values = {**_operands(call, scratch), "o_ptr": o, "final_state_ptr": final, "T": length}
-    values |= {"C": config.chunk, "VP": padded(value_width), "INVERSE_PRECISION": _inverse_precision(call, dtype)}
-    values |= {"DT": _triton_dtype(dtype), "PRECISION": _precision(), "BLOCK": min(block, config.chunk)}
+    values |= {"C": config.chunk, "VP": padded(value_width), "INVERSE_PRECISION": inverse_precision(call, dtype)}
+    values |= {"DT": triton_dtype(dtype), "PRECISION": precision(), "BLOCK": min(block, config.chunk)}
     chunks = batch * -(-length // config.chunk)
-    with _on(call.q.device):
+    with on(call.q.device):
         if call.cu_seqlens is not None:
             chunks = length // config.chunk + call.sequences  # the most there can be; programs beyond the last return
-            values |= _packing(call.cu_seqlens, config, scratch)
+            values |= pack(call.cu_seqlens, config.chunk, scratch)
         values |= _buffers(variant, call, config, chunks, scratch)
         tiles = chunks * value_heads
         columns = -(-value_width // config.scan_columns)
         programs = {"scan": call.sequences * value_heads * columns}
         for name in place(variant.program).kernels:
             blocks, options = config.launch(name)
-            _launch(scratch, getattr(module, name), programs.get(name, tiles), {**values, **blocks}, **options)
+            launch(scratch, getattr(module, name), programs.get(name, tiles), {**values, **blocks}, **options)
     return o, final
 
 
@@ -99,10 +96,11 @@ def run_step(call: Call, state: Tensor | None, scratch: Scratch) -> tuple[Tensor
     variant = Variant.of(call, form="token")
     module = load_source(variant.name, step_source(variant))
     keys, values = padded(key_width), padded(value_width)
-    columns = step_columns(_device(call.q.device), keys=keys, values=values, lanes=batch * value_heads)
-    arguments = {**_operands(call, scratch), **_tensor("final_state", "nhkv", final), "o_ptr": o, "BV": columns}
-    with _on(call.q.device):
-        _launch(scratch, module.step, batch * value_heads * -(-value_width // columns), arguments, num_warps=4)
+    columns = step_columns(device_of(call.q.device), keys=keys, values=values, lanes=batch * value_heads)
+    arguments = {**_operands(call, scratch), "o_ptr": o, "BV": columns}
+    arguments |= tensor_arguments("final_state", "nhkv", final)
+    with on(call.q.device):
+        launch(scratch, module.step, batch * value_heads * -(-value_width // columns), arguments, num_warps=4)
     return o, final
 
 
@@ -115,16 +113,16 @@ def _operands(call: Call, scratch: Scratch) -> dict[str, Any]:
         "K": key_width, "V": value_width, "KP": padded(key_width),
     }  # fmt: skip
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
-        values |= _tensor(name, "bthd", x)
+        values |= tensor_arguments(name, "bthd", x)
     if call.g is not None:
         g = call.g.expand(1, 1, -1) if call.gate == "head" else call.g
-        values |= _tensor("g", "bthd" if call.gate == "channel" else "bth", g)
+        values |= tensor_arguments("g", "bthd" if call.gate == "channel" else "bth", g)
         if call.gate == "head":
             values |= {"g_sb": 0, "g_st": 0}
     if call.beta is not None:
-        values |= _tensor("beta", "bth", call.beta)
+        values |= tensor_arguments("beta", "bth", call.beta)
     if call.initial_state is not None:
-        values |= _tensor("initial_state", "nhkv", call.initial_state)
+        values |= tensor_arguments("initial_state", "nhkv", call.initial_state)
     if call.A_log is not None:
         values["A_log_ptr"] = scratch.contiguous(call.A_log)
     if call.dt_bias is not None:
@@ -132,7 +130,8 @@ def _operands(call: Call, scratch: Scratch) -> dict[str, Any]:
     return values
 
 
-def _tensor(name: str, letters: str, x: Tensor) -> dict[str, Any]:
+def tensor_arguments(name: str, letters: str, x: Tensor) -> dict[str, Any]:
+    """A tensor's pointer and strides by the names that the kernels give them."""
     return dict(zip(_names(name, letters), (x, *x.stride()), strict=True))
 
 
@@ -146,7 +145,7 @@ def _buffers(variant: Variant, call: Call, config: Config, chunks: int, scratch:
     """The crossing buffers: a tile per chunk and value head."""
     sizes = {"C": config.chunk, "K": padded(call.q.shape[3]), "V": padded(call.v.shape[3]), 1: 1}
     dtype = call.compute_dtype
-    operand = torch.float16 if _inverse_precision(call, dtype) == "fp16" else torch.float32
+    operand = torch.float16 if inverse_precision(call, dtype) == "fp16" else torch.float32
     kept = {"io": dtype, "fp32": torch.float32, "inverse": operand}
     made: dict[str, Any] = {}
     for buffer in place(variant.program).buffers:
@@ -156,7 +155,7 @@ def _buffers(variant: Variant, call: Call, config: Config, chunks: int, scratch:
     return made
 
 
-def _packing(cu_seqlens: Tensor, config: Config, scratch: Scratch) -> dict[str, Any]:
+def pack(cu_seqlens: Tensor, chunk: int, scratch: Scratch) -> dict[str, Any]:
     """Where each sequence's chunks start, computed on the device: no length is read on the host."""
     from . import macros
 
@@ -164,11 +163,11 @@ def _packing(cu_seqlens: Tensor, config: Config, scratch: Scratch) -> dict[str, 
     cu_seqlens = scratch.contiguous(cu_seqlens)
     offsets = scratch.result((sequences + 1,), torch.int32, cu_seqlens.device)
     packing = {"cu_seqlens": cu_seqlens, "chunk_offsets": offsets, "N": sequences}
-    _launch(scratch, macros.chunk_offsets_kernel, 1, {**packing, "C": config.chunk}, num_warps=4)
+    launch(scratch, macros.chunk_offsets_kernel, 1, {**packing, "C": chunk}, num_warps=4)
     return packing
 
 
-def _launch(scratch: Scratch, kernel: Any, programs: int, values: dict[str, Any], **options: int) -> None:
+def launch(scratch: Scratch, kernel: Any, programs: int, values: dict[str, Any], **options: int) -> None:
     scratch.launch(kernel, (programs,))(**{name: values[name] for name in kernel.arg_names}, **options)
 
 
@@ -177,24 +176,19 @@ def _new_state(call: Call, scratch: Scratch) -> Tensor:
     return scratch.result(shape, torch.float32, call.q.device)
 
 
-def _triton_dtype(dtype: torch.dtype) -> Any:
+def triton_dtype(dtype: torch.dtype) -> Any:
     tl = import_module("triton.language")  # not at the top: the package is optional
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
 
 
-def _precision() -> str:
-    """How fp32 products round: as accurate as fp32, or TF32 where the user asked torch for that."""
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-def _inverse_precision(call: Call, dtype: torch.dtype) -> str:
+def inverse_precision(call: Call, dtype: torch.dtype) -> str:
     """How the products of the inverse round.
 
     With normalised keys and beta in [0, 2] the inverse is made of products of contractions, so fp16, which rounds as
     finely as TF32, holds it; otherwise its entries have no bound, and three bf16 products have fp32's range.
     """
     if dtype is torch.float32:
-        return _precision()
+        return precision()
     return "fp16" if call.qk_l2norm_eps > 0.0 else "bf16x3"
 
 
@@ -205,12 +199,3 @@ def _bounded_block(call: Call) -> int:
     unknown = 0 if call.compute_dtype is torch.bfloat16 else 1
     strongest = -GATE_FUNCTIONS[call.gate_fn].lower_bound(call.gate_scale)
     return next((block for block in (32, 16) if strongest * block / 2 <= _EXPONENT_LIMIT), unknown)
-
-
-@cache
-def _device(device: torch.device) -> Device:
-    return Device.of(device)
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
