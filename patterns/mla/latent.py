@@ -94,20 +94,19 @@ class _Meeting:
 
     def read(self) -> Read:
         """The attention with what belongs to it, and its tensors."""
-        if self.keys is None and self.values is None:
-            return self.found, self.absorbed()
-        if self.keys is not None and not self.is_latent(self.keys):
+        if self.keys is None:
+            return self.found, self.parts() or (self.half("values") if self.values else None)
+        if not self.is_latent(self.keys):
             return self.found, None
-        bias = next((made for made in (self.keys, self.values) if made is not None and made.bias), None)
-        if bias is not None:
-            reason = "the projection that expands the latent has a bias, which does not absorb"
-            return self.found, Obstacle("bias", reason, bias.op)
-        if self.values is None and self.keys is not None:
-            return self.values_absorbed(self.keys)
-        if self.keys is None and self.values is not None:
-            return self.found, self.keys_absorbed(self.values)
-        assert self.keys is not None and self.values is not None
-        return self.found, self.expanded(self.keys, self.values)
+        for made in (self.keys, self.values):
+            if made is not None and made.bias:
+                reason = "the projection that expands the latent has a bias, which does not absorb"
+                return self.found, Obstacle("bias", reason, made.op)
+        if self.values is not None:
+            return self.found, self.parts() or self.misfit()
+        taken = self.taken_through()
+        parts = None if taken is None else taken.parts()
+        return (taken.found, parts) if taken and isinstance(parts, Parts) else (self.found, self.half("keys"))
 
     def is_latent(self, keys: Projection) -> bool:
         """True if keys (and values) are expanded from a latent, apart from what the queries are made of: it is
@@ -118,68 +117,36 @@ class _Meeting:
             return False
         return any(value.shape[-1] for value in self.shared) or _narrow(keys, self.values or self.behind or keys)
 
-    # -- the four ways to spell it
+    def taken_through(self) -> _Meeting | None:
+        """The same with the product behind the result, which takes it through W_UV."""
+        made, result = self.behind, self.found.result
+        if made is None or made.bias or made.rank != self.rank:
+            return None
+        width = math.prod(made.op.out.shape) * made.rank // math.prod(result.shape)
+        return replace(self, found=replace(self.found, result=made.op.out, taken=width), values=made)
 
-    def expanded(self, keys: Projection, values: Projection) -> Parts | Obstacle:
-        if self.is_odd():
-            reason = "the keys are made of more than a latent and one shared part"
-            return Obstacle("roles", reason, self.found.softmax)
-        query, weights = heads_of(self.term.queries), _weights(keys, values)
-        rotated = None if self.rotated is None else heads_of(self.rotated.queries)
-        if query is None or (self.rotated is not None and rotated is None):
-            reason = "an operand of the attention is never seen with its batch and heads"
-            return Obstacle("roles", reason, self.found.softmax)
-        for rope in self.rope_widths():
-            nope = self.term.width - (0 if self.rotated else rope)
-            heads = self.heads_of_weights(weights, nope)
-            sizes = self.sizes(query, heads, rope, nope, self.term.width)
-            if sizes is None:
-                continue
-            if self.rope is not None and next(labels(self.rope, "k_rope", sizes), None) is None:
-                op = self.rope.op or self.found.softmax
-                return Obstacle("per_head_rope", "every head has a rotated key of its own", op)
-            return self.parts(query, rotated, sizes, weights)
-        return Obstacle("roles", "what enters the attention does not fit the sizes of MLA", self.found.softmax)
-
-    def absorbed(self) -> Parts | None:
-        """Weights are on neither way: they are not looked for, but tell how many heads there are."""
-        query = None if self.is_odd() else heads_of(self.term.queries)
-        for rope in filter(self.fits, self.rope_widths()):
-            heads = None if query is None else self.heads_of_query(query, rope)
-            if query is None or heads is None:
-                continue
-            rotated = None if self.rotated is None else heads_of(self.rotated.queries)
-            sizes = self.sizes(query, heads, rope, self.rank, self.term.width)
-            if sizes is not None and (self.rotated is None or rotated is not None):
-                return self.parts(query, rotated, sizes, {})
+    def parts(self) -> Parts | Obstacle | None:
+        """The tensors by role with the sizes behind their axes; None if they do not fit each other."""
+        for rope in [] if self.is_odd() else self.rope_widths():
+            for query, rotated, keys in self.queries(rope):
+                sizes = self.sizes(query, keys, rope)
+                if sizes is None:
+                    continue
+                if self.keys and self.rope and next(labels(self.rope, "k_rope", sizes), None) is None:
+                    op = self.rope.op or self.found.softmax
+                    return Obstacle("per_head_rope", "every head has a rotated key of its own", op)
+                # A rotated part of no columns (no positions) is an operand of the region, though not of the op.
+                tensors = {"q": query, "cache" if self.is_cache else "latent": self.latent}
+                tensors |= {role: operand(made.weight) for role, made in self.weights(keys).items()}
+                optional = {"k_rope": self.rope, "q_rope": rotated}
+                return Parts(tensors | {role: value for role, value in optional.items() if value is not None}, sizes)
         return None
 
-    def keys_absorbed(self, values: Projection) -> Parts | Obstacle:
-        """Queries that have been taken through W_UK."""
-        for rope in () if self.is_odd() else filter(self.fits, self.rope_widths()):
-            for absorbed, rotated in self.queries(rope):
-                keys = _absorbing(absorbed)
-                query = None if keys is None else heads_of(keys.activation)
-                if keys is None or query is None or (rope and rotated is None):
-                    continue
-                weights = _weights(keys, values)
-                heads = self.heads_of_weights(weights, keys.rank)
-                sizes = self.sizes(query, heads, rope, keys.rank, keys.rank)
-                if sizes is not None:
-                    return self.parts(query, rotated, sizes, weights)
-        return self.half("values")
-
-    def values_absorbed(self, keys: Projection) -> Read:
-        """The result is taken through W_UV."""
-        made = self.behind
-        if made is not None and not made.bias and made.rank == self.rank == keys.rank:
-            result = made.op.out
-            width = math.prod(result.shape) * made.rank // math.prod(self.found.result.shape)
-            taken = replace(self.found, result=result, taken=width)
-            parts = replace(self, found=taken).expanded(keys, made)
-            if isinstance(parts, Parts):
-                return taken, parts
-        return self.found, self.half("keys")
+    def misfit(self) -> Obstacle:
+        reason = "what enters the attention does not fit the sizes of MLA"
+        if self.is_odd():
+            reason = "the keys are made of more than a latent and one shared part"
+        return Obstacle("roles", reason, self.found.softmax)
 
     def half(self, expanded: str) -> Obstacle:
         reason = f"only the {expanded} are expanded from the latent: weights are absorbed by hand on one side"
@@ -205,6 +172,11 @@ class _Meeting:
     def rope(self) -> Value | None:
         return tokens_of(unexpanded(self.shared[0])) if self.shared else None
 
+    @property
+    def is_cache(self) -> bool:
+        """Whether the tensor has the rotated keys beside the latent."""
+        return self.keys is None and not self.shared and self.term.width > self.rank
+
     def is_odd(self) -> bool:
         """True if keys are made of more than a latent and one part of all heads."""
         terms, unseen = len(self.found.terms), bool(self.shared) and self.rope is None
@@ -220,43 +192,49 @@ class _Meeting:
             return list(dict.fromkeys([self.shared[0].shape[-1], *counted]))
         return [self.term.width - self.rank if self.is_cache else 0]
 
-    def fits(self, rope: int) -> bool:
-        """Whether keys that are the latent itself are as wide as it is, with so many columns of a rotated part."""
-        return self.term.width == self.rank + (0 if self.rotated else rope)
+    def queries(self, rope: int) -> Iterator[tuple[Value, Value | None, Projection | None]]:
+        """The query, the rotated one and the product with W_UK. That may stand above the query: of a query in one piece
+        it makes either part.
+        """
+        rotated = None if self.rotated is None else self.rotated.queries
+        pairs = [(self.term.queries, rotated)]
+        absorbs = self.keys is None and self.values is not None
+        if absorbs and rotated is None and rope:
+            joined = _above(self.term.queries).op
+            both = joined.reads if joined is not None and joined.name == "cat" and len(joined.reads) == 2 else []
+            pairs = list(zip(both, reversed(both), strict=True))
+        for one, other in pairs:
+            keys = _absorbing(one) if absorbs else self.keys
+            query = heads_of(keys.activation if absorbs and keys is not None else one)
+            turned = None if other is None else heads_of(other)
+            if query is not None and (turned is None) == (other is None) and (keys is not None or not absorbs):
+                yield query, turned, keys
 
-    @property
-    def is_cache(self) -> bool:
-        """Whether the tensor has the rotated keys beside the latent."""
-        return self.keys is None and not self.shared and self.term.width > self.rank
-
-    def queries(self, rope: int) -> list[tuple[Value, Value | None]]:
-        """The absorbed query, and the rotated one: where both are one tensor, either part could be either."""
-        if self.rotated is not None or not rope:
-            return [(self.term.queries, None if self.rotated is None else heads_of(self.rotated.queries))]
-        joined = _above(self.term.queries).op
-        if joined is None or joined.name != "cat" or len(joined.reads) != 2:
-            return []
-        return [(part, heads_of(other)) for part, other in (joined.reads, joined.reads[::-1])]
-
-    def parts(
-        self, query: Value, rotated: Value | None, sizes: dict[str, int], weights: dict[str, Projection]
-    ) -> Parts:
-        # A rotated part of no columns (no positions) is an operand of the region, though not of the op.
-        tensors = {"q": query, "cache" if self.is_cache else "latent": self.latent}
-        tensors |= {role: operand(made.weight) for role, made in weights.items()}
-        optional = {"k_rope": self.rope, "q_rope": rotated}
-        return Parts(tensors | {role: value for role, value in optional.items() if value is not None}, sizes)
+    def weights(self, keys: Projection | None) -> dict[str, Projection]:
+        """One weight where it expands both, or where the other is a part of it; none where both are absorbed."""
+        values = self.values
+        if keys is None or values is None:
+            return {}
+        if keys.op is values.op or is_part(values.weight, keys.weight):
+            return {"w": keys}
+        return {"w": values} if is_part(keys.weight, values.weight) else {"w_k": keys, "w_v": values}
 
     # -- sizes
 
-    def sizes(self, query: Value, heads: int, rope: int, nope: int, width: int) -> dict[str, int] | None:
-        """The size behind every axis, for queries of ``width`` columns; None if the tensors do not agree on one."""
+    def sizes(self, query: Value, keys: Projection | None, rope: int) -> dict[str, int] | None:
+        """The size behind every axis, with ``rope`` columns rotated; None if the tensors do not agree on one."""
         found, rank = self.found, self.rank
-        value, cached = found.value_width, found.cached
+        value, cached, width = found.value_width, found.cached, self.term.width
+        plain = width if self.rotated else width - rope
+        if self.keys is None and plain != rank:
+            return None  # keys are the latent itself, and not as wide
+        if keys is not None and self.keys is None:
+            plain = width = keys.rank
+        heads = self.heads_of_weights(keys, plain) if keys is not None else self.heads_of_query(query, rope)
         columns = rank + rope if self.is_cache else rank
         held = math.prod(self.latent.shape) // columns
         for batch in dict.fromkeys((found.softmax.out.shape[0], held // cached, 1)):
-            if min(nope, value, rank, heads, batch) < 1:
+            if min(plain, value, rank, heads, batch) < 1:
                 continue
             tokens, left = divmod(math.prod(query.shape), batch * heads * width)
             many, rest = divmod(math.prod(self.latent.shape), batch * columns)
@@ -267,46 +245,38 @@ class _Meeting:
             if self.rope is not None and self.keys is None and math.prod(self.rope.shape) != batch * many * rope:
                 continue
             sizes = {"B": batch, "T": tokens, "S": cached, "C": many, "H": heads, "K": width}
-            sizes |= {"N": nope, "D": rope, "R": rank, "V": value, "E": rank + rope}
+            sizes |= {"N": plain, "D": rope, "R": rank, "V": value, "E": rank + rope}
             role = "cache" if self.is_cache else "latent"
             if next(labels(self.latent, role, sizes), None) is not None:
                 return sizes
         return None
 
-    def heads_of_weights(self, weights: dict[str, Projection], nope: int) -> int:
+    def heads_of_weights(self, keys: Projection, plain: int) -> int:
         """How many heads the weights are for; 0 if they are not of MLA's sizes."""
-        value, rank = self.found.value_width, self.rank
-        each = {"w": nope + value, "w_k": nope, "w_v": value}
-        counts = {divmod(made.size, each[role] * rank) for role, made in weights.items() if each[role] > 0}
-        (heads, rest), *others = counts or {(0, 0)}
+        value = self.found.value_width
+        each = {"w": plain + value, "w_k": plain, "w_v": value}
+        weights = self.weights(keys)
+        counts = {divmod(made.size, max(1, each[role] * self.rank)) for role, made in weights.items()}
+        (heads, rest), *others = counts
         return 0 if rest or others else heads
 
-    def heads_of_query(self, query: Value, rope: int) -> int | None:
+    def heads_of_query(self, query: Value, rope: int) -> int:
         """How many of the query's rows are a token's heads: as many as the weights around have, else as the scores say.
-        Without a rotated part nothing but those weights tells it from attention to a memory that is key and value.
+        Without a rotated part nothing but those weights tells it from attention to a memory that is key and value: 0.
         """
-        batches = dict.fromkeys((self.found.softmax.out.shape[0], 1))
         held = math.prod(self.latent.shape) // (self.rank + (rope if self.is_cache else 0))
+        batches = (self.found.softmax.out.shape[0], 1)
         batch = next((batch for batch in batches if batch * self.found.cached == held), 0)
         rows, rest = divmod(math.prod(query.shape), max(1, batch) * self.term.width)
         if rest or not batch:
-            return None
+            return 0
         known = _heads_around(query, self.found)
         if known is not None and rows % known == 0:
             return known
-        if not rope:
-            return None
         between = self.found.softmax.out.shape[1:-1]
-        if len(query.shape) < 4 or 1 in between:
-            return rows
-        return between[0] if rows % between[0] == 0 else None
-
-
-def _weights(keys: Projection, values: Projection) -> dict[str, Projection]:
-    """One weight where it expands both, or where the other is a part of it."""
-    if keys.op is values.op or is_part(values.weight, keys.weight):
-        return {"w": keys}
-    return {"w": values} if is_part(keys.weight, values.weight) else {"w_k": keys, "w_v": values}
+        if not rope or len(query.shape) < 4 or 1 in between:
+            return rows if rope else 0
+        return between[0] if rows % between[0] == 0 else 0
 
 
 def _narrow(keys: Projection, values: Projection) -> bool:
