@@ -289,8 +289,8 @@ class _Operators(TorchFunctionMode):
         self.concolic = concolic
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = [item if type(item) is Tensor else self.unwrapped(item) for item in args]
-        out = func(*args, **{key: self.unwrapped(item) for key, item in (kwargs or {}).items()})
+        args = self.unwrapped(args)
+        out = func(*args, **{key: self.unwrapped(item) for key, item in kwargs.items()}) if kwargs else func(*args)
         if isinstance(out, Tensor) or not self.concolic.is_asking():
             return out
         if func in (_SHAPE, _SIZE):
@@ -306,15 +306,28 @@ class _Operators(TorchFunctionMode):
         return out
 
     def unwrapped(self, item: Any) -> Any:
-        if isinstance(item, Size):
+        """An argument with plain numbers in it. Made for every operator, while every call of Python's is traced."""
+        kind = type(item)
+        if kind is Size:
+            number = int.__int__(item)
             if not isinstance(item.formula, (tuple, str)):
-                self.concolic.now.numbers.add(abs(item.plain()))
-            return item.plain()
-        if isinstance(item, slice):
-            return slice(*map(self.unwrapped, (item.start, item.stop, item.step)))
-        if type(item) in (tuple, list):
-            return type(item)(map(self.unwrapped, item))
+                self.concolic.now.numbers.add(abs(number))
+            return number
+        if kind is slice:
+            start, stop, step = item.start, item.stop, item.step
+            if type(start) is Size or type(stop) is Size or type(step) is Size:
+                return slice(self.unwrapped(start), self.unwrapped(stop), self.unwrapped(step))
+            return item
+        if kind is tuple or kind is list:
+            made: list[Any] = []
+            for each in item:
+                made.append(self.unwrapped(each) if type(each) in _HOLDING else each)
+            return made if kind is list else tuple(made)
         return item
+
+
+_HOLDING = frozenset({Size, slice, tuple, list})
+"""Types of arguments that are numbers, or may hold some."""
 
 
 def _owner(func: Any) -> str:

@@ -17,9 +17,9 @@ from tests.faults.inject import Fault, boundaries, injected
 from tests.faults.models import MODELS, Case
 
 STAGES = {
-    "layers": ("kdacompile/capture/", "patterns/canonical/", "patterns/recurrence/"),
+    "layers": ("kdacompile/capture/", "kdacompile/search/", "patterns/recurrence/"),
     "latent": ("kdacompile/graph/", "patterns/engine/", "patterns/mla/"),
-    "cached": ("kdacompile/capture/tables.py", "kdacompile/rewrite/splice.py"),
+    "cached": ("kdacompile/capture/tables.py", "patterns/canonical/", "kdacompile/rewrite/splice.py"),
 }
 
 
