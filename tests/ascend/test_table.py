@@ -14,8 +14,7 @@ from kdacompile.lowering.ascend.emit import CHUNK, chunk_module
 from kdacompile.lowering.ascend.launch import column_tile
 from kdacompile.lowering.plan import Plan
 from kdacompile.lowering.plan.whole import KernelPlan, kernel_plans
-from kdacompile.patterns.recurrence.family import FAMILY
-from kdacompile.patterns.recurrence.family.row import Pattern
+from kdacompile.patterns.recurrence.family import FAMILY, Pattern
 from tests.ascend.cases import SIZES
 from tests.ascend.test_attention import constants as attention_constants
 from tests.ascend.tools import ARCH, NEXT_ARCH, Tools
