@@ -39,7 +39,13 @@ def test_the_pass_rewrites_an_exported_graph(dynamic: bool) -> None:
 def test_a_package_runs_the_op(tmp_path: Path) -> None:
     """The op is defined in Python: whoever loads the package needs a Python with ``kdacompile.ops`` imported."""
     model = Layer()
-    configs = {"pre_grad_custom_pass": kdacompile.inductor_pass(expect={"gated_delta_rule": 1})}
+    configs = {
+        "pre_grad_custom_pass": kdacompile.inductor_pass(expect={"gated_delta_rule": 1}),
+        # Half the compiler's time: one small model is compiled, once.
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+        "aot_inductor.precompile_headers": False,
+        "cpp_cache_precompile_headers": False,
+    }
     with torch.no_grad(), collecting() as report:
         path = torch._inductor.aoti_compile_and_package(
             exported(model, dynamic=True), package_path=str(tmp_path / "layer.pt2"), inductor_configs=configs
