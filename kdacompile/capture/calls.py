@@ -1,8 +1,8 @@
 """How a function is called: its arguments with the batch and token dimensions left open.
 
-A replacement is made for one *call pattern*: which arguments are tensors, their dtypes and fixed sizes, and the value
-of everything else. Two dimensions stay open, the batch ``B`` (unless it is one, which changes how tensors broadcast)
-and the tokens ``T``.
+A replacement is made for one *call pattern*: which arguments are tensors, their dtypes, fixed sizes and order in
+memory, and the value of everything else. Two dimensions stay open, the batch ``B`` (unless it is one, which changes how
+tensors broadcast) and the tokens ``T``.
 """
 
 from __future__ import annotations
@@ -32,9 +32,21 @@ class TensorArg:
     dtype: torch.dtype
     device: str
     requires_grad: bool = False
+    order: tuple[int, ...] = ()
+    """The dimensions from the outermost to the innermost in memory; empty where that is their own order. Operators lay
+    results out as their operands are.
+    """
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
+
+    def strides(self, sizes: Sizes) -> tuple[int, ...]:
+        shape, step = self.shape(sizes), 1
+        found = [0] * len(shape)
+        for dim in reversed(self.order or range(len(shape))):
+            found[dim] = step
+            step *= max(1, shape[dim])
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -104,16 +116,27 @@ class Call:
         return repr(self.arguments)
 
 
-def describe(tensor: torch.Tensor, *, grad: bool = False) -> TensorArg:
+def describe(tensor: torch.Tensor, *, documented: bool = False) -> TensorArg:
     """A tensor with every dimension fixed; symbolic ones as text, "~" and the size they have now.
 
-    ``grad``: tell tensors that want a gradient from those that do not.
+    ``documented``: of a library's function, which may treat tensors that want a gradient otherwise, and whose results
+    do not depend on the order of its operands in memory.
     """
     if tensor.is_nested or tensor.layout is not torch.strided or compat.is_traceable_wrapper_subclass(tensor):
         raise Unliftable("an argument is not a plain tensor")
     sizes: list[Any] = list(tensor.shape)
     dims = tuple(size if isinstance(size, int) else f"~{compat.size_hint(size)}" for size in sizes)
-    return TensorArg(dims, tensor.dtype, tensor.device.type, grad and tensor.requires_grad and torch.is_grad_enabled())
+    grad = documented and tensor.requires_grad and torch.is_grad_enabled()
+    return TensorArg(dims, tensor.dtype, tensor.device.type, grad, () if documented else order_of(tensor))
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """See ``TensorArg.order``. Dimensions of one entry, or of one that is repeated, stay in their places."""
+    pairs = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    free = [dim for dim, (size, stride) in pairs if not compat.is_one(size) and stride != 0]
+    ranked = iter(sorted(free, key=lambda dim: -tensor.stride(dim)))
+    order = tuple(next(ranked) if dim in free else dim for dim in range(tensor.dim()))
+    return () if order == tuple(range(tensor.dim())) else order
 
 
 def open_dimensions(call: Call) -> Iterator[Call]:

@@ -31,8 +31,18 @@ RUN_ERRORS = (
 """What a function may raise when it is run on arguments it was not written for."""
 
 
-Layout = tuple[int, ...] | None
-"""A result's dimensions from the outermost to the innermost in memory; None if it has gaps, or is no tensor."""
+@dataclass(frozen=True)
+class Layout:
+    """How a result lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions from the outermost to the innermost; those that repeat one entry are left out."""
+        ranked = sorted(range(len(self.strides)), key=lambda dim: -self.strides[dim])
+        return tuple(dim for dim in ranked if self.strides[dim])
 
 
 @dataclass(frozen=True)
@@ -42,8 +52,8 @@ class Captured:
     sizes: Sizes
     graph: fx.Graph
     matches: tuple[Match, ...]
-    layouts: tuple[Layout, ...]
-    """Of the results, in order."""
+    layouts: tuple[Layout | None, ...]
+    """Of the results, in order; None for what is no tensor."""
     constants: tuple[Op, ...]
     """The operators that no argument reaches, as the function has them."""
 
@@ -63,8 +73,8 @@ def capture(fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings
 
     Raises ``Unliftable`` if nothing is proven, and what the function itself raises.
     """
-    shapes = [(tensor.shape(sizes), tensor.dtype, tensor.device) for _, tensor in call.tensors()]
-    gm = trace_fake(bound(fn, call), shapes)
+    tensors = [tensor for _, tensor in call.tensors()]
+    gm = trace_fake(bound(fn, call), [(x.shape(sizes), x.strides(sizes), x.dtype, x.device) for x in tensors])
     layouts = tuple(map(_layout, tree_leaves(gm.graph.output_node().args[0])))
     constants = tuple(functional_graph(_without_arguments(gm).graph).ops)
     report = rewrite_function(gm.graph, settings)
@@ -102,12 +112,9 @@ def turning_lengths(captured: Sequence[Captured]) -> set[int]:
     return found
 
 
-def _layout(result: Any) -> Layout:
+def _layout(result: Any) -> Layout | None:
     value = compat.example_value(result) if isinstance(result, fx.Node) else None
-    if not isinstance(value, torch.Tensor):
-        return None
-    order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
-    return tuple(order) if value.permute(order).is_contiguous() else None
+    return Layout(tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else None
 
 
 def _check_outputs(graph: fx.Graph) -> None:

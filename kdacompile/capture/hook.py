@@ -205,7 +205,7 @@ def _call(fn: Any, site: dynamo.CallSite, tensors: list[Any], *, documented: boo
         example = site.example(variable)
         if example is not None:
             tensors.append(variable)
-            return describe(example, grad=documented)
+            return describe(example, documented=documented)
         value, known = site.constant(variable)
         if not known or not (_is_plain(value) if documented else isinstance(value, _PLAIN)):
             raise Unliftable(refusals.object_argument(name))

@@ -179,7 +179,7 @@ def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Sett
     modulus = _modulus(agreed.tried, taken, numbers)
     verify.compare_gradients(bound(fn, narrow), other, narrow, found, taken[len(taken) // 2], verify.BATCHES[0])
     if modulus:
-        text = template.write(captured, call, modulus)
+        text = template.write(captured, call, numbers, modulus)
     return Verdict(
         fn.__qualname__,
         source_of(fn),
@@ -211,7 +211,7 @@ def captures(
             failure = WrongLayout(f"it does not run on stand-ins: {error}")
             continue
         try:
-            return captured, template.write(captured, call)
+            return captured, template.write(captured, call, numbers)
         except Unliftable as error:
             failure = error
     assert failure is not None

@@ -42,7 +42,8 @@ def make(call: Call, found: dict[int, str], sizes: Sizes, seed: int) -> list[Ten
             value = _draw(found.get(index, ""), shape, generator)
         else:  # a mask, or numbers that are indices wherever there are two tokens
             value = torch.randint(0, 2, shape, generator=generator)
-        made.append(value.to(dtype=tensor.dtype, device=tensor.device))
+        given = torch.empty_strided(shape, tensor.strides(sizes), dtype=tensor.dtype, device=tensor.device)
+        made.append(given.copy_(value))
     return made
 
 

@@ -1,15 +1,16 @@
 """The rewritten function as text: one graph for every batch and length, from the graphs captured at a few.
 
 The graphs must be the same up to whole numbers, and each number must be one simple function of the batch B and the
-tokens T: a constant, a multiple of B, of T or of B T, or T plus a constant. What does not fit has the length burnt in,
-so the function is not lifted.
+tokens T: a constant, a multiple of B, of T or of B T, or T plus a constant. Strides of results may have gaps besides,
+of a fixed size or up to whole chunks. What does not fit has the length burnt in, so the function is not lifted.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from kdacompile.capture.calls import Call, Sizes
 from kdacompile.capture.dead_writes import aliased
 from kdacompile.capture.draft import Captured, Layout
 from kdacompile.capture.errors import Unliftable
+from kdacompile.capture.verify import LARGEST_CHUNK
 from kdacompile.compat.schemas import declaration, is_operator, operator_name, overload_name
 from kdacompile.compat.tracing import tree_leaves
 
@@ -32,17 +34,17 @@ _FUNCTIONS: dict[Callable[..., Any], str] = {
 _PLAIN = (torch.dtype, torch.memory_format, torch.layout)
 
 
-def write(captured: Sequence[Captured], call: Call, modulus: int | None = None) -> str:
+def write(captured: Sequence[Captured], call: Call, numbers: Set[int], modulus: int | None = None) -> str:
     """Python source of ``replacement(*tensors)``; raises ``Unliftable`` if the graphs are not one function.
 
-    ``modulus``: the function takes only lengths divisible by it.
+    ``numbers``: what the function may take for a chunk. ``modulus``: it takes only lengths divisible by that.
     """
     graphs, sizes = [each.graph for each in captured], [each.sizes for each in captured]
     live = [[node for node in graph.nodes if node.op != "placeholder"] for graph in graphs]
     inputs = [[node for node in graph.nodes if node.op == "placeholder"] for graph in graphs]
     if len({len(nodes) for nodes in live}) != 1:
         raise Unliftable("what is left of it differs with the length")
-    writer = _Writer(sizes, call)
+    writer = _Writer(sizes, call, numbers)
     for index, row in enumerate(zip(*inputs, strict=True)):
         writer.name(row, f"x{index}")
     *rows, results = zip(*live, strict=True)
@@ -60,9 +62,10 @@ def write(captured: Sequence[Captured], call: Call, modulus: int | None = None) 
 class _Writer:
     """Text of a function from rows of nodes: one node of each length, which must say the same but for its sizes."""
 
-    def __init__(self, sizes: Sequence[Sizes], call: Call) -> None:
+    def __init__(self, sizes: Sequence[Sizes], call: Call, numbers: Set[int]) -> None:
         self.sizes = sizes
         self.call = call
+        self.chunks = sorted((number for number in numbers if 1 < number <= LARGEST_CHUNK), reverse=True)
         self.names: dict[fx.Node, str] = {}
         self.lines = 0
 
@@ -91,18 +94,51 @@ class _Writer:
         self.name(row, f"v{self.lines}")
         return f"{self.names[first]} = {self.callee(first, args, kwargs)}"
 
-    def layouts(self, results: Sequence[fx.Node], wanted: Sequence[Sequence[Layout]]) -> Iterator[str]:
+    def layouts(self, results: Sequence[fx.Node], wanted: Sequence[Sequence[Layout | None]]) -> Iterator[str]:
         """Lay results out in memory as the function does: its caller may take views that need it."""
         leaves = zip(*(tree_leaves(node.args[0]) for node in results), strict=True)
-        for row, orders in zip(leaves, zip(*wanted, strict=True), strict=True):
-            order = orders[0]
-            if order is None or len(set(orders)) > 1 or not isinstance(row[0], fx.Node) or _of_input(row[0]):
+        for row, found in zip(leaves, zip(*wanted, strict=True), strict=True):
+            layouts = [layout for layout in found if layout is not None]
+            if not layouts or _of_input(row[0]) or (made := self.laid_out(self.names[row[0]], layouts)) is None:
                 continue
-            made = f"{self.names[row[0]]}.permute({order}).contiguous().permute({_inverse(order)})"
-            plain = f"{self.names[row[0]]}.contiguous()"
             self.lines += 1
             self.name(row, f"v{self.lines}")
-            yield f"v{self.lines} = {plain if list(order) == sorted(order) else made}"
+            yield f"v{self.lines} = {made}"
+
+    def laid_out(self, name: str, layouts: Sequence[Layout]) -> str | None:
+        """``name`` in memory as at these sizes; None where that follows from no size."""
+        first, order = layouts[0], layouts[0].order
+        if len(order) < len(first.shape) or not order or first.strides[order[-1]] != 1:
+            return None
+        if any(layout.order != order for layout in layouts):
+            return None
+        extents: dict[int, str] = {}
+        """What dimensions were cut from, where that is more than they are, from the innermost on."""
+        for outer, dim in reversed(list(itertools.pairwise(order))):
+            row = [layout.strides[outer] / layout.strides[dim] for layout in layouts]
+            if row != [layout.shape[dim] for layout in layouts]:
+                text = self.extent(row)
+                if text is None:
+                    return None
+                extents[dim] = text
+        text = name if list(order) == sorted(order) else f"{name}.permute({order})"
+        text = f"{text}.contiguous()"
+        if extents:
+            more = [f"0, {extents[dim]} - {name}.size({dim})" if dim in extents else "0, 0" for dim in reversed(order)]
+            text = f"torch.nn.functional.pad({text}, ({', '.join(more)},))"
+            text += "".join(f".narrow({order.index(dim)}, 0, {name}.size({dim}))" for dim in extents)
+        return text if list(order) == sorted(order) else f"{text}.permute({_inverse(order)})"
+
+    def extent(self, row: Sequence[float]) -> str | None:
+        """What a dimension was cut from."""
+        whole = list(map(int, row))
+        if whole != row:
+            return None
+        for chunk in self.chunks:
+            if whole == [-(-at["T"] // chunk) * chunk for at in self.sizes]:
+                return f"((T + {chunk - 1}) // {chunk} * {chunk})"
+        text = _constant(whole, self.sizes) or _offset(whole, self.sizes)
+        return None if text is None else f"({text})"
 
     def callee(self, node: fx.Node, args: list[str], kwargs: list[str]) -> str:
         if node.op == "call_method":

@@ -20,12 +20,12 @@ from kdacompile.compat.tracing import TorchDispatchMode, tree_map_only
 
 aten = torch.ops.aten
 
-Argument = tuple[tuple[int, ...], torch.dtype, str]
-"""Shape, dtype and device of a tensor."""
+Argument = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, str]
+"""Shape, strides, dtype and device of a tensor."""
 
 
 def trace_fake(fn: Callable[..., Any], arguments: Sequence[Argument]) -> fx.GraphModule:
-    """The ATen graph of ``fn`` on tensors of these shapes, dtypes and devices.
+    """The ATen graph of ``fn`` on tensors of these shapes, strides, dtypes and devices.
 
     The function is run as eager mode would without gradients; while Dynamo captures something else, too. Raises what
     the function raises, and RuntimeError where it needs data.
@@ -54,8 +54,8 @@ class _Writer(TorchDispatchMode):
         self.kept: list[Tensor] = []
         """Tensors seen, so that no id is given out twice."""
 
-    def add_input(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-        tensor = self.fake(torch.empty(shape, dtype=dtype, device="meta"), torch.device(device))
+    def add_input(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+        tensor = self.fake(torch.empty_strided(shape, strides, dtype=dtype, device="meta"), torch.device(device))
         self.name(tensor, self.graph.placeholder(f"x{len(self.kept)}"))
         return tensor
 

@@ -21,11 +21,14 @@ SCALES = {"huge": 2.0**40, "tiny": 2.0**-40}
 
 KINDS = (
     "ordinary", "strong", "edges", "dense", "graded", "long keys", "huge", "tiny", "huge queries", "tiny queries",
-    "scaled keys",
+    "scaled keys", "later",
 )  # fmt: skip
 """Ordinary; strong gates; gates of 0 and -inf with zero keys and open or closed beta; gates and beta of order 1 / T; v
 of all sizes; keys that are not of unit length; v and the state, or queries, of another size; keys of sizes from 2 ** -5
-to 2 ** 5, with beta divided by the square and v multiplied (delta) or v divided, which leaves the state as it is."""
+to 2 ** 5, with beta divided by the square and v multiplied (delta) or v divided, which leaves the state as it is; v of
+nothing in the first half and larger than anything in the second, of which the first outputs show what they see."""
+
+LATER = 2.0**600
 
 
 def probes(binding: Recurrence, sizes: dict[str, int], kinds: Sequence[str]) -> Iterator[dict[Value, Tensor]]:
@@ -78,6 +81,11 @@ def _factor(role: str, kind: str, binding: Recurrence, sizes: dict[str, int]) ->
         return SCALES[kind.removesuffix(" queries")]
     if role in ("v", "initial_state") and kind in SCALES:
         return SCALES[kind]
+    if kind == "later" and role == "initial_state":
+        return 0.0
+    if kind == "later" and role == "v":
+        later = torch.arange(sizes["T"]) >= sizes["T"] // 2
+        return (later.double() * LATER).view(1, -1, 1, 1)
     if kind != "scaled keys" or (binding.delta and "beta" not in binding.inputs):
         return 1.0
     keys = (2.0 ** (torch.arange(sizes["T"]) * 7 % 11 - 5)).double().view(1, -1, 1, 1)

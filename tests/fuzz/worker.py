@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from tests.fuzz.judge import Judge, Verdict
 from tests.fuzz.recipes import Recipe, recipe
 from tests.fuzz.shrink import shrunk
 
+Row = dict[str, Any]
+
 FAILED = ("wrong", "crashed")
 SHRINKING = 40
 """Seconds that a failing program is made smaller for."""
 
 
-def judged(judge: Judge, seed: int, number: int, seconds: int) -> dict[str, Any]:
+def judged(judge: Judge, seed: int, number: int, seconds: int) -> Row:
     """The row of one program."""
     made = recipe(seed, number)
     if made is None:
@@ -48,16 +51,33 @@ def smaller(judge: Judge, made: Recipe, kind: str, seconds: int) -> tuple[Recipe
     return found, judge(found, seconds)
 
 
+def judged_already(folder: Path) -> set[int]:
+    """Programs that a run which was interrupted has rows of."""
+    rows = (row for record in folder.glob("rows-*.jsonl") for row in rows_of(record))
+    return {row["program"] for row in rows if "kind" in row}
+
+
+def rows_of(record: Path) -> Iterator[Row]:
+    """The rows of a record; the last line may have been cut off."""
+    for line in record.read_text().splitlines() if record.exists() else ():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
 def main() -> int:
     record, ends = Path(sys.argv[1]), float(sys.argv[2])
     seed, first, programs, stride, seconds = map(int, sys.argv[3:])
     for name in ("torch", "kdacompile"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    judge = Judge()
+    judge, done = Judge(), judged_already(record.parent)
     with record.open("a") as file:
         for number in range(first, programs, stride):
             if time.time() > ends:
                 break
+            if number in done:
+                continue
             print(json.dumps({"program": number}), file=file, flush=True)
             row = judged(judge, seed, number, seconds)
             print(json.dumps(row), file=file, flush=True)

@@ -45,7 +45,7 @@ def arguments() -> list[Tensor]:
 
 
 def traced(fn: Callable[..., Any]) -> torch.fx.GraphModule:
-    return trace_fake(fn, [(shape, torch.float32, "cpu") for shape in SHAPES])
+    return trace_fake(fn, [(shape, torch.empty(shape).stride(), torch.float32, "cpu") for shape in SHAPES])
 
 
 @pytest.mark.parametrize("fn", [rows, literals, reshaped])

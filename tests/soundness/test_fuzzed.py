@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.bases import Sizes
-from tests.fuzz.judge import Judge, difference
+from tests.fuzz.judge import Judge
 from tests.fuzz.mutations import Mutation
 from tests.fuzz.recipes import Call, Recipe
+from tests.fuzz.yardstick import difference
 from tests.lifting.conftest import fresh
 from tests.soundness.programs import explained
 

@@ -10,8 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.compare import worst_error
+from tests.lifting.conftest import fresh
+from tests.lifting.test_soundness import compiled, lifted
 from tests.soundness.programs import BOUND, explained
 from tests.soundness.test_rows import attention
+
+__all__ = ["fresh"]
 
 Program = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -70,3 +74,46 @@ def test_strides_through_inductor_and_gradients(name: str) -> None:
     seed = torch.randn(plain.shape)
     have, want = torch.autograd.grad(report.result, own, seed), torch.autograd.grad(plain, theirs, seed)
     assert worst_error((report.result, have), (plain, want)) <= BOUND
+
+
+# -- lifted functions -------------------------------------------------------------------------------------------------
+
+
+def chunked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Linear attention by chunks of 8, ``[B, T, H, D]``; the output is cut from what was padded."""
+    length = q.shape[1]
+    q, k, v = (F.pad(x.transpose(1, 2), (0, 0, 0, (8 - length % 8) % 8)) for x in (q, k, v))
+    out, state = v.new_zeros(v.shape), q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3])
+    for start in range(0, q.shape[2], 8):
+        a, b, c = (x[:, :, start : start + 8] for x in (q, k, v))
+        out[:, :, start : start + 8] = a @ state + (a @ b.mT).tril() @ c
+        state = state + b.mT @ c
+    return out[:, :, :length].transpose(1, 2), state
+
+
+def turned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Linear attention token by token; the output is laid out as ``v`` is, the state the other way round."""
+    out, state = torch.empty_like(v), q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    for t in range(q.shape[1]):
+        state = state + k[:, t, :, :, None] * v[:, t, :, None]
+        out[:, t] = (q[:, t, :, None] @ state)[:, :, 0]
+    return out, state.mT.contiguous().mT
+
+
+def heads_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("order", [Tensor.contiguous, heads_first], ids=["tokens first", "heads first"])
+@pytest.mark.parametrize("fn", [chunked, turned])
+def test_strides_of_what_a_lifted_function_returns(
+    fn: Callable[..., tuple[Tensor, Tensor]], order: Callable[[Tensor], Tensor]
+) -> None:
+    run = compiled(fn)
+    with torch.no_grad():
+        for length in (80, 83, 21, 8):
+            q, k, v = (order(torch.randn(2, length, 3, width)) for width in (4, 4, 6))
+            for have, want in zip(run(q, k, v), fn(q, k, v), strict=True):
+                assert have.stride() == want.stride()
+                assert worst_error(have, want) <= BOUND
+    assert fn.__name__ in lifted()
