@@ -123,7 +123,7 @@ def compare(
             have = other(*inputs)
     except RUN_ERRORS as error:
         raise Unliftable(f"what it was captured as does not run at {length} tokens: {error}") from error
-    if watch is not None:  # a library's function may lay states out as its kernels like it
+    if concolic is not None:  # a library's function may lay states out as its kernels like it
         _check_strides(have, want)
     return _difference(have, want, _tolerance(call))
 
