@@ -17,7 +17,7 @@ from kdacompile import compat
 from kdacompile.graph.edit import CannotEdit, Edit
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.canonical.rules import name_of
-from kdacompile.patterns.engine.vocabulary import LAYOUT
+from kdacompile.patterns.engine.values import root
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """What an ellipsis stands for."""
@@ -78,9 +78,7 @@ def _operands(node: fx.Node) -> tuple[list[tuple[str, fx.Node]], str] | None:
 
 def _is_divided(value: Value) -> bool:
     """True for a rearrangement of a quotient."""
-    op = value.op
-    while op is not None and op.name in LAYOUT:
-        op = op.reads[0].op
+    op = root(value).op
     while op is not None and op.name == "mul" and sum(not read.const for read in op.reads) == 1:
         op = next(read for read in op.reads if not read.const).op
     return op is not None and op.name in ("reciprocal", "div")

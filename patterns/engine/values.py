@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING, is_float8
 
 
-def root(value: Value) -> Value:
-    """The value below casts and rearrangements."""
-    while value.op is not None and value.op.name in LAYOUT and value.op.reads:
+def root(value: Value, through: frozenset[str] = LAYOUT, until: Callable[[Value], bool] = lambda _: False) -> Value:
+    """The value below casts and rearrangements (``through``), or the nearest for which ``until`` holds."""
+    while not until(value) and value.op is not None and value.op.name in through and value.op.reads:
         value = value.op.reads[0]
     return value
 
 
+def has_node(value: Value) -> bool:
+    """Whether a Dynamo node yields the value."""
+    return value.node is not None
+
+
 def operand(value: Value) -> Value:
     """The same for an op to read: casts from 8-bit floating point stay, since the ops do not take that."""
-    while value.op is not None and value.op.name in LAYOUT and value.op.reads:
-        source = value.op.reads[0]
-        if is_float8(source.dtype):
-            return value
-        value = source
-    return value
+    return root(value, until=lambda step: step.op is not None and any(is_float8(x.dtype) for x in step.op.reads))
 
 
 def is_weight(value: Value) -> bool:

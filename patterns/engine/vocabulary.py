@@ -14,6 +14,9 @@ AS_IS, VIEWS, TURNS = laid_out("as is"), laid_out("regroup"), laid_out("turn")
 ORDERED = AS_IS | VIEWS
 """Operators that keep every element as it is, and the order they are counted in."""
 
+SPREAD = ORDERED | laid_out("expand")
+"""Those, and what repeats elements."""
+
 INDEXED = frozenset(name for name, trait in TRAITS.items() if trait.raw and trait.kind in ("pick", "place"))
 """Operators that pick or place by index tensors."""
 

@@ -23,7 +23,8 @@ import torch
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.placement import Placement
-from kdacompile.patterns.engine.vocabulary import ORDERED
+from kdacompile.patterns.engine.values import has_node, root
+from kdacompile.patterns.engine.vocabulary import ORDERED, SPREAD
 from kdacompile.patterns.mla.definition import LatentAttention, place
 from kdacompile.patterns.mla.masks import selection
 
@@ -71,7 +72,7 @@ def lengths_instead(binding: LatentAttention) -> LatentAttention:
 def _limit(mask: Value, *, keeps: bool, tokens: int) -> tuple[Value, int] | None:
     """The number that tokens are compared with, and what to add to it."""
     op = mask.op
-    while op is not None and op.name in NOT | ORDERED | {"expand"}:
+    while op is not None and op.name in NOT | SPREAD:
         keeps ^= op.name in NOT
         op = op.reads[0].op
     if op is None or op.name not in MIRRORED or len(op.reads) != 2:
@@ -83,9 +84,7 @@ def _limit(mask: Value, *, keeps: bool, tokens: int) -> tuple[Value, int] | None
     counts = left.shape[-1:] == (tokens,) and right.shape[-1:] in ((), (1,)) and _counts(left, tokens)
     if relation not in PLUS or right.dtype not in INTEGERS or not counts:
         return None
-    while right.node is None and right.op is not None and right.op.name in ORDERED:
-        right = right.op.reads[0]
-    return right, PLUS[relation]
+    return root(right, ORDERED, has_node), PLUS[relation]
 
 
 def _counts(value: Value, many: int) -> bool:
@@ -112,7 +111,7 @@ def _placed(limit: Value, sizes: dict[str, int], *, causal: bool) -> Placement |
 def _rises(limit: Value, tokens: int) -> bool:
     """True for a number that is the same for all queries plus the query's own: 0, 1, 2, .."""
     op = limit.op
-    while op is not None and (op.name in ORDERED | {"expand"} or _number(op) is not None):
+    while op is not None and (op.name in SPREAD or _number(op) is not None):
         op = op.reads[0].op
     if op is None or op.name != "add" or len(op.reads) != 2 or op.kwargs:
         return False
@@ -157,7 +156,7 @@ def _position(value: Value) -> _Position:
     least = most = 0
     while value.op is not None:
         op = value.op
-        if op.name in ORDERED | {"expand"}:
+        if op.name in SPREAD:
             value = op.reads[0]
             continue
         added = _added(op)
@@ -205,6 +204,6 @@ def _written(limit: Value, tokens: int) -> Iterator[_Bounds]:
                 there = _position(op.args[2])
                 if there.start is own.start and op.out.shape[op.args[1]] == tokens:
                     yield _Bounds(own, there)
-            elif op.name == "add" or op.name in ORDERED | {"expand"}:
+            elif op.name == "add" or op.name in SPREAD:
                 stack += [out for out in op.outs if out not in seen]
                 seen.update(op.outs)

@@ -17,8 +17,8 @@ from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.field import unreached
 from kdacompile.patterns.engine.match import Obstacle
-from kdacompile.patterns.engine.values import number
-from kdacompile.patterns.engine.vocabulary import LAYOUT, ORDERED
+from kdacompile.patterns.engine.values import has_node, number, root
+from kdacompile.patterns.engine.vocabulary import LAYOUT, SPREAD
 from kdacompile.patterns.mla.attention import Attention, Hidden
 from kdacompile.patterns.mla.definition import MASKS
 from kdacompile.patterns.mla.sources import named
@@ -194,18 +194,15 @@ def _carried(hidden: Hidden) -> Carried | str:
 
 def selection(mask: Value) -> Carried | None:
     """The condition of a mask of numbers that two of them make."""
-    sums = _sums(mask)
-    while mask.op is not None and mask.op.name in ORDERED | {"expand"}:
-        mask = mask.op.reads[0]
-    found = _selected(mask.op, sums) if mask.op is not None and mask.op.name == "where" else ""
+    op = root(mask, SPREAD).op
+    found = _selected(op, _sums(mask)) if op is not None and op.name == "where" else ""
     return None if isinstance(found, str) else found
 
 
 def _unnamed_where(value: Value) -> Op | None:
     """The ``where`` behind a mask that no node of the model yields, as scaled_dot_product_attention makes it."""
-    while value.op is not None and value.op.name in LAYOUT and value.node is None:
-        value = value.op.reads[0]
-    return value.op if value.op is not None and value.op.name == "where" else None
+    op = root(value, until=has_node).op
+    return op if op is not None and op.name == "where" else None
 
 
 def _sums(mask: Value) -> torch.dtype:

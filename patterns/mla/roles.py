@@ -11,7 +11,7 @@ from kdacompile.graph.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.numbering import Numbering
 from kdacompile.patterns.engine.rounding import rounding
-from kdacompile.patterns.engine.values import root
+from kdacompile.patterns.engine.values import has_node, root
 from kdacompile.patterns.engine.vocabulary import ATTENTION, LAYOUT
 from kdacompile.patterns.mla.attention import Attention
 from kdacompile.patterns.mla.bindings import bindings, labels
@@ -46,7 +46,8 @@ def _candidate(
     output = _output(graph, found.result, parts.sizes)
     if output is None:
         return Obstacle("roles", "the result is never seen with its batch and heads", found.product)
-    sinks = None if found.sinks is None else _sink_vector(found.sinks)
+    # before they are expanded to batch and tokens
+    sinks = None if found.sinks is None else root(found.sinks, until=lambda v: has_node(v) and len(v.shape) == 1)
     tensors = parts.tensors | {role: mask.value for role, mask in masks.operands.items()}
     tensors |= {} if sinks is None else {"sinks": sinks}
     cut = list(dict.fromkeys(tensors.values()))
@@ -98,13 +99,6 @@ def _onward(op: Op, width: int) -> bool:
     """A rearrangement, or what cuts off the columns that values were padded with."""
     cuts = op.name == "slice" and op.out.shape[-1] == width != op.reads[0].shape[-1] and op.args[2] in (0, None)
     return op.name in LAYOUT or cuts
-
-
-def _sink_vector(value: Value) -> Value:
-    """The sinks before they are expanded to batch and tokens."""
-    while value.op is not None and value.op.name in LAYOUT and not (value.node and len(value.shape) == 1):
-        value = value.op.reads[0]
-    return value
 
 
 def _forbidden(
