@@ -56,6 +56,8 @@ class Derived:
 
         Later splices know the copies as names of their values.
         """
+        if not self.calls.owns(node):
+            return node
         before = set(self.copies)
         made = self.calls.copy_into(self.splice.graph, node, self.copies)
         for each in self.copies.keys() - before:

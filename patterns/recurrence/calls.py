@@ -15,7 +15,7 @@ from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.patterns.engine.match import Candidate, Verdict
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.spec import Call, Spec
-from kdacompile.patterns.recurrence.absorb import absorb
+from kdacompile.patterns.recurrence.absorb import Scope, absorb
 from kdacompile.patterns.recurrence.roles import AXES, Recurrence, RecurrenceCandidate, RecurrenceMatch, place
 
 _OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
@@ -43,7 +43,7 @@ class CallSpec(Spec[Call, Recurrence]):
         return Verdict(next(iter(candidate.bindings)), 0.0, "an op that was there already")
 
     def forms(self, graph: Graph, match: RecurrenceMatch, *, keep_upcasts: bool) -> Iterator[RecurrenceMatch]:
-        whole = absorb(match, graph, keep_upcasts=keep_upcasts)
+        whole = absorb(match, Scope.of(match, graph, keep_upcasts=keep_upcasts))
         if whole.absorbed:
             _tie_sizes(match)
             yield whole

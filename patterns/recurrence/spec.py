@@ -11,7 +11,7 @@ from kdacompile.graph.ir import Graph, Value
 from kdacompile.patterns.engine.match import Obstacle, Verdict
 from kdacompile.patterns.engine.spec import Inner, Spec
 from kdacompile.patterns.recurrence import blockers
-from kdacompile.patterns.recurrence.absorb import absorb
+from kdacompile.patterns.recurrence.absorb import Scope, absorb
 from kdacompile.patterns.recurrence.absorb.casts import kept_upcasts
 from kdacompile.patterns.recurrence.candidates import Effort, candidates, read_region
 from kdacompile.patterns.recurrence.layers import inner_groups, is_layer
@@ -40,7 +40,7 @@ class RecurrenceSpec(Spec[Group, Recurrence]):
         """With everything upstream that the op does itself; where the graph forbids that, without."""
         if keep_upcasts:
             match = replace(match, upcast=kept_upcasts(match))
-        whole = absorb(match, graph, keep_upcasts=keep_upcasts)
+        whole = absorb(match, Scope.of(match, graph, keep_upcasts=keep_upcasts))
         yield whole
         if whole.inputs != match.inputs:
             yield match

@@ -127,6 +127,31 @@ def test_a_call_costs_nothing_more(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert len(given) == len(made)
 
 
+def grows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+    return gated_delta_loop(q, k, v, g, beta), torch.cat([cache, k], 1)
+
+
+@pytest.mark.parametrize("inner", ["inductor", "eager"])
+def test_what_capture_asks_is_worked_out_once(
+    inner: str, functional_graphs: list[torch.fx.Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A growing cache has capture ask whether the graph is rewritten; the compiler gets that very result."""
+
+    def compile_fx(gm: torch.fx.GraphModule, inputs: Any, config_patches: dict[str, Any]) -> Any:
+        config_patches[compat.PASS_OPTION](gm.graph)
+        return gm.forward
+
+    monkeypatch.setattr(compat, "compile_fx", compile_fx)
+    torch._dynamo.reset()
+    arguments: Any = (*delta_arguments(), torch.randn(delta_arguments()[1].shape))
+    options: Any = {"kda.inner": inner, "kda.lift": False}
+    with torch.no_grad(), collecting() as report:
+        ours = torch.compile(grows, backend="kda", options=options, dynamic=False)(*arguments)
+    assert patterns(report) == ["gated_delta_rule"]
+    assert len(functional_graphs) == 1
+    torch.testing.assert_close(ours, grows(*arguments))
+
+
 def test_a_functional_graph_is_built_where_a_look_pays(functional_graphs: list[torch.fx.GraphModule]) -> None:
     with torch.no_grad():
         compiled(gated_delta_loop)(*delta_arguments())

@@ -7,7 +7,6 @@ what one uncovers, the next may take.
 
 from __future__ import annotations
 
-from kdacompile.graph.ir import Graph
 from kdacompile.patterns.recurrence.absorb.casts import Rule, absorb_casts
 from kdacompile.patterns.recurrence.absorb.dt_bias import absorb_dt_bias
 from kdacompile.patterns.recurrence.absorb.gate import absorb_gate
@@ -29,9 +28,8 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def absorb(match: RecurrenceMatch, functional: Graph, *, keep_upcasts: bool) -> RecurrenceMatch:
-    """The match with everything upstream taken over that the op can do itself; ``functional`` holds it."""
-    scope = Scope.of(match, functional, keep_upcasts=keep_upcasts)
+def absorb(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch:
+    """The match with everything upstream taken over that the op can do itself, as far as ``scope`` goes."""
     applied = True
     while applied:
         applied = False
@@ -42,4 +40,4 @@ def absorb(match: RecurrenceMatch, functional: Graph, *, keep_upcasts: bool) -> 
     return match
 
 
-__all__ = ["RULES", "absorb"]
+__all__ = ["RULES", "Scope", "absorb"]
