@@ -5,30 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kdacompile.containment import contain
 from kdacompile.lowering.adjoint import GradientKernels
 from kdacompile.lowering.calls import Call, Implementation
 from kdacompile.lowering.operands import operands as operands_of
-from kdacompile.lowering.recorded import Memory, Operands, Results
+from kdacompile.lowering.recorded import Operands, Results
 from kdacompile.lowering.scratch import Scratch, shares_memory
 from kdacompile.ops import definitions, kernels
 from kdacompile.ops.dispatch import Kernel
+from kdacompile.ops.serving import Serving
 from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_, Signature
 
 Choose = Callable[[Call], Implementation | None]
 ChooseGradients = Callable[[Call], GradientKernels | None]
 Prepare = Callable[[Call], Call]
+BACKWARD = "backward "
 
 
-class FusedKernels:
+class FusedKernels(Serving):
     """The kernels of the ops over whatever ``choose`` finds for a call, and ``gradients`` for their backward ops.
 
-    ``prepare`` is what is done to a call before its kernels see it; ``remember``: whether its kernels do everything
-    through their scratch memory, so that calls like earlier ones only launch. Without ``gradients`` the backward ops
-    are the device-independent ones: they differentiate the torch executor.
+    ``prepare`` is what is done to a call before its kernels see it; ``remember`` as of :class:`Serving`. Without
+    ``gradients`` the backward ops are the device-independent ones: they differentiate the torch executor.
     """
 
     def __init__(
@@ -39,10 +38,8 @@ class FusedKernels:
         *,
         remember: bool = False,
     ) -> None:
+        super().__init__(remember=remember)
         self._choose, self._prepare, self._gradients = choose, prepare, gradients
-        self._memory = Memory() if remember else None
-        self._failed: set[str] = set()
-        """Kernels that met an error of ours: not asked again."""
         self._compiled: set[tuple[Any, ...]] = set()
         """Kinds of in-place steps that have run."""
 
@@ -55,43 +52,28 @@ class FusedKernels:
             for signature in (LINEAR_ATTENTION, LINEAR_ATTENTION_STEP):
                 definitions.add_kernel(signature.backward_name, device, self._backward_of(signature, self._gradients))
 
-    def sequence(self, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def sequence(self, *operands: Any, **options: Any) -> Results:
         """``kdacompile::linear_attention``."""
-        # fp32 products round as the user asked torch for.
-        precision = torch.get_float32_matmul_precision() if torch.float32 in {x.dtype for x in operands[:3]} else None
-        return self._run(self._sequence, operands, options, precision)
+        return self.launched(self._sequence, operands, options, multiplied=operands[:3])
 
-    def step(self, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def step(self, *operands: Any, **options: Any) -> Results:
         """``kdacompile::linear_attention_step``."""
-        return self._run(self._step, operands, options)
+        return self.launched(self._step, operands, options)
 
     def inplace_step(self, *operands: Any, **options: Any) -> Tensor:
         """``kdacompile::linear_attention_step_``: the state is read and written once, where it lies."""
-        return self._run(self._inplace_step, operands, options, written=LINEAR_ATTENTION_STEP_.writes)[0]
-
-    def _run(
-        self,
-        run: Callable[[Scratch, Operands, dict[str, Any]], Results],
-        operands: Operands,
-        options: dict[str, Any],
-        precision: str | None = None,
-        written: int | None = None,
-    ) -> Any:
-        if self._memory is None:
-            return run(Scratch(), operands, options)
-        decides = (run.__name__, precision, *options.items())
-        return self._memory.run(decides, operands, lambda scratch: run(scratch, operands, options), written)
+        return self.launched(self._inplace_step, operands, options, written=LINEAR_ATTENTION_STEP_.writes)[0]
 
     def _sequence(self, scratch: Scratch, operands: Operands, options: dict[str, Any]) -> Results:
         call: Call = LINEAR_ATTENTION.checked(operands, options).with_bounds_at_hand()
         chosen = self._chosen(call) if call.q.shape[1] else None
-        found = self._attempt(chosen, lambda it: it.run(self._prepared(call), scratch), scratch)
+        found = self.attempted(chosen, lambda it: it.run(self._prepared(call), scratch), scratch)
         return found or kernels.run_sequence(call)
 
     def _step(self, scratch: Scratch, operands: Operands, options: dict[str, Any]) -> Results:
         call: Call = LINEAR_ATTENTION_STEP.checked(operands, options)
         chosen = self._chosen(call)
-        found = self._attempt(chosen, lambda it: it.step(self._prepared(call), None, scratch), scratch)
+        found = self.attempted(chosen, lambda it: it.step(self._prepared(call), None, scratch), scratch)
         return found or kernels.run_step(call)
 
     def _inplace_step(self, scratch: Scratch, operands: Operands, options: dict[str, Any]) -> Results:
@@ -108,7 +90,7 @@ class FusedKernels:
         state = call.initial_state
         assert state is not None  # its schema says so
         before = state.clone()
-        step = self._attempt(chosen, lambda it: it.step(self._prepared(call), state, scratch), scratch)
+        step = self.attempted(chosen, lambda it: it.step(self._prepared(call), state, scratch), scratch)
         if step is None:
             state.copy_(before)
             return (kernels.run_inplace_step(call),)
@@ -122,16 +104,10 @@ class FusedKernels:
         def backward(*arguments: Any, wanted: list[bool], **options: Any) -> list[Tensor]:
             grads, inputs = signature.of_backward(arguments)
             call: Call = signature.call(*inputs, **options)
-            chosen = None
-            if call.q.numel() and call.v.numel() and any(grad is not None for grad in grads):
-                chosen = contain("choosing a kernel", lambda: choose(call), lambda _: None)
-            if chosen is None or _backward_name(chosen) in self._failed:
+            if not (call.q.numel() and call.v.numel() and any(grad is not None for grad in grads)):
                 return otherwise(*arguments, wanted=wanted, **options)
-            found = contain(
-                f"running the backward {chosen.name} kernels",
-                lambda: chosen.gradients(call.with_bounds_at_hand(), *grads),
-                lambda _: self._failed.add(_backward_name(chosen)),
-            )
+            chosen = self.chosen(lambda: choose(call), BACKWARD)
+            found = self.attempted(chosen, lambda it: it.gradients(call.with_bounds_at_hand(), *grads), what=BACKWARD)
             if found is None:
                 return otherwise(*arguments, wanted=wanted, **options)
             by_name = dict(zip((operand.name for operand in operands_of(Call)), found, strict=False))
@@ -142,20 +118,7 @@ class FusedKernels:
         return backward
 
     def _chosen(self, call: Call) -> Implementation | None:
-        """What takes the call; None after an error of ours, too."""
-        chosen = contain("choosing a kernel", lambda: self._choose(call), lambda _: None)
-        return None if chosen is None or chosen.name in self._failed else chosen
-
-    def _attempt(self, chosen: Implementation | None, run: Callable[[Implementation], Any], scratch: Scratch) -> Any:
-        """What the kernels give; None without any and after an error of ours."""
-        if chosen is None:
-            return None
-
-        def fail(_: str) -> None:
-            self._failed.add(chosen.name)
-            scratch.once()
-
-        return contain(f"running the {chosen.name} kernels", lambda: run(chosen), fail)
+        return self.chosen(lambda: self._choose(call))
 
     def _prepared(self, call: Call) -> Call:
         return call if self._prepare is None else self._prepare(call)
@@ -164,8 +127,3 @@ class FusedKernels:
 def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
     """What a kernel is compiled for of an operand."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
-
-
-def _backward_name(kernels: GradientKernels) -> str:
-    """What backward kernels are called among those that failed."""
-    return f"{kernels.name} backward"
