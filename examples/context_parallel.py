@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/context_parallel.py [--quick]
 
-On GPUs (NCCL) or on the CPU (gloo); without torchrun it starts two processes of its own. Each rank holds the tokens
+On GPUs (NCCL) or on the CPU (gloo); without torchrun it is one rank. Each rank holds the tokens
 that ``ContextParallel.shard`` gives it. The short convolution fetches the tokens before them, linear attention the
 states; everything else in the layer is per token. Gradients are compared with those of the whole sequence on one rank.
 """
@@ -10,12 +10,9 @@ states; everything else in the layer is per token. Gradients are compared with t
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +20,6 @@ from torch import Tensor, nn
 
 from kdacompile.distributed import ContextParallel, causal_conv1d
 from kdacompile.ops import linear_attention
-
-STORE = "KDACOMPILE_EXAMPLE_STORE"
 
 
 class ShortConvolution(nn.Module):
@@ -70,18 +65,10 @@ def gradients(layer: nn.Module, x: Tensor, target: Tensor, context: ContextParal
     return [parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None]
 
 
-def run(quick: bool) -> None:
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", "1"))
-    store = os.environ.get(STORE)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = "nccl" if cuda else "gloo"
-    if store is None:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
+def compare(device: torch.device, *, quick: bool) -> None:
+    """Gradients in both orders beside those of one rank; an assertion where they differ."""
+    rank, world, tokens = dist.get_rank(), dist.get_world_size(), 64 if quick else 1024
     torch.manual_seed(0)
-    tokens = 64 if quick else 1024
     layer = KimiDeltaAttention(64, 4, 16).to(device)
     x, target = (torch.randn(1, tokens, 64).to(device) for _ in range(2))
     alone = ContextParallel(cast("dist.ProcessGroup", dist.new_group([rank], use_local_synchronization=True)))
@@ -94,20 +81,21 @@ def run(quick: bool) -> None:
             torch.testing.assert_close(have, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
         if rank == 0:
             print(f"{order}: {tokens} tokens on {world} ranks, gradients equal those of one rank")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
-    if "RANK" in os.environ:
-        run("--quick" in given)
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        shared = {**os.environ, "WORLD_SIZE": "2", STORE: str(Path(folder) / "store")}
-        command = [sys.executable, __file__, *given]
-        ranks = [subprocess.Popen(command, env={**shared, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)]
-        return max(process.wait() for process in ranks)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= world
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
+    dist.init_process_group("nccl" if cuda else "gloo", **alone)
+    try:
+        compare(device, quick="--quick" in given)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":

@@ -58,6 +58,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--form", default="chunk", choices=["chunk", "token", "segment"], help=forms)
     plan.add_argument("--naive", action="store_true", help="the textbook's order, to compare with")
     plan.add_argument("--io", default="bf16", help="dtype of the inputs: bf16, fp16, fp32 (default: bf16)")
+    plan.add_argument("--ranks", type=int, help="tokens are cut among so many ranks: what one computes and sends")
+    plan.add_argument("--order", default="zigzag", choices=["contiguous", "zigzag"], help="with --ranks: which tokens")
     plan.add_argument("--json", action="store_true", help="stages, buffers and cost for a program to read")
     plan.add_argument("--html", type=Path, help="write a page with the picture there")
     plan.add_argument("--svg", type=Path, help="write the picture there")

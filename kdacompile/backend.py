@@ -115,7 +115,11 @@ def _say_no_compiler() -> None:
 
 
 def _tables(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Tables:
-    """Inputs whose values a match may rely on. None beside passes of the user's: those run first, inside Inductor."""
+    """Inputs whose values a match may rely on. None beside passes of the user's: those run first, inside Inductor; and
+    none where tokens lie on several ranks: the graph as captured would be no substitute.
+    """
+    if settings.context_parallel is not None:
+        return {}
     if settings.inner == "inductor" and compat.as_passes(_earlier(settings)):
         return {}
     return tables.find(gm.graph, example_inputs) if prefilter.may_have_recurrence(gm.graph) else {}

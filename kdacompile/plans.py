@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from importlib import util
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,8 @@ from kdacompile.lowering.ir import Combine, Program
 from kdacompile.lowering.linear_attention import linear_attention_program
 from kdacompile.lowering.plan import Options, Plan, gdn_state_program, naive_program
 from kdacompile.lowering.plan import plan as plan_program
+from kdacompile.lowering.plan.model import WIDTHS
+from kdacompile.lowering.plan.planner import DEFAULTS
 from kdacompile.lowering.plan.whole import kernel_plans, whole_bytes, whole_handovers
 from kdacompile.lowering.target import TARGETS
 from kdacompile.patterns.recurrence.family import FAMILY
@@ -41,6 +44,8 @@ def plan(
     optimise: bool | Options = True,
     io: str = "bf16",
     form: str = "chunk",
+    ranks: int | None = None,
+    order: str = "zigzag",
     **shape: int,
 ) -> Plan:
     """The plan of a pattern's program on a target.
@@ -50,14 +55,39 @@ def plan(
     ``io``: the inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", "token" for the one-token step, or "segment" for
     what a run of chunks does to the state (its map, merged chunk after chunk). ``shape``: B, T, H (heads),
     K, V (widths), C (tokens a chunk), BV (columns a value tile); for "mla" M (heads of a tile), K (the latent's rank),
-    D (shared key columns), C (cached tokens a block), and B x H is the number of tiles.
+    D (shared key columns), C (cached tokens a block), and B x H is the number of tiles. ``ranks``: the plan of one of
+    so many ranks among which T tokens are cut in ``order`` (context parallelism, docs/distributed.md), with what it
+    sends: a :class:`~kdacompile.distributed.cost.ParallelPlan`.
 
     Raises :class:`~kdacompile.errors.UnknownPatternError`, and from ``kdacompile.lowering`` ``ArgumentError`` on a
     wrong size and ``CapacityError`` where a tile does not fit the target.
     """
     program = _program(pattern, form, naive=optimise is False)
-    sizes = {**_MLA_SHAPE, **shape} if pattern == MLA else shape
-    return plan_program(program, target, optimise, io=io, **sizes)
+
+    def made(**sizes: int) -> Plan:
+        return plan_program(program, target, optimise, io=io, **sizes)
+
+    if ranks is not None:
+        return _of_a_rank(made, pattern if form == "chunk" else f"{pattern}, {form}", ranks, order, shape)
+    return made(**({**_MLA_SHAPE, **shape} if pattern == MLA else shape))
+
+
+def _of_a_rank(made: Callable[..., Plan], pattern: str, ranks: int, order: str, shape: Mapping[str, int]) -> Plan:
+    from kdacompile.distributed.cost import Layer, ParallelPlan  # torch.distributed is slow to import
+    from kdacompile.distributed.fragments import Fragments
+
+    row = next((row for row in FAMILY if row.name == pattern), None)
+    if row is None or ranks < 1:
+        raise lowering.ArgumentError(f"{ranks} ranks for {pattern}: tokens of linear attention's chunks are cut")
+    per_rank, sizes = Fragments(order, ranks).per_rank, {**DEFAULTS, **shape}
+    tokens = -(-sizes["T"] // (ranks * per_rank)) * per_rank
+    found = made(**{**shape, "T": tokens, "V": sizes["V"] + row.delta * sizes["K"]})
+    layer = Layer(
+        sizes["T"], sizes["H"], sizes["H"], sizes["K"], sizes["V"],
+        batch=sizes["B"], delta=row.delta, channel_gate=row.gate == "channel", element=WIDTHS[found.io],
+    )  # fmt: skip
+    given = {field.name: getattr(found, field.name) for field in fields(found)}
+    return ParallelPlan(**given, ranks=ranks, order=order, layer=layer)
 
 
 def names() -> list[str]:
@@ -170,17 +200,19 @@ def main(arguments: Any) -> int:
         else:
             print(table())
         return 0
-    sizes = parse_sizes(arguments.size)
+    sizes: Any = parse_sizes(arguments.size)
     if arguments.target == "here":
         arguments.target = here()
     pattern, target, io, form = (str(getattr(arguments, name)) for name in ("pattern", "target", "io", "form"))
-    found = plan(pattern, target, optimise=not arguments.naive, io=io, form=form, **sizes)
+    spread: Any = {"ranks": arguments.ranks, "order": arguments.order}
+    found = plan(pattern, target, optimise=not arguments.naive, io=io, form=form, **spread, **sizes)
     if arguments.json:
-        print(json.dumps(as_data(found), indent=2))
+        more: dict[str, Any] = {"parallel": cast(Any, found).as_data()} if arguments.ranks is not None else {}
+        print(json.dumps({**as_data(found), **more}, indent=2))
     else:
         print(found, end="")
     if arguments.html:
-        alone = arguments.naive or form == "token"
+        alone = arguments.naive or form == "token" or arguments.ranks is not None
         naive = None if alone else plan(pattern, target, optimise=False, io=io, form=form, **sizes)
         arguments.html.write_text(found.to_html(naive))
     if arguments.svg:

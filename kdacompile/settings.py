@@ -47,6 +47,7 @@ class Settings:
     disable: tuple[str, ...] = ()
     lift: bool = True
     deadline: float = 30.0
+    context_parallel: tuple[Any, ...] | None = None
     inductor_options: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
 
     def inductor_patches(self) -> dict[str, Any]:
@@ -102,6 +103,14 @@ def _seconds(key: str, value: object) -> float:
     return float(value)
 
 
+def _context(key: str, value: object) -> object:
+    from kdacompile.distributed import ContextParallel  # torch.distributed is slow to import
+
+    if not isinstance(value, ContextParallel):
+        raise OptionTypeError(key=key, expected="a kdacompile.distributed.ContextParallel", value=value)
+    return value.key
+
+
 def _choice(choices: object) -> Callable[[str, object], str]:
     names: tuple[str, ...] = get_args(choices)
 
@@ -148,6 +157,7 @@ _OWN_OPTIONS: dict[str, Callable[[str, object], Any]] = {
     "kda.inner": _choice(Inner),  # the compiler of everything that is not rewritten
     "kda.disable": _pattern_names,  # patterns never to rewrite
     "kda.deadline": _seconds,  # processor time to search a graph without a match; 30 s unless told
+    "kda.context_parallel": _context,  # the model sees a rank's tokens of longer sequences
     "kda.lift": _boolean,  # replace proven functions before they are captured, so that one graph serves all lengths
 }
 

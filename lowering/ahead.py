@@ -4,14 +4,41 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from kdacompile.containment import contain
 
 from .scratch import Scratch
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 2.0
+"""Seconds that nobody asks what is going on."""
+
+
+@contextmanager
+def telling(what: str) -> Generator[None]:
+    """Say what takes long, once it does: in the log, and where a person looks at stderr, there."""
+
+    def tell() -> None:
+        log.info("%s", what)
+        if sys.stderr.isatty():
+            print(f"kdacompile: {what}", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(PATIENCE, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class _Ahead(Scratch):
@@ -35,6 +62,7 @@ def compile_ahead(run: Callable[[Scratch], object], scratch: Scratch) -> None:
 
     def compile_all() -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
-            run(_Ahead())
+            run(_Ahead())  # leaving the block waits for the compiler
 
-    contain("compiling kernels side by side", compile_all, lambda _: None)
+    with telling("compiling the GPU kernels of a first call, which are kept on disk"):
+        contain("compiling kernels side by side", compile_all, lambda _: None)

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-__all__ = ["gather_into", "group_of"]
+__all__ = ["gather_into", "group_of", "scatter_sum_into"]
 
-# torch 2.13 renamed it, and warns at each call of the older name.
-_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-gather_into: Callable[..., Any] = getattr(dist, _GATHER)
+# torch 2.13 renamed them, and warns at each call of the older names.
+_NEW = hasattr(dist, "all_gather_single")
+gather_into: Callable[..., Any] = getattr(dist, "all_gather_single" if _NEW else "all_gather_into_tensor")
+scatter_sum_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_scatter_tensor")
 
 
 def group_of(name: str) -> ProcessGroup:

@@ -2,8 +2,8 @@
 
 A token's latent and rotated key are R + D columns for all heads (512 + 64 in DeepSeek-V3), its keys and values
 H (N + D + V) (40,960 there). So each rank gathers the latents of all tokens, after norm and RoPE, and expands what its
-own queries see block by block, as on one GPU. Gradients of the latents are summed over ranks, and each rank keeps its
-own tokens'. Queries of a fragment see everything before them, which is a causal call on the tokens up to its end.
+own queries see block by block, as on one GPU. Gradients of the latents are reduce-scattered, so that each rank gets
+those of its own tokens. Queries of a fragment see everything before them: a causal call on the tokens up to its end.
 """
 
 from __future__ import annotations
@@ -36,14 +36,21 @@ def parallel_mla(
     if call.q.shape[1] != call.latent.shape[1]:
         raise ContextParallelError(problem="MLA is a prefill here: queries and latents are of the same tokens")
     context.check_alike(["B", "T", "H", "R"], [*call.q.shape[:3], call.latent.shape[2]], call.q.device)
-    latent = _every_token(call.latent, context)
-    k_rope = None if call.k_rope is None else _every_token(call.k_rope, context)
+    latent, k_rope = _every_token(call.latent, call.k_rope, context)
     results = [_fragment(call, options, latent, k_rope, *cut) for cut in _cuts(call, context, latent.shape[1])]
     o, lse = zip(*results, strict=True)
     return (o[0], lse[0]) if len(o) == 1 else (torch.cat(o, 1), torch.cat(lse, 2))
 
 
-def _every_token(x: Tensor, context: ContextParallel) -> Tensor:
+def _every_token(latent: Tensor, k_rope: Tensor | None, context: ContextParallel) -> tuple[Tensor, Tensor | None]:
+    """Both of all tokens, in one message if they have one dtype."""
+    if k_rope is None or k_rope.dtype != latent.dtype:
+        return _gathered(latent, context), None if k_rope is None else _gathered(k_rope, context)
+    both = _gathered(torch.cat([latent, k_rope], -1), context)
+    return both[..., : latent.shape[-1]], both[..., latent.shape[-1] :]
+
+
+def _gathered(x: Tensor, context: ContextParallel) -> Tensor:
     return context.fragments.in_order(list(gather(x.contiguous(), context.name, context.ranks).unbind()))
 
 

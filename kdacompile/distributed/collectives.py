@@ -1,7 +1,8 @@
 """Collectives that autograd and torch.compile know: ops that hold a process group by its name.
 
 ========================================  =======================================  ==============================
-``kdacompile::gather``                     one tensor of each rank, ``[ranks, ..]``  gradient: summed, own part taken
+``kdacompile::gather``                     one tensor of each rank, ``[ranks, ..]``  gradient: ``scatter_sum``
+``kdacompile::scatter_sum``                the sum over ranks of this rank's part    gradient: ``gather``
 ``kdacompile::sum_over_ranks``             the sum, on every rank                    gradient: the same sum
 ``kdacompile::exchange``                   all-to-all along the first dimension      gradient: the same exchange
 ========================================  =======================================  ==============================
@@ -12,14 +13,14 @@ torch's functional collectives would do but for their names, which are private w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kdacompile.compat.groups import gather_into, group_of
+from kdacompile.compat.groups import gather_into, group_of, scatter_sum_into
 from kdacompile.ops.errors import ContextParallelError
 
 _library = torch.library.Library("kdacompile", "FRAGMENT")
@@ -33,16 +34,33 @@ def _define(schema: str, run: Any, fake: Any) -> Any:
     return getattr(torch.ops.kdacompile, name).default
 
 
-def _gather(x: Tensor, group: str, ranks: int) -> Tensor:
+def start_gather(x: Tensor, group: str, ranks: int) -> Callable[[], Tensor]:
+    """Begin to gather, and return what waits for it: ``[ranks, ..]``. What is computed in between overlaps with it."""
     found = x.new_empty(ranks * x.numel())  # the one shape that every backend takes
-    gather_into(found, x.reshape(-1), group=group_of(group))
-    return found.view(ranks, *x.shape)
+    work = gather_into(found, x.reshape(-1), group=group_of(group), async_op=True)
+
+    def wait() -> Tensor:
+        if work is not None:  # this rank is not in the group
+            work.wait()
+        return found.view(ranks, *x.shape)
+
+    return wait
+
+
+def _gather(x: Tensor, group: str, ranks: int) -> Tensor:
+    return start_gather(x, group, ranks)()
 
 
 def _sum(x: Tensor, group: str) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group_of(group))
     return total
+
+
+def _scatter_sum(x: Tensor, group: str) -> Tensor:
+    found = x.new_empty(x[0].numel())
+    scatter_sum_into(found, x.reshape(-1), group=group_of(group))
+    return found.view(x.shape[1:])
 
 
 def _exchange(x: Tensor, group: str) -> Tensor:
@@ -58,6 +76,9 @@ def _empty_like(x: Tensor, group: str) -> Tensor:
 gather = _define(
     "gather(Tensor x, str group, int ranks) -> Tensor", _gather, lambda x, group, ranks: x.new_empty((ranks, *x.shape))
 )
+scatter_sum = _define(
+    "scatter_sum(Tensor x, str group) -> Tensor", _scatter_sum, lambda x, group: x.new_empty(x.shape[1:])
+)
 sum_over_ranks = _define("sum_over_ranks(Tensor x, str group) -> Tensor", _sum, _empty_like)
 exchange = _define("exchange(Tensor x, str group) -> Tensor", _exchange, _empty_like)
 
@@ -66,8 +87,12 @@ def _remember_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.group = inputs[1]
 
 
-def _own_part_of_the_sum(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return sum_over_ranks(grad, ctx.group)[dist.get_rank(group_of(ctx.group))], None, None
+def _scatter_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return scatter_sum(grad.contiguous(), ctx.group), None, None
+
+
+def _gather_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return gather(grad.contiguous(), ctx.group, dist.get_world_size(group_of(ctx.group))), None
 
 
 def _sum_again(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -79,7 +104,8 @@ def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 for _name, _backward in (
-    ("gather", _own_part_of_the_sum),
+    ("gather", _scatter_gradient),
+    ("scatter_sum", _gather_gradient),
     ("sum_over_ranks", _sum_again),
     ("exchange", _exchange_back),
 ):

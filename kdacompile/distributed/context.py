@@ -18,6 +18,9 @@ METHODS = ("maps", "heads")
 GATHERED = 16
 """Most ranks whose maps every rank holds at once: 4.2 MB each with 32 heads of 128, and as many bytes sent."""
 
+Key = tuple[str, str, int, str, bool]
+"""Group, order, T of all ranks or 0, method, steps: a context as arguments of calls in graphs, and in cache keys."""
+
 
 @dataclass(frozen=True)
 class ContextParallel:
@@ -71,6 +74,10 @@ class ContextParallel:
     @property
     def fragments(self) -> Fragments:
         return Fragments(self.order, self.ranks)
+
+    @property
+    def key(self) -> Key:
+        return self.name, self.order, self.total_length or 0, self.method, bool(self.steps)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a tensor that has all along ``dim``."""

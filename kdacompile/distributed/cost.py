@@ -1,17 +1,21 @@
 """What context parallelism of linear attention sends and computes: formulas, on paper for any number of GPUs.
 
-One layer, one call. With the maps, each rank sends its fragments' (A, B) in float32, whatever T is, and reads its
-tokens twice more: once for B and once for A, beside the pass itself. Over heads, each rank sends its operands and gets
-o back. A ring carries an all-gather of n bytes a rank in ``(ranks - 1) n / bandwidth``, an all-to-all in
-``(ranks - 1) / ranks n / bandwidth``; both take a latency a message. Above 16 ranks maps are composed in steps, one map
-a message.
+One layer, one call. With the maps, each rank sends its fragments' (A, B) in float32, whatever T is. It computes one
+pass, with the delta rule of V + K columns, and a product with the states that enter; the backward call adds another
+such product. Over heads, each rank sends its operands and gets o back. A ring carries an all-gather of n bytes a rank
+in ``(ranks - 1) n / bandwidth``, an all-to-all in ``(ranks - 1) / ranks n / bandwidth``; both take a latency a message.
+Above 16 ranks maps are composed in steps, one map a message.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from kdacompile.distributed.context import GATHERED
+from kdacompile.lowering.plan import Plan
+from kdacompile.lowering.plan.cost import total_flops
+from kdacompile.lowering.stages import evaluate
 from kdacompile.ops.errors import ContextParallelError
 
 STATE_BYTES = 4
@@ -30,6 +34,9 @@ NVLINK = Link(bandwidth=450e9, latency=10e-6)
 
 INFINIBAND = Link(bandwidth=50e9, latency=20e-6)
 """400 Gb/s for each GPU."""
+
+HOST = 8
+"""GPUs of one host."""
 
 
 @dataclass(frozen=True)
@@ -88,3 +95,59 @@ def communication(
     mine = layer.token_bytes * layer.tokens // ranks
     sent = mine * (ranks - 1) // ranks
     return Cost(method, sent, mine, sent / link.bandwidth + (ranks - 1) * link.latency)
+
+
+def link_between(ranks: int) -> Link:
+    """What joins so many GPUs."""
+    return NVLINK if ranks <= HOST else INFINIBAND
+
+
+@dataclass(frozen=True)
+class ParallelPlan(Plan):
+    """The plan of a rank's pass over its own tokens (with K more columns under the delta rule), and what ranks send."""
+
+    ranks: int
+    order: str
+    layer: Layer
+
+    @property
+    def rank_flops(self) -> int:
+        """Multiplies and adds of a rank in one forward call."""
+        return self._flops(self.sizes["V"], self.sizes["T"]) + self._product(self.sizes["T"])
+
+    @property
+    def alone_flops(self) -> int:
+        """Those of one GPU that has all tokens."""
+        return self._flops(self.layer.values, self.layer.tokens)
+
+    @property
+    def costs(self) -> tuple[Cost, ...]:
+        """What a forward call sends: with the maps and, if the ranks divide the heads, over heads."""
+        given: Any = {"order": self.order, "link": link_between(self.ranks)}
+        methods = ("maps",) if self.layer.value_heads % self.ranks else ("maps", "heads")
+        return tuple(communication(self.layer, self.ranks, method=method, **given) for method in methods)
+
+    def as_data(self) -> dict[str, Any]:
+        """What it adds to a plan, as plain data."""
+        flops = {"rank_flops": self.rank_flops, "alone_flops": self.alone_flops}
+        return {"ranks": self.ranks, "order": self.order, **flops, "sends": [asdict(cost) for cost in self.costs]}
+
+    def __str__(self) -> str:
+        link = link_between(self.ranks)
+        share = self.alone_flops / self.rank_flops
+        computed = f"a rank computes {self.rank_flops:.3g} multiplies and adds, one GPU {self.alone_flops:.3g}"
+        lines = [f"on {self.ranks} ranks, {self.order}, {self.layer.tokens} tokens in all"]
+        lines.append(f"  {computed}: {share:.2f} times as many")
+        for cost in self.costs:
+            lines.append(
+                f"  {cost.method}: a rank sends {cost.sent / 1e6:,.1f} MB in a forward call and holds "
+                f"{cost.held / 1e6:,.1f} MB, {cost.seconds * 1e6:,.0f} us at {link.bandwidth / 1e9:.0f} GB/s"
+            )
+        return super().__str__() + "\n" + "\n".join(lines) + "\n"
+
+    def _flops(self, columns: int, tokens: int) -> int:
+        return evaluate(total_flops(self), {**self.sizes, "V": columns, "T": tokens})
+
+    def _product(self, tokens: int) -> int:
+        """Of the readers with the states that enter."""
+        return 2 * self.layer.batch * self.layer.value_heads * tokens * self.layer.keys * self.layer.values

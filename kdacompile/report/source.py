@@ -15,16 +15,26 @@ from kdacompile.patterns.engine.placement import Placement
 NOTATION = frozenset({"einops", "opt_einsum"})
 """Libraries of notation: the line that is told is their caller's."""
 
+_LOCAL = re.compile(r"^[LG]\['(\w+)'\]")
+_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def describe(placement: Placement) -> str:
-    """The tensor that plays a role: its node, the meaning of its dimensions, their sizes, its dtype."""
+    """The tensor that plays a role: its name, the meaning of its dimensions, their sizes ("any" of what is open), its
+    dtype.
+    """
     value = compat.example_value(placement.value.node)
     axes = " ".join(placement.axes.replace(".", "1").replace("*", "(HK)"))
     turned = ", last token first" if placement.backwards and "T" in axes else ""
     dtype = str(value.dtype).removeprefix("torch.")
-    return f"{placement.value.node.name} [{axes}] {list(value.shape)} {dtype}{turned}"
+    sizes = ", ".join(str(size) if isinstance(size, int) else "any" for size in value.shape)
+    return f"{_name(placement.value.node)} [{axes}] [{sizes}] {dtype}{turned}"
+
+
+def _name(node: fx.Node) -> str:
+    """What the model calls an input: ``q``, ``self.layer.weight``. Dynamo names other values after their variables."""
+    return _MEMBER.sub(r".\1", _LOCAL.sub(r"\1", compat.source_name(node))) or node.name
 
 
 def source_of(node: fx.Node | None) -> str:

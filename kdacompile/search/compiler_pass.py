@@ -99,6 +99,10 @@ def run(
 
     report = contain("rewriting a graph", attempt, instead, strict=settings.strict)
     report = replace(report, rejections=(*postponed(), *report.rejections))
+    if settings.context_parallel is not None:
+        from kdacompile.distributed.graphs import spread  # torch.distributed is slow to import
+
+        spread(gm, settings.context_parallel, report.rejections)
     emit(report)
     enforce(report, settings)
     return report

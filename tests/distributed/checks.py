@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from examples import context_parallel
 from kdacompile.distributed import ContextParallel, causal_conv1d
 from kdacompile.ops import linear_attention, mla
 from kdacompile.ops.errors import ContextParallelError, DistributedTensorError
+from tests.distributed.processes import Ranks
 
 TOKENS = 24
 BOUNDS = [0, 3, 3, 11, 24, 24]
@@ -89,7 +91,7 @@ def with_tokens(gate: str) -> tuple[str, ...]:
     return ("q", "k", "v", "beta", *(() if gate in ("none", "head") else ("g",)))
 
 
-def rows_of_the_family(rank: int, world: int) -> None:
+def rows_of_the_family(ranks: Ranks) -> None:
     """Every gate, with and without the delta rule, both orders and methods, rows of a batch and packed sequences."""
     for order in ("contiguous", "zigzag"):
         for method in ("maps", "heads"):
@@ -102,17 +104,19 @@ def rows_of_the_family(rank: int, world: int) -> None:
                     )  # fmt: skip
 
 
-def fragments_of_many_lengths(rank: int, world: int) -> None:
+def fragments_of_many_lengths(ranks: Ranks) -> None:
     """The last ranks are shorter, or empty; sequences end where ranks do; everything on one token."""
-    for total, bounds in ((4 * world - 1, None), (4 * world - 1, [0, 4, 4 * world - 1]), (2, None), (1, [0, 1])):
+    most = 4 * ranks.world - 1
+    for total, bounds in ((most, None), (most, [0, 4, most]), (2, None), (1, [0, 1])):
         context = ContextParallel(total_length=total)
-        compare(
-            lambda x, c, b=bounds: attend(x, c, b), operands("channel", bounds, total), with_tokens("channel"),
-            context, shared=1,
-        )  # fmt: skip
+        for delta in (True, False):
+            compare(
+                lambda x, c, b=bounds, d=delta: attend(x, c, b, delta=d),
+                operands("channel", bounds, total), with_tokens("channel"), context, shared=1,
+            )  # fmt: skip
 
 
-def maps_in_steps(rank: int, world: int) -> None:
+def maps_in_steps(ranks: Ranks) -> None:
     """Maps composed in steps: both orders, the delta rule or a diagonal, rows and packed sequences."""
     for order in ("contiguous", "zigzag"):
         for bounds, delta in ((None, True), (BOUNDS, True), (None, False)):
@@ -123,22 +127,22 @@ def maps_in_steps(rank: int, world: int) -> None:
             )  # fmt: skip
 
 
-def gate_functions_and_layouts(rank: int, world: int) -> None:
+def gate_functions_and_layouts(ranks: Ranks) -> None:
     """Parameters of gate functions get a share of their gradient on each rank; norms and state layouts as ever."""
     for order in ("contiguous", "zigzag"):
-        for bounds in (None, BOUNDS):
+        for bounds, delta in ((None, True), (BOUNDS, True), (BOUNDS, False)):
             tensors = operands("channel", bounds, TOKENS)
             tensors |= {"A_log": 0.3 * random(4), "dt_bias": random(4, 5), "g": random(*tensors["g"].shape)}
             tensors["initial_state"] = tensors["initial_state"].mT.contiguous()
             compare(
-                lambda x, c, b=bounds: attend(
-                    x, c, b, gate_fn="softplus", sigmoid_beta=True, qk_l2norm=True, state_layout="VK", scale=0.3
+                lambda x, c, b=bounds, d=delta: attend(
+                    x, c, b, delta=d, gate_fn="softplus", sigmoid_beta=True, qk_l2norm=True, state_layout="VK"
                 ),
                 tensors, with_tokens("channel"), ContextParallel(order=order), shared=1,
             )  # fmt: skip
 
 
-def rounding_of_bf16(rank: int, world: int) -> None:
+def rounding_of_bf16(ranks: Ranks) -> None:
     """bf16 inputs, weak gates: outputs, states and gradients are no farther from float64 than those of one rank."""
     for order in ("contiguous", "zigzag"):
         context, tensors = ContextParallel(order=order), operands("channel", None, 16 * TOKENS)
@@ -151,7 +155,7 @@ def rounding_of_bf16(rank: int, world: int) -> None:
         results: list[list[Tensor]] = []
         for inputs, where in ((exact, None), (whole, None), (mine, context)):
             o, state = attend(inputs, where, None)
-            (o.double().sum() + state.double().sum() / (1 if where is None else world)).backward()
+            (o.double().sum() + state.double().sum() / (1 if where is None else ranks.world)).backward()
             grads = [x.grad for name, x in inputs.items() if name in cut and x.grad is not None]
             found = [o, *grads] if where is not None else [context.shard(x) for x in (o, *grads)]
             results.append([x.detach().double() for x in (*found, state)])
@@ -161,7 +165,7 @@ def rounding_of_bf16(rank: int, world: int) -> None:
             assert error <= 1.1 * allowed + 1e-6, (order, float(error), float(allowed))
 
 
-def convolution(rank: int, world: int) -> None:
+def convolution(ranks: Ranks) -> None:
     for order in ("contiguous", "zigzag"):
         for bounds in (None, BOUNDS):
             rows = 1 if bounds else 2
@@ -179,7 +183,7 @@ def _convolve(tensors: dict[str, Tensor], context: Any, bounds: Sequence[int] | 
     return torch.cat([F.silu(F.conv1d(F.pad(p, (3, 0)), weight[:, None], bias, groups=6)).mT for p in parts], 1)
 
 
-def latent_attention(rank: int, world: int) -> None:
+def latent_attention(ranks: Ranks) -> None:
     for order in ("contiguous", "zigzag"):
         for causal in (True, False):
             tensors = {
@@ -197,7 +201,7 @@ def _latent(tensors: dict[str, Tensor], context: Any, causal: bool) -> tuple[Ten
     return o, lse.transpose(1, 2)
 
 
-def under_compile(rank: int, world: int) -> None:
+def under_compile(ranks: Ranks) -> None:
     """One graph, with its backward, and the same numbers."""
     tensors, context = operands("channel", None, TOKENS), ContextParallel(order="zigzag")
     mine = [context.shard(x) if n in with_tokens("channel") else x for n, x in tensors.items()]
@@ -214,19 +218,19 @@ def under_compile(rank: int, world: int) -> None:
     torch.testing.assert_close(*found)
 
 
-def ranks_that_differ(rank: int, world: int) -> None:
+def ranks_that_differ(ranks: Ranks) -> None:
     """Sizes that are not those of rank 0 are named with their ranks, on every rank."""
-    x = random(1, 4, 2, 4 if rank else 6)
+    x = random(1, 4, 2, 4 if ranks.rank else 6)
     with pytest.raises(ContextParallelError, match="K is 6 on rank 0, but 4 on rank 1"):
         linear_attention(x, x, x, context_parallel=ContextParallel())
     with pytest.raises(ContextParallelError, match="T is 4 on rank 0, but 6 on rank 1"):
-        x = random(1, 6 if rank else 4, 2, 4)
+        x = random(1, 6 if ranks.rank else 4, 2, 4)
         linear_attention(x, x, x, context_parallel=ContextParallel(order="zigzag"))
 
 
-def tokens_of_dtensors(rank: int, world: int) -> None:
+def tokens_of_dtensors(ranks: Ranks) -> None:
     """DTensors sharded along T: the op finds the group in their mesh, and gradients are DTensors too."""
-    mesh = DeviceMesh("cpu", list(range(world)))
+    mesh = DeviceMesh("cpu", list(range(ranks.world)))
     for tokens in (TOKENS, TOKENS - 1):
         tensors = operands("channel", None, tokens)
         whole = {name: x.clone().requires_grad_() for name, x in tensors.items()}
@@ -245,3 +249,8 @@ def tokens_of_dtensors(rank: int, world: int) -> None:
             torch.testing.assert_close(have.full_tensor(), want)
     with pytest.raises(DistributedTensorError, match="k is "):
         linear_attention(placed["q"], placed["k"].redistribute(mesh, [Replicate()]), placed["v"])
+
+
+def example(ranks: Ranks) -> None:
+    """A layer's gradients, as ``examples/context_parallel.py`` compares them itself."""
+    context_parallel.compare(torch.device("cpu"), quick=True)

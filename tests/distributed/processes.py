@@ -1,4 +1,4 @@
-"""Functions that run in several processes over gloo, each started by its module, name, rank, world and store."""
+"""Checks that run in several processes over gloo. Starting one costs seconds, so a start runs many checks."""
 
 from __future__ import annotations
 
@@ -6,42 +6,49 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 500
+SECONDS = 120.0
+"""How long all checks of a start may take."""
 
 
-def together(module: str, arguments: Callable[[int], Sequence[str]], world: int) -> list[str]:
-    """What ``python -m module`` prints in each of ``world`` processes; one that fails is an assertion."""
+@dataclass(frozen=True)
+class Ranks:
+    """What a check is given: this process, how many there are, and a folder that all see."""
+
+    rank: int
+    world: int
+    folder: Path
+
+
+def in_processes(checks: Sequence[str], world: int, folder: Path) -> None:
+    """Run ``module:function`` of each check in ``world`` processes, one check after the other.
+
+    What a process printed is the message where it fails, and the others, which wait for it, are ended at once.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, *arguments(rank)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    printed: list[str] = []
+    paths = [folder / f"output-{rank}" for rank in range(world)]
+    started: list[subprocess.Popen[bytes]] = []
     try:
-        for process in started:
-            output, _ = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, output[-3000:]
-            printed.append(output)
+        for rank, path in enumerate(paths):
+            command = [sys.executable, "-m", "tests.distributed.processes", str(rank), str(world), str(folder), *checks]
+            with path.open("wb") as output:
+                one = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            started.append(one)
+        failed = _first_failure(started)
     finally:
-        for process in started:  # one that waits for another that failed
+        for process in started:
             process.kill()
-            process.communicate()
-    return printed
+            process.wait()
+    assert failed is None, f"rank {failed} of {world}: {paths[failed].read_text()[-4000:]}"
 
 
 @contextmanager
@@ -57,19 +64,34 @@ def one_rank() -> Generator[None]:
         dist.destroy_process_group()
 
 
-def in_processes(module: str, name: str, world: int, folder: Path) -> None:
-    """Run ``module.name(rank, world)`` in ``world`` processes."""
-    store = str(folder / f"store-{name}-{world}")
-    together("tests.distributed.processes", lambda rank: [module, name, str(rank), str(world), store], world)
+def _first_failure(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """The rank that failed first, or that has not come back in time."""
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        codes = [process.poll() for process in started]
+        if any(codes):
+            return next(rank for rank, code in enumerate(codes) if code)
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(0.05)
+    return next(rank for rank, process in enumerate(started) if process.poll() is None)
 
 
-def main(module: str, name: str, rank: int, world: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    torch.manual_seed(0)
-    getattr(importlib.import_module(module), name)(rank, world)
-    dist.barrier()
+def main(ranks: Ranks, checks: Sequence[str]) -> None:
+    os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(ranks.rank), WORLD_SIZE=str(ranks.world))
+    store = dist.FileStore(str(ranks.folder / "store"), ranks.world)
+    dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.world)
+    for check in checks:
+        start = time.monotonic()
+        print(check, flush=True)
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        module, name = check.split(":")
+        getattr(importlib.import_module(module), name)(ranks)
+        dist.barrier()
+        print(f"    {time.monotonic() - start:.1f} s", flush=True)
     os._exit(0)  # gloo ends its threads in no order when a process ends, and may abort it then
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    main(Ranks(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])), sys.argv[4:])

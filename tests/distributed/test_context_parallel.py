@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,22 +17,29 @@ from tests.distributed.processes import in_processes, one_rank
 if not dist.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
-CHECKS = "tests.distributed.checks"
+TWO = (
+    "rows_of_the_family", "rounding_of_bf16", "convolution", "latent_attention", "under_compile", "ranks_that_differ",
+    "example",
+)  # fmt: skip
+MODELS = ("recurrences_and_convolutions", "latents", "region_of_torch", "refused")
+THREE = ("fragments_of_many_lengths", "gate_functions_and_layouts", "maps_in_steps", "tokens_of_dtensors")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["rows_of_the_family", "rounding_of_bf16", "convolution", "latent_attention", "under_compile", "ranks_that_differ"],
-)
-def test_two_ranks(name: str, tmp_path: Path) -> None:
-    in_processes(CHECKS, name, 2, tmp_path)
+def checks(names: Sequence[str]) -> list[str]:
+    return [f"tests.distributed.checks:{name}" for name in names]
 
 
-@pytest.mark.parametrize(
-    "name", ["fragments_of_many_lengths", "gate_functions_and_layouts", "maps_in_steps", "tokens_of_dtensors"]
-)
-def test_three_ranks(name: str, tmp_path: Path) -> None:
-    in_processes(CHECKS, name, 3, tmp_path)
+def test_two_ranks(tmp_path: Path) -> None:
+    """With the ops on DTensors that are sharded by batch or by heads."""
+    in_processes([*checks(TWO), "tests.ops.sharded:on_shards"], 2, tmp_path)
+
+
+def test_models_on_two_ranks(tmp_path: Path) -> None:
+    in_processes([f"tests.distributed.models:{name}" for name in MODELS], 2, tmp_path)
+
+
+def test_three_ranks(tmp_path: Path) -> None:
+    in_processes(checks(THREE), 3, tmp_path)
 
 
 @pytest.fixture

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kdacompile.distributed.cost import Layer, communication
+from kdacompile import plan
+from kdacompile.__main__ import main
+from kdacompile.distributed.cost import Layer, ParallelPlan, communication
+from kdacompile.lowering.errors import ArgumentError
+from kdacompile.lowering.plan.cost import total_flops
+from kdacompile.lowering.stages import evaluate
 from kdacompile.ops.errors import ContextParallelError
 
 PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
@@ -26,6 +33,38 @@ def test_maps_cost_the_same_for_any_length_and_operands_do_not() -> None:
     maps = {communication(kda(tokens), 8).sent for tokens in (1 << 14, 1 << 20)}
     heads = [communication(kda(tokens), 8, method="heads").sent for tokens in (1 << 14, 1 << 20)]
     assert len(maps) == 1 and heads[1] == heads[0] * 64
+
+
+def test_a_plan_of_a_rank_counts_one_pass_of_more_columns_and_one_product() -> None:
+    sizes: Any = {"T": 1 << 17, "H": 32, "K": 128, "V": 128}
+    alone, rank = plan("kda", "cuda_sm90", **sizes), plan("kda", "cuda_sm90", ranks=2, **sizes)
+    more: Any = {**sizes, "T": 1 << 16, "V": 256}
+    wide = plan("kda", "cuda_sm90", **more)
+    product = 2 * 32 * (1 << 16) * 128 * 128
+    assert isinstance(rank, ParallelPlan) and rank.sizes == wide.sizes
+    assert rank.rank_flops == evaluate(total_flops(wide), wide.sizes) + product
+    assert rank.alone_flops == evaluate(total_flops(alone), alone.sizes)
+    assert rank.costs[0] == communication(kda(1 << 17), 2)
+    assert "a rank sends 8.4 MB" in str(rank)
+
+
+@pytest.mark.parametrize("name", ["kda", "gated_delta_rule", "gla", "simple_gla"])
+def test_the_document_says_how_much_work_all_ranks_do(name: str) -> None:
+    sizes: Any = {"T": 1 << 17, "H": 32, "K": 128, "V": 128}
+    rank = plan(name, "cuda_sm90", ranks=2, **sizes)
+    assert isinstance(rank, ParallelPlan)
+    said = {"kda": "1.98 times", "gated_delta_rule": "rule 1.99", "gla": "GLA 1.36", "simple_gla": "GLA 1.36"}[name]
+    assert f"{2 * rank.rank_flops / rank.alone_flops:.2f}" in said and said in " ".join(PAGE.read_text().split())
+
+
+def test_a_plan_of_a_rank_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gla", "--target", "cpu", "--ranks", "48", "--order", "contiguous", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["parallel"]
+    assert [sent["method"] for sent in found["sends"]] == ["maps"]  # 48 ranks do not divide 16 heads
+    with pytest.raises(ArgumentError, match="2 ranks for mla"):
+        plan("mla", ranks=2)
+    with pytest.raises(ArgumentError, match="2 ranks for kda, token"):
+        plan("kda", form="token", ranks=2)
 
 
 def test_the_document_has_these_figures() -> None:

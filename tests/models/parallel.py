@@ -1,12 +1,10 @@
-"""Models on several processes: ``python -m tests.models.parallel RANK WORLD STORE CASE FOLDER``.
+"""Models on several processes: the checks of ``test_parallel.py``.
 
-Every case is compared with the same model on one process: results, gradients, and how many layers are matched.
+Each is compared with the same model on one process: results, gradients, and how many layers are matched.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from examples.tensor_parallel import Block, tensor_parallel
+from examples.tensor_parallel import Block
+from examples.tensor_parallel import tensor_parallel as shard_heads
 from kdacompile.report.collect import collecting
+from tests.distributed.processes import Ranks
 from tests.models import mla_zoo, zoo
 
 EAGER: dict[str, Any] = {"kda.inner": "aot_eager"}
@@ -64,13 +64,14 @@ def block(prepare: Callable[[nn.Module], None], mine: Callable[[Tensor], Tensor]
         close(run(model, mine(x)), mine(want), "inference")
 
 
-def transformers_plan(name: str, folder: Path) -> None:
+def transformers_plan(name: str, shared: Path) -> None:
     """``from_pretrained(tp_plan="auto")``: a prompt, and steps over its cache."""
     from transformers import AutoModelForCausalLM, DynamicCache
     from transformers.distributed import DistributedConfig
 
     case = mla_zoo.CASES.get(name)
     model = case.build("sdpa") if case else _with_heads_for_all(name)
+    folder = shared / name
     layers = case.attentions + bool(case.linear) if case else zoo.CASES[name].layers
     if dist.get_rank() == 0:
         model.save_pretrained(folder)
@@ -97,39 +98,43 @@ def _with_heads_for_all(name: str) -> Any:
     return zoo.random_model(config, case.model_class, "sdpa", 0).eval()
 
 
-def main(rank: int, world: int, store: str, case: str, folder: str) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))  # transformers reads them
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    if case == "tp":
-        mesh = DeviceMesh("cpu", list(range(world)))
-        block(lambda model: _tensor_parallel(model, mesh))
-    elif case == "fsdp":
-        mesh = DeviceMesh("cpu", list(range(world)))
-        block(lambda model: _fsdp(model, mesh))
-    elif case == "fsdp_tp":
-        both = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+def tensor_parallel(ranks: Ranks) -> None:
+    mesh = DeviceMesh("cpu", list(range(ranks.world)))
+    block(lambda model: _tensor_parallel(model, mesh))
 
-        def prepare(model: nn.Module) -> None:
-            _tensor_parallel(model, both["tp"])
-            _fsdp(model, both["dp"])
 
-        block(prepare)
-    else:
-        transformers_plan(case, Path(folder))
-    dist.barrier()
-    print("equal", flush=True)
-    os._exit(0)  # gloo ends its threads in no order when a process ends, and may abort it then
+def sharded_data_parallel(ranks: Ranks) -> None:
+    mesh = DeviceMesh("cpu", list(range(ranks.world)))
+    block(lambda model: _fsdp(model, mesh))
+
+
+def both(ranks: Ranks) -> None:
+    mesh = init_device_mesh("cpu", (2, ranks.world // 2), mesh_dim_names=("dp", "tp"))
+
+    def prepare(model: nn.Module) -> None:
+        _tensor_parallel(model, mesh["tp"])
+        _fsdp(model, mesh["dp"])
+
+    block(prepare)
+
+
+def deepseek_v3(ranks: Ranks) -> None:
+    transformers_plan("deepseek_v3", ranks.folder)
+
+
+def kimi_linear(ranks: Ranks) -> None:
+    transformers_plan("kimi_linear", ranks.folder)
+
+
+def qwen3_next(ranks: Ranks) -> None:
+    transformers_plan("qwen3_next", ranks.folder)
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for layer in model.children():
-        tensor_parallel(layer, mesh)
+        shard_heads(layer, mesh)
 
 
 def _fsdp(model: nn.Module, mesh: Any) -> None:
     for layer in model.children():
         fully_shard(layer, mesh=mesh)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

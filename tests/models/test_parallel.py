@@ -1,7 +1,4 @@
-"""Tensor parallel and sharded data parallel over several gloo processes: equal to one process, every layer matched.
-
-The cases are in ``parallel.py``.
-"""
+"""Tensor parallel and sharded data parallel over several gloo processes: equal to one process, every layer matched."""
 
 from __future__ import annotations
 
@@ -11,27 +8,28 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.processes import together
+from tests.distributed.processes import in_processes
 
 if not dist.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
 
-def run(case: str, world: int, folder: Path) -> None:
-    given = [str(world), str(folder / "store"), case, str(folder / "model")]
-    printed = together("tests.models.parallel", lambda rank: [str(rank), *given], world)
-    assert all("equal" in output for output in printed)
+def checks(*names: str) -> list[str]:
+    return [f"tests.models.parallel:{name}" for name in names]
 
 
-@pytest.mark.parametrize(("case", "world"), [("tp", 2), ("fsdp", 2), ("fsdp_tp", 4)])
-def test_latent_attention_in_the_style_of_torchtitan(case: str, world: int, tmp_path: Path) -> None:
-    run(case, world, tmp_path)
+def test_two_ranks(tmp_path: Path) -> None:
+    """Latent attention in the style of torchtitan."""
+    in_processes(checks("tensor_parallel", "sharded_data_parallel"), 2, tmp_path)
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    in_processes(checks("both"), 4, tmp_path)
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None,
     reason="transformers shards a model only with accelerate installed",
 )
-@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_linear", "qwen3_next"])
-def test_transformers_own_plan(name: str, tmp_path: Path) -> None:
-    run(name, 2, tmp_path)
+def test_transformers_own_plan(tmp_path: Path) -> None:
+    in_processes(checks("deepseek_v3", "kimi_linear", "qwen3_next"), 2, tmp_path)

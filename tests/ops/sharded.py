@@ -1,20 +1,18 @@
-"""The ops on DTensors over several processes: ``python -m tests.ops.sharded RANK WORLD STORE``."""
+"""The ops on DTensors over several processes: a check of ``tests/distributed/test_context_parallel.py``."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from kdacompile.lowering.operands import dimensions
 from kdacompile.ops.signature import LINEAR_ATTENTION, MLA
+from tests.distributed.processes import Ranks
 from tests.ops.cases import Case, make_case
 from tests.ops.mla_cases import make_mla
 
@@ -74,16 +72,16 @@ def step(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(shards[5].full_tensor(), whole[5])
 
 
-def main(rank: int, world: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    mesh = DeviceMesh("cpu", list(range(world)))
+def on_shards(ranks: Ranks) -> None:
+    """Results, states and gradients of both ops as on whole tensors."""
+    mesh = DeviceMesh("cpu", list(range(ranks.world)))
     for gate, fn in (("channel", "softplus"), ("token", "sigmoid"), ("head", "log"), ("none", "log")):
         for cut in ("heads", "batch"):
             linear_attention(make_case(gate=gate, gate_fn=fn, heads=2, groups=2), mesh, (cut,))
     packed = make_case(batch=1, length=7, sequences=2, heads=2)
     linear_attention(Case(packed.tensors, packed.options, torch.tensor([0, 3, 7])), mesh, ("heads",))
     linear_attention(make_case(length=9), mesh, ("",))
-    both = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    both = init_device_mesh("cpu", (1, ranks.world), mesh_dim_names=("dp", "tp"))
     linear_attention(make_case(), both, ("batch", "heads"))
     step(mesh)
     changes: tuple[dict[str, Any], ...] = ({}, {"weights": False}, {"mask": "float"})
@@ -91,9 +89,3 @@ def main(rank: int, world: int, store: str) -> None:
         case = make_mla(heads=4, causal=True, **change)
         for cut in ("heads", "batch"):
             compare(OPS.mla.default, MLA, [*case.positional, None], case.options, mesh, (cut,))
-    dist.barrier()
-    os._exit(0)  # gloo ends its threads in no order when a process ends, and may abort it then
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,9 +1,11 @@
-"""Distributed tensors: shards by batch and by heads, what is refused, and the way around that the message names."""
+"""Distributed tensors in one process: what is refused, and the way around that the message names.
+
+Shards of several processes are checked with context parallelism (``tests/distributed``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor
 from kdacompile.ops import errors, linear_attention, linear_attention_step
 from kdacompile.report.collect import collecting
 from tests.backend.layers import compiled, delta_arguments, gated_delta_loop
-from tests.distributed.processes import one_rank, together
+from tests.distributed.processes import one_rank
 from tests.ops.cases import assert_close, make_case
 
 if not dist.is_available():
@@ -29,11 +31,6 @@ from torch.distributed.tensor.experimental import local_map
 def mesh() -> Iterator[DeviceMesh]:
     with one_rank():
         yield DeviceMesh("cpu", [0])
-
-
-def test_shards_by_batch_and_by_heads_in_two_processes(tmp_path: Path) -> None:
-    """Results, states and gradients of both ops as on whole tensors; see ``sharded.py``."""
-    together("tests.ops.sharded", lambda rank: [str(rank), "2", str(tmp_path / "store")], 2)
 
 
 SHAPE = (2, 4, 2, 8)

@@ -1,0 +1,123 @@
+"""Models compiled under context parallelism (``kda.context_parallel``): a rank's tokens, results of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import context_parallel
+
+from examples.tensor_parallel import ROPE, Block
+from kdacompile.distributed import ContextParallel
+from kdacompile.ops import linear_attention
+from kdacompile.report.collect import collecting
+from tests.backend.layers import gated_delta_loop
+from tests.distributed.processes import Ranks
+
+TOKENS, WIDTH = 8, 12
+
+
+class Hybrid(nn.Module):
+    """A short convolution, written in two ways, in front of the gated delta rule."""
+
+    def __init__(self, padded: bool, mixer: Callable[..., Tensor], heads: int = 2, size: int = 4) -> None:
+        super().__init__()
+        self.heads, self.padded, self.mixer = heads, padded, mixer
+        channels = 3 * heads * size
+        self.qkv = nn.Linear(WIDTH, channels, bias=False)
+        self.conv = nn.Conv1d(channels, channels, 3, groups=channels, padding=0 if padded else 2, bias=padded)
+        self.gates = nn.Linear(WIDTH, 2 * heads)
+        self.out = nn.Linear(heads * size, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.qkv(x).transpose(1, 2)
+        mixed = self.conv(F.pad(mixed, (2, 0))) if self.padded else self.conv(mixed)[:, :, : x.shape[1]]
+        q, k, v = F.silu(mixed).transpose(1, 2).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        gate, beta = self.gates(x).unflatten(-1, (2, self.heads)).unbind(-2)
+        o = self.mixer(q, F.normalize(k, dim=-1), v, -F.softplus(gate), beta.sigmoid())
+        return x + self.out(o.flatten(-2))
+
+
+def operator(*operands: Tensor) -> Tensor:
+    """The op itself, which the model may call as well."""
+    return linear_attention(*operands, scale=1.0)[0]
+
+
+def compiled(model: Any, context: ContextParallel) -> Any:
+    options: Any = {"kda.inner": "aot_eager", "kda.lift": False, "kda.context_parallel": context}
+    return torch.compile(model, backend="kda", fullgraph=True, dynamic=False, options=options)
+
+
+def compare(
+    model: nn.Module, tensors: tuple[Tensor, ...], dims: tuple[int, ...], order: str, counts: dict[str, int]
+) -> None:
+    """Results and gradients of a rank's tokens, those of the weights summed over ranks, beside eager on all tokens."""
+    context = ContextParallel(order=order, total_length=TOKENS)
+    want = model(*tensors)
+    weight = torch.linspace(-1, 1, want.numel()).view_as(want)
+    (want * weight).sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    mine = [context.shard(x, dim) for x, dim in zip(tensors, dims, strict=True)]
+    with collecting() as report:
+        have = compiled(model, context)(*mine)
+    assert report.counts == counts, report
+    torch.testing.assert_close(have, context.shard(want))
+    (have * context.shard(weight)).sum().backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-5)
+
+
+def recurrences_and_convolutions(ranks: Ranks) -> None:
+    x = (torch.randn(2, TOKENS, WIDTH),)
+    compare(Hybrid(False, gated_delta_loop), x, (1,), "contiguous", {"gated_delta_rule": 1})
+    compare(Hybrid(True, operator), x, (1,), "zigzag", {})
+
+
+def latents(ranks: Ranks) -> None:
+    compare(Block(), (torch.randn(2, TOKENS, 32), torch.randn(TOKENS, 1, ROPE)), (1, 0), "zigzag", {"mla": 1})
+
+
+def region_of_torch(ranks: Ranks) -> None:
+    """Inside PyTorch's ``context_parallel``, which cuts the buffers in the order "zigzag"."""
+    mesh = DeviceMesh("cpu", list(range(ranks.world)))
+    context = ContextParallel(mesh.get_group(), order="zigzag", total_length=TOKENS)
+    model, x = Hybrid(False, operator), torch.randn(1, TOKENS, WIDTH)
+    want = context.shard(model(x))
+    with torch.no_grad(), context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        assert x.shape[1] == TOKENS // ranks.world
+        torch.testing.assert_close(compiled(model, context)(x), want)
+
+
+def refused(ranks: Ranks) -> None:
+    """What would see a rank's tokens alone is an error, not a wrong result."""
+    x = torch.randn(1, 2, 8, 4)
+
+    def softmax(x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+    def attention(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    def not_causal(x: Tensor) -> Tensor:
+        return F.conv1d(x[0], torch.ones(8, 1, 3), padding=1, groups=8)
+
+    cases: list[tuple[Callable[..., Tensor], str]] = [
+        (softmax, "attention would see"),
+        (attention, "attention would see"),
+        (not_causal, "not known to be causal"),
+    ]
+    for model, problem in cases:
+        torch.compiler.reset()
+        with pytest.raises(Exception, match=problem):
+            compiled(model, ContextParallel(order="contiguous"))(x)
+    with pytest.raises(Exception, match="zigzag needs total_length"):
+        compiled(Hybrid(False, operator), ContextParallel(order="zigzag"))(torch.randn(1, TOKENS, WIDTH))
