@@ -86,9 +86,11 @@ class StrictError(CompileError, RuntimeError):
 
     template = "{problem}\n{listing}"
 
-    def __init__(self, *, problem: str, reasons: Sequence[str] = (), **_: Any) -> None:
-        listing = "\n".join(f"  - {reason}" for reason in reasons) or "  (nothing else came near a known pattern)"
-        super().__init__(problem=problem, reasons=tuple(reasons), listing=listing)
+    def __init__(self, *, problem: str, reasons: Sequence[str] = (), more: Sequence[str] = (), **_: Any) -> None:
+        """``more``: what else there is to know, as what was found."""
+        near = reasons or ("(nothing else came near a known pattern)",)
+        listing = "\n".join(f"  - {line}" if line in reasons else f"  {line}" for line in (*near, *more))
+        super().__init__(problem=problem, reasons=tuple(reasons), more=tuple(more), listing=listing)
 
     @property
     def reasons(self) -> tuple[str, ...]:

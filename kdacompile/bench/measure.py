@@ -53,16 +53,33 @@ class Timing:
         return f"{in_unit(self.median)} (quartiles {in_unit(self.low)} to {in_unit(self.high)})"
 
 
+LONGEST = 15.0
+"""Seconds after which no other round begins."""
+
+
 def timings(calls: Mapping[str, Callable[[], object]], *, seconds: float = 1.0, rounds: int = 5) -> dict[str, Timing]:
     """The calls in turn, ``rounds`` times, ``seconds`` for each in all. They are warm: each has been called before.
 
     ``torch.utils.benchmark`` chooses the length of a block, so that its clock costs nothing, and waits for the device.
+    It calls what it measures four times at least: calls that take longer than ``seconds`` are timed one by one, and
+    there are fewer rounds of them.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
+    started = wall()
+    for turn in range(rounds):
+        if turn and wall() - started > LONGEST:
+            break
         for name, call in calls.items():
-            samples[name] += samples_of(call, seconds / rounds)
+            first = _once(call)
+            samples[name] += [first] if first > seconds else samples_of(call, seconds / rounds)
     return {name: Timing.of(found) for name, found in samples.items()}
+
+
+def _once(call: Callable[[], object]) -> float:
+    """Seconds of one call; ``wall`` waits for the device."""
+    start = wall()
+    call()
+    return wall() - start
 
 
 def samples_of(call: Callable[[], object], seconds: float, clock: Callable[[], float] = wall) -> list[float]:

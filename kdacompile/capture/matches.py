@@ -12,6 +12,7 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.capture import hook, refusals
 from kdacompile.report.findings import GraphReport, Match
+from kdacompile.report.source import name_of
 from kdacompile.settings import Settings
 
 _FROM = re.compile(r"<kdacompile lift (\w+)>")
@@ -55,5 +56,5 @@ def _roles(node: fx.Node) -> dict[str, str]:
 def _describe(node: fx.Node) -> str:
     value = compat.example_value(node)
     if not isinstance(value, torch.Tensor):
-        return node.name
-    return f"{node.name} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        return name_of(node)
+    return f"{name_of(node)} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"

@@ -28,8 +28,10 @@ NAME = "replacement"
 
 _FUNCTIONS: dict[Callable[..., Any], str] = {
     operator.getitem: "operator.getitem",
+    operator.add: "operator.add",
     operator.mul: "operator.mul",
     torch.tensor: "torch.tensor",
+    torch.nn.functional.pad: "torch.nn.functional.pad",
 }
 _PLAIN = (torch.dtype, torch.memory_format, torch.layout)
 

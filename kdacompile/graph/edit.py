@@ -173,7 +173,11 @@ class Edit:
         return self.tensors[value]
 
     def redefine(self, old: Value, new: Value) -> None:
-        """From here on ``old`` is what ``new`` is. What computed it is dropped, if nothing else reads that."""
+        """From here on ``old`` is what ``new`` is, the first time: several nodes may stand for it. What computed it is
+        dropped, if nothing else reads that.
+        """
+        if old in self.taken.values():
+            return
         if new in self.taken:  # another value is that already: this one is a tensor of its own
             new = self.call(torch.clone, self.taken[new], like=old.node)
         op, before = new.op, old.op
@@ -201,6 +205,7 @@ class Edit:
         graph = self.functional
         order: list[Op] = []
         done: set[Op] = set()
+        entered: set[Op] = set()
         known = set(graph.ops)
         for last in graph.ops:
             stack = [last]
@@ -208,6 +213,9 @@ class Edit:
                 op = stack[-1]
                 waiting = [value.op for value in op.reads if value.op is not None and value.op not in done]
                 if waiting and op not in done:
+                    if op in entered:
+                        raise ValueError(f"{op.out} is computed from itself")
+                    entered.add(op)
                     stack += waiting
                     continue
                 stack.pop()

@@ -101,6 +101,9 @@ class Recorder(TorchDispatchMode):
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[Any]) -> list[Value]:
         """Record an operator; ``outs`` are tensors or (shape, dtype) pairs."""
+        stored = self.stored(target, args, kwargs)
+        if stored is not None:
+            return [stored]
         made = operator_name(target).removeprefix("aten::") in MAKERS  # these take a tensor for its sizes only
         reads = list(walk_values((args[1:] if made else args, kwargs)))
         op = Op(target, args, kwargs, reads, [], self.node, self.position, self.grad)
@@ -116,6 +119,15 @@ class Recorder(TorchDispatchMode):
             value.users.append(op)
         self.graph.ops.append(op)
         return op.outs
+
+    def stored(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value | None:
+        """What is read of a buffer where the same was written last: ``slice(slice_scatter(x, y, ...), ...)`` is y."""
+        scatter = args[0].op if args and isinstance(args[0], Value) else None
+        if scatter is None or operator_name(scatter.target) != f"{operator_name(target)}_scatter":
+            return None
+        same = tuple(scatter.args[2:]) == tuple(args[1:]) and scatter.kwargs == kwargs and scatter.grad == self.grad
+        written: Value = scatter.args[1]
+        return written if same and written.dtype == args[0].dtype and not written.const else None
 
     # -- dispatch -----------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

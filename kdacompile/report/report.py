@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+from kdacompile.compat import graph_breaks
 from kdacompile.errors import ReportFormatError, StrictError
 from kdacompile.report.findings import Findings, GraphBreak, GraphReport, Match, Rejection, Saved, Stage, merge
 from kdacompile.report.page import near_miss_page, render
@@ -105,11 +106,20 @@ def enforce(graph: GraphReport, settings: Settings) -> None:
     found = Counter(match.pattern for match in graph.matches)
     short = [f"{name}: {found[name]} of {count}" for name, count in settings.expect if found[name] < count]
     if short:
-        raise StrictError(problem="kda.expect: fewer matches than expected (" + ", ".join(short) + ")", reasons=reasons)
+        more = [f"found: {match.pattern} at {match.source}" for match in graph.matches]
+        more += [
+            f"graph break in this process, across which no pattern reaches: {_first_line(b)}" for b in graph_breaks()
+        ]
+        problem = "kda.expect: fewer matches than expected (" + ", ".join(short) + ")"
+        raise StrictError(problem=problem, reasons=reasons, more=more)
     if settings.strict and graph.rejections:
         raise StrictError(problem="kda.strict: near misses were left to Inductor", reasons=reasons)
     if settings.strict and not graph.matches:
         raise StrictError(problem=f"kda.strict: nothing matched in a graph of {graph.nodes} nodes", reasons=reasons)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
 
 
 def _plural(count: int, noun: str) -> str:

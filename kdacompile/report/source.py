@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ NOTATION = frozenset({"einops", "opt_einsum"})
 
 _LOCAL = re.compile(r"^[LG]\['(\w+)'\]")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]")
+_ASSIGNED = re.compile(r"\s*([A-Za-z_]\w*)\s*=[^=]")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -29,12 +31,25 @@ def describe(placement: Placement) -> str:
     turned = ", last token first" if placement.backwards and "T" in axes else ""
     dtype = str(value.dtype).removeprefix("torch.")
     sizes = ", ".join(str(size) if isinstance(size, int) else "any" for size in value.shape)
-    return f"{_name(placement.value.node)} [{axes}] [{sizes}] {dtype}{turned}"
+    return f"{name_of(placement.value.node)} [{axes}] [{sizes}] {dtype}{turned}"
 
 
-def _name(node: fx.Node) -> str:
-    """What the model calls an input: ``q``, ``self.layer.weight``. Dynamo names other values after their variables."""
-    return _MEMBER.sub(r".\1", _LOCAL.sub(r"\1", compat.source_name(node))) or node.name
+def name_of(node: fx.Node) -> str:
+    """What the model calls a tensor: ``q``, ``self.layer.weight``, the variable on its line; else the node's name."""
+    source = compat.source_name(node)
+    if source:
+        return _MEMBER.sub(r".\1", _LOCAL.sub(r"\1", source))
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    line = _last_frame(node)
+    if node.name.rstrip("0123456789").rstrip("_") != target or not line:
+        return node.name  # Dynamo knows the variable, or nobody does
+    assigned = _ASSIGNED.match(linecache.getline(*line))
+    last = all(_last_frame(user) != line for user in node.users)
+    return assigned.group(1) if assigned and last else node.name
+
+
+def _last_frame(node: fx.Node) -> tuple[str, int] | None:
+    return next(reversed(frames_of(node.meta.get("stack_trace") or "")), None)
 
 
 def source_of(node: fx.Node | None) -> str:

@@ -34,6 +34,9 @@ class MlaSplice(Splice[LatentAttention]):
         if self.stops_gradients and added:
             raise CannotSplice("grad", "rows may be hidden by several masks, some of which stop a gradient")
 
+    def collect_stores(self, ready: int) -> None:
+        """lse is no state: whoever stores it early uses it."""
+
     def is_selection(self, mask: Hiding) -> bool:
         return self.match.binding.inputs[mask.role].value.dtype is torch.bool
 
@@ -81,6 +84,9 @@ class MlaSplice(Splice[LatentAttention]):
                 tokens = self.size(given["q"], 1)
                 given |= {n: self.part(given[n], 1, None, tokens) for n in ("latent", "k_rope", "cache") if n in given}
             q, q_rope, latent, k_rope, w_uk, w_uv = binding.operands(given, self.part, self.per_head)
+            if "factor" in given:
+                q = self.scaled(q, given["factor"])
+                q_rope = None if q_rope is None else self.scaled(q_rope, given["factor"])
             mask = self.mask(given, compat.example_value(q).dtype)
             if self.stops_gradients and mask is not None:
                 q = self.seeing(q, mask)
@@ -92,14 +98,29 @@ class MlaSplice(Splice[LatentAttention]):
             tensors |= {"schedule": None if lengths is None else self.schedule(lengths, q, latent, table)}
             call = self.call(MLA, tensors, q, form="auto")
             self.redirect(self.match.output, self.getitem(call, 0, like), like)
+            if self.final is not None:
+                self.redirect(self.final, self.lse(call), self.final.value.node)
         self.erase()
         return "kdacompile::mla"
+
+    def lse(self, call: fx.Node) -> fx.Node:
+        """The op's lse, which has +inf where nothing is seen, as torch.logsumexp has it."""
+        node = self.getitem(call, 1, call)
+        unseen = self.method(node, "eq", math.inf)
+        return self.method(node, "masked_fill", unseen, -math.inf) if self.match.binding.masks else node
 
     def part(self, node: fx.Node, dim: int, start: int | None, stop: int | fx.Node | None) -> fx.Node:
         """``node[..., start:stop]``, or the same of dimension 0 or 1."""
         before: tuple[Any, ...] = (Ellipsis,) if dim < 0 else (slice(None),) * dim
         index: Any = (*before, slice(start, stop))
         return self.with_meta(self.graph.call_function(operator.getitem, (node, index)), node)
+
+    def scaled(self, q: fx.Node, factor: fx.Node) -> fx.Node:
+        """The queries times a number that a tensor holds, or divided by it."""
+        by = operator.truediv if self.match.binding.divides else operator.mul
+        node = self.with_meta(self.graph.call_function(by, (q, factor)), q)
+        want = compat.example_value(q).dtype
+        return node if compat.example_value(node).dtype is want else self.method(node, "to", want)
 
     def seeing(self, q: fx.Node, mask: fx.Node) -> fx.Node:
         """The queries, zero where the mask hides everything: neither they nor the keys have a gradient there."""

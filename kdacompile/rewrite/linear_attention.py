@@ -32,6 +32,7 @@ class LinearAttentionSplice(Splice[Recurrence]):
                 given = args.get(role)
                 args[role] = None if given is None else self.expanded(given, v, AXES[role])
             args.update(self.gate_parameters(args))
+            bonus = self.bonus(args.pop("u"), args) if "u" in args else None
             if self.overwrites_cache(before):
                 call = self.call(LINEAR_ATTENTION_STEP_, args, v)
                 self.redirect(match.output, call, like)
@@ -39,8 +40,13 @@ class LinearAttentionSplice(Splice[Recurrence]):
                 if match.mode == "step":
                     call = self.call(LINEAR_ATTENTION_STEP, args, v)
                 else:
-                    call = self.call(LINEAR_ATTENTION, args, v, chunk_size=0, **self.layout())
-                self.redirect(match.output, self.getitem(call, 0, like), like)
+                    wide = None if bonus is None else compat.example_value(bonus).dtype  # rounded once, as the sum
+                    call = self.call(LINEAR_ATTENTION, args, v, wide, chunk_size=0, **self.layout())
+                result = self.getitem(call, 0, like)
+                if bonus is not None:
+                    read = self.method(result, "narrow", 1, 0, self.size(v, 1))
+                    result = self.with_meta(self.graph.call_function(operator.add, (read, bonus)), like)
+                self.redirect(match.output, result, like)
                 if self.final is not None:
                     self.place_state(self.getitem(call, 1, like), self.final)
         self.erase()
@@ -79,6 +85,30 @@ class LinearAttentionSplice(Splice[Recurrence]):
             return self.method(node, "flatten")
         node = self.expanded(node, v, "BTHK")
         return self.method(node, "squeeze", 3) if match.binding.gate == "token" and _rank(node) == 4 else node
+
+    def bonus(self, bonus: fx.Node | None, args: dict[str, fx.Node | None]) -> fx.Node:
+        """``scale (q_t u k_t) v_t``, ``[B, T, H, V]``: what a token reads of its own write. The op gets the keys,
+        values and gates of the token before each query, so that it reads the state before that write::
+
+            q_1 .. q_T  0        0  k_1 .. k_T        0  v_1 .. v_T        1  exp(g_1) .. exp(g_T)
+        """
+        q, k, v, g = (args[role] for role in ("q", "k", "v", "g"))
+        assert bonus is not None and q is not None and k is not None and v is not None
+        wide = torch.promote_types(compat.example_value(q).dtype, torch.float32)
+        weights = self.method(self.method(q, "to", wide), "mul", k)
+        weights = self.method(self.method(self.method(weights, "mul", bonus), "sum", -1), "unsqueeze", -1)
+        own = self.method(weights, "mul", v)
+        args["q"] = self.padded(q, 0, 1)
+        args["k"], args["v"] = self.padded(k, 1, 0), self.padded(v, 1, 0)
+        if g is not None:
+            args["g"] = self.padded(g, 1, 0, 1.0 if self.match.binding.gate_fn == "factor" else 0.0)
+        return own if self.match.binding.scale == 1.0 else self.method(own, "mul", self.match.binding.scale)
+
+    def padded(self, node: fx.Node, before: int, after: int, filler: float = 0.0) -> fx.Node:
+        """``node`` with tokens of ``filler`` put in front of it or behind it."""
+        behind = (0, 0) * (_rank(node) - 2)
+        new = self.graph.call_function(torch.nn.functional.pad, (node, [*behind, before, after]), {"value": filler})
+        return self.with_meta(new, self.match.output.value.node)
 
     def in_unit(self, node: fx.Node) -> fx.Node:
         """The log gate from a tensor that holds it with another sign or to another base."""

@@ -319,16 +319,21 @@ class Splice(Generic[B]):
         return not self.detached and any(gradient.wants_gradient(placement.value.node) for placement in inputs)
 
     def call(
-        self, signature: Signature, tensors: Mapping[str, fx.Node | None], typed: fx.Node, **options: Any
+        self,
+        signature: Signature,
+        tensors: Mapping[str, fx.Node | None],
+        typed: fx.Node,
+        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> fx.Node:
         """The op on these tensors, by role; its options are the binding's. The result has the dtype of ``typed`` by
-        default.
+        default; ``dtype`` is the one that is wanted, if it is not the model's.
         """
         like = self.match.output.value.node
         binding, own = self.match.binding, signature.options.keys() - options - {"out_dtype"}
         found = {name: getattr(binding, name) for name in signature.options if name in own} | options
         # Left out where it is the default: AOTInductor of torch 2.11 hands dtypes to Python ops under the wrong number.
-        dtype = compat.example_value(like).dtype
+        dtype = dtype or compat.example_value(like).dtype
         found["out_dtype"] = None if dtype == compat.example_value(typed).dtype else dtype
         args = tuple(tensors.get(operand.name) for operand in signature.operands)
         call = self.graph.call_function(getattr(definitions, signature.name), args, found)

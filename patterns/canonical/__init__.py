@@ -12,11 +12,12 @@ from torch import fx
 
 from kdacompile.graph.edit import Edit, NewCalls
 from kdacompile.graph.ir import Graph
-from kdacompile.patterns.canonical import factors, hoist, log_gates, packed, quotients, relaid, row_sums
+from kdacompile.patterns.canonical import factors, hoist, log_gates, packed, quotients, relaid, row_sums, shared
 
 Rule = Callable[[Edit, fx.Graph], None]
 
 RULES: tuple[Rule, ...] = (
+    shared.apply,
     factors.apply,
     log_gates.apply,
     relaid.apply,

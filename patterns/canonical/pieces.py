@@ -1,7 +1,7 @@
 """Pieces of a tensor along one dimension: how loops over tokens and chunks spell them.
 
-x[:, t]   x[:, t, :, None]   x.select(1, t)   x.unbind(1)[t]   for x_t in x            one index: the dimension goes
-x[:, i:j]   x.narrow(1, i, n)   x.split(n, 1)[i]   x.chunk(n, 1)[i]                     a slice: it stays
+x[:, t]   x[:, t, :, None]   x[0, t]   x.select(1, t)   x.unbind(1)[t]   for x_t in x   one index: the dimension goes
+x[:, i:j]   x.narrow(1, i, n)   x.split(n, 1)[i]   x.chunk(n, 1)[i]                        a slice: it stays
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def piece_at(base: fx.Node, index: Any) -> Piece | None:
 
 
 def _by_index(base: fx.Node, value: torch.Tensor, index: tuple[Any, ...]) -> Piece | None:
-    """``base[index]`` with one number or one slice in it that takes less than everything."""
+    """``base[index]`` with one number or one slice in it that takes less than everything: the number of a dimension of
+    size one only takes that away.
+    """
     if any(not (item is None or item is Ellipsis or isinstance(item, (int, slice))) for item in index):
         return None
     if any(isinstance(item, bool) for item in index) or index.count(Ellipsis) > 1:
@@ -60,17 +62,21 @@ def _by_index(base: fx.Node, value: torch.Tensor, index: tuple[Any, ...]) -> Pie
     if Ellipsis in index:
         place = index.index(Ellipsis)
         index = (*index[:place], *[slice(None)] * (value.dim() - spelled), *index[place + 1 :])
+    dims = [sum(item is not None for item in index[:i]) for i in range(len(index))]
+    sizes: list[Any] = [value.shape[dim] if item is not None else 0 for dim, item in zip(dims, index, strict=True)]
     picks = [i for i, item in enumerate(index) if item is not None and item != slice(None)]
-    if len(picks) != 1:
+    alone = [i for i in picks if isinstance(index[i], int) and isinstance(sizes[i], int) and sizes[i] == 1]
+    alone = alone[: len(picks) - 1]
+    if len(picks) - len(alone) != 1:
         return None
-    place = picks[0]
-    dim = sum(item is not None for item in index[:place])
+    place = next(i for i in picks if i not in alone)
+    dim = dims[place]
     rest = (*index[:place], *index[place + 1 :])
     pick = index[place]
     if isinstance(pick, int):
-        return _piece(base, dim, pick, 0, rest if None in rest else ())
+        return _piece(base, dim, pick, 0, rest if alone or None in rest else ())
     size: Any = value.shape[dim]  # may be a symbol
-    if pick.step not in (None, 1) or None in rest or not isinstance(size, int):
+    if pick.step not in (None, 1) or alone or None in rest or not isinstance(size, int):
         return None
     bounds = (pick.start, pick.stop)
     if any(not (bound is None or isinstance(bound, int)) for bound in bounds):

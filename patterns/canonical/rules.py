@@ -130,6 +130,8 @@ def _along(node: fx.Node, place: int, rank: int, family: Family) -> tuple[Any, A
     if name_of(node) == "normalize" and dims is None:
         named, dims = True, 1
     single = isinstance(dims, int)
+    if dims is None and rank == 1 and name_of(node) in ("sum", "mean"):  # of all there is
+        dims, single = -1, True
     listed: list[Any] = [dims] if single else list(dims) if isinstance(dims, (list, tuple)) else []
     if not listed or not all(isinstance(dim, int) for dim in listed):
         return None

@@ -51,11 +51,13 @@ class Evaluation:
         inputs: Mapping[Value, Drawn | Tensor],
         outputs: Sequence[Value],
         constant: Constant = own_numbers,
+        logarithms: Sequence[Value] = (),
     ) -> None:
-        """``inputs``: numbers by modulus, or a mask as it is."""
+        """``inputs``: numbers by modulus, or a mask as it is. ``logarithms``: outputs that are read modulo ``R``."""
         self.plan = plan
         self.inputs = inputs
         self.outputs = outputs
+        self.logarithms = logarithms
         self.constant = constant
         self.numbers = Numbers()
         widest = _widest(plan)
@@ -85,9 +87,17 @@ class Evaluation:
             raise Silent("a result that no input reaches")
         return found
 
+    def logarithm(self, value: Value) -> Tensor:
+        """Of which number, modulo P, one of ``logarithms`` is the logarithm. Raises Silent."""
+        found = self.known.get((value, R))
+        if found is None or found.log is None or found.gone is not None or bool(found.x.any()):
+            raise Silent("a logarithm that something is added to")
+        return found.log
+
     def wanted(self) -> dict[Op, set[int]]:
         """Modulo which primes each operator's results are read."""
         values: dict[Value, set[int]] = {value: {P} for value in self.outputs}
+        values |= {value: {R} for value in self.logarithms}
         wanted: dict[Op, set[int]] = {}
         for item in reversed(self.plan):
             op = item.op

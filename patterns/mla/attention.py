@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.patterns.engine.match import Obstacle
-from kdacompile.patterns.engine.values import is_weight, root
+from kdacompile.patterns.engine.values import root
 from kdacompile.patterns.engine.vocabulary import ATTENTION, CONTRACTIONS, LAYOUT, RANDOM, REDUCTIONS, REGION, SOFTMAXES
-from kdacompile.patterns.mla.sources import scales
+from kdacompile.patterns.mla.sources import factor_of, is_matrix, is_weight, scales
 
 FAR = 64
 """Operators around a softmax that are looked through."""
@@ -76,6 +76,10 @@ class Attention:
     scores: Value
     """The softmax's input without sinks."""
     sinks: Value | None = None
+    factor: Value | None = None
+    """A tensor of one number that scales the scores."""
+    divides: bool = False
+    """Whether the scores are divided by it."""
     taken: int = 0
     """How many columns each head's result has where the model takes it through W_UV, and not the values."""
     terms: list[Term] = field(default_factory=list[Term])
@@ -227,6 +231,11 @@ def _above(found: Attention) -> None:
             found.masks += [Hidden(op, other) for other in others]
         elif op.name in ("where", "masked_fill"):
             found.masks.append(_selection(op, scores))
+        elif len(scores) == 1 and (factor := factor_of(op, scores[0])) is not None:
+            if found.factor is not None or found.masks:
+                reason = "scores that are masked, or scaled before, are scaled by a tensor"
+                found.obstacles.append(Obstacle("scores", reason, op))
+            found.factor, found.divides = factor, op.name == "div"
         elif op.name == "cat" and len(others) == 1:
             if others[0].shape[-1] != 1 or op.args[1] not in (-1, len(op.out.shape) - 1):
                 reason = "something other than one sink is appended to the scores"
@@ -244,7 +253,7 @@ def _depends(value: Value, known: dict[Value, bool]) -> bool:
         if op is None or value.const or not value.dtype.is_floating_point or len(known) > FAR:
             return False
         if op.name in CONTRACTIONS:
-            known[value] = not any(is_weight(root(read)) for read in op.reads)
+            known[value] = not any(is_weight(root(read)) and not is_matrix(read) for read in op.reads)
         else:
             known[value] = sum(_depends(read, known) for read in op.reads) > 0  # all are looked at
     return known[value]

@@ -31,8 +31,10 @@ AXES = {
     "cache": "BCE",
     **dict.fromkeys(("mask", "mask_2", "mask_3"), "BHTS"),
     "sinks": "H",
+    "factor": "",
     "lengths": "B",
     "block_table": "BM",
+    "lse": "BHT",
     "w": "WR",
     "w_k": "WR",
     "w_v": "WR",
@@ -76,7 +78,10 @@ class Hiding:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(Binding):
-    """The binding of a region that could be MLA. There is no state: the cache is an input like any other."""
+    """The binding of a region that could be MLA. There is no state: the cache is an input like any other.
+
+    ``final_state`` is lse, the logarithm of the sum that the weights are divided by, where it is read elsewhere.
+    """
 
     scores: str
     """Axes of the softmax's input, less what a sink appends."""
@@ -87,6 +92,8 @@ class LatentAttention(Binding):
     stacked: bool = False
     """Whether a weight for both has all heads' rows of the keys together, and then those of the values."""
     causal: bool = False
+    divides: bool = False
+    """Whether the scores are divided by ``factor``, a number that is held in a tensor; else they are its multiple."""
     masks: tuple[Hiding, ...] = ()
     lengths_plus: int = 0
     """What is added to ``lengths``: the graph may hold the last position instead."""
@@ -98,7 +105,7 @@ class LatentAttention(Binding):
         return NAME
 
     def assignment(self) -> tuple[object, ...]:
-        flags = self.prefix, self.rope_first, self.values_first, self.stacked, self.causal
+        flags = self.prefix, self.rope_first, self.values_first, self.stacked, self.causal, self.divides
         return super().assignment(), flags, self.masks
 
     def key(self) -> tuple[object, ...]:
@@ -149,7 +156,8 @@ class LatentAttention(Binding):
 
 
 LatentCandidate = Candidate[LatentAttention]
-"""Its outputs are the attention's result and the scores: the softmax's input, less what a sink appends."""
+"""Its outputs are the attention's result, the scores (the softmax's input, less what a sink appends), and lse if it is
+read elsewhere."""
 
 LatentMatch = Match[LatentAttention]
 

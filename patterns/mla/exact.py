@@ -28,8 +28,11 @@ def latent_attention(
     *,
     scale: float,
     causal: bool,
-) -> Tensor:
-    """o ``[B, T, H, V]`` modulo P, of operands modulo P and R; ``masks`` (modulo R) broadcast to ``[B, H, T, S]``."""
+) -> tuple[Tensor, Tensor]:
+    """o ``[B, T, H, V]`` and the exponential of lse ``[B, H, T]``, modulo P, of operands modulo P and R.
+
+    ``masks`` (modulo R) broadcast to ``[B, H, T, S]``.
+    """
     q, q_rope, latent, k_rope, w_uk, _ = operands[R]
     queries, tokens = q.transpose(1, 2), latent.unsqueeze(1)
     keys = tokens if w_uk is None else matmul(tokens, w_uk.mT, R)
@@ -45,9 +48,9 @@ def latent_attention(
         count, length = scores.shape[-2:]
         gone = gone | torch.ones(count, length, dtype=torch.bool).triu(1 + length - count)
     weights = exponential(exponents, Residues(scores, gone)).x
-    total = weights.sum(-1, keepdim=True) % P
+    own = total = weights.sum(-1, keepdim=True) % P
     if sinks is not None:
         total = (total + field.exp(sinks)[:, None, None]) % P
     values, w_uv = operands[P][2].unsqueeze(1), operands[P][5]
     values = values if w_uv is None else matmul(values, w_uv.mT, P)
-    return (matmul(weights, values, P) * field.inverse(total, P) % P).transpose(1, 2)
+    return (matmul(weights, values, P) * field.inverse(total, P) % P).transpose(1, 2), own.squeeze(-1)

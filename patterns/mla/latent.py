@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.numbering import Numbering
-from kdacompile.patterns.engine.values import is_weight, operand, root
+from kdacompile.patterns.engine.values import operand, root
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT
 from kdacompile.patterns.mla.attention import Attention, Term
 from kdacompile.patterns.mla.bindings import labels
@@ -31,6 +31,7 @@ from kdacompile.patterns.mla.sources import (
     climb,
     heads_of,
     is_part,
+    is_weight,
     project,
     scales,
     tokens_of,

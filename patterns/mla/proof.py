@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.compare import PRECISE, TOLERANCE, one_thread, token_error
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.exact import Drawn, Evaluation
-from kdacompile.patterns.engine.field import P, R, Silent, random
+from kdacompile.patterns.engine.field import P, R, Silent, inverse, random
 from kdacompile.patterns.engine.match import Verdict
 from kdacompile.patterns.engine.meanings import Residues
 from kdacompile.patterns.engine.placement import Placement
@@ -141,15 +142,21 @@ class _Prover:
         factors = {placement.value: self.factors(placement) for placement in self.inputs}
         for duplicate, value in self.candidate.duplicates.items():
             given[duplicate], factors[duplicate] = given[value], factors[value]
-        output, scores = self.region([given[value] for value in self.candidate.cut], factors)
+        output, scores, *lse = self.region([given[value] for value in self.candidate.cut], factors)
         roles = {p.role: self.canonical(p, given[p.value]) for p in self.inputs}
         if seed == 0:
             self.scale = self.fit(scores, roles)
             if not math.isfinite(self.scale) or self.scale == 0.0:
                 return float("inf")
-        want = self.reference(roles)
+        want, total = self.reference(roles)
         have = self.binding.output.to_canonical(output)
-        return token_error(have, want) if have.shape == want.shape and bool(have.isfinite().all()) else float("inf")
+        if have.shape != want.shape or not bool(have.isfinite().all()):
+            return float("inf")
+        if self.binding.final_state is None:
+            return token_error(have, want)
+        sums = self.binding.final_state.to_canonical(lse[0])
+        alike = sums.shape == total.shape and bool(sums.isfinite().all())
+        return max(token_error(have, want), token_error(sums.mT, total.mT)) if alike else float("inf")
 
     @property
     def inputs(self) -> list[Placement]:
@@ -182,6 +189,8 @@ class _Prover:
                 noise = noise.narrow(placement.axes.index("="), 0, 1).expand(shape)
             if placement.role in WEIGHTS:
                 noise *= self.sizes["R"] ** -0.5
+            elif placement.role == "factor":
+                noise = noise.exp()
             elif placement.role in ("q", "q_rope") and kind == "peaked":
                 noise *= 20.0
             yield placement.value, noise
@@ -213,7 +222,8 @@ class _Prover:
         roles = {p.role: inputs[p.value] for p in self.inputs}
         inputs |= {duplicate: inputs[value] for duplicate, value in self.candidate.duplicates.items()}
         shapes = tuple(_shape(inputs[value]) for value in self.candidate.cut)
-        evaluation = Evaluation(self.region.plans[shapes], inputs, self.region.outputs[:1])
+        lse = self.region.outputs[2:]
+        evaluation = Evaluation(self.region.plans[shapes], inputs, self.region.outputs[:1], logarithms=lse)
         masks = [self.hidden(mask, roles[mask.role]) for mask in self.binding.masks]
         own = {
             modulus: {
@@ -224,8 +234,8 @@ class _Prover:
             }
             for modulus in (P, R)
         }
-        want = exact.latent_attention(
-            {modulus: self.operands(given) for modulus, given in own.items()},
+        want, total = exact.latent_attention(
+            {modulus: self.operands(given, modulus) for modulus, given in own.items()},
             masks,
             own[R].get("sinks"),
             evaluation.fields[R],
@@ -233,7 +243,10 @@ class _Prover:
             causal=self.binding.causal,
         )
         have = self.binding.output.to_canonical(evaluation()[0])
-        return torch.equal(have, want) or evaluation.numbers.excuse() or False
+        equal = torch.equal(have, want)
+        if self.binding.final_state is not None:
+            equal &= torch.equal(self.binding.final_state.to_canonical(evaluation.logarithm(lse[0])), total)
+        return equal or evaluation.numbers.excuse() or False
 
     def residues(self, generator: torch.Generator) -> Iterator[tuple[Value, Drawn | Tensor]]:
         for placement in self.inputs:
@@ -290,15 +303,23 @@ class _Prover:
         x, y = products[plain], have[plain]
         return _tidy(float((x * y).sum() / (x * x).sum()))
 
-    def operands(self, roles: dict[str, Tensor]) -> Operands:
+    def operands(self, roles: dict[str, Tensor], modulus: int = 0) -> Operands:
+        """What the oracle takes, of numbers in float64 or of residues; a factor on the scores is one on the queries."""
         binding = self.binding.with_(sizes={**self.binding.sizes, **self.sizes})
-        return binding.operands(roles, _part, lambda w: w if w.dim() == 3 else w.unflatten(0, (self.sizes["H"], -1)))
+        per_head = lambda w: w if w.dim() == 3 else w.unflatten(0, (self.sizes["H"], -1))  # noqa: E731
+        q, q_rope, *_ = found = binding.operands(roles, _part, per_head)
+        if "factor" not in roles:
+            return found
+        factor = roles["factor"]
+        if binding.divides:
+            factor = inverse(factor, modulus) if modulus else 1.0 / factor
+        by = partial(_product, factor, modulus=modulus)
+        return by(q), None if q_rope is None else by(q_rope), *found[2:]
 
-    def reference(self, roles: dict[str, Tensor]) -> Tensor:
+    def reference(self, roles: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         mask = self.added(roles) if self.binding.masks else None
         causal = self.binding.causal
-        o, _ = latent_attention(*self.operands(roles), mask, roles.get("sinks"), scale=self.scale, causal=causal)
-        return o
+        return latent_attention(*self.operands(roles), mask, roles.get("sinks"), scale=self.scale, causal=causal)
 
     def added(self, roles: dict[str, Tensor]) -> Tensor:
         """What all masks together add to the scores; every query sees a token, so that no finite number matters."""
@@ -314,6 +335,10 @@ def _part(tensor: Tensor, dim: int, start: int | None, stop: int | None) -> Tens
     """``tensor[start:stop]`` along a dimension."""
     index = slice(start, stop)
     return tensor[..., index] if dim < 0 else tensor[(slice(None),) * dim + (index,)]
+
+
+def _product(factor: Tensor, x: Tensor, *, modulus: int) -> Tensor:
+    return x * factor % modulus if modulus else x * factor
 
 
 def _tidy(scale: float) -> float:

@@ -5,6 +5,8 @@ Attention of other kinds is passed over in silence: ``latent.py`` says what coun
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from itertools import islice
 
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
@@ -14,8 +16,8 @@ from kdacompile.patterns.engine.rounding import rounding
 from kdacompile.patterns.engine.values import has_node, root
 from kdacompile.patterns.engine.vocabulary import ATTENTION, LAYOUT
 from kdacompile.patterns.mla.attention import Attention
-from kdacompile.patterns.mla.bindings import bindings, labels
-from kdacompile.patterns.mla.definition import LatentCandidate, Parts
+from kdacompile.patterns.mla.bindings import MERGED, bindings, labels
+from kdacompile.patterns.mla.definition import LatentAttention, LatentCandidate, Parts, place
 from kdacompile.patterns.mla.latent import read_latent
 from kdacompile.patterns.mla.masks import Masks, read_masks
 
@@ -49,10 +51,12 @@ def _candidate(
     # before they are expanded to batch and tokens
     sinks = None if found.sinks is None else root(found.sinks, until=lambda v: has_node(v) and len(v.shape) == 1)
     tensors = parts.tensors | {role: mask.value for role, mask in masks.operands.items()}
-    tensors |= {} if sinks is None else {"sinks": sinks}
+    single = {"sinks": sinks, "factor": found.factor}
+    tensors |= {role: value for role, value in single.items() if value is not None}
     cut = list(dict.fromkeys(tensors.values()))
+    lse = _lse(graph, found, masks)
     numbers = {numbering.of(value): value for value in cut}
-    ops = ancestors([output], lambda value: numbering.of(value) in numbers)
+    ops = ancestors([output, *lse], lambda value: numbering.of(value) in numbers)
     reads = dict.fromkeys(read for op in ops for read in op.reads if numbering.of(read) in numbers and read not in cut)
     again = {read: numbers[numbering.of(read)] for read in sorted(reads, key=lambda value: value.index)}
     cut += again
@@ -62,14 +66,45 @@ def _candidate(
     whole = 1 < parts.sizes["T"] == parts.sizes["S"] == parts.sizes["C"]
     kept = _kept(graph, ops, cut, expanding) if whole else set[Op]()
     roles = dict.fromkeys(expanding, KEYS) | dict.fromkeys({found.softmax, *found.between}, WEIGHTS)
-    obstacle = _forbidden(graph, ops, cut, output, roles, kept) or rounding(ops, ops, _entering(ops, cut), [output])
+    obstacle = _forbidden(graph, ops, [*cut, *lse], output, roles, kept) or rounding(
+        ops, ops, _entering(ops, cut), [output]
+    )
     if obstacle is not None:
         return obstacle
-    found_bindings = list(islice(bindings(tensors, output, found.scores, parts.sizes, masks), MAX_BINDINGS))
+    claims = bindings(tensors, output, found.scores, parts.sizes, masks)
+    claims = (claim.with_(divides=found.divides) for claim in claims)
+    found_bindings = [*islice(_with_lse(claims, lse) if lse else claims, MAX_BINDINGS)]
     if not found_bindings:
         return Obstacle("roles", "the layout of a tensor does not fit its role", found.softmax)
-    outputs = [output, found.scores]
+    outputs = [output, found.scores, *lse]
     return LatentCandidate(found.softmax, ops, cut, outputs, found_bindings, duplicates=again, kept=kept)
+
+
+def _lse(graph: Graph, found: Attention, masks: Masks) -> list[Value]:
+    """The logarithm of the sum of the scores' exponentials, if something beside the softmax reads it.
+
+    Where a mask leaves finite numbers of what it hides, a row that is hidden as a whole has one of its own.
+    """
+    scores = found.scores
+    if found.along_rows or any(math.isfinite(m.fill) and m.fill for m in masks.operands.values()):
+        return []
+    last = (-1, len(scores.shape) - 1)
+    made = [op.out for op in scores.users if op.name == "logsumexp" and len(op.args[1]) == 1 and op.args[1][0] in last]
+    if len(made) != 1 or made[0].node is None or made[0] in graph.written:
+        return []
+    below = {op for value in (found.result, found.product.out) for op in ancestors([value], lambda v: v is scores)}
+    read = made[0] in graph.outputs or any(user not in below for user in made[0].users)
+    return made if read else []
+
+
+def _with_lse(claims: Iterator[LatentAttention], made: list[Value]) -> Iterator[LatentAttention]:
+    """Claims that say which dimension of lse is which, as that of the scores is."""
+    (lse,) = made
+    for claim in claims:
+        if claim.scores not in MERGED:
+            axes = "".join(axis for axis in claim.scores if axis != "S")
+            axes = axes if len(axes) == len(lse.shape) else claim.scores.replace("S", ".")
+            yield claim.with_(final_state=place("lse", lse, axes))
 
 
 def _entering(ops: set[Op], cut: list[Value]) -> list[Value]:

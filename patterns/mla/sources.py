@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.numbering import Numbering
-from kdacompile.patterns.engine.values import is_weight, root
+from kdacompile.patterns.engine.values import is_weight as is_given_weight
+from kdacompile.patterns.engine.values import operand, root
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT, PICKING
 
 MOVES = LAYOUT | frozenset(
@@ -30,6 +31,10 @@ SCALES = frozenset({"mul", "div"})
 
 FAR = 24
 """Rearrangements in a row."""
+
+
+COMPUTED = LAYOUT | PICKING | frozenset("add sub mul div mm addmm bmm baddbmm".split())
+"""How weights are made of others: an adapter's product is added, 8-bit numbers are scaled."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,30 @@ class Made:
     def only(self) -> Projection | None:
         """The projection that is all of it."""
         return next(iter(self.projections.values())) if len(self.projections) == 1 and not self.latent else None
+
+
+def is_weight(value: Value) -> bool:
+    """A weight that the graph is given, or that is computed from such weights alone: ``W + B A``, ``scale * W8``."""
+    if is_given_weight(value):
+        return True
+    stack, seen, weights = [value], set[Value](), 0
+    while stack:
+        step = stack.pop()
+        if step in seen or step.const:
+            continue
+        seen.add(step)
+        if is_given_weight(step):
+            weights += 1
+        elif step.op is None or step.op.name not in COMPUTED or len(seen) > FAR:
+            return False
+        else:
+            stack += step.op.reads
+    return weights > 0
+
+
+def is_matrix(value: Value) -> bool:
+    """A matrix that the graph is given beside its parameters: a functional weight, or one request's tokens."""
+    return root(value).weight and not root(value).param
 
 
 class Sources:
@@ -153,9 +182,13 @@ def project(op: Op | None) -> Projection | None:
         return None
     left, right = op.reads[-2:]
     weights = [is_weight(root(read)) for read in (left, right)]
+    if all(weights):  # of one request a latent is a matrix, too
+        weights = [not is_matrix(read) for read in (left, right)]
     if sum(weights) != 1:
         return None
     activation, weight = (right, left) if weights[0] else (left, right)
+    if operand(weight).node is None:
+        return None
     return Projection(op, activation, weight, left.shape[-1], op.name in ("addmm", "baddbmm"))
 
 
@@ -184,6 +217,17 @@ def _grows(source: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """True if dimensions of size one, or none, have become larger, and no others."""
     tail = shape[len(shape) - len(source) :]
     return source != tail and all(a in (1, b) for a, b in zip(source, tail, strict=True))
+
+
+def factor_of(op: Op, scaled: Value) -> Value | None:
+    """The tensor of one number that an operator scales a value by: a scale that is a buffer or a parameter."""
+    if op.name not in SCALES or len(op.reads) != 2 or op.kwargs.get("rounding_mode"):
+        return None
+    if op.name == "div" and op.reads[0] is not scaled:
+        return None
+    factor = next((read for read in reversed(op.reads) if read is not scaled), scaled)
+    one = factor is not scaled and math.prod(factor.shape) == 1 and factor.dtype.is_floating_point and not factor.const
+    return named(factor) if one and op.out.shape == scaled.shape else None
 
 
 def named(value: Value, rank: int = 0) -> Value | None:

@@ -21,6 +21,8 @@ from kdacompile.patterns.recurrence.regions import is_anchor
 from kdacompile.patterns.recurrence.roles import AXES, BROADCAST, INPUTS, Recurrence, labelings_of, place
 
 MAIN = frozenset({"q", "k", "v"})
+APART = {"u": {"beta", "rate"}, "beta": {"u"}, "rate": {"u"}}
+"""Roles that no recurrence has beside a role."""
 MAX_BINDINGS = 240
 """Bindings looked at before a region is given up."""
 MAX_PARTIAL = 10_000
@@ -166,7 +168,11 @@ def _fitting_roles(
 
 
 def _open_roles(is_gate: bool, used: set[str]) -> list[str]:
-    return [role for role in INPUTS if role not in used and (role == "g" or not is_gate)]
+    return [
+        role
+        for role in INPUTS
+        if role not in used and (role == "g" or not is_gate) and used.isdisjoint(APART.get(role, ()))
+    ]
 
 
 def _erases(region: set[Op]) -> bool:
@@ -188,6 +194,9 @@ def _complete(
         return
     if "rate" in by_role and "g" not in by_role:
         return
+    bonus = "u" in by_role
+    if bonus and (sizes.get("T", 1) == 1 or sizes.get("G", 1) != sizes.get("H", 1)):
+        return  # a step reads the old state: the op has no part in that
     main = (by_role["q"], by_role["k"], by_role["v"], ends[0])
     orders = {p.axes.replace("V", "K").replace("G", "H").replace(".", "") for p in main}
     penalty += len(orders) - 1
@@ -196,14 +205,15 @@ def _complete(
     form = "log" if rates or factor else "factor"
     output, final = ends[0], ends[1] if len(ends) > 1 else None
     first = sizes.get("T", 1) > 1 or "initial_state" in by_role or _erases(units.region)
+    kind = _gate_kind(gate, sizes)
     for turn, rate in enumerate(rates or [1.0]):
-        for delta in (first, not first):
+        for delta in (False,) if bonus else (first, not first):
             yield Recurrence(
                 inputs=by_role,
                 output=output,
                 final_state=final,
                 sizes={**dict.fromkeys("BTHGKV", 1), **sizes},
-                gate=_gate_kind(gate, sizes),
+                gate="token" if bonus and kind == "head" else kind,
                 gate_fn=form,
                 delta=delta,
                 gate_rate=rate,

@@ -6,8 +6,12 @@ Per head, with state ``S`` in R^{K x V} and rows ``q_t, k_t`` in R^K, ``v_t`` in
     o_t = scale * S_t^T q_t
 
 Without the delta term the factor ``(I - b_t k_t k_t^T)`` is dropped: ``S_t = diag(exp g_t) S_{t-1} + b_t k_t v_t^T``.
+With a bonus u in R^K (RWKV-5 and 6) each token reads the state before its own update, and its own write apart::
+
+    o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t
+
 Sources: Kimi Linear (arXiv 2510.26692, eq. 1), Gated DeltaNet (arXiv 2412.06464, eq. 10), GLA (arXiv 2312.06635, eq.
-3), Mamba-2 (arXiv 2405.21060, eq. 16), RetNet (arXiv 2307.08621, eq. 6).
+3), Mamba-2 (arXiv 2405.21060, eq. 16), RetNet (arXiv 2307.08621, eq. 6), RWKV-6 (arXiv 2404.05892, eq. 16).
 
 This file is the oracle of every proof, kernel and test.
 """
@@ -26,6 +30,7 @@ def token_recurrence(
     beta: Tensor | None = None,
     initial_state: Tensor | None = None,
     *,
+    bonus: Tensor | None = None,
     delta: bool,
     scale: float = 1.0,
     steps: int | None = None,
@@ -34,7 +39,8 @@ def token_recurrence(
 
     Shapes: q, k ``[B, T, H, K]``; v ``[B, T, HV, V]`` with HV a multiple of H (value head ``h`` reads key head
     ``h // (HV // H)``); decay, the *factor* ``exp(g)`` in [0, 1], any shape that broadcasts to ``[B, T, HV, K]``;
-    beta broadcasts to ``[B, T, HV]``; initial_state ``[B, HV, K, V]``. ``steps`` stops after that many tokens.
+    beta broadcasts to ``[B, T, HV]``; initial_state ``[B, HV, K, V]``; bonus broadcasts to ``[HV, K]``. ``steps`` stops
+    after that many tokens.
     Returns o ``[B, steps, HV, V]`` and the state after the last token, both float64.
     """
     batch, length, _, width = q.shape
@@ -52,8 +58,11 @@ def token_recurrence(
     if initial_state is not None:
         state = state + initial_state.double()
     state = state.flatten(0, 1)
+    own = None if bonus is None else bonus.double().expand(value_heads, width).repeat(batch, 1).unsqueeze(1)
     outputs = []
     for t, (query, key, write) in enumerate(zip(queries, keys, values, strict=True)):
+        if own is not None:
+            outputs.append(query @ state + (query * own * key).sum(-1, keepdim=True) * write)
         if factors is not None:
             state = state * factors[t].mT
         if delta:
@@ -61,6 +70,7 @@ def token_recurrence(
         if weights is not None:
             write = write * weights[t]
         state = torch.addcmul(state, key.mT, write)  # the outer product of key and write
-        outputs.append(query @ state)
+        if own is None:
+            outputs.append(query @ state)
     o = torch.stack(outputs).view(-1, batch, value_heads, v.shape[3]).transpose(0, 1) if outputs else v[:, :0].double()
     return o, state.unflatten(0, (batch, value_heads))

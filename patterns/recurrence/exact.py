@@ -8,7 +8,11 @@ rational function as the recurrence token by token, and nothing can overflow her
     a_t = exp(g_1 + .. + g_t) in the chunk       u = (I + tril(b (k a) (k / a)^T, -1))^-1 b (v - (k a) S)
     o = (q a) S + tril((q a) (k / a)^T) u        S' = a_C (S + (k / a)^T u)
 
-Without the delta term u = b v. A factor on the whole output is measured (``scale``), so the output is compared up to
+Without the delta term u = b v. With a bonus r (RWKV-6) a token reads what was there before it::
+
+    o = (q a / d) S + (tril((q a / d) (k / a)^T, -1) + diag(q r k)) v      d_t = exp(g_t)
+
+A factor on the whole output is measured (``scale``), so the output is compared up to
 one number.
 """
 
@@ -34,12 +38,20 @@ DEGREES = ((("v", "initial_state"), (LINEAR, LINEAR)), (("q",), (LINEAR, FREE)),
 
 
 def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, state: Tensor, *, delta: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    *,
+    delta: bool,
+    bonus: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o ``[N, T, V]`` and the final state ``[N, K, V]`` modulo P.
 
     q, k ``[N, T, K]``, v ``[N, T, V]``, decay (a factor, nowhere zero) ``[N, T, K or 1]``, beta ``[N, T, 1]``, state
-    ``[N, K, V]``; all modulo P.
+    ``[N, K, V]``, bonus ``[N, 1, K]``; all modulo P.
     """
     outputs: list[Tensor] = []
     numbers = Field(P, field.Numbers())
@@ -59,7 +71,12 @@ def recurrence(
             erased = matmul(keys, divided.mT, P).tril(-1)
             erased = erased if beta is None else erased * beta[:, here] % P
             write = matmul(field.unit_lower_inverse(erased, P), write, P)
-        seen = matmul(reads, divided.mT, P).tril()
+        if bonus is not None and decay is not None:
+            reads = reads * field.inverse(decay[:, here], P) % P  # as it was before the token
+        seen = matmul(reads, divided.mT, P).tril(0 if bonus is None else -1)
+        if bonus is not None:
+            own = q[:, here] * bonus % P * k[:, here] % P
+            seen = seen + torch.diag_embed(own.sum(-1) % P)
         outputs.append((matmul(reads, state, P) + matmul(seen, write, P)) % P)
         state = (state + matmul(divided.mT, write, P)) % P * last % P
     return torch.cat(outputs, 1), state
@@ -157,6 +174,7 @@ class Check:
             None if beta is None else per_head(beta),
             state,
             delta=binding.delta,
+            bonus=given["u"][P].expand(heads, sizes["K"]).repeat(batch, 1)[:, None] if "u" in given else None,
         )
         return o.view(batch, heads, length, -1).transpose(1, 2), last.view(batch, heads, sizes["K"], -1)
 

@@ -149,7 +149,7 @@ def _judge(
         start = _first_token_error(turned, inputs, results)
         fitted, error = _fit(turned, inputs, results) if start < ALIKE else (None, start)
         least = min(least, error)
-        if fitted is None and turned.gate == "none" and start < ALIKE:
+        if fitted is None and turned.gate == "none" and "u" not in turned.inputs and start < ALIKE:
             fitted, runner = _with_constant_decay(turned, runner)
         if fitted is not None:
             return _probe_fully(fitted, runner, wide=wide)
@@ -226,6 +226,7 @@ def _reference(binding: Recurrence, inputs: dict[Value, Tensor], steps: int | No
         _decay(binding, given),
         given.get("beta"),
         given.get("initial_state"),
+        bonus=given.get("u"),
         delta=binding.delta,
         scale=binding.scale,
         steps=steps,

@@ -22,14 +22,16 @@ AXES = {
     "A_log": "H",
     "dt_bias": "HK",
     "initial_state": "BHKV",
+    "u": "HK",
     "o": "BTHV",
     "final_state": "BHKV",
 }
 """The recurrence's own order of dimensions, per role. G counts key heads (H is a multiple of it); ``rate`` is a
-factor of the log gate per head (Mamba-2's A, where g = dt * A)."""
+factor of the log gate per head (Mamba-2's A, where g = dt * A), ``u`` the bonus with which a token reads its own write
+(RWKV-5 and 6), and the state as it was before."""
 
 # Dimensions a role may lack although they are larger than one: the tensor is then the same all along them.
-BROADCAST = {"g": "BTHK", "beta": "H", "initial_state": "B"}
+BROADCAST = {"g": "BTHK", "beta": "H", "initial_state": "B", "u": "HK"}
 
 
 def place(role: str, value: Value, axes: str) -> Placement:
@@ -105,7 +107,7 @@ def labelings_of(value: Value, role: str, sizes: dict[str, int]) -> Sequence[tup
     return labelings(value.shape, value.uniform, AXES[role], tuple(sizes.items()), BROADCAST.get(role, ""))
 
 
-INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "rate")
+INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "rate", "u")
 
 
 def frames(output: Value, state: Value | None, key_size: int, *, usual: bool) -> list[dict[str, int]]:

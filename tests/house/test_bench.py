@@ -176,6 +176,10 @@ def test_both_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure.timings(calls, seconds=2e-6, rounds=2)
     assert found.keys() == calls.keys()
     assert called.index("b") < len(called) - 1 - called[::-1].index("a")  # a came again after b
+    monkeypatch.setattr(measure, "LONGEST", 0.0)
+    called.clear()
+    measure.timings(calls, seconds=0.0)
+    assert called == ["a", "b"]  # calls that take longer than that are made once each, and for one round
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     assert "99.0 processes" in measure.load()
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))

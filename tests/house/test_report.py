@@ -131,6 +131,7 @@ def test_enforce_raises_with_the_reasons() -> None:
         enforce(graph, parse(None, {"kda.expect": {"kda": 2}}))
     assert len(raised.value.reasons) == 1
     assert NEAR_MISS.reason in raised.value.reasons[0]
+    assert f"found: kda at {MATCH.source}" in str(raised.value)
     with pytest.raises(StrictError, match="near misses"):
         enforce(graph, parse(None, {"kda.strict": True}))
     with pytest.raises(StrictError, match="nothing matched in a graph of 5 nodes"):

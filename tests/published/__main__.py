@@ -29,21 +29,25 @@ from tests.published.registry import CASES, Case
 from tests.published.sources import Library, MissingSource
 
 HEADER = "| repository | commit | path | case | matched | equal | s | reason |\n|---|---|---|---|---|---|---|---|"
-RAISED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
+RAISED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ArithmeticError)
 """What compiling or running a program under the backend may raise where it is wrong."""
+
+UNBUILT = (*RAISED, ImportError, NameError, SyntaxError, OSError)
+"""What a file of another repository, its classes and its own run may raise."""
 
 FRAME = {"draw", "registry", "sources", "__main__"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a case. ``matched`` is None where it was skipped."""
+    """What became of a case; ``matched`` is None where it was skipped, or is ``broken``: its own code does not run."""
 
     case: Case
     matched: tuple[str, ...] | None
     error: float
     seconds: float
     reason: str
+    broken: bool = False
 
     @property
     def complete(self) -> bool:
@@ -54,7 +58,8 @@ class Row:
         return self.matched is not None and not self.error <= self.case.bound
 
     def __str__(self) -> str:
-        found = "skipped" if self.matched is None else ", ".join(self.matched) or "-"
+        skipped = "broken" if self.broken else "skipped"
+        found = skipped if self.matched is None else ", ".join(self.matched) or "-"
         equal = "" if self.matched is None else f"{'no' if self.wrong else 'yes'} ({self.error:.0e})"
         where = self.case.repository
         cells = (where.name, where.commit[:8], self.case.path, self.case.name, found, equal, f"{self.seconds:.1f}")
@@ -68,11 +73,15 @@ def measure(case: Case, library: Library) -> Row:
     torch.manual_seed(0)
     try:
         fn, arguments = case.make(library.load(case.repository, case.path, case.only))
+        own, theirs = copy.deepcopy((fn, arguments)), (fn, arguments)
+        with torch.no_grad():
+            expected = _run(*theirs)
     except MissingSource as missing:
         return Row(case, None, 0.0, 0.0, str(missing))
-    own, theirs = copy.deepcopy((fn, arguments)), (fn, arguments)
+    except UNBUILT as error:
+        reason = f"cannot be built: {type(error).__name__}: {error}"[:200]
+        return Row(case, None, 0.0, time.perf_counter() - started, reason, broken=True)
     with torch.no_grad():
-        expected = _run(*theirs)
         torch.manual_seed(1)
         try:
             report = explain(own[0])(*own[1])
@@ -102,11 +111,21 @@ def summary(rows: Sequence[Row]) -> str:
     ran = [row for row in rows if row.matched is not None]
     family = [row for row in ran if row.case.finds]
     names = {row.case.repository.name for row in ran}
+    broken = sum(row.broken for row in rows)
     return (
-        f"{len(ran)} cases of {len(names)} repositories, {len(rows) - len(ran)} skipped; "
+        f"{len(ran)} cases of {len(names)} repositories, {len(rows) - len(ran) - broken} skipped, {broken} broken; "
         f"{sum(row.complete for row in family)} of {len(family)} of the family matched; "
         f"{sum(row.wrong for row in ran)} wrong"
     )
+
+
+def by_repository(rows: Sequence[Row]) -> str:
+    """Of each repository, how many cases of the family matched."""
+    lines = ["", "| repository | matched | of |", "|---|---|---|"]
+    for name in dict.fromkeys(row.case.repository.name for row in rows):
+        family = [r for r in rows if r.case.repository.name == name and r.case.finds and r.matched is not None]
+        lines.append(f"| {name} | {sum(row.complete for row in family)} | {len(family)} |")
+    return "\n".join([*lines, ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,8 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.only in str(case):
             rows.append(measure(case, library))
             print(rows[-1], flush=True)
+    print(by_repository(rows))
     print(summary(rows))
-    return 0 if rows and not any(row.wrong for row in rows) else 1
+    return 0 if rows and not any(row.wrong or row.broken for row in rows) else 1
 
 
 if __name__ == "__main__":

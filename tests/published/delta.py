@@ -16,7 +16,9 @@ NVLABS = Repository("NVlabs/GatedDeltaNet", "5ddd1e4845336f6b07b506ad77a8c92db9e
 MEGATRON = Repository("NVIDIA/Megatron-LM", "d98e8a64ddf34856e74b24714e3bedb2f5a39553")
 CULA = Repository("inclusionAI/cuLA", "fa742a23fcc6d818b0f591532ecad7985e3f64e5")
 FLASHINFER = Repository("flashinfer-ai/flashinfer", "fb28d7242b3506a2348265962041acc1fb56cca4")
+RASBT = Repository("rasbt/LLMs-from-scratch", "28c65cdfbc3338e2e040016eea4b7fdf556e4d57")
 RWKV = Repository("BlinkDL/RWKV-LM", "524481d5099b38d9bc8ef1e89209161b86c8011b")
+RASBT_GDN = "ch05/16_qwen3.5/qwen3_5_transformers.py"
 NVLABS_CHUNK = "lit_gpt/gated_delta_rule_ops/chunk.py"
 MEGATRON_GDN = "megatron/core/ssm/gated_delta_net/gdn.py"
 FLASHINFER_GDN = "tests/gdn/reference_delta_rule.py"
@@ -81,6 +83,18 @@ def flashinfer_step(m: Any) -> Program:
     heads = 2 * H
     inputs = (q, k, v, normal(B, heads, K, V), normal(heads), normal(B, heads), normal(heads), normal(B, heads))
     return m.decode_delta_rule, inputs
+
+
+@case(RASBT, RASBT_GDN, "gated_delta_rule", only=("torch_chunk_gated_delta_rule", "l2norm"))
+def textbook_chunk(m: Any) -> Program:
+    fn = partial(m.torch_chunk_gated_delta_rule, chunk_size=16, use_qk_l2norm_in_kernel=True)
+    return fn, (*bthd(20), gates(B, 20, H), unit(B, 20, H))
+
+
+@case(RASBT, RASBT_GDN, "gated_delta_rule", only=("torch_recurrent_gated_delta_rule", "l2norm"))
+def textbook_step(m: Any) -> Program:
+    fn = partial(m.torch_recurrent_gated_delta_rule, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    return fn, (*bthd(1), gates(B, 1, H), unit(B, 1, H), normal(B, H, K, V))
 
 
 @case(RWKV, "RWKV-v7/rwkv_v7_demo.py", "kda", only=("RWKV7_OP",))

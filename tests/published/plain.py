@@ -23,6 +23,7 @@ YOCO = Repository("microsoft/unilm", "768a3c873f598bb9b4d4dfb9267b099e35f8fe56")
 TORCHSCALE = Repository("microsoft/torchscale", "4d1e0e82e5adf86dd424f1463192635b73fc8efc")
 GPTCORE = Repository("SmerkyG/gptcore", "499586641f25e4ea3c596466999c2944b1c85f8a")
 RWKV_BLOCK = Repository("RWKV/RWKV-block", "060d03ac87762620eeaa568a5438952e7a309d33")
+TILELANG = Repository("tile-ai/tilelang", "a35008a42531c62b976ae4cec3855d4383db0f3c")
 XLSTM = Repository("NX-AI/xlstm", "032a6fb8ee19a8c0db80ae6111ff4744a09414a9")
 MLSTM = Repository("NX-AI/mlstm_kernels", "39d3c61741e5d2c0e6ab8922106dd236632c5139")
 GATE_RECURRENT = "YOCO/yoco/models/decoder/kernel/gate_recurrent.py"
@@ -111,6 +112,12 @@ def idiap_step(m: Any) -> Program:
     layer = m.RecurrentLinearAttention(K)
     q, k, v = normal(B, H, K), normal(B, H, K), normal(B, H, V)
     return lambda q, k, v, s, z: layer(q, k, v, [s, z]), (q, k, v, normal(B, H, K, V), unit(B, H, K))
+
+
+@case(TILELANG, "examples/linear_attention/example_linear_attn_fwd.py", "linear_attention", only=("ref_program",))
+def tilelang_chunks(m: Any) -> Program:
+    """Chunks of 64 tokens, whose states are summed up."""
+    return m.ref_program, bthd(128)
 
 
 @case(YOCO, GATE_RECURRENT, "simple_gla", only=("parallel_gate_retention",))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from tests.published.draw import B, H, K, bhtd, normal
+from tests.published.draw import B, H, K, V, bhtd, normal, unit
 from tests.published.registry import Program, case
 from tests.published.sources import Repository
 
 JAMIE = Repository("Jamie-Stirling/RetNet", "a5841a3ebffd181c7ec1d964b46060519df4b6c8", roots=("src",))
+SYNCDOTH = Repository("syncdoth/RetNet", "2634bbfb629df6c91dd9b755e66d61ad300607e7")
 FKODOM = Repository("fkodom/yet-another-retnet", "fdd1c0e85a5ee64d4556c731879ee5efab9a968a")
 
 
@@ -57,3 +59,14 @@ def recurrent(m: Any) -> Program:
 def layer(m: Any) -> Program:
     x = normal(B, 20, 32)
     return m.MultiScaleRetention(32, 4).eval(), (x, x, torch.clone(x))
+
+
+@case(SYNCDOTH, "retnet/modeling_retnet.py", "simple_gla", only=("MultiScaleRetention",))
+def step(m: Any) -> Program:
+    """The state is kept divided by a running scale, as torchscale keeps it."""
+
+    def recurrent(q: Any, k: Any, v: Any, decay: Any, state: Any, scale: Any) -> Any:
+        held = {"prev_key_value": state, "scale": scale}
+        return m.MultiScaleRetention.recurrent_retention(SimpleNamespace(), q, k, v, decay, held)
+
+    return recurrent, (*bhtd(1), unit(1, H, 1, 1), normal(B, H, V, K), unit(B, H, 1, 1) + 1)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.published.__main__ import collect, measure, summary
+from tests.published.__main__ import by_repository, collect, measure, summary
 from tests.published.draw import bhtd
 from tests.published.registry import Case, Program
 from tests.published.sources import Absent, Library, MissingSource, Repository
@@ -72,7 +73,7 @@ def test_what_is_missing_is_told(repository: Repository, tmp_path: Path) -> None
     assert rows[0].reason == "git clone https://github.com/owner/other DIR/owner/other"
     assert rows[1].reason == f"git -C DIR/owner/name fetch origin {repository.commit}"
     assert not any(row.complete or row.wrong for row in rows)
-    assert summary(rows) == "0 cases of 0 repositories, 2 skipped; 0 of 0 of the family matched; 0 wrong"
+    assert summary(rows) == "0 cases of 0 repositories, 2 skipped, 0 broken; 0 of 0 of the family matched; 0 wrong"
 
 
 def test_a_wrong_result_and_a_miss_are_seen(repository: Repository, tmp_path: Path) -> None:
@@ -106,6 +107,20 @@ def test_what_raises_is_wrong(repository: Repository, tmp_path: Path) -> None:
 
     row = measure(Case(repository, "lib/attention.py", "raises", raises, ("linear_attention",)), Library(tmp_path))
     assert row.wrong and "not under compilation" in row.reason
+
+
+def test_what_cannot_be_built_is_a_row(repository: Repository, tmp_path: Path) -> None:
+    def unbuilt(module: Any) -> Program:
+        return module.Missing(3), ()
+
+    def fails(module: Any) -> Program:
+        return lambda x: x.not_there, (torch.zeros(2),)
+
+    cases = (Case(repository, "lib/attention.py", make.__name__, make, ("kda",)) for make in (unbuilt, fails))
+    rows = [measure(each, Library(tmp_path)) for each in cases]
+    assert all(row.broken and not row.wrong and row.reason.startswith("cannot be built: Attr") for row in rows), rows
+    assert summary(rows).startswith("0 cases of 0 repositories, 0 skipped, 2 broken; 0 of 0")
+    assert by_repository(rows).strip().endswith("| owner/name | 0 | 0 |")
 
 
 def test_libraries_that_a_case_calls_are_not_replaced(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.spellings import (
+    bonus,
     chunked_delta,
     chunked_delta_inverse,
     chunked_plain,
@@ -49,6 +50,7 @@ TEXTS = (
     mathematicians,
     time_turned,
     visitors,
+    bonus,
     near_misses_more,
     near_misses_chunked,
     near_misses_published,

@@ -7,7 +7,8 @@ in the layout the spelling wants and, independently of the spelling's text, tran
 Argument names: ``q k v`` (Mamba-2 authors write ``c b x`` for them), ``g`` log gate, ``g2`` the same in powers of two,
 ``w`` the same with a plus (decay ``exp(-w)``), ``alpha`` gate factor, ``gamma`` /
 ``log_gamma`` one decay per head, ``beta``, ``beta_logit``, ``dt`` (a step size: writes ``dt * x`` and decays by
-``exp(dt * a)``), ``a`` (negative, one per head), ``gate_logit`` with ``a_log`` and ``dt_bias``, ``state``.
+``exp(dt * a)``), ``a`` (negative, one per head), ``gate_logit`` with ``a_log`` and ``dt_bias``, ``u`` (a bonus:
+tokens read the state before their own write, and that write times u), ``state``.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class Spelling:
         if self.backwards:
             q, k, v = q.flip(1), k.flip(1), v.flip(1)
             decay, beta = (x if x is None or x.dim() < 2 else x.flip(1) for x in (decay, beta))
-        o, state = token_recurrence(q, k, v, decay, beta, given.get("state"), delta=self.delta, scale=scale)
+        bonus, state = given.get("u"), given.get("state")
+        o, state = token_recurrence(q, k, v, decay, beta, state, bonus=bonus, delta=self.delta, scale=scale)
         return self._lay_out("v", o.flip(1) if self.backwards else o), state
 
     def read(self, outputs: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
@@ -163,7 +165,7 @@ class Spelling:
     def _canonical(self, name: str, x: Tensor) -> Tensor:
         if name == "state":
             return x.transpose(-1, -2) if self.state_layout == "vk" else x
-        if name in {"gamma", "log_gamma", "a", "a_log", "dt_bias"}:
+        if name in {"gamma", "log_gamma", "a", "a_log", "dt_bias", "u"}:
             return x
         if self.layout == "td":
             return x[None, :, None]
@@ -207,6 +209,8 @@ class _Draw:
             return self._normal(self.value_heads) * 0.5
         if name == "dt_bias":
             return self._normal(*gate[2:])
+        if name == "u":
+            return self._normal(self.heads, self.k_dim)
         if name == "state":
             return self._normal(self.batch, self.value_heads, self.k_dim, self.v_dim)
         if name == "beta_logit":

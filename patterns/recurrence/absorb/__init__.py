@@ -28,12 +28,17 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+WITH_BONUS: tuple[Rule, ...] = (absorb_casts, absorb_scale)
+"""Beside the op stands a product of q, k and v as the region has them."""
+
+
 def absorb(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch:
     """The match with everything upstream taken over that the op can do itself, as far as ``scope`` goes."""
+    rules = RULES if "u" not in match.inputs else WITH_BONUS
     applied = True
     while applied:
         applied = False
-        for rule in RULES:
+        for rule in rules:
             taken = rule(match, scope)
             if taken is not None:
                 match, applied = taken, True
