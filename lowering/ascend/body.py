@@ -39,6 +39,7 @@ class Body(Emitter):
         self._loaded: dict[Value, str] = {}
         self._kept: dict[Value, str] = {}  # value -> where its tile can be read back from
         self._stored: set[Value] = set()  # what Cube has put there for Vec
+        self._waiting: list[str] = []  # stores of it that need not come before Vec reads
         self._stores = {op.inputs[0]: str(op.attr("port")) for op in program.ops if op.kind is OpKind.STORE}
 
     def print(self) -> None:
@@ -56,6 +57,8 @@ class Body(Emitter):
     def vec(self, value: Value) -> str:
         """``value`` as a variable of Vec."""
         if value in self._stored and value not in self._loaded:
+            while self._waiting:
+                self.lines.add(self._waiting.pop(0))
             self.lines.add(f"{value.name} = {self._read_back(value, turned=False)}")
             self._loaded[value] = value.name
         if value in self._made:
@@ -177,27 +180,43 @@ class Body(Emitter):
             self.lines.add(f"tl.store({target}, {value.name}, boundary_check=(0,))")
         buffer = self.buffers.get(value.name)
         if buffer is not None and buffer.scope is Scope.TENSOR:
+            if value.type.shape == (1, 1):
+                pointer = self.argument(f"{value.name}_ptr", self._buffer(value).kind)
+                self.lines.add(f"store_number({pointer}, at, {value.name}, K, R)")
+                return
             self.lines.add(f"tl.store({self._at(self._buffer(value))}, {value.name})")
             if self._turns or task.unit is Unit.CUBE:
                 self._kept[value] = value.name
         elif buffer is not None and buffer.scope is Scope.WORKSPACE and self._has_place(task):
             kind = Kind.IO if buffer.dtype is DType.IO else Kind.F32
             self.scratch[value.name] = Scratch(value.name, kind, value.type.shape, per_core=True)
-            self.lines.add(f"tl.store({self._at(self.scratch[value.name])}, {value.name})")
+            store = f"tl.store({self._at(self.scratch[value.name])}, {value.name})"
+            if task.unit is Unit.CUBE and not self._turns:
+                self._waiting.append(store)  # between two loads of one operand it would make two operands of it
+            else:
+                self.lines.add(store)
             self._kept[value] = value.name
             self._stored |= {value} if task.unit is Unit.CUBE else set()
 
     def _has_place(self, task: Task) -> bool:
-        """Whether what crosses units has a buffer of the kernel's own: what several products of the scan read, what the
-        scan's next state waits for, which Cube then stores at once, and the parts of an inverse, joined in place."""
+        """Whether what crosses units has a buffer of the kernel's own: what several products of the scan read, what
+        Cube is to store at once, and the parts of an inverse, joined in place."""
         if task.unit is Unit.CUBE:
-            return self._turns and self._in_memory
+            return self._in_memory and self._is_stored_at_once()
         readers = [t for t in self.tasks if task.output in t.inputs[:2]]
         if any(t.op.kind is OpKind.UNIT_LOWER_INVERSE and t.part for t in readers if t.unit is Unit.CUBE):
             return True
         products = [t for t in readers if is_product(t.op)]
         wide = any(t.op.inputs[1].type.dtype is DType.ACC for t in products)
         return wide or (self._turns and len(products) > 1)
+
+    def _is_stored_at_once(self) -> bool:
+        """Of what Cube has just made: in the scan, what the next state waits for, where Cube has other products to do;
+        without any the compiler stores it at once by itself. In a prologue, what Vec makes an inverse of: the compiler
+        would cut into blocks before it rounds, and so send in fp32 what is rounded."""
+        if self._turns:
+            return any(t.unit is Unit.CUBE and is_product(t.op) for t in self._rest)
+        return any(t.part == "blocks" for t in self._rest)
 
     def on_eye(self, op: Op) -> str:
         return "ones_on_diagonal(C)"
@@ -212,7 +231,7 @@ class Body(Emitter):
         return self.vec(self._vector(op))  # a vector has no orientation until it meets a tile
 
     def on_reduce(self, op: Op) -> str:
-        return f"tl.sum({self.vec(self._vector(op))}, 0) + tl.zeros([K], tl.float32)"
+        return f"column_sum({self.vec(self._vector(op))}, C, R)"
 
     def on_cumsum(self, op: Op) -> str:
         x = self.vec(self._vector(op))

@@ -11,6 +11,7 @@ from ..errors import TileProgramError
 from ..ir import Value
 from ..linear_attention import linear_attention_program
 from ..plan import Options, Plan, plan
+from ..plan.whole import kernel_plans
 from ..stages import Section, Task
 from ..target import Unit
 from .body import Body
@@ -78,7 +79,9 @@ def _section(made: Plan, section: Section, kernels: list[Kernel], scratch: dict[
     domain = Domain.LANE_COLUMNS if scan else (Domain.CHUNK_COLUMNS if wide else Domain.CHUNKS)
     text = _scan_text(made, body) if scan else _chunks_text(section.value, body, domain)
     scratch.update(body.scratch)
-    kernels.append(Kernel(section.value, domain, tuple(_arguments(body)), used_constants(text), text))
+    made_of = next(kernel for kernel in kernel_plans(made) if kernel.name == section.value)
+    arguments = tuple(_arguments(body))
+    kernels.append(Kernel(section.value, domain, arguments, used_constants(text), text, made_of.slots))
 
 
 def _ordered(made: Plan, section: Section) -> list[Task]:

@@ -55,13 +55,23 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Kernel:
-    """An emitted kernel: its text, its arguments, and those that are ``tl.constexpr``. ``cube``: it has products."""
+    """An emitted kernel: its text, its arguments, and those that are ``tl.constexpr``. ``cube``: it has products.
+
+    ``slots``: places in the compiler's workspace for every tile that changes unit.
+    """
 
     name: str
     domain: Domain
     arguments: tuple[Argument, ...]
     constants: tuple[str, ...]
     text: str
+    slots: int = 1
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of triton-ascend. Left to itself its compiler tries four slots, keeps their bytes where that fails,
+        and on some kernels does not come back from trying (ascendnpu-ir 1.2.0)."""
+        return {"set_workspace_multibuffer": self.slots}
 
     @property
     def cube(self) -> bool:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..calls import Call
 from ..errors import ArgumentError
 from ..ir import Dim
 from ..scratch import Scratch
 from ..stages import evaluate, size
+from ..triton.configs import padded
 from .emit import CHUNK, FIRST, chunk_module
 from .kernel import SUB_CHUNK, Domain, Kernel, Kind, Module
 from .step import step_module
 
-LEVELS = (CHUNK // SUB_CHUNK).bit_length() - 1
 _MOST_STATE = 128 * 128  # elements of the state that two Vec cores hold between them, with what they need beside it
 _WIDEST_TOKEN_GATE = 128  # keys wider than this leave the one kernel that does a chunk with a gate per token no room
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,8 +43,8 @@ Launcher = Callable[[Launch], None]
 def decline(width: int, columns: int, dtype: torch.dtype) -> str:
     """Why the emitted kernels do not take keys of ``width``, values of ``columns`` or operands of ``dtype``, or ''."""
     for name, n, most in (("K", width, 256), ("V", columns, 1 << 15)):
-        if n & (n - 1) or not SUB_CHUNK <= n <= most:
-            return f"{name} = {n} is not a power of two from {SUB_CHUNK} to {most}"
+        if n > most:
+            return f"{name} = {n} is more than {most}"
     if dtype not in _DTYPES:
         return f"no {dtype} kernels"
     return ""
@@ -55,6 +55,30 @@ def _check(call: Call) -> None:
         raise ArgumentError(f"q, k and v have one dtype, got {call.q.dtype}, {call.k.dtype} and {call.v.dtype}")
     if reason := decline(call.q.shape[-1], call.v.shape[-1], call.q.dtype):
         raise ArgumentError(reason)
+
+
+def _padded(call: Call) -> Call | None:
+    """The call with K and V filled up to powers of two by zeros, which change no product and no decay, and of the state
+    nothing but what they add to it; or None where nothing is to be filled."""
+    keys, values = (padded(x.shape[-1]) - x.shape[-1] for x in (call.q, call.v))
+    if not keys and not values:
+        return None
+    g, state = call.g, call.initial_state
+    g = pad(g, (0, keys)) if g is not None and call.gate == "channel" else g
+    state = None if state is None else pad(state, (0, values, 0, keys))
+    q, k, v = pad(call.q, (0, keys)), pad(call.k, (0, keys)), pad(call.v, (0, values))
+    return replace(call, q=q, k=k, v=v, g=g, initial_state=state)
+
+
+def levels(chunk: int) -> int:
+    """How often blocks of SUB_CHUNK tokens double to make a chunk."""
+    return (chunk // SUB_CHUNK).bit_length() - 1
+
+
+def chunk_of(wish: int) -> int:
+    """The chunk for a call that asks for one of ``wish`` tokens, or leaves it open: tiles of 128 tokens have no room in
+    UB, whose rows the compiler does not split in prologues."""
+    return 32 if 0 < wish < CHUNK else CHUNK
 
 
 def target_of_arch(arch: str) -> str:
@@ -85,22 +109,27 @@ def run_chunks(
     :func:`decline` has a reason.
     """
     _check(call)
-    q, v, g, gate = call.q, call.v, call.g, call.gate
+    if (wide := _padded(call)) is not None:
+        results = run_chunks(
+            wide, cores=cores, launch=launch, outputs=outputs, narrow_update=narrow_update, scratch=scratch,
+            target=target,
+        )  # fmt: skip
+        return _narrowed(call, *results)
+    q, v, g, gate, chunk = call.q, call.v, call.g, call.gate, chunk_of(call.chunk_size)
     batch, length, heads, width = q.shape
     value_heads, columns = v.shape[2:]
-    bounds = _bounds(call.cu_seqlens, batch, length)
-    tables = _tables(bounds, q.device)
-    chunks = int(tables["chunks"].numel()) // 2
+    tables = _tables(call.cu_seqlens, batch, length, chunk, q.device)
+    chunks, sequences = tables["chunks"].numel() // 2, tables["first_chunk"].numel() - 1
     if g is not None and gate != "channel" and width > _WIDEST_TOKEN_GATE:
         g = (g if gate == "token" else g.expand(batch, length, -1)).unsqueeze(-1).expand(-1, -1, -1, width)
         gate = "channel"
     row = (gate, call.delta, call.beta is not None)
     module = chunk_module(*row, outputs=outputs, narrow_update=narrow_update, target=target)
     tile = column_tile(width, columns)
-    constants = {"H": heads, "HV": value_heads, "C": CHUNK, "K": width, "V": columns, "BV": tile, "R": SUB_CHUNK}
-    constants |= {"LEVELS": LEVELS, "DELTA": int(call.delta), "INITIAL": int(call.initial_state is not None)}
+    constants = {"H": heads, "HV": value_heads, "C": chunk, "K": width, "V": columns, "BV": tile, "R": SUB_CHUNK}
+    constants |= {"LEVELS": levels(chunk), "DELTA": int(call.delta), "INITIAL": int(call.initial_state is not None)}
     o = torch.empty(batch, length, value_heads, columns, dtype=v.dtype, device=v.device)
-    state = torch.empty(len(bounds) - 1, value_heads, width, columns, dtype=torch.float32, device=v.device)
+    state = torch.empty(sequences, value_heads, width, columns, dtype=torch.float32, device=v.device)
     values: dict[str, Any] = {
         **_common(call, o, state),
         "tokens": batch * length,
@@ -112,7 +141,7 @@ def run_chunks(
     for kernel in module.kernels:
         block = tile if kernel.cube else column_tile(width, columns, alone=True)
         count = {
-            Domain.SUB_CHUNKS: tiles * (CHUNK // SUB_CHUNK),
+            Domain.SUB_CHUNKS: tiles * (chunk // SUB_CHUNK),
             Domain.CHUNKS: tiles,
             Domain.CHUNK_COLUMNS: tiles * (columns // block),
             Domain.LANE_COLUMNS: state.shape[0] * value_heads * (columns // block),
@@ -150,9 +179,18 @@ def _common(call: Call, o: Tensor, final_state: Tensor) -> dict[str, Any]:
     }
 
 
+def _narrowed(call: Call, o: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns and rows of results that the call has."""
+    width, columns = call.q.shape[-1], call.v.shape[-1]
+    return o[..., :columns].contiguous(), state[..., :width, :columns].contiguous()
+
+
 def run_step(call: Call, *, cores: int, launch: Launcher, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One token: a call as :func:`run_chunks` takes it, T = 1. ``out`` may be the initial state, which is updated."""
     _check(call)
+    if (wide := _padded(call)) is not None:
+        o, new = _narrowed(call, *run_step(wide, cores=cores, launch=launch))
+        return o, new if out is None else out.copy_(new)
     batch, _, heads, width = call.q.shape
     value_heads, columns = call.v.shape[2:]
     tile = column_tile(width, columns, alone=True)
@@ -189,26 +227,27 @@ def _launch(
     launch(Launch(module, kernel, grid, arguments, {name: constants[name] for name in kernel.constants}))
 
 
-def _bounds(cu_seqlens: Tensor | None, batch: int, length: int) -> list[int]:
-    """The bounds of the sequences in the tensors with batch and tokens taken as one; equal ones need no table."""
+def _tables(cu_seqlens: Tensor | None, batch: int, length: int, chunk: int, device: torch.device) -> dict[str, Tensor]:
+    """Where sequences and chunks are, computed on the device: no length is read on the host.
+
+    ``cu_seqlens`` ``[N + 1]``: bounds in the tensors with batch and tokens taken as one; ``chunks`` ``[slots * 2]``: of
+    every chunk the first token, and the tokens to its sequence's end; ``first_chunk`` ``[N + 1]``. There are as many
+    slots as packed sequences of that many tokens can have chunks; those that are left over have no tokens.
+    """
     if cu_seqlens is None:
-        return [i * length for i in range(batch + 1)]
-    return [int(n) for n in cu_seqlens.tolist()]
-
-
-def _tables(bounds: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Bounds of sequences; first token, and tokens to the sequence's end, of every chunk; first chunk of every one."""
-    chunks: list[int] = []
-    first = [0]
-    for start, end in pairwise(bounds):
-        for token in range(start, end, CHUNK):
-            chunks += [token, end - token]
-        first.append(len(chunks) // 2)
-
-    def table(numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-    return {"cu_seqlens": table(bounds), "chunks": table(chunks), "first_chunk": table(first)}
+        bounds, slots = torch.arange(batch + 1, device=device) * length, batch * -(-length // chunk)
+    else:
+        bounds, slots = cu_seqlens.long(), batch * length // chunk + cu_seqlens.numel() - 1
+    starts, ends = bounds[:-1], bounds[1:]
+    last = ((ends - starts + chunk - 1) // chunk).cumsum(0)
+    first = pad(last, (1, 0))
+    slot = torch.arange(slots, device=device)
+    sequence = torch.searchsorted(last, slot, right=True).clamp(max=max(starts.numel() - 1, 0))
+    token = starts[sequence] + (slot - first[sequence]) * chunk
+    chunks = torch.stack([token, ends[sequence] - token], 1)
+    chunks = torch.where((slot < first[-1])[:, None], chunks, 0)
+    tables = {"cu_seqlens": bounds, "chunks": chunks.flatten(), "first_chunk": first}
+    return {name: table.to(torch.int32) for name, table in tables.items()}
 
 
 def _gates(g: Tensor | None, beta: Tensor | None, gate: str, batch: int, length: int) -> dict[str, Tensor]:

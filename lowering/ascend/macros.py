@@ -163,6 +163,18 @@ def rest_sum(g, C: tl.constexpr):
 
 
 @triton.jit
+def column_sum(g, C: tl.constexpr, N: tl.constexpr):
+    """The sum of all, N times: one number would be a scalar, which the compiler sends to both units."""
+    return tl.sum(tl.broadcast_to(g[:, None], (C, N)), 0)
+
+
+@triton.jit
+def store_number(ptr, at, x, K: tl.constexpr, N: tl.constexpr):
+    """K times, a number that comes N times."""
+    tl.store(tile_at(ptr, at, 0, K // N, N, N), tl.broadcast_to(x[None, :], (K // N, N)))
+
+
+@triton.jit
 def token_decays(g, C: tl.constexpr):
     """[C, C]: exp of the sum of the gates after column's token up to row's, for row after column; 1 elsewhere."""
     return tl.exp(tl.cumsum(tl.where(after(C), g[:, None], 0.0), 0))

@@ -26,7 +26,7 @@ from .operators import GatedDeltaRuleOperators
 def triton_launch(launch: Launch) -> None:
     """Compile (once, triton keeps what it has compiled) and launch with triton-ascend, on the current stream."""
     kernel: Any = getattr(load_source(launch.module.name, launch.module.source), launch.kernel.name)
-    kernel[(launch.grid,)](**launch.arguments, **launch.constants)
+    kernel[(launch.grid,)](**launch.arguments, **launch.constants, **launch.kernel.options)
 
 
 def missing() -> str | None:

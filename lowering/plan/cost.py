@@ -16,6 +16,7 @@ from ..ir import OpKind
 from ..stages import Buffer, Scope, Section, Stage, Task, evaluate, size, symbol
 from ..target import Unit
 from .model import PlanData
+from .whole import kernel_plans
 
 _BINARY = (OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.MASK)
 
@@ -47,12 +48,23 @@ def assumptions(plan: PlanData) -> list[str]:
 # ---- modelled times, in seconds, of one core group
 
 
-def task_seconds(plan: PlanData, task: Task) -> float:
-    """Arithmetic of one task: Cube by the cycles of a product, Vec by lanes and start-up."""
+def sharing(plan: PlanData, stage: Stage) -> int:
+    """How many cores share the rows of a stage's tiles: one Cube, and a group's Vec cores in the scan, or with a task
+    of each one's own where a kernel has no products. In other kernels the compiler gives each Vec core whole tiles."""
+    if stage.unit is not Unit.VEC:
+        return 1
+    if stage.section is Section.SCAN:
+        return plan.target.vec_cores
+    kernel = next(found for found in kernel_plans(plan) if any(stage is other for other in found.stages))
+    return 1 if any(other.unit is Unit.CUBE for other in kernel.stages) else plan.target.vec_cores
+
+
+def task_seconds(plan: PlanData, task: Task, cores: int) -> float:
+    """Arithmetic of one task: Cube by the cycles of a product, Vec by lanes and start-up, its rows over ``cores``."""
     rates = plan.target.rates
     if "clock" not in rates:
         return 0.0
-    cycles = _cube_cycles(plan, task) if task.unit is Unit.CUBE else _vec_cycles(plan, task)
+    cycles = _cube_cycles(plan, task) if task.unit is Unit.CUBE else _vec_cycles(plan, task, cores)
     return cycles / rates["clock"].value
 
 
@@ -71,9 +83,9 @@ def _cube_cycles(plan: PlanData, task: Task) -> float:
     return rates["cube_start"].value + blocks * rates["cube_block"].value
 
 
-def _vec_cycles(plan: PlanData, task: Task) -> float:
+def _vec_cycles(plan: PlanData, task: Task, cores: int) -> float:
     """Elements by lanes; the forward substitution is a row operation for each entry below the diagonal."""
-    rates, cores = plan.target.rates, plan.target.vec_cores
+    rates = plan.target.rates
     rows, cols = (_extent(plan, dim) for dim in task.output.type.shape)
     lanes, start = rates["vec_lanes"].value, rates["vec_start"].value
     if task.part == "blocks":
@@ -98,7 +110,7 @@ def transfer_seconds(plan: PlanData, stage: Stage, scopes: Sequence[Scope]) -> f
     ways = {Unit.CUBE: ("GM->L1", "L0C->GM"), Unit.VEC: ("GM->UB", "UB->GM")}.get(stage.unit)
     if ways is None or any(way not in paths for way in ways):
         return 0.0
-    cores = plan.target.vec_cores if stage.unit is Unit.VEC else 1
+    cores = sharing(plan, stage)
     seconds = 0.0
     for way, side in zip(ways, (stage.reads, stage.writes), strict=True):
         for buffer in side:
@@ -111,7 +123,7 @@ def section_seconds(plan: PlanData, section: Section) -> float:
     """A step of a section without a carry: its steps hide behind each other, so the busier unit counts."""
     busy: dict[Unit, float] = {}
     for stage in plan.section(section):
-        arithmetic = sum(task_seconds(plan, task) for task in stage.tasks)
+        arithmetic = sum(task_seconds(plan, task, sharing(plan, stage)) for task in stage.tasks)
         moved = transfer_seconds(plan, stage, (Scope.PORT, Scope.TENSOR, Scope.WORKSPACE))
         busy[stage.unit] = busy.get(stage.unit, 0.0) + max(arithmetic, moved)
     return max(busy.values(), default=0.0)

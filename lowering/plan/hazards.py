@@ -11,10 +11,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from ..stages import Buffer, Section, Task
+from ..stages import Buffer, Section, Stage, Task
+from ..target import Unit
 from .split import Graph, PlacedRun
 
 _WINDOW = 6  # steps looked at: tasks work at most two steps ahead, and all windows are alike
+
+
+def slots(runs: Sequence[PlacedRun | Stage]) -> int:
+    """Copies of what crosses in a section whose steps are independent: two where Cube has one run, so that Vec makes
+    the next step's tiles meanwhile, and keeps nothing of its own for after it, like the decays of a Gram matrix: what
+    the Ascend compiler makes of two copies then does not compute the same (`tests/ascend`). What goes up and down more
+    often it does step by step anyway."""
+    once = sum(run.unit is Unit.CUBE for run in runs) == 1 < len(runs)
+    keeps = any(task.part == "triangle" for run in runs for task in run.tasks)
+    return 2 if runs[0].section is not Section.SCAN and once and not keeps else 1
 
 
 class Order:
@@ -22,6 +33,7 @@ class Order:
 
     def __init__(self, graph: Graph, runs: Sequence[PlacedRun]) -> None:
         self.graph = graph
+        self._slots = slots(runs) if runs else 1
         self.steps = _WINDOW if runs and runs[0].section is Section.SCAN and graph.next else 1
         self._ahead = {task: run.shift.get(task.name, 0) for run in runs for task in run.tasks}
         self.period = sum(len(run.tasks) for run in runs)
@@ -73,11 +85,12 @@ class Order:
     def copies(self, buffer: Buffer) -> int:
         """How many copies a buffer needs: 1 where a step's contents are read before the next step writes.
 
-        Two otherwise (and outside the scan, where the next step's tile is made while this one's is read), with the
-        reader releasing each to the writer.
+        Two otherwise, with the reader releasing each to the writer; see :func:`slots` for sections without a carry.
         """
         middle = self.steps // 2
-        return 1 if self.steps > 1 and self.over(buffer, middle - 1, buffer, middle) else 2
+        if self.steps == 1:
+            return self._slots
+        return 1 if self.over(buffer, middle - 1, buffer, middle) else 2
 
     def conflict(self, a: Buffer, b: Buffer) -> bool:
         """Whether ``a`` and ``b`` of any steps may be alive at once."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..stages import Buffer, Scope, Section, Stage, Task
-from .cost import crossing_seconds, section_seconds, task_seconds, transfer_seconds
+from .cost import crossing_seconds, section_seconds, sharing, task_seconds, transfer_seconds
 from .model import PlanData
 
 
@@ -81,7 +81,7 @@ class _Player:
         start = self.free.get(unit, 0.0)
         for value in task.inputs:
             start = max(start, self.ready(value.name, stage, step))
-        length = task_seconds(self.plan, task) + self.moved(stage, task)
+        length = task_seconds(self.plan, task, sharing(self.plan, stage)) + self.moved(stage, task)
         self.free[unit] = self.ended[task.name, step] = start + length
         if length:
             self.events.append(Event(unit, task.name, step, start, start + length))
@@ -107,7 +107,7 @@ class _Player:
             elif stage.name in buffer.consumers and self._first_reader(stage, value.name) == task:
                 own += crossing_seconds(self.plan, buffer, out=False)
         streamed = transfer_seconds(self.plan, stage, (Scope.PORT, Scope.TENSOR))
-        arithmetic = sum(task_seconds(self.plan, t) for t in stage.tasks)
+        arithmetic = sum(task_seconds(self.plan, t, sharing(self.plan, stage)) for t in stage.tasks)
         slack = max(streamed - arithmetic, 0.0) / len(stage.tasks)
         return own + slack
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ..stages import Buffer, Scope, Section, Stage
 from ..target import Unit
+from .hazards import slots
 from .model import PlanData
 
 SUB_CHUNKS = "sub_chunks"  # the kernel of gates per channel
@@ -31,9 +32,14 @@ class KernelPlan:
     def crossings(self) -> int:
         return sum(buffer.tiles for buffer in self.crossing)
 
+    @property
+    def slots(self) -> int:
+        """Places for every tile that changes unit, and so how many steps the units may be apart."""
+        return slots(self.stages)
+
     def bytes(self, plan: PlanData) -> int:
-        """Of a core group, with every tile in a place of its own."""
-        return sum(plan.bytes(buffer) * buffer.tiles for buffer in self.passing)
+        """Of a core group, with every tile in places of its own."""
+        return sum(plan.bytes(buffer) * buffer.tiles for buffer in self.passing) * self.slots
 
 
 def kernel_plans(plan: PlanData) -> tuple[KernelPlan, ...]:

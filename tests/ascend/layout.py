@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from kdacompile.lowering.ascend.kernel import SUB_CHUNK
-from kdacompile.lowering.ascend.launch import LEVELS
+from kdacompile.lowering.ascend.launch import levels
 from kdacompile.lowering.plan import Plan
 from kdacompile.lowering.plan.capacity import Need
 from kdacompile.lowering.plan.whole import kernel_plans
@@ -52,7 +52,9 @@ def check_cube(made: Plan, section: str, memories: dict[str, Any]) -> None:
     if not operands:
         assert memories.keys() == {"UB"}
         return
-    places = Counter(memories["L1"]["places"])
+    places: Counter[int] = Counter()
+    for size in memories["L1"]["places"]:  # both places of an operand may be in one piece
+        places[size if size in operands else size // 2] += 1 if size in operands else 2
     missing = operands + operands - places
     assert not missing or memories["L1"]["peak"] + min(missing) > (made.target.capacity("L1") or 0)
     assert not missing - operands and places + missing == operands + operands
@@ -88,7 +90,7 @@ def _is_macro(task: Task) -> bool:
 def _add_blocks(made: Plan, task: Task, operands: Counter[int], sums: Counter[int]) -> None:
     """What a macro multiplies block by block, for every pair of neighbours of a level: two tiles of keys, or y by l, or
     that by x."""
-    for level in range(LEVELS):
+    for level in range(levels(made.sizes["C"])):
         block, pairs = SUB_CHUNK << level, made.sizes["C"] // (2 * SUB_CHUNK << level)
         operand = block * made.sizes["K"] * 2 if task.part == "product" else block * block * 4
         operands[operand] += 2 * pairs

@@ -74,6 +74,19 @@ def test_sizes(tools: Tools, width: int, columns: int) -> None:
         assert simulated(tools, case).worst < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("row", [("channel", True), ("token", True), ("none", False)])
+def test_chunks_of_32(tools: Tools, row: tuple[str, bool]) -> None:
+    case = ascend_case(*row, (70, 0, 32), dtype=torch.bfloat16, chunk_size=32)
+    kernels = as_implementation(EmittedKernels(SimulatedDevice(tools), CORES))
+    verify(kernels, case, tolerance=TOLERANCE[torch.bfloat16], scratch_bytes=ascend_scratch(case, CORES))
+
+
+@pytest.mark.parametrize(("gate", "delta", "width", "columns"), [("channel", True, 24, 20), ("token", False, 96, 100)])
+def test_widths_that_are_no_power_of_two(tools: Tools, gate: str, delta: bool, width: int, columns: int) -> None:
+    case = ascend_case(gate, delta, (70, 0, 3), key_width=width, value_width=columns)
+    assert simulated(tools, case).worst < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("options", [{"outputs": "epilogue"}, {"narrow_update": True}])
 def test_other_plans(tools: Tools, options: dict[str, Any]) -> None:
     assert simulated(tools, ascend_case("token", True, (130,)), **options).worst < TOLERANCE[torch.bfloat16]
@@ -111,11 +124,11 @@ def test_long_sequences_keep_the_plan_s_accuracy(tools: Tools, gate: str, streng
     assert found.worst < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_steps(tools: Tools, row: tuple[str, bool]) -> None:
+@pytest.mark.parametrize("row", [(*row, 64, 128) for row in ROWS] + [("channel", True, 24, 20)])
+def test_steps(tools: Tools, row: tuple[str, bool, int, int]) -> None:
     """One token for each of three sequences, twice, the second time in place."""
-    gate, delta = row
-    case = Case(gate, delta, 1, 3, heads=1, value_heads=2, key_width=64, value_width=128, scale=0.125)
+    gate, delta, width, columns = row
+    case = Case(gate, delta, 1, 3, heads=1, value_heads=2, key_width=width, value_width=columns, scale=0.125)
     inputs = rounded_inputs(case, torch.bfloat16)
     call, device = narrowed(inputs, torch.bfloat16), SimulatedDevice(tools)
     found = run_step(call, cores=CORES, launch=device)

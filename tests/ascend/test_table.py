@@ -13,7 +13,7 @@ from kdacompile.lowering.ascend.attention import attention_module
 from kdacompile.lowering.ascend.emit import CHUNK, chunk_module
 from kdacompile.lowering.ascend.launch import column_tile
 from kdacompile.lowering.plan import Plan
-from kdacompile.lowering.plan.whole import KernelPlan, kernel_plans
+from kdacompile.lowering.plan.whole import kernel_plans
 from kdacompile.patterns.recurrence.family import FAMILY, Pattern
 from tests.ascend.cases import SIZES
 from tests.ascend.test_attention import constants as attention_constants
@@ -58,36 +58,17 @@ def attention_figures(tools: Tools, target: str) -> Figures:
 
 
 def compared(made: Plan, name: str, facts: dict[str, Any], own_bytes: int) -> dict[str, int]:
-    """The compiler's figures, which are the plan's but for what ``choices`` names; where units meet on chip only the
-    kernel's own buffers are in memory."""
+    """The compiler's figures, which are the plan's; where units meet on chip only the kernel's own buffers are in
+    memory."""
     part = next(kernel for kernel in kernel_plans(made) if kernel.name == name)
     found = {"workspace_bytes": facts["workspace_bytes"], "own_bytes": own_bytes, "handovers": facts["handovers"]}
     found |= {memory: places["peak"] for memory, places in facts["memories"].items()}
     if made.target.meeting == "global":
         found["crossings"] = facts["crossings"] or 0
-        tiles, extra = choices(made, part)
         assert facts["handovers"] == part.handovers
-        assert found["crossings"] == part.crossings + tiles
-        assert facts["workspace_bytes"] + own_bytes == part.bytes(made) + extra
+        assert found["crossings"] == part.crossings
+        assert facts["workspace_bytes"] + own_bytes == part.bytes(made)
     else:
         assert facts["workspace_bytes"] == 0
         assert name != "scan" or facts["handovers"] == part.handovers
     return found
-
-
-def choices(made: Plan, part: KernelPlan) -> tuple[int, int]:
-    """Crossings and bytes that the compiler (ascendnpu-ir 1.2.0) adds in a prologue by its own choice.
-
-    A gate per token: the chunk's decay is one number, which it takes for a scalar and sends to both units in 32 bytes,
-    and the scores that Vec scales cross in fp32, as they were summed, beside those of the keys. Without the delta term
-    it works four chunks ahead, for which all that crosses has four places, or five.
-    """
-    if part.name != "prologue":
-        return 0, 0
-    scaled = {buffer.name for buffer in part.crossing}
-    delta = any(name.startswith("M_blocks") for name in scaled)
-    if "A_qk_rows" in scaled:
-        return (1, 32 + made.bytes(made.buffer("A_qk_raw"))) if delta else (1, 4 * part.bytes(made) + 64)
-    if "q_scaled_io" in scaled and not delta:
-        return 0, 3 * part.bytes(made)
-    return 0, 0

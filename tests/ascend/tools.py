@@ -84,7 +84,7 @@ class Tools:
             signature={a.name: _signature(a.kind, io) for a in kernel.arguments},
             constants={name: constants[name] for name in kernel.constants},
             arch=arch,
-            options=list(options),
+            options=[*(f"--{name.replace('_', '-')}={n}" for name, n in kernel.options.items()), *options],
             cache=str(self._cache),
         )
         return Compiled(answer["folder"], answer["facts"], answer["device"])

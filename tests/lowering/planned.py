@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kdacompile.lowering.ascend.emit import CHUNK, chunk_module
-from kdacompile.lowering.ascend.kernel import SUB_CHUNK
-from kdacompile.lowering.ascend.launch import LEVELS, column_tile
+from kdacompile.lowering.ascend.emit import chunk_module
+from kdacompile.lowering.ascend.launch import chunk_of, column_tile, levels
 from kdacompile.lowering.linear_attention import linear_attention_program
 from kdacompile.lowering.plan import Plan, plan
 from kdacompile.lowering.run import choose_chunk
@@ -75,15 +74,17 @@ def ascend_scratch(case: Case, cores: int, target: str = "ascend910b") -> int:
     """Emitted Ascend kernels: the plan's tensors for every chunk and head, and a buffer a core for what more than one
     product of the scan reads. A number is kept as a row of K; gates per channel bring what ``sub_chunks`` leaves: the
     diagonals of the Gram matrices, and a level's rows and columns each."""
-    tile = column_tile(case.key_width, case.value_width)
-    made = _plan(case, target, CHUNK, case.key_width, case.value_width, tile)
+    tile, chunk = column_tile(case.key_width, case.value_width), chunk_of(case.chunk_size)
+    made = _plan(case, target, chunk, case.key_width, case.value_width, tile)
     own = {b.name for b in chunk_module(case.gate, case.delta, case.beta, target=target).scratch if b.per_core}
     per_tile = made.tensor_bytes
     per_tile += sum((case.key_width - 1) * 4 for b in made.tensors if b.shape == (1, 1))
     if case.gate == "channel":
-        per_tile += (1 + case.delta) * CHUNK * CHUNK * 4 + 2 * LEVELS * CHUNK * case.key_width * case.dtype.itemsize
-        assert CHUNK == SUB_CHUNK << LEVELS
+        per_tile += (1 + case.delta) * chunk * chunk * 4
+        per_tile += 2 * levels(chunk) * chunk * case.key_width * case.dtype.itemsize
         # scaled keys (K_gated_neg with the delta term, else K_decayed), which the plan has cross inside the prologue
-        per_tile += CHUNK * case.key_width * case.dtype.itemsize
+        per_tile += chunk * case.key_width * case.dtype.itemsize
     per_core = sum(made.bytes(made.buffer(name)) for name in own)
-    return _chunks(case, CHUNK) * case.value_heads * per_tile + cores * per_core
+    # packed sequences: the most chunks there can be, since no length is read on the host
+    chunks = _chunks(case, chunk) if case.lengths is None else sum(case.lengths) // chunk + len(case.lengths)
+    return chunks * case.value_heads * per_tile + cores * per_core

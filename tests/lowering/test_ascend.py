@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kdacompile.lowering.ascend import npu
 from kdacompile.lowering.ascend.emit import chunk_module
 from kdacompile.lowering.ascend.kernel import Kind, Module
 from kdacompile.lowering.ascend.launch import Launch, column_tile, run_chunks, run_step, target_of_arch
@@ -120,9 +124,27 @@ def test_every_device_has_a_target() -> None:
 
 
 def test_what_the_kernels_do_not_take() -> None:
-    for options in ({"key_width": 24}, {"value_width": 48}, {"dtype": torch.float64}):
+    for options in ({"key_width": 257}, {"value_width": (1 << 15) + 1}, {"dtype": torch.float64}):
         with pytest.raises(ArgumentError):
             launches(**options)  # pyright: ignore[reportArgumentType]
+
+
+def test_kernels_name_the_places_of_what_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an option of triton-ascend: two in a prologue in which Vec need not wait for Cube, else one."""
+    found: list[object] = []
+
+    class Jitted:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda **arguments: found.append(arguments["set_workspace_multibuffer"])
+
+    names = ("sub_chunks", "prologue", "scan", "epilogue")
+    jitted = SimpleNamespace(**{name: Jitted() for name in names})
+    monkeypatch.setattr(npu, "load_source", lambda *source: jitted)  # pyright: ignore[reportUnknownLambdaType]
+    for gate, expected in (("none", [2, 1, 1]), ("token", [1, 1, 1])):
+        found.clear()
+        for launch in launches(gate, False):
+            npu.triton_launch(launch)
+        assert found == expected
 
 
 def test_a_step_in_place() -> None:
@@ -143,3 +165,33 @@ def test_pointers_have_the_types_their_kinds_promise() -> None:
             if isinstance(x, torch.Tensor) and name not in ("g_ptr", "beta_ptr", "initial_state_ptr"):
                 expected = {Kind.IO: torch.float16, Kind.F32: torch.float32, Kind.I32: torch.int32}[kinds[name]]
                 assert x.dtype is expected, name
+
+
+@pytest.mark.parametrize("lengths", [(70, 0, 1, 64), (0, 0), (129,), (0, 200, 63)])
+def test_the_chunks_of_packed_sequences(lengths: tuple[int, ...]) -> None:
+    """First token of each, and tokens to its sequence's end; slots that are left over have none."""
+    found: list[Launch] = []
+    case = Case("token", True, lengths=lengths, heads=1, value_heads=2, key_width=16, value_width=16)
+    run_chunks(make_inputs(case), cores=20, launch=found.append)
+    expected: list[list[int]] = []
+    first, start = [0], 0
+    for length in lengths:
+        expected += [[start + at, length - at] for at in range(0, length, 64)]
+        first.append(len(expected))
+        start += length
+    prologue, scan = found[0].arguments, found[-1].arguments
+    chunks, firsts = prologue["chunks"], scan["first_chunk"]
+    assert isinstance(chunks, torch.Tensor) and isinstance(firsts, torch.Tensor)
+    slots = sum(lengths) // 64 + len(lengths)
+    assert chunks.unflatten(0, (-1, 2)).tolist() == expected + [[0, 0]] * (slots - len(expected))
+    assert firsts.tolist() == first and prologue["tasks"] == 2 * slots and chunks.dtype is firsts.dtype is torch.int32
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_nothing_is_read_on_the_host(row: tuple[str, bool]) -> None:
+    """Tensors without data, whose numbers nobody can ask for: as it is while a graph of the device is captured."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = make_inputs(Case(*row, lengths=(70, 0, 5), heads=2, value_heads=4, key_width=16, value_width=16))
+        found: list[str] = []
+        o, state = run_chunks(inputs, cores=20, launch=lambda launch: found.append(launch.kernel.name))
+    assert "scan" in found and o.shape == inputs.v.shape and state.shape == (3, 4, 16, 16)

@@ -112,8 +112,8 @@ def _cumsum(letters: str) -> Function:
 
 def _plain(tile: View) -> Array:
     """A fractal tile as the matrix it holds."""
-    array = tile.array
-    return array.transpose(1, 2, 0, 3).reshape(array.shape[1] * array.shape[2], -1)
+    blocks_n, blocks_m, rows, cols = tile.array.shape
+    return tile.array.transpose(1, 2, 0, 3).reshape(blocks_m * rows, blocks_n * cols)
 
 
 def _nd2nz(core: Core, a: list[Any]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class Shadow:
         if view.dtype == BOOL:
             sizes, strides, run = (), (), -(-math.prod(view.sizes) // 8)
         else:
-            sizes, strides, run = _runs(view)
+            sizes, strides, run = _runs(view.dtype.itemsize, tuple(view.sizes), tuple(view.strides))
         first, last = view.offset // self.cell, (view.offset + run - 1) // self.cell
         if not sizes:
             return slice(first, last + 1)
@@ -74,9 +75,11 @@ class Shadow:
         return np.unique(cells)
 
 
-def _runs(view: View) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """A view as runs of adjacent bytes: how many of them by dimension, how far apart, and the bytes of one."""
-    run, kept = view.dtype.itemsize, [(n, s) for n, s in zip(view.sizes, view.strides, strict=True) if n > 1]
+@cache
+def _runs(run: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """A view as runs of adjacent bytes: how many of them by dimension, how far apart, and the bytes of one; ``run``
+    are those of an element."""
+    kept = [(n, s) for n, s in zip(sizes, strides, strict=True) if n > 1]
     while kept and kept[-1][1] == run:
         run *= kept.pop()[0]
     return tuple(n for n, _ in kept), tuple(s for _, s in kept), run
@@ -168,7 +171,7 @@ class Clocks:
                 continue
             if same and write and _twins(thread, other):
                 continue
-            if last[cells].max() > known[other]:
+            if self._count[other] > known[other] and last[cells].max() > known[other]:
                 what = f"{'writes' if write else 'reads'} what {THREADS[other]} {'wrote' if wrote else 'reads'}"
                 raise RaceError(f"block {self.block}, {THREADS[thread]}, {name}: {what} in {shadow.name}")
         shadow.last(thread, write)[cells] = self._count[thread]
