@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from kdacompile.graph.ir import Graph, Op, Value
+from kdacompile.graph.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.values import root
 from kdacompile.patterns.engine.vocabulary import ATTENTION, CONTRACTIONS, LAYOUT, RANDOM, REDUCTIONS, REGION, SOFTMAXES
@@ -171,7 +171,8 @@ def _below(graph: Graph, softmax: Op, dim: int) -> Attention | None:
             if all(sides):
                 return None
             found = Attention(softmax, dim, op, op.out, sides[1], softmax.reads[0])
-            found.between = _leading_to(op.reads[-1 if sides[1] else -2], passed)
+            weights = op.reads[-1 if sides[1] else -2]
+            found.between = ancestors([weights], lambda value: value is softmax.out or value not in reached)
             found.obstacles = [*obstacles, *_standing_between(found.between, reached)]
         reached.update(op.outs)
         obstacles += [] if found else _opaque(graph, op.out, reached)
@@ -191,17 +192,6 @@ def _opaque(graph: Graph, weights: Value, reached: set[Value]) -> list[Obstacle]
             active = "dropout is active" if "dropout" in name else f"{name}, which nobody can look into, stands"
             found.append(Obstacle("dropout", f"{active} on the attention weights", weights.op))
             reached.add(value)
-    return found
-
-
-def _leading_to(value: Value, ops: list[Op]) -> set[Op]:
-    """Those of ``ops`` that a value depends on."""
-    found, stack = set[Op](), [value]
-    while stack:
-        op = stack.pop().op
-        if op is not None and op in ops and op not in found:
-            found.add(op)
-            stack += op.reads
     return found
 
 
