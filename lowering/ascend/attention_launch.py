@@ -45,12 +45,12 @@ def decline(call: Attention) -> str | None:
     if any(x is not None and x.stride(-1) != 1 for x in (call.latent, call.k_rope)):
         return "a cache whose rows do not lie together"
     if not block_of(call):
-        return f"pages of {call.page} tokens"
+        return f"tiles of rank {call.latent.shape[-1]} do not fit"
     return None
 
 
 def block_of(call: Attention) -> int:
-    """Cached tokens of a block: they lie in one page, and their tiles fit. 0 if none do."""
+    """Cached tokens of a block: they lie in one page, whose last may be short, and their tiles fit. 0 if none do."""
     rope = 0 if call.k_rope is None else call.k_rope.shape[-1]
     page = 0 if call.block_table is None else call.page
     return _block(page, head_tile(call.q.shape[2]), call.latent.shape[-1], rope, _IO[call.latent.dtype])
@@ -58,16 +58,14 @@ def block_of(call: Attention) -> int:
 
 @cache
 def _block(page: int, heads: int, rank: int, rope: int, io: str) -> int:
-    block = BLOCK
-    while block >= SUB_CHUNK:
-        if page % block == 0:
-            try:
-                check_layout(attention_plan(heads, block, rank, rope, io))
-            except CapacityError:
-                pass
-            else:
-                return block
-        block //= 2
+    blocks = [BLOCK >> n for n in range((BLOCK // SUB_CHUNK).bit_length())]
+    whole = [block for block in blocks if page % block == 0]
+    for block in whole or [block for block in blocks if block < 2 * max(page, SUB_CHUNK)]:
+        try:
+            check_layout(attention_plan(heads, block, rank, rope, io))
+        except CapacityError:
+            continue
+        return block
     return 0
 
 
@@ -112,15 +110,15 @@ def _attend(call: Attention, cores: int, launch: Launcher, scratch: Scratch) -> 
         "pages": 0,
         "tasks": rows * tiles * parts,
     }
-    constants = {"H": heads, "C": block, "K": rank, "TILE": tile, "TILES": tiles, "PARTS": parts, "PAGE": 0}
-    constants["LATENT_ROW"] = call.latent.stride(1)
+    constants = {"H": heads, "C": block, "K": rank, "TILE": tile, "TILES": tiles, "PARTS": parts}
+    constants |= {"PAGE": 0, "IN_PAGE": 1, "LATENT_ROW": call.latent.stride(1)}
     if call.q_rope is not None and call.k_rope is not None:
         values |= {"q_rope_ptr": call.q_rope.contiguous(), "k_rope_ptr": call.k_rope}
         values["rope_stride"] = call.k_rope.stride(0)
         constants |= {"ROPE": call.k_rope.shape[-1], "ROPE_ROW": call.k_rope.stride(1)}
     if call.block_table is not None:
         values |= {"table_ptr": call.block_table.int().contiguous(), "pages": call.block_table.shape[1]}
-        constants["PAGE"] = call.page
+        constants |= {"PAGE": call.page, "IN_PAGE": -(-call.page // block)}
     if parts > 1:
         shapes = {"max": (), "sum": (), "acc": (rank,)}
         for name in CARRY:

@@ -98,7 +98,7 @@ class Module:
 
 CONSTANTS = (
     "H", "HV", "C", "K", "V", "BV", "R", "LEVELS", "DELTA", "INITIAL",
-    "ROPE", "TILE", "TILES", "PARTS", "PAGE", "LATENT_ROW", "ROPE_ROW",
+    "ROPE", "TILE", "TILES", "PARTS", "PAGE", "IN_PAGE", "LATENT_ROW", "ROPE_ROW",
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from tests.ops.mla_cases import MlaCase, make_mla
 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}
 IO = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-SIZES = {"K": 512, "ROPE": 64, "PARTS": 1, "PAGE": 0, "LATENT_ROW": 576, "ROPE_ROW": 576}
+SIZES = {"K": 512, "ROPE": 64, "PARTS": 1, "PAGE": 0, "IN_PAGE": 1, "LATENT_ROW": 576, "ROPE_ROW": 576}
 TILES = [(32, 128, torch.bfloat16), (32, 64, torch.bfloat16), (16, 128, torch.float16), (32, 64, torch.float32)]
 
 
@@ -124,6 +124,9 @@ CASES: dict[str, dict[str, Any]] = {
     "pages": {"cached": 300, "page": 64, "lengths": (300, 65)},
     "large pages": {"cached": 300, "page": 256, "lengths": (257, 1)},
     "small pages": {"cached": 100, "page": 16, "lengths": (100, 33)},
+    "pages of 24": {"cached": 100, "page": 24, "lengths": (100, 25)},
+    "pages of 200": {"cached": 300, "page": 200, "lengths": (300, 129)},
+    "pages of one token": {"cached": 20, "page": 1, "lengths": (20, 3)},
     "speculative": {"cached": 200, "tokens": 3, "causal": True, "lengths": (130, 2)},
     "no positions": {"cached": 150, "rope": 0},
     "few heads": {"cached": 150, "heads": 5},

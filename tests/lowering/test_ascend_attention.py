@@ -116,9 +116,11 @@ def test_what_a_query_sees() -> None:
 
 def test_blocks_lie_in_one_page_and_fit_twice() -> None:
     assert [block_of(call(page=page)) for page in (0, 16, 64, 96, 128, 256)] == [128, 16, 64, 32, 128, 128]
+    # where no block divides a page, its last one is short
+    assert [block_of(call(page=page)) for page in (1, 17, 24, 40, 200)] == [16, 32, 32, 64, 128]
     assert block_of(call(dtype=torch.float32)) == 64
     (attend, *_) = launches(call(page=256, cached=1024))
-    assert (attend.constants["PAGE"], attend.arguments["pages"]) == (256, 4)
+    assert (attend.constants["PAGE"], attend.constants["IN_PAGE"], attend.arguments["pages"]) == (256, 2, 4)
     table = attend.arguments["table_ptr"]
     assert isinstance(table, Tensor) and table.dtype is torch.int32
 
@@ -142,7 +144,6 @@ def test_weights_go_around_the_kernel() -> None:
         ({"mask": torch.ones(1, 1, 1, 300, dtype=torch.bool)}, "mask"),
         ({"queries": 17}, "many queries"),
         ({"rank": 384}, "rank 384"),
-        ({"page": 24}, "pages of 24"),
         ({"dtype": torch.float64}, "not of one dtype"),
         ({"q": torch.zeros(2, 1, 32, 512)}, "not of one dtype"),
         ({"latent": torch.zeros(2, 512, 300).bfloat16().mT}, "do not lie together"),
