@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -249,6 +250,22 @@ def tokens_of_dtensors(ranks: Ranks) -> None:
             torch.testing.assert_close(have.full_tensor(), want)
     with pytest.raises(DistributedTensorError, match="k is "):
         linear_attention(placed["q"], placed["k"].redistribute(mesh, [Replicate()]), placed["v"])
+
+
+def checkpoint_of_a_state(ranks: Ranks) -> None:
+    """A state sharded by heads, saved by all ranks, is loaded by one process and by ranks that shard the batch."""
+    mesh, tensors = DeviceMesh("cpu", list(range(ranks.world))), operands("token", None, TOKENS)
+    cuts = {"g": 2, "initial_state": 1}
+    placed: dict[str, Any] = {n: distribute_tensor(x, mesh, [Shard(cuts.get(n, 2))]) for n, x in tensors.items()}
+    saved: Any = attend(placed, None, None)[1]
+    want, folder = saved.full_tensor(), ranks.folder / "checkpoint"
+    checkpoint.save({"state": saved}, checkpoint_id=folder)
+    by_batch: Any = distribute_tensor(torch.zeros_like(want), mesh, [Shard(0)])
+    alone = torch.zeros_like(want)
+    checkpoint.load({"state": by_batch}, checkpoint_id=folder)
+    checkpoint.load({"state": alone}, checkpoint_id=folder, no_dist=True)
+    torch.testing.assert_close(alone, want, rtol=0, atol=0)
+    torch.testing.assert_close(by_batch.full_tensor(), want, rtol=0, atol=0)
 
 
 def example(ranks: Ranks) -> None:
