@@ -1,0 +1,53 @@
+"""RWKV-6's bonus beyond one call: gradients, functions that are lifted, one graph for all lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kdacompile
+from kdacompile.report.collect import collecting
+from tests.compare import copies, worst_error
+from tests.spellings.bonus import bonus_without_decay, rwkv6_chunks, rwkv6_loop
+from tests.spellings.registry import REGISTRY
+from tests.spellings.test_recognised import gradients
+
+EAGER: dict[str, Any] = {"kda.inner": "eager"}
+
+
+@pytest.mark.parametrize("name", ["rwkv6_products", "rwkv5_loop"])
+def test_gradients(name: str) -> None:
+    """Of the bonus too, which the op does not know."""
+    torch._dynamo.reset()
+    spelling = REGISTRY[name]
+    inputs = tuple(x.requires_grad_() for x in spelling.make_inputs(seed=3))
+    own, theirs = copies(inputs), copies(inputs)
+    report = kdacompile.explain(spelling.fn, options={"kda.lift": False})(*own)
+    assert [match.pattern for match in report.matches] == [spelling.pattern], str(report)
+    assert worst_error(gradients(report.result, own), gradients(spelling.fn(*theirs), theirs)) <= 1e-4
+
+
+def test_a_loop_is_lifted() -> None:
+    """The function becomes the op, with what stands beside it, at any length."""
+    torch._dynamo.reset()
+    spelling = REGISTRY["rwkv6_loop"]
+    with collecting() as report:
+        compiled = torch.compile(rwkv6_loop, backend="kda", options=EAGER)
+        for length in (19, 24):
+            inputs = spelling.make_inputs(T=length, seed=4)
+            assert worst_error(compiled(*inputs), rwkv6_loop(*inputs)) <= 1e-5
+    assert {match.pattern for match in report.matches} == {"gla"}, str(report)
+
+
+@pytest.mark.parametrize(("fn", "lengths"), [(bonus_without_decay, (7, 19, 33)), (rwkv6_chunks, (8, 16))])
+def test_several_lengths(fn: Any, lengths: tuple[int, ...]) -> None:
+    torch._dynamo.reset()
+    spelling = REGISTRY[fn.__name__]
+    compiled = torch.compile(fn, backend="kda", options={**EAGER, "kda.lift": False})
+    with collecting() as report:
+        for length in lengths:
+            inputs = spelling.make_inputs(T=length, seed=5)
+            assert worst_error(compiled(*inputs), fn(*inputs)) <= 1e-5
+    assert {match.pattern for match in report.matches} == {spelling.pattern}, str(report)
