@@ -20,12 +20,13 @@ _WINDOW = 6  # steps looked at: tasks work at most two steps ahead, and all wind
 
 def slots(runs: Sequence[PlacedRun | Stage]) -> int:
     """Copies of what crosses in a section whose steps are independent: two where Cube has one run, so that Vec makes
-    the next step's tiles meanwhile, and keeps nothing of its own for after it, like the decays of a Gram matrix: what
-    the Ascend compiler makes of two copies then does not compute the same (`tests/ascend`). What goes up and down more
-    often it does step by step anyway."""
+    the next step's tiles meanwhile, and loads nothing that Vec loads too: with two copies the Ascend compiler leaves
+    out Cube's load of such a tile (ascendnpu-ir 1.2.0). What goes up and down more often it does step by step."""
+    made = {task.output for run in runs for task in run.tasks}
+    loaded = {run.unit: {v for r in runs if r.unit is run.unit for t in r.tasks for v in t.inputs} for run in runs}
+    shared = loaded.get(Unit.CUBE, set()) & loaded.get(Unit.VEC, set()) - made
     once = sum(run.unit is Unit.CUBE for run in runs) == 1 < len(runs)
-    keeps = any(task.part == "triangle" for run in runs for task in run.tasks)
-    return 2 if runs[0].section is not Section.SCAN and once and not keeps else 1
+    return 2 if runs[0].section is not Section.SCAN and once and not shared else 1
 
 
 class Order:

@@ -35,7 +35,7 @@ class KernelPlan:
     @property
     def slots(self) -> int:
         """Places for every tile that changes unit, and so how many steps the units may be apart."""
-        return slots(self.stages)
+        return slots(self.stages) if self.passing else 1
 
     def bytes(self, plan: PlanData) -> int:
         """Of a core group, with every tile in places of its own."""

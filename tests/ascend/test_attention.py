@@ -100,7 +100,8 @@ def attend(device: SimulatedDevice, case: MlaCase, cores: int = CORES) -> tuple[
         assert kernels.declines(call) is None
         return kernels
 
-    return FusedAttention(choose).attention(*case.positional, **case.options)
+    o, lse = FusedAttention(choose).attention(*case.positional, **case.options)
+    return o, lse
 
 
 def make(dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> MlaCase:

@@ -97,3 +97,20 @@ def test_the_compiler_s_workspace_reuse_is_not_safe(tools: Tools) -> None:
 
     with pytest.raises(ToolError, match=r"RaceError: .* AIV\d.MTE3, .*: writes what AIV\d.MTE2 reads in the workspace"):
         verdict(Sharing(tools))
+
+
+def test_two_places_lose_a_load_that_both_units_want(tools: Tools) -> None:
+    """Why ``slots`` of lowering/plan/hazards.py gives one place where Vec and Cube load the same keys: told to use two,
+    the compiler leaves out Cube's load (ascendnpu-ir 1.2.0), and Cube multiplies what lies in L1 from before."""
+
+    class Two(SimulatedDevice):
+        def __call__(self, launch: Launch) -> None:
+            if launch.kernel.name == "prologue":
+                assert launch.kernel.slots == 1
+                launch = replace(launch, kernel=replace(launch.kernel, slots=2))
+            super().__call__(launch)
+
+    case = ascend_case("token", False, (70,), value_heads=1)
+    inputs = rounded_inputs(case, torch.bfloat16)
+    right, wrong = (judge(case, inputs, run(inputs, device(tools))) for device in (SimulatedDevice, Two))
+    assert right.worst < 6e-3 and not wrong.output < 6e-3
