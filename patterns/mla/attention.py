@@ -271,7 +271,10 @@ def _without_sinks(scores: Value, depends: dict[Value, bool]) -> tuple[Value, Va
     step, sinks = scores, None
     while step.op is not None and step.op.name in LAYOUT | SOFTMAX_STEPS | {"sub", "cat"}:
         op = step.op
-        step = next(read for read in op.reads if depends.get(read))
+        below = [read for read in op.reads if depends.get(read)]
+        if not below:  # no scores: the exponential is one of gates
+            break
+        step = below[0]
         if op.name not in LAYOUT:
             scores = step
         if op.name == "cat":

@@ -203,3 +203,15 @@ def test_one_graph_for_all_lengths(cls: type[nn.Module]) -> None:
         for tokens, cached in ((5, 13), (6, 19), (9, 31)):
             own = inputs(tokens, cached)
             assert worst_error(compiled(*own), module(*own)) < 1e-5
+
+
+def test_exponentials_of_gates_are_no_softmax() -> None:
+    """An exponential between sums and a product, of numbers that no product has made."""
+
+    def weighted(gates: Tensor, v: Tensor) -> Tensor:
+        return (gates - gates.sum(-1, keepdim=True)).exp() @ v
+
+    torch._dynamo.reset()
+    own = torch.randn(2, 5, 7), torch.randn(2, 7, 3)
+    report = kdacompile.explain(lambda g, v: torch.softmax(weighted(g, v) @ v.mT, -1), options=EAGER)(*own)
+    assert not report.matches and not [r for r in report.rejections if r.code == "internal"], str(report)
