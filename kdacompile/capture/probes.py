@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +32,9 @@ def roles(graph: fx.Graph) -> dict[int, str]:
 
 
 def make(call: Call, found: dict[int, str], sizes: Sizes, seed: int) -> list[Tensor]:
-    """Tensors of the call's shapes: keys of about unit length, decays mild enough for any spelling's arithmetic."""
+    """Tensors of the call's shapes: keys of about unit length, gates and write gates of order 1 / T. Nothing is
+    forgotten with those, so that a window shows at every length that is longer than it.
+    """
     generator = torch.Generator().manual_seed(seed)
     made: list[Tensor] = []
     for index, (_, tensor) in enumerate(call.tensors()):
@@ -39,7 +42,7 @@ def make(call: Call, found: dict[int, str], sizes: Sizes, seed: int) -> list[Ten
         if found.get(index) == "cu_seqlens":
             value = torch.linspace(0, sizes["T"], shape[0])
         elif tensor.dtype.is_floating_point:
-            value = _draw(found.get(index, ""), shape, generator)
+            value = _draw(found.get(index, ""), shape, generator, sizes["T"])
         else:  # a mask, or numbers that are indices wherever there are two tokens
             value = torch.randint(0, 2, shape, generator=generator)
         given = torch.empty_strided(shape, tensor.strides(sizes), dtype=tensor.dtype, device=tensor.device)
@@ -47,10 +50,10 @@ def make(call: Call, found: dict[int, str], sizes: Sizes, seed: int) -> list[Ten
     return made
 
 
-def _draw(role: str, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    if role in ("g:factor", "beta:factor"):
-        return 0.05 + 0.9 * torch.rand(shape, generator=generator)
-    if role == "g:log":
-        return -0.5 * torch.rand(shape, generator=generator)
+def _draw(role: str, shape: Sequence[int], generator: torch.Generator, length: int) -> Tensor:
+    if role in ("g:factor", "g:log", "beta:factor"):
+        share = (0.1 + torch.rand(shape, generator=generator)) / (1 + length)
+        return {"g:factor": 1 - share, "g:log": -share, "beta:factor": share}[role]
     normal = torch.randn(shape, generator=generator)
-    return normal * shape[-1] ** -0.5 if role in ("q", "k") else 0.5 * normal
+    shut = {"g:softplus": -1.0, "g:sigmoid": -1.0, "g:logsigmoid": 1.0, "beta:logit": -1.0}.get(role, 0.0)
+    return normal * shape[-1] ** -0.5 if role in ("q", "k") else 0.5 * normal + shut * math.log(1 + length)

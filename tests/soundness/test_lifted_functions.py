@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.compare import relative_error
@@ -88,3 +89,24 @@ def test_gradients_that_are_cut(name: str) -> None:
         results.append(torch.autograd.grad(call(*leaves)[:, -2:].square().sum(), leaves))
     assert all(relative_error(x, y) < 1e-5 for x, y in zip(*results, strict=True))
     assert not lifted()
+
+
+def doubling(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, levels: int) -> Tensor:
+    """Gated linear attention by a scan that doubles its reach at every level: a window of ``2 ** levels`` tokens."""
+    decay, state, reach = g.exp()[..., None, None], k[..., None] * v[..., None, :], 1
+    for _ in range(levels):
+        before = F.pad(state, (0, 0, 0, 0, 0, 0, reach, 0))[:, :-reach]
+        state = state + decay * before
+        decay = decay * F.pad(decay, (0, 0, 0, 0, 0, 0, reach, 0), value=1.0)[:, :-reach]
+        reach *= 2
+    return (q[..., None, :] @ state)[..., 0, :]
+
+
+def six_levels(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    return doubling(q, k, v, g, levels=6)
+
+
+def test_a_window_that_gates_hide() -> None:
+    """With gates of -0.25 a token, what is 64 tokens back is below every tolerance; with those of -0.001 it is not."""
+    calls = [[*operands(length), -0.001 * torch.ones(1, length, 2)] for length in (24, 100)]
+    check(six_levels, *calls)
