@@ -34,9 +34,10 @@ class FusedAttention(Serving):
         definitions.add_kernel(MLA.name, device, self.attention)
         definitions.add_kernel(MLA.backward_name, device, self.backward)
 
-    def attention(self, *operands: Any, **options: Any) -> Results:
+    def attention(self, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """``kdacompile::mla``."""
-        return self.launched(self._attention, operands, options, multiplied=operands[:1])
+        o, lse = self.launched(self._attention, operands, options, multiplied=operands[:1])
+        return o, lse
 
     def _attention(self, scratch: Scratch, operands: Operands, options: dict[str, Any]) -> Results:
         call: Attention = MLA.checked(operands, options)
