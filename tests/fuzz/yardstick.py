@@ -50,10 +50,11 @@ def difference(actual: Tensor, expected: Tensor, small: float | None = None) -> 
     return worst
 
 
-def apart(ours: Sequence[Tensor], plain: Sequence[Tensor]) -> float:
+def apart(ours: Sequence[Tensor], plain: Sequence[Tensor], small: float | None = None) -> float:
+    """The largest ``difference``; ``small``: see ``smallest``."""
     if len(ours) != len(plain):
         return float("inf")
-    return max((difference(x, y) for x, y in zip(ours, plain, strict=True)), default=0.0)
+    return max((difference(x, y, small) for x, y in zip(ours, plain, strict=True)), default=0.0)
 
 
 def from_exact(found: Sequence[Tensor], exact: Sequence[Tensor], eager: Sequence[Tensor]) -> float:

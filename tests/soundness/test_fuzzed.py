@@ -84,6 +84,12 @@ def test_a_value_that_only_a_rule_reads() -> None:
     assert all(difference(x, y) < 1e-12 for x, y in zip(report.result, program(*inputs), strict=True))
 
 
+def test_gradients_that_cancel_are_rounding_to_the_judge(tmp_path: Path) -> None:
+    """Rows that see one key: eager's gradient of the query is zero there, ours 1e-16."""
+    verdict = Judge(tmp_path)(Recipe("mla_SlidingWindow", (Call(33, seed=1),), Sizes(B=2), gradients=True))
+    assert (verdict.kind, verdict.patterns) == ("matched", ("mla",)), verdict
+
+
 def test_a_refused_candidate_without_bindings(tmp_path: Path) -> None:
     """Nobody had a name for it: an internal error."""
     bent = Mutation("bend", 145, "x / (1 + 1e-3 * x.square().sum(-1, keepdim=True))", "reduction")
