@@ -24,8 +24,6 @@ LARGEST_BATCH = 512
 MOST_REMAINDERS = 256
 LONGEST_PERIOD = 1024
 
-RELATIONS = {"lt", "le", "eq", "ne", "gt", "ge"}
-
 
 class _NotAffine(Exception):
     pass

@@ -1,7 +1,7 @@
-"""What an operator declares, and how often a tensor was written to.
+"""What an operator declares.
 
-Torch has no public way to ask an ``OpOverload`` for its declaration or its overload's name, nor a tensor for its
-version: ``_schema``, ``_overloadname`` and ``_version`` have been the same in torch 2.11 to 2.14, and long before.
+Torch has no public way to ask an ``OpOverload`` for its declaration or its overload's name: ``_schema`` and
+``_overloadname`` have been the same in torch 2.11 to 2.14, and long before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
 
 OpOverload = torch._ops.OpOverload
 
@@ -32,8 +31,3 @@ def operator_name(op: Any) -> str:
 def overload_name(op: Any) -> str:
     """``Tensor`` of ``aten.add.Tensor``."""
     return op._overloadname
-
-
-def write_count(tensor: Tensor) -> int:
-    """How often the tensor and its views were written to, in place."""
-    return tensor._version
