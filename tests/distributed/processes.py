@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 120.0
+SECONDS = 400.0
 """How long all checks of a start may take."""
 
 
