@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.numbering import Numbering
 from kdacompile.patterns.engine.values import is_weight as is_given_weight
-from kdacompile.patterns.engine.values import operand, root
-from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT, PICKING
+from kdacompile.patterns.engine.values import operand, root, turn
+from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT, PICKING, TURNS
 
 MOVES = LAYOUT | frozenset(
     "slice split split_with_sizes select unbind cat slice_scatter select_scatter repeat constant_pad_nd".split()
@@ -70,7 +70,9 @@ class Made:
 
 
 def is_weight(value: Value) -> bool:
-    """A weight that the graph is given, or that is computed from such weights alone: ``W + B A``, ``scale * W8``."""
+    """A weight that the graph is given, or that is computed from such weights alone: ``W + B A``, ``scale * W8``. Of
+    products those of parameters: one with a matrix may be tokens.
+    """
     if is_given_weight(value):
         return True
     stack, seen, weights = [value], set[Value](), 0
@@ -79,12 +81,15 @@ def is_weight(value: Value) -> bool:
         if step in seen or step.const:
             continue
         seen.add(step)
+        op = step.op
         if is_given_weight(step):
             weights += 1
-        elif step.op is None or step.op.name not in COMPUTED or len(seen) > FAR:
+        elif op is None or op.name not in COMPUTED or len(seen) > FAR:
+            return False
+        elif op.name in CONTRACTIONS and any(is_matrix(read) for read in op.reads):
             return False
         else:
-            stack += step.op.reads
+            stack += op.reads
     return weights > 0
 
 
@@ -115,7 +120,7 @@ class Sources:
         elif self._is_latent(value):
             made.latent = True
         elif value.op is not None and self._reaches(value):
-            for read in _data(value.op):
+            for read in _behind(value):
                 self._collect(read, made)
         elif not value.const:
             made.shared[value] = None
@@ -139,7 +144,7 @@ class Sources:
             self.reached[value] = (
                 self._is_latent(value)
                 or self._project(value) is not None
-                or (op is not None and moves and any(self._reaches(read) for read in _data(op)))
+                or (op is not None and moves and any(self._reaches(read) for read in _behind(value)))
             )
         return self.reached[value]
 
@@ -158,6 +163,46 @@ def climb(value: Value) -> Iterator[Value]:
 
 def _data(op: Op) -> list[Value]:
     return [read for read in op.reads if not read.const]
+
+
+def _behind(value: Value) -> list[Value]:
+    """What a rearrangement reads; of columns that were joined and are cut again, the parts that are left."""
+    op, start = value.op, _first_column(value)
+    data = [] if op is None else _data(op)
+    if start is None:
+        return data
+    whole = root(data[0], until=lambda step: step.op is not None and not _keeps_columns(step.op))
+    joined, last = whole.op, len(whole.shape) - 1
+    if joined is None or joined.name != "cat" or (*joined.args, 0)[1] not in (-1, last):
+        return data
+    kept: list[Value] = []
+    for part in joined.args[0]:
+        if start < part.shape[-1] and -start < value.shape[-1] and not part.const:
+            kept.append(part)
+        start -= part.shape[-1]
+    return kept
+
+
+def _first_column(value: Value) -> int | None:
+    """Which column of what it is cut from a value begins at; None if it is no range of columns."""
+    op = value.op
+    if op is None or op.name not in ("slice", "split", "split_with_sizes"):
+        return None
+    name, last = op.name, len(value.shape) - 1
+    dim = (*op.args, 0)[1] if name == "slice" else (*op.args, 0)[2]
+    if dim not in (-1, last) or (name == "slice" and op.args[4:] not in ((), (1,))):
+        return None
+    if name != "slice":
+        return sum(earlier.shape[-1] for earlier in op.outs[: op.outs.index(value)])
+    start = (*op.args, None)[2] or 0
+    return start if start >= 0 else start + op.reads[0].shape[-1]
+
+
+def _keeps_columns(op: Op) -> bool:
+    """A rearrangement that leaves the last dimension where it is."""
+    if op.out.shape[-1:] != op.reads[0].shape[-1:]:
+        return False
+    return op.name not in TURNS or turn(op)[-1] == len(op.out.shape) - 1
 
 
 def scales(op: Op) -> bool:
@@ -205,11 +250,14 @@ def is_part(weight: Value, whole: Value) -> bool:
 def unexpanded(value: Value) -> Value:
     """A shared tensor before it is expanded, or repeated, over heads; itself if it never is."""
     step = value
-    while step.op is not None and (step.op.name in LAYOUT or step.op.name == "repeat") and not step.const:
-        source = step.op.reads[0]
-        if step.op.name in ("expand", "repeat") and _grows(source.shape, step.shape):
-            return source
-        step = source
+    while step.op is not None and not step.const:
+        behind = _behind(step)
+        if step.op.name in ("expand", "repeat") and _grows(behind[0].shape, step.shape):
+            return behind[0]
+        cut = _first_column(step) is not None and [part.shape[-1] for part in behind] == [step.shape[-1]]
+        if not cut and step.op.name not in LAYOUT and step.op.name != "repeat":
+            break
+        step = behind[0]
     return value
 
 

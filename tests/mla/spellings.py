@@ -96,6 +96,15 @@ class TwoTerms(Naive):
         return torch.einsum("bsht,bthd->bshd", (scores * self.scale).softmax(-1), v).flatten(2)
 
 
+class TwoTermsOfJoinedKeys(Naive):
+    """Keys are joined from both parts and cut again."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q_nope, q_rope = q.split([NOPE, ROPE], dim=-1)
+        scores = q_nope @ k[..., :NOPE].mT + q_rope @ k[..., NOPE:].mT
+        return (scores * self.scale).softmax(-1) @ v
+
+
 class Sdpa(Naive):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=causal(q.shape[2], k.shape[2]))
@@ -151,8 +160,8 @@ class UpcastScores(Naive):
 SPELLINGS: dict[str, Callable[[], nn.Module]] = {
     cls.__name__: cls
     for cls in (
-        Naive, SliceCopies, RopeFirst, ValuesFirst, TwoProjections, TwoTerms, Sdpa, SdpaIsCausal, SdpaWindow,
-        MaskedFill, AddedMask, AddedNumber, NoPositions, UpcastScores,
+        Naive, SliceCopies, RopeFirst, ValuesFirst, TwoProjections, TwoTerms, TwoTermsOfJoinedKeys, Sdpa, SdpaIsCausal,
+        SdpaWindow, MaskedFill, AddedMask, AddedNumber, NoPositions, UpcastScores,
     )
 }  # fmt: skip
 CAUSAL = {"Sdpa", "SdpaIsCausal", "AddedMask", "MaskedFill", "DeepSeekCausal", "MqaGrouped"}
