@@ -2,7 +2,8 @@
 
 The graphs must be the same up to whole numbers, and each number must be one simple function of the batch B and the
 tokens T: a constant, a multiple of B, of T or of B T, or T plus a constant. Strides of results may have gaps besides,
-of a fixed size or up to whole chunks. What does not fit has the length burnt in, so the function is not lifted.
+of a fixed size or up to whole chunks, and be others within one chunk. What does not fit has the length burnt in, so the
+function is not lifted.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _FUNCTIONS: dict[Callable[..., Any], str] = {
     torch.nn.functional.pad: "torch.nn.functional.pad",
 }
 _PLAIN = (torch.dtype, torch.memory_format, torch.layout)
+_Found = tuple[Sizes, Layout]
 
 
 def write(captured: Sequence[Captured], call: Call, numbers: Set[int], modulus: int | None = None) -> str:
@@ -100,15 +102,25 @@ class _Writer:
         """Lay results out in memory as the function does: its caller may take views that need it."""
         leaves = zip(*(tree_leaves(node.args[0]) for node in results), strict=True)
         for row, found in zip(leaves, zip(*wanted, strict=True), strict=True):
-            layouts = [layout for layout in found if layout is not None]
+            layouts = [(at, layout) for at, layout in zip(self.sizes, found, strict=True) if layout is not None]
             if not layouts or _of_input(row[0]) or (made := self.laid_out(self.names[row[0]], layouts)) is None:
                 continue
             self.lines += 1
             self.name(row, f"v{self.lines}")
             yield f"v{self.lines} = {made}"
 
-    def laid_out(self, name: str, layouts: Sequence[Layout]) -> str | None:
-        """``name`` in memory as at these sizes; None where that follows from no size."""
+    def laid_out(self, name: str, found: Sequence[_Found]) -> str | None:
+        """``name`` in memory as at these sizes, within one chunk otherwise; None where that follows from no size."""
+        made = self.laid_out_alike(name, found)
+        for chunk in self.chunks if made is None else ():
+            parts = ([pair for pair in found if (pair[0]["T"] > chunk) == longer] for longer in (True, False))
+            texts = [self.laid_out_alike(name, part) if part else None for part in parts]
+            if None not in texts:
+                return f"{texts[0]} if T > {chunk} else {texts[1]}"
+        return made
+
+    def laid_out_alike(self, name: str, found: Sequence[_Found]) -> str | None:
+        sizes, layouts = zip(*found, strict=True)
         first, order = layouts[0], layouts[0].order
         if len(order) < len(first.shape) or not order or first.strides[order[-1]] != 1:
             return None
@@ -119,7 +131,7 @@ class _Writer:
         for outer, dim in reversed(list(itertools.pairwise(order))):
             row = [layout.strides[outer] / layout.strides[dim] for layout in layouts]
             if row != [layout.shape[dim] for layout in layouts]:
-                text = self.extent(row)
+                text = self.extent(row, sizes)
                 if text is None:
                     return None
                 extents[dim] = text
@@ -131,15 +143,15 @@ class _Writer:
             text += "".join(f".narrow({order.index(dim)}, 0, {name}.size({dim}))" for dim in extents)
         return text if list(order) == sorted(order) else f"{text}.permute({_inverse(order)})"
 
-    def extent(self, row: Sequence[float]) -> str | None:
+    def extent(self, row: Sequence[float], sizes: Sequence[Sizes]) -> str | None:
         """What a dimension was cut from."""
         whole = list(map(int, row))
         if whole != row:
             return None
         for chunk in self.chunks:
-            if whole == [-(-at["T"] // chunk) * chunk for at in self.sizes]:
+            if whole == [-(-at["T"] // chunk) * chunk for at in sizes]:
                 return f"((T + {chunk - 1}) // {chunk} * {chunk})"
-        text = _constant(whole, self.sizes) or _offset(whole, self.sizes)
+        text = _constant(whole, sizes) or _offset(whole, sizes)
         return None if text is None else f"({text})"
 
     def callee(self, node: fx.Node, args: list[str], kwargs: list[str]) -> str:

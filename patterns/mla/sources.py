@@ -84,13 +84,15 @@ def is_weight(value: Value) -> bool:
         op = step.op
         if is_given_weight(step):
             weights += 1
-        elif op is None or op.name not in COMPUTED or len(seen) > FAR:
-            return False
-        elif op.name in CONTRACTIONS and any(is_matrix(read) for read in op.reads):
-            return False
-        else:
+        elif op is not None and _computes_weights(op) and len(seen) <= FAR:
             stack += op.reads
+        else:
+            return False
     return weights > 0
+
+
+def _computes_weights(op: Op) -> bool:
+    return op.name in COMPUTED and not (op.name in CONTRACTIONS and any(is_matrix(read) for read in op.reads))
 
 
 def is_matrix(value: Value) -> bool:
