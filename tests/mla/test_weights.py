@@ -1,0 +1,131 @@
+"""Weights that are computed, one request without a batch, and keys and values that are read back from a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kdacompile
+from tests.compare import copies, worst_error
+from tests.mla.outsiders import HEADS, NOPE, RANK, ROPE, VALUE, WIDTH
+from tests.mla.strangers import PLAIN, Strange
+
+EAGER: dict[str, Any] = {"kda.inner": "eager"}
+CACHED, RANKS = 13, 3
+
+
+class Computed(Strange):
+    """The weight that expands the latent comes from ``weight``."""
+
+    def weight(self) -> Tensor:
+        return self.kv_b_proj.weight
+
+    def expand(self, latent: Tensor) -> Tensor:
+        return F.linear(latent, self.weight())
+
+    def keys(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        kv = self.expand(latent).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return torch.cat([kv[..., :NOPE], rope.unsqueeze(1).expand(-1, HEADS, -1, -1)], dim=-1), kv[..., NOPE:]
+
+
+class Merged(Computed):
+    """An adapter, added to the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A = nn.Parameter(torch.randn(RANKS, RANK) / 4)
+        self.B = nn.Parameter(torch.randn(HEADS * (NOPE + VALUE), RANKS) / 4)
+
+    def weight(self) -> Tensor:
+        return self.kv_b_proj.weight + 2.0 * (self.B @ self.A)
+
+
+class EightBits(Computed):
+    """8-bit numbers and a scale per row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = HEADS * (NOPE + VALUE)
+        self.register_buffer("numbers", torch.randint(-128, 128, (rows, RANK), dtype=torch.int8))
+        self.register_buffer("scales", torch.rand(rows, 1) / 128)
+
+    def weight(self) -> Tensor:
+        return self.numbers.float() * self.scales
+
+
+class Beside(Merged):
+    """An adapter that has products of its own, whose results are added: not one projection of the latent."""
+
+    def expand(self, latent: Tensor) -> Tensor:
+        return self.kv_b_proj(latent) + 2.0 * F.linear(F.linear(latent, self.A), self.B)
+
+
+class OfTheQueries(Merged):
+    """What is computed from a token is no weight."""
+
+    def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
+        self.gain = x[:, :1].mean((0, 1)).mean()
+        return super().forward(x, latent, rope)
+
+    def weight(self) -> Tensor:
+        return self.kv_b_proj.weight * self.gain
+
+
+class OneRequest(nn.Module):
+    """Absorbed by hand, and no dimension for requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_k = nn.Parameter(torch.randn(HEADS, NOPE, RANK) / 4)
+        self.w_v = nn.Parameter(torch.randn(HEADS, VALUE, RANK) / 4)
+
+    def forward(self, q: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
+        absorbed = torch.einsum("thn,hnr->thr", q, self.w_k)
+        scores = torch.einsum("thr,sr->hts", absorbed, latent) + torch.einsum("thd,sd->hts", q_rope, rope)
+        probabilities = (scores * (NOPE + ROPE) ** -0.5).softmax(-1)
+        return torch.einsum("thr,hvr->thv", torch.einsum("hts,sr->thr", probabilities, latent), self.w_v)
+
+
+class ReadBack(Computed):
+    """Keys and values go into caches, and are read from there in the same graph."""
+
+    def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:  # type: ignore[override]
+        k, v = self.keys(latent, rope)
+        batch, _, tokens, _ = k.shape
+        k_cache, v_cache = k.new_zeros(batch, HEADS, 32, NOPE + ROPE), v.new_zeros(batch, HEADS, 32, VALUE)
+        k_cache[:, :, :tokens], v_cache[:, :, :tokens] = k, v
+        q = self.q_proj(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        weights = (q @ k_cache[:, :, :tokens].mT * self.scale).softmax(-1)
+        return (weights @ v_cache[:, :, :tokens]).transpose(1, 2).flatten(2)
+
+
+MATCHED: tuple[type[nn.Module], ...] = (Merged, EightBits, OneRequest, ReadBack)
+
+
+def inputs(cls: type[nn.Module]) -> list[Tensor]:
+    if cls is OneRequest:
+        return [torch.randn(*sizes) for sizes in ((5, HEADS, NOPE), (5, HEADS, ROPE), (CACHED, RANK), (CACHED, ROPE))]
+    return [torch.randn(2, many, width) for many, width in ((5, WIDTH), (CACHED, RANK), (CACHED, ROPE))]
+
+
+@pytest.mark.parametrize("cls", [*MATCHED, Beside, OfTheQueries], ids=lambda cls: cls.__name__)
+def test_numbers_and_gradients(cls: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    module = cls()
+    own = [x.requires_grad_() for x in inputs(cls)]
+    theirs = copies(own)
+    report = kdacompile.explain(module, options=EAGER)(*own)
+    assert [match.pattern for match in report.matches] == ["mla"] * (cls in MATCHED), str(report)
+    assert cls is OneRequest or not report.matches or set(report.matches[0].roles) == set(PLAIN)
+    expected = module(*theirs)
+    assert worst_error(report.result, expected) < 1e-5, str(report)
+    cotangent, parameters = torch.randn_like(expected), list(module.parameters())
+    found = torch.autograd.grad(report.result, [*own, *parameters], cotangent, allow_unused=True)
+    wanted = torch.autograd.grad(expected, [*theirs, *parameters], cotangent, allow_unused=True)
+    for x, y in zip(found, wanted, strict=True):
+        assert (x is None) == (y is None) and (x is None or worst_error(x, y) < 1e-4)
