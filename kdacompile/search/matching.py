@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 from torch import fx
 
@@ -41,6 +41,7 @@ NEAR = 64
 FIXED_GRAPHS = 4
 """Captures of one piece of code that may be for their own sizes alone; half of what torch.compile allows by default."""
 
+T = TypeVar("T")
 Timed = Callable[[str], AbstractContextManager[None]]
 
 
@@ -178,9 +179,12 @@ class Matching(Generic[R, B]):
         return False
 
     def candidates(self, graph: Graph, inner: Inner[R, B]) -> Iterator[Candidate[B] | Obstacle]:
-        found = self.spec.candidates(graph, inner.region, inner.effort)
+        yield from self.stepwise("match", self.spec.candidates(graph, inner.region, inner.effort))
+
+    def stepwise(self, phase: str, found: Iterator[T]) -> Iterator[T]:
+        """The same items, of which each takes its time from ``phase``."""
         while True:
-            with self.timed("match"):
+            with self.timed(phase):
                 item = next(found, None)
             if item is None:
                 return
@@ -236,13 +240,9 @@ class Matching(Generic[R, B]):
         if verdict.binding is None:
             return
         match = Match(candidate, verdict.binding, verdict.binding, verdict.max_error, verdict.shown)
-        found = self.spec.forms(graph, match, keep_upcasts=self.settings.precision == "fp32")
-        while True:
-            with self.timed("absorb"):
-                form = next(found, None)
-            if form is None:
-                return
-            yield form
+        yield from self.stepwise(
+            "absorb", self.spec.forms(graph, match, keep_upcasts=self.settings.precision == "fp32")
+        )
 
     def rewrite(self, graph: Graph, match: Match[B]) -> Rejection | None:
         """Splice the op in; a rejection if the graph around the region does not allow it."""

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from packaging.version import Version
@@ -15,6 +14,7 @@ from ..ahead import compile_ahead
 from ..calls import Call
 from ..gates import GATE_FUNCTIONS
 from ..scratch import Scratch
+from ..triton.configs import triton_version
 from .launches import launches, scheduled
 from .schedules import CHUNK, WIDTHS, tile_rows
 
@@ -50,7 +50,7 @@ def machine(x: Tensor) -> str | None:
 def _machine(device: torch.device) -> str | None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
         return "not a Hopper GPU"
-    found = _triton_version()
+    found = triton_version()
     if found is None or not Version(TRITON[0]) <= found < Version(TRITON[1]):
         return f"needs triton >= {TRITON[0]}, < {TRITON[1]}; found {found}"
     return None
@@ -78,10 +78,3 @@ def _tensors(call: Call) -> str | None:
     if lanes * chunks * tile_rows("channel", WIDTHS[0]) >= 2**31 or lanes >= 2**16:
         return "too many tokens for 32-bit coordinates"
     return None
-
-
-def _triton_version() -> Version | None:
-    try:
-        return Version(version("triton"))
-    except PackageNotFoundError:
-        return None

@@ -43,7 +43,7 @@ class Device:
             return cls((9, 0), 132, 232448)
         found = torch.cuda.get_device_properties(device)
         room = found.shared_memory_per_block_optin
-        return cls((found.major, found.minor), found.multi_processor_count, room, _triton_version())
+        return cls((found.major, found.minor), found.multi_processor_count, room, _compiler())
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,18 @@ def _few_warps(device: Device, chunk: int, item: int) -> bool:
     return device.capability[0] in (9, 10) and not verified
 
 
-def _triton_version() -> tuple[int, int]:
-    found = Version(metadata.version("triton"))
+def _compiler() -> tuple[int, int]:
+    found = triton_version()
+    assert found is not None  # kernels that are launched were compiled
     return found.major, found.minor
+
+
+def triton_version() -> Version | None:
+    """The version of the compiler that is installed; None where there is none."""
+    try:
+        return Version(metadata.version("triton"))
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _scan_columns(device: Device, values: int, lanes: int, keys: int, item: int) -> int:

@@ -50,6 +50,26 @@ def number(item: object) -> float | None:
         return None
 
 
+def cut_of(value: Value) -> tuple[int, int] | None:
+    """Of a range of entries along one dimension: that dimension, and the range's first entry; None for what is none."""
+    op = value.op
+    if op is None or op.name not in ("slice", "split", "split_with_sizes"):
+        return None
+    dim = (*op.args, 0)[1 if op.name == "slice" else 2] % len(value.shape)
+    if op.name != "slice":
+        return dim, sum(earlier.shape[dim] for earlier in op.outs[: op.outs.index(value)])
+    if op.args[4:] not in ((), (1,)):
+        return None
+    start = (*op.args, None)[2] or 0
+    return dim, start if start >= 0 else start + op.reads[0].shape[dim]
+
+
+def first_column(value: Value) -> int | None:
+    """Which column of what it is cut from a value begins at; None if it is no range of columns."""
+    found = cut_of(value)
+    return found[1] if found is not None and found[0] == len(value.shape) - 1 else None
+
+
 def turn(op: Op) -> list[int]:
     """Which dimension of its operand each dimension is, of an operator that has dimensions change places."""
     order = list(range(len(op.out.shape)))

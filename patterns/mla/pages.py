@@ -16,7 +16,7 @@ import torch
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.placement import Placement
-from kdacompile.patterns.engine.values import root
+from kdacompile.patterns.engine.values import first_column, root
 from kdacompile.patterns.engine.vocabulary import ORDERED
 from kdacompile.patterns.mla.definition import AXES, LatentAttention, place
 
@@ -87,25 +87,13 @@ def _gathered(placement: Placement) -> _Gather | None:
         if op.name in ORDERED and op.reads[0].shape[-1] == value.shape[-1]:
             value = op.reads[0]
             continue
-        offset = _columns(op, value)
+        offset = first_column(value)
         if offset is None:
             return None
         start, value = start + offset, op.reads[0]
     if value.op is None:
         return None
     return _gather(value.op, (start, start + width))
-
-
-def _columns(op: Op, value: Value) -> int | None:
-    """Where the columns begin that an operator cuts off the last dimension; None for every other operator."""
-    last = len(value.shape) - 1
-    given = list(op.args)
-    if op.name == "slice" and given[1] in (-1, last) and given[4:] in ([], [1]):
-        start = given[2] or 0
-        return start if start >= 0 else start + op.reads[0].shape[-1]
-    if op.name in ("split", "split_with_sizes") and given[2:] in ([-1], [last]):
-        return sum(out.shape[-1] for out in op.outs[: op.outs.index(value)])
-    return None
 
 
 def _gather(op: Op, columns: tuple[int, int]) -> _Gather | None:

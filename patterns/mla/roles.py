@@ -13,7 +13,7 @@ from kdacompile.graph.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.numbering import Numbering
 from kdacompile.patterns.engine.rounding import rounding
-from kdacompile.patterns.engine.values import has_node, root
+from kdacompile.patterns.engine.values import first_column, has_node, root
 from kdacompile.patterns.engine.vocabulary import ATTENTION, LAYOUT
 from kdacompile.patterns.mla.attention import Attention
 from kdacompile.patterns.mla.bindings import MERGED, bindings, labels
@@ -132,7 +132,7 @@ def _output(graph: Graph, value: Value, sizes: dict[str, int]) -> Value | None:
 
 def _onward(op: Op, width: int) -> bool:
     """A rearrangement, or what cuts off the columns that values were padded with."""
-    cuts = op.name == "slice" and op.out.shape[-1] == width != op.reads[0].shape[-1] and op.args[2] in (0, None)
+    cuts = op.name == "slice" and first_column(op.out) == 0 and op.out.shape[-1] == width
     return op.name in LAYOUT or cuts
 
 

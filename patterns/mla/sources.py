@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.numbering import Numbering
+from kdacompile.patterns.engine.values import first_column, operand, root, turn
 from kdacompile.patterns.engine.values import is_weight as is_given_weight
-from kdacompile.patterns.engine.values import operand, root, turn
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT, PICKING, TURNS
 
 MOVES = LAYOUT | frozenset(
@@ -169,7 +169,7 @@ def _data(op: Op) -> list[Value]:
 
 def _behind(value: Value) -> list[Value]:
     """What a rearrangement reads; of columns that were joined and are cut again, the parts that are left."""
-    op, start = value.op, _first_column(value)
+    op, start = value.op, first_column(value)
     data = [] if op is None else _data(op)
     if start is None:
         return data
@@ -183,21 +183,6 @@ def _behind(value: Value) -> list[Value]:
             kept.append(part)
         start -= part.shape[-1]
     return kept
-
-
-def _first_column(value: Value) -> int | None:
-    """Which column of what it is cut from a value begins at; None if it is no range of columns."""
-    op = value.op
-    if op is None or op.name not in ("slice", "split", "split_with_sizes"):
-        return None
-    name, last = op.name, len(value.shape) - 1
-    dim = (*op.args, 0)[1] if name == "slice" else (*op.args, 0)[2]
-    if dim not in (-1, last) or (name == "slice" and op.args[4:] not in ((), (1,))):
-        return None
-    if name != "slice":
-        return sum(earlier.shape[-1] for earlier in op.outs[: op.outs.index(value)])
-    start = (*op.args, None)[2] or 0
-    return start if start >= 0 else start + op.reads[0].shape[-1]
 
 
 def _keeps_columns(op: Op) -> bool:
@@ -256,7 +241,7 @@ def unexpanded(value: Value) -> Value:
         behind = _behind(step)
         if step.op.name in ("expand", "repeat") and _grows(behind[0].shape, step.shape):
             return behind[0]
-        cut = _first_column(step) is not None and [part.shape[-1] for part in behind] == [step.shape[-1]]
+        cut = first_column(step) is not None and [part.shape[-1] for part in behind] == [step.shape[-1]]
         if not cut and step.op.name not in LAYOUT and step.op.name != "repeat":
             break
         step = behind[0]

@@ -12,7 +12,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kdacompile.lowering.calls import Call
 from kdacompile.lowering.gates import GATE_FUNCTIONS, log_decay, slopes
 from kdacompile.lowering.linear_attention import ROWS
 from kdacompile.lowering.scratch import Scratch
@@ -20,18 +19,12 @@ from kdacompile.lowering.triton import TritonKernels
 from kdacompile.lowering.triton import run as launch
 from kdacompile.lowering.triton.load import load_source
 from kdacompile.lowering.verify import Case, as_implementation, relative_error, verify
+from tests.lowering.differentiated import call_of
 from tests.lowering.planned import triton_scratch
 from tests.ops import cases
 
 KERNELS = TritonKernels()
 TOLERANCE = 2e-6
-
-
-def call_of(case: cases.Case) -> Call:
-    """An op's case as kernels receive it."""
-    options = {name: value for name, value in case.options.items() if name != "out_dtype"}
-    tensors = {name: case.tensors[name] for name in cases.TENSORS}
-    return Call(**tensors, cu_seqlens=case.cu_seqlens, out_dtype=case.tensors["v"].dtype, **options)
 
 
 def check(outputs: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], what: object) -> None:
