@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,16 +77,26 @@ class Tools:
         arch: str = ARCH,
         options: Sequence[str] = (),
     ) -> Compiled:
+        signature = {a.name: _signature(a.kind, io) for a in kernel.arguments}
+        used = {name: constants[name] for name in kernel.constants}
+        asked = [*(f"--{name.replace('_', '-')}={n}" for name, n in kernel.options.items()), *options]
+        return self.compile_text(kernel.source, kernel.name, signature, used, arch=arch, options=asked)
+
+    def compile_text(
+        self,
+        source: str,
+        name: str,
+        signature: Mapping[str, str],
+        constants: Mapping[str, int],
+        *,
+        arch: str = ARCH,
+        options: Sequence[str] = (),
+    ) -> Compiled:
+        """One kernel of a source text; the signature has Triton's types."""
         answer = self.ask(
-            do="compile",
-            source=kernel.source,
-            kernel=kernel.name,
-            signature={a.name: _signature(a.kind, io) for a in kernel.arguments},
-            constants={name: constants[name] for name in kernel.constants},
-            arch=arch,
-            options=[*(f"--{name.replace('_', '-')}={n}" for name, n in kernel.options.items()), *options],
-            cache=str(self._cache),
-        )
+            do="compile", source=source, kernel=name, signature=dict(signature), constants=dict(constants),
+            arch=arch, options=list(options), cache=str(self._cache),
+        )  # fmt: skip
         return Compiled(answer["folder"], answer["facts"], answer["device"])
 
     def run(
@@ -99,16 +109,28 @@ class Tools:
         edits: Sequence[Edit] = (),
     ) -> None:
         """Run a launch in the simulator; its tensors are written in place, but views with gaps, which are only read."""
-        tensors = {name: x for name, x in launch.arguments.items() if isinstance(x, Tensor)}
+        self.execute(compiled, launch.kernel.name, launch.grid, launch.arguments, order, seed, edits)
+
+    def execute(
+        self,
+        compiled: Compiled,
+        kernel: str,
+        grid: int,
+        arguments: Mapping[str, Tensor | int | float],
+        order: Sequence[str] = ("AIC", "AIV0", "AIV1"),
+        seed: int | None = None,
+        edits: Sequence[Edit] = (),
+    ) -> None:
+        tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
         path = self._work / "arrays.npz"
         np.savez(path, **{name: _numpy(x) for name, x in tensors.items()})
         self.ask(
             do="run",
             folder=compiled.folder,
-            kernel=launch.kernel.name,
-            grid=launch.grid,
+            kernel=kernel,
+            grid=grid,
             workspace_bytes=compiled.facts["workspace_bytes"],
-            arguments=[name if name in tensors else launch.arguments[name] for name in launch.arguments],
+            arguments=[name if name in tensors else value for name, value in arguments.items()],
             kinds={name: "bf16" for name, x in tensors.items() if x.dtype is torch.bfloat16},
             arrays=str(path),
             order=list(order),

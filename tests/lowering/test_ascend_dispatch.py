@@ -42,13 +42,13 @@ def operators() -> Iterator[GatedDeltaRuleOperators]:
     library = torch.library.Library(NAMESPACE, "DEF")
     library.define(CHUNKED)
     library.define(RECURRENT)
-    library.impl("npu_chunk_gated_delta_rule", _chunked, "CPU")
-    library.impl("npu_recurrent_gated_delta_rule", _recurrent, "CPU")
+    library.impl("npu_chunk_gated_delta_rule", chunked, "CPU")
+    library.impl("npu_recurrent_gated_delta_rule", recurrent, "CPU")
     yield GatedDeltaRuleOperators(getattr(torch.ops, NAMESPACE))
     library._destroy()
 
 
-def _chunked(
+def chunked(
     query: Tensor, key: Tensor, value: Tensor, *, beta: Tensor, initial_state: Tensor, actual_seq_lengths: Tensor,
     scale: float, g: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -65,7 +65,7 @@ def _chunked(
     return torch.cat(outputs).bfloat16(), torch.cat(states).bfloat16()
 
 
-def _recurrent(
+def recurrent(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, *, beta: Tensor, scale: float,
     actual_seq_lengths: Tensor, ssm_state_indices: Tensor, num_accepted_tokens: None = None, g: Tensor,
     gk: None = None,
@@ -73,7 +73,7 @@ def _recurrent(
     assert state.is_contiguous() and ssm_state_indices.dtype is torch.int32
     assert gk is None  # documented as not supported
     old = state[ssm_state_indices.long()].clone()
-    o, new = _chunked(
+    o, new = chunked(
         query, key, value, beta=beta, initial_state=old, actual_seq_lengths=actual_seq_lengths, scale=scale, g=g
     )
     state[ssm_state_indices.long()] = new

@@ -1,0 +1,1 @@
+"""A device of type "npu" without one, in a process of its own."""
