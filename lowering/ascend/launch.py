@@ -186,23 +186,25 @@ def _narrowed(call: Call, o: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run_step(call: Call, *, cores: int, launch: Launcher, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One token: a call as :func:`run_chunks` takes it, T = 1. ``out`` may be the initial state, which is updated."""
+    """T tokens of every request, one after the other: a call as :func:`run_chunks` takes it, but not packed. ``out``
+    may be the initial state, which is updated."""
     _check(call)
     if (wide := _padded(call)) is not None:
         o, new = _narrowed(call, *run_step(wide, cores=cores, launch=launch))
         return o, new if out is None else out.copy_(new)
-    batch, _, heads, width = call.q.shape
+    batch, length, heads, width = call.q.shape
     value_heads, columns = call.v.shape[2:]
     tile = column_tile(width, columns, alone=True)
     module = step_module(call.gate, call.delta, call.beta is not None)
     o = torch.empty_like(call.v, memory_format=torch.contiguous_format)
     if out is None:
         out = torch.empty(batch, value_heads, width, columns, dtype=torch.float32, device=call.v.device)
-    g = call.g.expand(batch, 1, value_heads) if call.g is not None and call.gate == "head" else call.g
+    g = call.g.expand(batch, length, value_heads) if call.g is not None and call.gate == "head" else call.g
     values = _common(call, o, out)
     values |= {f"{name}_ptr": x.contiguous() for name, x in (("g", g), ("beta", call.beta)) if x is not None}
     initial = int(call.initial_state is not None)
     constants = {"H": heads, "HV": value_heads, "K": width, "V": columns, "BV": tile, "INITIAL": initial}
+    constants["TOKENS"] = length
     count = batch * value_heads * (columns // tile)
     _launch(module, module.kernels[0], count, values, constants, cores, launch)
     return o, out

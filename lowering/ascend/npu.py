@@ -52,6 +52,9 @@ def planned_for() -> str:
     return target_of_arch(str(_driver().get_current_target().arch))
 
 
+MOST_STEP = 8  # tokens: more are done as a chunk, which costs the same for any number of them
+
+
 class EmittedKernels:
     """:class:`kdacompile.lowering.calls.Implementation`: the emitted kernels. Takes calls as the op has them; ``run``
     and ``step`` want them prepared: log gates, beta and normalised q and k as they are used, one dtype for q, k, v.
@@ -70,6 +73,9 @@ class EmittedKernels:
         return decline(call.q.shape[-1], call.v.shape[-1], call.compute_dtype) or None
 
     def run(self, call: Call, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        """A few tokens of every request, as a speculative step has them, go through the kernel of steps."""
+        if call.cu_seqlens is None and call.q.shape[1] <= MOST_STEP:
+            return self.step(call, None, scratch)
         target = planned_for() if self._launch is None else self._target
         o, state = run_chunks(_single(call), **self._device(), scratch=scratch, target=target)
         return o.to(call.out_dtype), state

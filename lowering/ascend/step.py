@@ -1,7 +1,7 @@
-"""The one-token step for Ascend: the token program of a row as one kernel on Vec.
+"""A step of one token or a few for Ascend: the token program of a row as one kernel on Vec.
 
 A step reads and writes the whole state and computes next to nothing, so there is nothing for Cube to do: products
-with a single row are sums over the rows of the state.
+with a single row are sums over the rows of the state. A task holds its columns of the state over all tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .kernel import Argument, Domain, Kernel, Kind, Module, assemble, definition
 
 @cache
 def step_module(gate: str, delta: bool, beta: bool = True) -> Module:
-    """The kernel of one token of a row of the family."""
+    """The kernel of ``TOKENS`` tokens of a row of the family."""
     program = linear_attention_program(gate, delta, beta=beta, form="token")
     assert program.carry is not None
     step = _Step(program)
@@ -25,21 +25,29 @@ def step_module(gate: str, delta: bool, beta: bool = True) -> Module:
         "column = task % (V // BV) * BV",
         "lane = task // (V // BV)",
         "head = lane % HV",
-        "group = lane // HV * H + head // (HV // H)",
+        "request = lane // HV",
         "S = tl.zeros([K, BV], tl.float32)",
         "if INITIAL:",
         "    S = tl.load(tile_at(initial_state_ptr, lane, column, K, V, BV))",
     ]
-    end = [f"tl.store(tile_at(final_state_ptr, lane, column, K, V, BV), {program.carry.step.name})"]
+    end = [f"tl.store(tile_at(final_state_ptr, lane, column, K, V, BV), {program.carry.name})"]
     pointers = [(name, Kind.F32) for name in ("initial_state_ptr", "final_state_ptr")]
     arguments = [Argument(*pair) for pair in (*step.arguments.items(), *pointers, ("tasks", Kind.COUNT))]
-    lines = ["    for task in range(core, tasks, cores):", *indent([*start, *step.lines, *end], 2)]
+    turn = [
+        "token = request * TOKENS + t",
+        "at = token * HV + head",
+        *(["group = token * H + head // (HV // H)"] if "group" in "\n".join(step.lines) else []),
+        *step.lines,
+        f"{program.carry.name} = {program.carry.step.name}",
+    ]
+    body = [*start, "for t in range(TOKENS):", *indent(turn, 1), *end]
+    lines = ["    for task in range(core, tasks, cores):", *indent(body, 2)]
     constants = used_constants("\n".join(lines))
     head = [*definition("step", arguments, constants), "    core = tl.program_id(0)", "    cores = tl.num_programs(0)"]
     name = "_".join([program.name, *([] if beta else ["nobeta"]), "step"])
     text = "\n".join([*head, *lines])
     kernel = Kernel("step", Domain.LANE_COLUMNS, tuple(arguments), constants, text)
-    return Module(name, assemble(f"{program.name}, one token.", [text]), (kernel,))
+    return Module(name, assemble(f"{program.name}, a step.", [text]), (kernel,))
 
 
 class _Step(TokenEmitter):
@@ -64,7 +72,7 @@ class _Step(TokenEmitter):
     def on_store(self, op: Op) -> str:
         name = f"{op.attr('port')}_ptr"
         self.arguments[name] = Kind.IO
-        self.lines.add(f"tl.store(part_at({name}, lane, column, V, BV), {op.inputs[0].name})")
+        self.lines.add(f"tl.store(part_at({name}, at, column, V, BV), {op.inputs[0].name})")
         return ""
 
     def on_scale(self, op: Op) -> str:
@@ -79,9 +87,9 @@ class _Step(TokenEmitter):
         pointer = f"{port}_ptr"
         self.arguments[pointer] = Kind.F32 if port in ("g", "beta") else Kind.IO
         if cols == 1:
-            text = f"load_one({pointer}, lane, {'K' if port == 'g' else 'BV'})"
+            text = f"load_one({pointer}, at, {'K' if port == 'g' else 'BV'})"
         elif cols == "V":
-            text = f"tl.load(part_at({pointer}, lane, column, V, BV)).to(tl.float32)"
+            text = f"tl.load(part_at({pointer}, at, column, V, BV)).to(tl.float32)"
         else:
-            text = f"tl.load(vector_at({pointer}, {'group' if port in ('q', 'k') else 'lane'}, K)).to(tl.float32)"
+            text = f"tl.load(vector_at({pointer}, {'group' if port in ('q', 'k') else 'at'}, K)).to(tl.float32)"
         return f"floor_gate({text})" if port == "g" else text

@@ -13,6 +13,7 @@ import torch
 from kdacompile.lowering.ascend.emit import CHUNK, chunk_module
 from kdacompile.lowering.ascend.kernel import Module
 from kdacompile.lowering.ascend.launch import column_tile
+from kdacompile.lowering.ascend.npu import MOST_STEP
 from kdacompile.lowering.ascend.step import step_module
 from kdacompile.lowering.errors import CapacityError
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
@@ -90,10 +91,12 @@ def test_the_next_state_does_not_wait_for_the_output(tools: Tools, row: tuple[st
     assert after == [[False] * 4 + [True], [False] * 2 + [True]]
 
 
+@pytest.mark.parametrize(("tokens", "width"), [(1, 128), (MOST_STEP, 256)])
 @pytest.mark.parametrize("row", FAMILY)
-def test_steps_compile(tools: Tools, row: tuple[str, bool]) -> None:
+def test_steps_compile(tools: Tools, row: tuple[str, bool], tokens: int, width: int) -> None:
     (kernel,) = step_module(*row).kernels
-    facts = tools.compile(kernel, constants(row[1], BV=column_tile(128, 128, alone=True))).facts
+    sizes = constants(row[1], K=width, V=width, BV=column_tile(width, width, alone=True), TOKENS=tokens)
+    facts = tools.compile(kernel, sizes).facts
     assert facts["cube"] is None and facts["workspace_bytes"] == 0 and within_capacity(facts)
 
 

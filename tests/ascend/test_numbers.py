@@ -124,11 +124,13 @@ def test_long_sequences_keep_the_plan_s_accuracy(tools: Tools, gate: str, streng
     assert found.worst < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("row", [(*row, 64, 128) for row in ROWS] + [("channel", True, 24, 20)])
-def test_steps(tools: Tools, row: tuple[str, bool, int, int]) -> None:
-    """One token for each of three sequences, twice, the second time in place."""
-    gate, delta, width, columns = row
-    case = Case(gate, delta, 1, 3, heads=1, value_heads=2, key_width=width, value_width=columns, scale=0.125)
+@pytest.mark.parametrize(
+    "row", [(*row, 64, 128, 1) for row in ROWS] + [("channel", True, 24, 20, 3), ("token", True, 64, 128, 8)]
+)
+def test_steps(tools: Tools, row: tuple[str, bool, int, int, int]) -> None:
+    """A token or a few for each of three sequences, twice, the second time in place."""
+    gate, delta, width, columns, tokens = row
+    case = Case(gate, delta, tokens, 3, heads=1, value_heads=2, key_width=width, value_width=columns, scale=0.125)
     inputs = rounded_inputs(case, torch.bfloat16)
     call, device = narrowed(inputs, torch.bfloat16), SimulatedDevice(tools)
     found = run_step(call, cores=CORES, launch=device)

@@ -65,7 +65,7 @@ def close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], bound: float)
 def test_a_model(triton: SimulatedTriton) -> None:
     """Two kernels on as many programs as there are tasks, at most one a core, with everything else as it is."""
     model = layers.Layer().bfloat16()
-    x = torch.randn(2, 5, 12, dtype=torch.bfloat16)
+    x = torch.randn(2, 9, 12, dtype=torch.bfloat16)
     expected = model.double()(x.double())
     model = model.bfloat16().to(NPU)
     with collecting() as report:
@@ -73,6 +73,14 @@ def test_a_model(triton: SimulatedTriton) -> None:
     assert layers.patterns(report) == ["gated_delta_rule"] and found.device == NPU
     assert triton.launched == [("prologue", 3), ("scan", 3)]
     assert close((found,), (expected.detach(),), 2e-2)
+
+
+def test_a_speculative_step(triton: SimulatedTriton) -> None:
+    """Five tokens of each request are one kernel, which reads and writes the state once."""
+    arguments = layers.delta_arguments()
+    found = compiled(layers.gated_delta_loop)(*there(arguments))
+    assert triton.launched == [("step", 6)]
+    assert close((found,), (layers.gated_delta_loop(*(x.double() for x in arguments)),), SINGLE)
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> Tensor:
