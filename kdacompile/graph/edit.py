@@ -19,6 +19,8 @@ from kdacompile.graph.build import REPLAY_ERRORS, drop_unread
 from kdacompile.graph.ir import Graph, Op, Value, ancestors, map_values, walk_values
 from kdacompile.graph.recorder import Recorder
 from kdacompile.patterns.engine.uniform import mark_uniform
+from kdacompile.patterns.engine.values import moves
+from kdacompile.patterns.engine.vocabulary import LAYOUT, MAKERS
 
 
 class CannotEdit(Exception):
@@ -108,6 +110,8 @@ class Edit:
         self.recorder.values += len(functional.inputs) + 1
         self.tensors: dict[Value, torch.Tensor] = {}
         self.made: dict[fx.Node, Value] = {}
+        self.unnamed: dict[Value, fx.Node] = {}
+        """Calls for values that no node of the model's graph yields."""
         self.values = {node: value for value, names in functional.names.items() for node, _ in names}
         """What each node of the model's graph stands for (of a buffer, the last that was written down)."""
         self.taken: dict[Value, Value] = {}
@@ -119,9 +123,7 @@ class Edit:
         line of code it stands for. ``CannotEdit`` if the call refuses its arguments.
         """
         read = list(walk_values((args, kwargs)))
-        if any(value.node is None or value.node in self.fixed for value in read):
-            raise CannotEdit("a value has no name in the model's graph, or is overwritten there")
-        nodes = map_values((args, kwargs), lambda value: value.node)
+        nodes = map_values((args, kwargs), lambda value: self.named(value, like))
         node = self.calls.call(target, nodes[0], nodes[1], like)
         if node not in self.made:
             self.made[node] = self.recorded(
@@ -129,19 +131,32 @@ class Edit:
             )
         return self.made[node]
 
+    def named(self, value: Value, like: fx.Node) -> fx.Node:
+        """The node that yields a value: the model's, or new calls where it has none (a view within another call)."""
+        if value.node in self.fixed:
+            raise CannotEdit("a value is overwritten in the model's graph")
+        if value.node is not None:
+            return value.node
+        if value not in self.unnamed:
+            op = value.op
+            if op is None or len(op.outs) > 1 or op.name in MAKERS or op.kwargs.get("device"):
+                raise CannotEdit(f"{value} has no name in the model's graph")
+            steps = moves(op) if op.name in LAYOUT else None
+            args, kwargs = (map_values(tree, lambda read: self.named(read, like)) for tree in (op.args, op.kwargs))
+            if steps is None:
+                node = self.calls.call(op.target, args, kwargs, like)
+            else:
+                node = args[0]
+                for name, rest in steps:
+                    node = self.calls.call(name, (node, *rest), {}, like)
+            self.unnamed[value] = node
+        return self.unnamed[value]
+
     def value(self, node: fx.Node) -> Value:
         """What a node of the model's graph stands for."""
         if node not in self.values:
             raise CannotEdit(f"{node} has no value in the functional graph")
         return self.values[node]
-
-    def written(self, buffer: fx.Node, write: fx.Node) -> Value:
-        """What a buffer holds once ``write`` has written to it."""
-        position = next((m.position for m in self.functional.mutations if m.node is write), None)
-        for value, names in self.functional.names.items():
-            if (buffer, position) in names:
-                return value
-        raise CannotEdit(f"{write} is not known to write {buffer}")
 
     def recorded(self, node: fx.Node, target: Any, args: Any, kwargs: Any, read: list[Value]) -> Value:
         recorder, mark = self.recorder, self.recorder.mark()
@@ -178,9 +193,10 @@ class Edit:
         """
         if old in self.taken.values():
             return
-        if new in self.taken:  # another value is that already: this one is a tensor of its own
-            new = self.call(torch.clone, self.taken[new], like=old.node)
-        op, before = new.op, old.op
+        before = old.op
+        if new in self.taken and before is not None:  # another value is that already: this one is a tensor of its own
+            new = self.call(torch.clone, self.taken[new], like=old.node or before.node)
+        op = new.op
         if op is None or before is None or (old.shape, old.dtype) != (new.shape, new.dtype):
             raise CannotEdit("a value cannot be defined as another one of other sizes")
         before.outs[before.outs.index(old)] = Value(new.index, old.shape, old.dtype, before)

@@ -1,116 +1,137 @@
-"""Pieces of a tensor along one dimension: how loops over tokens and chunks spell them.
+"""Pieces of a tensor along one dimension, and what gathers them again: how loops over tokens and chunks spell that.
 
-x[:, t]   x[:, t, :, None]   x[0, t]   x.select(1, t)   x.unbind(1)[t]   for x_t in x   one index: the dimension goes
-x[:, i:j]   x.narrow(1, i, n)   x.split(n, 1)[i]   x.chunk(n, 1)[i]                        a slice: it stays
+x[:, t]    x.select(1, t)    x.unbind(1)[t]    for x_t in x                     one entry: the dimension goes
+x[:, i:j]    x.narrow(1, i, n)    x.split(n, 1)[i]    x.chunk(n, 1)[i]          several: it stays
+stack(rows, 1)    cat(rows, 1)    out = zeros(...);  for t: out[:, t] = row_t   rows side by side
 """
 
 from __future__ import annotations
 
-import operator
+import math
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import fx
 
 from kdacompile import compat
+from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.values import cut_of
+from kdacompile.patterns.engine.vocabulary import MAKERS
 
 
 @dataclass(frozen=True)
 class Piece:
     """Piece ``index`` of the ``count`` equal ones that ``source`` consists of along ``dim``."""
 
-    source: fx.Node
+    source: Value
     dim: int
     index: int
     count: int
     width: int
     """Entries in each; 0 where the dimension goes."""
-    rest: tuple[Any, ...] = ()
-    """What else the index holds (``:``, ``None``), without the part that picks the piece."""
 
 
-def piece_of(node: fx.Node) -> Piece | None:
-    """The piece a node takes; None if it takes none, or one that is not like the others."""
-    if node.op == "call_method" and node.target in ("select", "narrow") and not node.kwargs:
-        dim, start, *width = node.args[1:]
-        return _piece(node.args[0], dim, start, width[0] if width else 0)
-    base: Any = node.args[0] if node.args else None
-    if node.target is not operator.getitem or not isinstance(base, fx.Node):
-        return None
-    index: Any = node.args[1]
-    value = compat.example_value(base)
-    if isinstance(value, torch.Tensor):
-        return piece_at(base, index)
-    return _by_list(base, value, index) if isinstance(value, (list, tuple)) and isinstance(index, int) else None
+@dataclass(frozen=True)
+class Gathered:
+    """At least two rows of one size, along which dimension they lie, and whether they have that dimension themselves.
 
-
-def piece_at(base: fx.Node, index: Any) -> Piece | None:
-    """The piece of a tensor that ``base[index]`` is."""
-    return _by_index(base, compat.example_value(base), index if isinstance(index, tuple) else (index,))
-
-
-def _by_index(base: fx.Node, value: torch.Tensor, index: tuple[Any, ...]) -> Piece | None:
-    """``base[index]`` with one number or one slice in it that takes less than everything: the number of a dimension of
-    size one only takes that away.
+    ``ops`` are those that put them there.
     """
-    if any(not (item is None or item is Ellipsis or isinstance(item, (int, slice))) for item in index):
-        return None
-    if any(isinstance(item, bool) for item in index) or index.count(Ellipsis) > 1:
-        return None
-    spelled = sum(item is not None and item is not Ellipsis for item in index)
-    if Ellipsis in index:
-        place = index.index(Ellipsis)
-        index = (*index[:place], *[slice(None)] * (value.dim() - spelled), *index[place + 1 :])
-    dims = [sum(item is not None for item in index[:i]) for i in range(len(index))]
-    sizes: list[Any] = [value.shape[dim] if item is not None else 0 for dim, item in zip(dims, index, strict=True)]
-    picks = [i for i, item in enumerate(index) if item is not None and item != slice(None)]
-    alone = [i for i in picks if isinstance(index[i], int) and isinstance(sizes[i], int) and sizes[i] == 1]
-    alone = alone[: len(picks) - 1]
-    if len(picks) - len(alone) != 1:
-        return None
-    place = next(i for i in picks if i not in alone)
-    dim = dims[place]
-    rest = (*index[:place], *index[place + 1 :])
-    pick = index[place]
-    if isinstance(pick, int):
-        return _piece(base, dim, pick, 0, rest if alone or None in rest else ())
-    size: Any = value.shape[dim]  # may be a symbol
-    if pick.step not in (None, 1) or alone or None in rest or not isinstance(size, int):
-        return None
-    bounds = (pick.start, pick.stop)
-    if any(not (bound is None or isinstance(bound, int)) for bound in bounds):
-        return None
-    start, stop, _ = pick.indices(size)
-    return _piece(base, dim, start, stop - start)
+
+    rows: tuple[Value, ...]
+    dim: int
+    joined: bool
+    ops: tuple[Op, ...]
+
+    @property
+    def made(self) -> bool:
+        """Whether that makes a tensor; else rows are written to one."""
+        return len(self.ops) == 1
 
 
-def _by_list(base: fx.Node, value: Any, index: int) -> Piece | None:
-    """Element ``index`` of ``unbind``, ``split`` or ``chunk``."""
-    name = base.target if isinstance(base.target, str) else getattr(base.target, "__name__", "")
-    if name not in ("unbind", "split", "chunk") or not base.args or not isinstance(base.args[0], fx.Node):
+def piece_of(value: Value) -> Piece | None:
+    """The piece a value is; None if it is none, or one that is not like the others."""
+    op = value.op
+    if op is None or not op.reads:
         return None
-    place = 1 if name == "unbind" else 2
-    dim = base.args[place] if len(base.args) > place else base.kwargs.get("dim", 0)
-    if not isinstance(dim, int) or not -len(value) <= index < len(value):
-        return None
-    index %= len(value)
-    if name == "unbind":
-        return _piece(base.args[0], dim, index, 0)
-    widths = [part.shape[dim] for part in value]
-    width = widths[0]
-    if not isinstance(width, int) or any(not isinstance(each, int) or each != width for each in widths):
-        return None  # symbols cannot be compared without a guard
-    return _piece(base.args[0], dim, index * width, width)
+    source = op.reads[0]
+    rank = len(source.shape)
+    if op.name == "select":
+        return _piece(source, op.args[1] % rank, op.args[2], 0)
+    if op.name == "unbind":
+        return _piece(source, (*op.args, 0)[1] % rank, op.outs.index(value), 0)
+    found = cut_of(value)
+    return None if found is None else _piece(source, *found, value.shape[found[0]])
 
 
-def _piece(source: Any, dim: Any, start: Any, width: Any, rest: tuple[Any, ...] = ()) -> Piece | None:
-    value = compat.example_value(source) if isinstance(source, fx.Node) else None
-    if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in (dim, start, width)):
+def _piece(source: Value, dim: int, start: int, width: int) -> Piece | None:
+    size, step = source.shape[dim], max(1, width)
+    if not _is_fixed(source, dim) or size % step or start % step or not -size <= start < size:
         return None
-    dim %= max(1, value.dim())
-    size = value.shape[dim]
-    step = max(1, width)
-    if not isinstance(size, int) or size % step or start % step or not -size <= start < size:
+    return Piece(source, dim, start % size // step, size // step, width)
+
+
+def _is_fixed(value: Value, dim: int) -> bool:
+    """False for a size that is open in the model's graph."""
+    return value.node is None or isinstance(compat.example_value(value.node).shape[dim], int)
+
+
+def gathered(value: Value) -> Gathered | None:
+    """The rows that a value gathers."""
+    op = value.op
+    if op is None:
         return None
-    return Piece(source, dim, start % size // step, size // step, width, rest)
+    if op.name in ("stack", "cat"):
+        rows = tuple(op.args[0])
+        joined = op.name == "cat"
+        found = Gathered(rows, (*op.args, 0)[1] % len(value.shape), joined, (op,))
+    else:
+        found = _assigned(op)
+    if found is None or len(found.rows) < 2:
+        return None
+    return found if len({(_sizes(row), row.dtype) for row in found.rows}) == 1 else None
+
+
+def _sizes(value: Value) -> str:
+    """Open sizes are compared by their names: to compare the sizes puts a guard on them."""
+    shape = value.shape if value.node is None else compat.example_value(value.node).shape
+    return str(tuple(shape))
+
+
+def _assigned(last: Op) -> Gathered | None:
+    """Rows assigned to all pieces of a buffer that the graph makes, which nothing reads before the last is there."""
+    ops: list[Op] = []
+    rows: dict[int, Value] = {}
+    first: Piece | None = None
+    op: Op | None = last
+    while op is not None and op.name in ("select_scatter", "slice_scatter"):
+        buffer, row = op.args[:2]
+        piece = _place(op)
+        if piece is None or piece.index in rows or (op is not last and op.out.users != [ops[-1]]):
+            return None
+        first = first or piece
+        if (piece.dim, piece.width) != (first.dim, first.width) or not _on_one_device(op):
+            return None
+        ops.append(op)
+        rows[piece.index] = row
+        if len(rows) == piece.count:
+            made = buffer.op is not None and buffer.op.name in MAKERS and buffer.users == [op]
+            ordered = tuple(rows[index] for index in range(piece.count))
+            return Gathered(ordered, first.dim, bool(first.width), tuple(ops)) if made else None
+        op = buffer.op
+    return None
+
+
+def _place(op: Op) -> Piece | None:
+    """The piece of a buffer that is written."""
+    buffer, row, *place = op.args
+    dim = (*place, 0)[0] % len(buffer.shape)
+    if op.name == "select_scatter":
+        return _piece(buffer, dim, place[1], 0)
+    if place[3:] not in ([], [1]) or math.prod(row.shape) == 0:
+        return None
+    start: int = (*place, None, None)[1] or 0
+    return _piece(buffer, dim, start + (buffer.shape[dim] if start < 0 else 0), row.shape[dim])
+
+
+def _on_one_device(op: Op) -> bool:
+    """False for a row that comes from another device: the functional graph knows none."""
+    read = [] if op.node is None else [compat.example_value(arg) for arg in op.node.all_input_nodes]
+    return len({value.device for value in read if hasattr(value, "device")}) == 1

@@ -10,11 +10,11 @@ import math
 from collections.abc import Collection
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from kdacompile import compat
 from kdacompile.graph.edit import Edit
-from kdacompile.graph.ir import Value, ancestors
+from kdacompile.graph.ir import Op, Value, ancestors
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.vocabulary import LAYOUT
 
@@ -36,11 +36,11 @@ class _Refused(Exception):
     """The values cannot be compared."""
 
 
-def agrees(edit: Edit, pairs: Collection[tuple[Value, Value]], inside: Collection[fx.Node]) -> bool:
-    """True if each new value equals the old one whatever the new calls and those of ``inside`` read."""
+def agrees(edit: Edit, pairs: Collection[tuple[Value, Value]], inside: Collection[Op]) -> bool:
+    """True if each new value equals the old one whatever the new calls and operators of ``inside`` read."""
 
     def untouched(value: Value) -> bool:
-        return value.op is None or not (value.op.node in inside or edit.calls.owns(value.op.node))
+        return value.op is None or not (value.op in inside or edit.calls.owns(value.op.node))
 
     ops = ancestors([value for pair in pairs for value in pair], untouched)
     made = {value for op in ops for value in op.outs}

@@ -1,164 +1,121 @@
-"""Which calls of a loop may be made once for all tokens or chunks, and with what arguments then.
+"""One call for all pieces of a tensor in the place of one for each: how each kind of operator takes pieces that lie
+along a dimension of their own in front.
 
-Nothing here draws random numbers or writes: a call moves in front of the loop only if it works on each piece by itself.
+Nothing here draws random numbers or writes: an operator takes part only if it works on each piece by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.nn import functional as F
 
 from kdacompile import compat
-from kdacompile.patterns.canonical.pieces import Piece
+from kdacompile.graph.edit import Edit
+from kdacompile.graph.ir import Op, Value, map_values
+from kdacompile.patterns.engine.values import moves
+from kdacompile.patterns.engine.vocabulary import LAYOUT, REGION
 
-POINTWISE = frozenset(
-    "add sub mul div truediv neg rsub pow square exp exp2 log log1p sigmoid softplus logsigmoid log_sigmoid silu tanh "
-    "relu elu gelu abs sqrt rsqrt reciprocal clamp clamp_min clamp_max float double half bfloat16 to contiguous".split()
-)
-ALONG = {"sum": 1, "mean": 1, "softmax": 1, "norm": 2, "linalg_norm": 2, "linalg_vector_norm": 2, "normalize": 2}
-"""Functions that work along the dimensions given as this argument, or as ``dim``."""
+ALONG = {"sum": 1, "mean": 1, "_softmax": 1, "_safe_softmax": 1, "linalg_vector_norm": 2}
+"""Operators that work along the dimensions given as this argument."""
 
-TRAILING = frozenset("layer_norm rms_norm".split())
-"""Functions that work along the last dimensions, as many as their second argument has sizes."""
+LAST: Mapping[str, Callable[..., Any]] = {"native_layer_norm": F.layer_norm, "_fused_rms_norm": F.rms_norm}
+"""Those that work along the last dimensions, as the functions they are the operators of."""
 
-MOVES = frozenset("view reshape unsqueeze squeeze unflatten flatten getitem".split())
-ACTIVATIONS = frozenset(
-    "log log1p sigmoid softplus logsigmoid log_sigmoid silu tanh relu elu gelu abs sqrt rsqrt clamp clamp_min "
-    "clamp_max norm linalg_norm linalg_vector_norm normalize softmax layer_norm rms_norm linear matmul".split()
-)
-"""What a region may not hold, whatever stands around it."""
-
-OFFSETS = frozenset("add sub rsub".split())
+PRODUCTS = frozenset("mm addmm".split())
 EXPONENTIALS = frozenset("exp exp2".split())
 
 
-@dataclass
-class Family:
-    """Calls that differ only in the piece they read: ``members[i]`` reads piece ``i`` of each of ``sources``."""
+class Step(NamedTuple):
+    """A call; the operator's own result, among its arguments, stands for that of the step before."""
 
-    count: int
-    width: int
-    behind: int
-    """Slices: the dimension they were taken of, counted from the right."""
-    piece: Piece | None = None
-    sources: list[int] = field(default_factory=list)
-    members: dict[int, fx.Node] = field(default_factory=dict)
-
-    @property
-    def complete(self) -> bool:
-        return len(self.members) == self.count
-
-    @property
-    def first(self) -> fx.Node:
-        return self.members[0]
+    target: Any
+    args: Any
+    kwargs: Any
 
 
 def name_of(node: fx.Node) -> str:
+    """A call of the model's graph by the name of its function or method."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name.strip("_") if name.startswith("__") else name
 
 
-def stays(family: Family) -> bool:
-    """True for a family that lacks a piece, and for one of whose results leaves the graph: it is left in the loop."""
-    return not family.complete or any(user.op == "output" for node in family.members.values() for user in node.users)
+def is_pointwise(op: Op) -> bool:
+    return torch.Tag.pointwise in op.target.tags or op.name == "log_sigmoid_forward"
 
 
-def is_activation(family: Family) -> bool:
-    return name_of(family.first) in ACTIVATIONS
+def is_activation(op: Op) -> bool:
+    """What a region may not hold, whatever stands around it."""
+    return op.name not in REGION or op.name in PRODUCTS
 
 
-def is_exponential(family: Family) -> bool:
-    return name_of(family.first) in EXPONENTIALS
-
-
-def is_offset(family: Family) -> bool:
+def is_offset(op: Op) -> bool:
     """``1 - x``, ``x + 1``: one tensor and a number, added. No region can tell ``x`` from a role of its own."""
-    node = family.first
-    return name_of(node) in OFFSETS and len(node.all_input_nodes) == 1 and len(node.args) > 1
+    return op.name in ("add", "sub", "rsub") and len(op.reads) == 1 and len(op.args) > 1
 
 
-def arguments(node: fx.Node, pieces: Sequence[fx.Node], family: Family) -> tuple[Any, Any] | None:
-    """The arguments of a call for all pieces, its ``pieces`` not yet replaced; None if it cannot be one call."""
-    name, value = name_of(node), compat.example_value(node)
-    ranks = {compat.example_value(arg).dim() for arg in pieces}
-    if not isinstance(value, torch.Tensor) or len(ranks) != 1:
+def batched(op: Op, pieces: Sequence[Value]) -> list[Step] | None:
+    """The calls for all pieces at once, which the first of each stands for; None if there are no such calls."""
+    first, rank = pieces[0], len(pieces[0].shape)
+    alone = not any(value.users for value in op.outs[1:]) and not op.kwargs.get("device")
+    if not alone or any(len(each.shape) != rank for each in pieces) or compat.is_random(op.target):
         return None
-    rank = ranks.pop()
-    if name in POINTWISE:
-        fits = value.dim() == rank and all(_broadcasts(arg, pieces, rank, family) for arg in node.all_input_nodes)
-        return (node.args, node.kwargs) if fits else None
-    if len(pieces) != 1 or not node.args or node.args[0] is not pieces[0]:
+    if is_pointwise(op):
+        fits = len(op.out.shape) == rank and all(len(read.shape) <= rank for read in op.reads)
+        target = F.logsigmoid if op.name == "log_sigmoid_forward" else op.target
+        return [Step(target, op.args, op.kwargs)] if fits else None
+    if op.name in PRODUCTS:
+        return _projected(op, pieces)
+    if len(pieces) != 1 or op.args[0] is not first:
         return None
-    if name in ALONG:
-        return _along(node, ALONG[name], rank, family)
-    if name in TRAILING:
-        sizes = node.args[1] if len(node.args) > 1 else None
-        along = isinstance(sizes, (list, tuple)) and not (family.width and -family.behind <= len(sizes))
-        return (node.args, node.kwargs) if along else None
-    if name in ("linear", "matmul"):
-        return _projected(node, rank, family)
-    if name in MOVES and not family.width and not node.kwargs:
-        return _moved(node, name, family.count)
-    return None
+    if op.name in LAYOUT:
+        found = moves(op, front=1)
+        if found is None:
+            return None
+        return [Step(name, (op.out if i else first, *args), {}) for i, (name, args) in enumerate(found)]
+    if op.name in LAST:
+        return [Step(LAST[op.name], op.args, {})]
+    return _along(op, ALONG[op.name], rank) if op.name in ALONG else None
 
 
-def _projected(node: fx.Node, rank: int, family: Family) -> tuple[Any, Any] | None:
-    """A product with one matrix for all pieces; slices may not be cut along the dimension it sums over."""
-    weight = node.args[1] if len(node.args) > 1 else None
-    matrix = isinstance(weight, fx.Node) and compat.example_value(weight).dim() == 2
-    return (node.args, node.kwargs) if matrix and rank > 1 and not (family.width and family.behind == -1) else None
-
-
-def _broadcasts(arg: fx.Node, pieces: Sequence[fx.Node], rank: int, family: Family) -> bool:
-    """True if an operand means the same beside one piece and beside all of them."""
-    value = compat.example_value(arg)
-    if arg in pieces or not isinstance(value, torch.Tensor):
-        return arg in pieces
-    if value.dim() > rank:
-        return False
-    return not family.width or value.dim() < -family.behind or value.shape[family.behind] == 1
-
-
-def _along(node: fx.Node, place: int, rank: int, family: Family) -> tuple[Any, Any] | None:
-    """A call along dimensions that are told: they count from the right, or lie one further behind."""
-    named = "dim" in node.kwargs
-    dims: Any = node.kwargs["dim"] if named else node.args[place] if len(node.args) > place else None
-    if name_of(node) == "normalize" and dims is None:
-        named, dims = True, 1
-    single = isinstance(dims, int)
-    if dims is None and rank == 1 and name_of(node) in ("sum", "mean"):  # of all there is
-        dims, single = -1, True
-    listed: list[Any] = [dims] if single else list(dims) if isinstance(dims, (list, tuple)) else []
-    if not listed or not all(isinstance(dim, int) for dim in listed):
+def _projected(op: Op, pieces: Sequence[Value]) -> list[Step] | None:
+    """A product with one matrix for all pieces, and what is added to it."""
+    *bias, left, right = op.args
+    if list(pieces) != [left] or op.kwargs:
         return None
-    behind = [dim if dim < 0 else dim - rank for dim in listed]
-    keeps = compat.example_value(node).dim() == rank
-    if family.width and (family.behind in behind or not keeps):
-        return None
-    given = behind[0] if single else behind
-    if named:
-        return node.args, {**node.kwargs, "dim": given}
-    return (*node.args[:place], given, *node.args[place + 1 :]), node.kwargs
+    product = Step(torch.matmul, (left, right), {})
+    return [product, *(Step(torch.add, (op.out, term), {}) for term in bias)]
 
 
-def _moved(node: fx.Node, name: str, count: int) -> tuple[Any, Any] | None:
-    """A rearrangement of each piece, with the pieces' own dimension in front."""
-    rest: tuple[Any, ...] = node.args[1:]
-    if name in ("view", "reshape"):
-        sizes = rest[0] if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else rest
-        return (node.args[0], count, *sizes), {}
-    if name == "getitem":  # x[:, None]: a new dimension, nothing taken
-        index: tuple[Any, ...] = rest[0] if isinstance(rest[0], tuple) else rest
-        kept = all(item is None or item is Ellipsis or item == slice(None) for item in index)
-        return ((node.args[0], (slice(None), *index)), {}) if kept else None
-    if name == "flatten":  # two dimensions, where all others have one
-        dims = [*rest, *(0, -1)[len(rest) :]]
-        return (node.args[0], *(dim if dim < 0 else dim + 1 for dim in dims)), {}
-    dim = rest[0] if rest else None
-    if not isinstance(dim, int):
+def _along(op: Op, place: int, rank: int) -> list[Step] | None:
+    """A call along dimensions that are told: they count from the right."""
+    dims = op.args[place] if len(op.args) > place else None
+    target = op.target
+    if dims is None and rank == 1 and op.name in ("sum", "mean"):  # of all there is
+        dims, target = [-1], {"sum": torch.ops.aten.sum.dim_IntList, "mean": torch.ops.aten.mean.dim}[op.name]
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return None
-    return (node.args[0], dim if dim < 0 else dim + 1, *rest[1:]), {}
+    behind = dims % rank - rank if isinstance(dims, int) else [dim % rank - rank for dim in dims]
+    return [Step(target, (*op.args[:place], behind, *op.args[place + 1 :]), op.kwargs)]
+
+
+def made(
+    edit: Edit,
+    op: Op,
+    whole: Mapping[Value, Value],
+    like: fx.Node,
+    same: Callable[[Value], Value] = lambda value: value,
+) -> Value:
+    """Make the calls of ``op`` for all pieces, which are ``whole`` for the first of each; ``same``: what stands for
+    another operand.
+    """
+    known = dict(whole)
+    steps = batched(op, list(whole))
+    assert steps is not None
+    for target, args, kwargs in steps:
+        given, named = (map_values(tree, lambda v: known[v] if v in known else same(v)) for tree in (args, kwargs))
+        known[op.out] = edit.call(target, *given, like=like, **named)
+    return known[op.out if steps else op.reads[0]]

@@ -1,11 +1,12 @@
-"""Values that are the same by construction: the same cut of the same tensor, taken twice.
+"""Values that are the same by construction: the same cut of the same tensor, or any operator on the same, taken twice.
 
-Code that keeps a cache writes ``cache[:batch, :end]`` wherever it needs it. Each of them is a value of its own in the
-functional, though all of them hold the same numbers.
+Code that keeps a cache writes ``cache[:batch, :end]`` wherever it needs it, and a loop the same mask in every turn.
+Each of them is a value of its own in the functional graph, though all of them hold the same numbers.
 """
 
 from __future__ import annotations
 
+from kdacompile import compat
 from kdacompile.graph.ir import Value, map_values
 from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING
 
@@ -13,9 +14,13 @@ TAKEN = LAYOUT | PICKING
 
 
 class Numbering:
-    """Value numbering: the same number for values that rearrange or pick the same of the same."""
+    """Value numbering: the same number for values that are made alike of the same.
 
-    def __init__(self) -> None:
+    By rearranging and picking, or, ``everything``, by any operator that reads something and draws no random numbers.
+    """
+
+    def __init__(self, *, everything: bool = False) -> None:
+        self.everything = everything
         self.known: dict[Value, int] = {}
         self.numbers: dict[str, int] = {}
 
@@ -23,7 +28,7 @@ class Numbering:
         chain = [value]
         while chain:
             last = chain[-1]
-            missing = [read for read in _sources(last) if read not in self.known]
+            missing = [read for read in self._sources(last) if read not in self.known]
             if missing:
                 chain += missing
                 continue
@@ -33,12 +38,14 @@ class Numbering:
 
     def _text(self, value: Value) -> str:
         op = value.op
-        if op is None or not _sources(value):
+        if op is None or not self._sources(value):
             return f"value {value.index}"
-        args, kwargs = (map_values(tree, self.known.__getitem__) for tree in (op.args, op.kwargs))
-        return f"{op.target} {args} {kwargs} {op.outs.index(value)}"
+        args, kwargs = (map_values(tree, self.known.get) for tree in (op.args, op.kwargs))
+        return f"{op.target} {args} {kwargs} {op.outs.index(value)} {self.everything and op.grad}"
 
-
-def _sources(value: Value) -> list[Value]:
-    """What a rearrangement reads; nothing for every other value."""
-    return value.op.reads if value.op is not None and value.op.name in TAKEN else []
+    def _sources(self, value: Value) -> list[Value]:
+        """What a value is made of, where that alone makes it; nothing for every other value."""
+        op = value.op
+        if op is None or not (op.name in TAKEN or (self.everything and not compat.is_random(op.target))):
+            return []
+        return op.reads

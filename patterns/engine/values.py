@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
-from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING, is_float8
+from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING, TURNS, VIEWS, is_float8
 
 
 def root(value: Value, through: frozenset[str] = LAYOUT, until: Callable[[Value], bool] = lambda _: False) -> Value:
@@ -79,3 +79,56 @@ def turn(op: Op) -> list[int]:
         one, other = op.args[1:3] if op.name == "transpose" else (0, 1)
         order[one], order[other] = order[other], order[one]
     return order
+
+
+Moves = list[tuple[str, tuple[object, ...]]]
+"""Methods with their arguments, to be called one after the other."""
+
+
+def moves(op: Op, front: int = 0) -> Moves | None:
+    """A rearrangement, behind ``front`` dimensions more, that says no size which it leaves as it is: the model's may be
+    open. None if it is none, or does more than that.
+    """
+    old, new = op.reads[0].shape, op.out.shape
+    if op.name in VIEWS:
+        return _regrouped(old, new, front)
+    if op.name in TURNS:
+        return [("permute", (*range(front), *(front + dim for dim in turn(op))))]
+    if op.name == "expand" and (len(old) == len(new) or not front):
+        more = len(new) - len(old)
+        kept = [-1 if size == had else size for size, had in zip(new[more:], old, strict=True)]
+        return [("expand", (*[-1] * front, *new[:more], *kept))]
+    if op.name == "_to_copy" and op.kwargs.keys() == {"dtype"}:
+        return [("to", (op.kwargs["dtype"],))]
+    return {"alias": [], "clone": [("clone", ())], "contiguous": []}.get(op.name)
+
+
+def _regrouped(old: tuple[int, ...], new: tuple[int, ...], front: int) -> Moves | None:
+    """A view as dimensions that are taken together, and such as are taken apart; none of them is empty."""
+    if 0 in old:
+        return None
+    first, last = 0, 0
+    while first < min(len(old), len(new)) and old[first] == new[first]:
+        first += 1
+    while last < min(len(old), len(new)) - first and old[-1 - last] == new[-1 - last]:
+        last += 1
+    old, new = old[first : len(old) - last], new[first : len(new) - last]
+    long = [size for size in old if size > 1]
+    found: Moves = [("squeeze", (front + first + dim,)) for dim in reversed(range(len(old))) if old[dim] == 1]
+    groups: Moves = []
+    dim, at = 0, front + first
+    while dim < len(long):  # the fewest dimensions that hold as many elements before as after
+        wanted = [size for size in new if size > 1][at - front - first :]
+        have, want, taken, made = long[dim], wanted[0], 1, 1
+        while have != want:
+            if have < want:
+                have, taken = have * long[dim + taken], taken + 1
+            else:
+                want, made = want * wanted[made], made + 1
+        if taken > 1:
+            groups.append(("flatten", (at, at + taken - 1)))
+        if made > 1:
+            groups.append(("unflatten", (at, (-1, *wanted[1:made]))))
+        dim, at = dim + taken, at + made
+    added: Moves = [("unsqueeze", (front + first + place,)) for place, size in enumerate(new) if size == 1]
+    return found + groups + added

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kdacompile
-from kdacompile import compat
+from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.canonical import hoist, rules
 from kdacompile.report.collect import collecting
 from tests.compare import copies, worst_error
@@ -156,9 +156,9 @@ def test_without_a_new_match_the_graph_is_as_captured() -> None:
     assert report.rejections
 
 
-def wrong_dimension(node: torch.fx.Node, place: int, rank: int, family: Any) -> tuple[Any, Any]:
+def wrong_dimension(op: Op, place: int, rank: int) -> list[rules.Step]:
     """A normalisation along heads instead of channels: the same sizes, other numbers."""
-    return node.args[:1], {**node.kwargs, "dim": -2}
+    return [rules.Step(op.target, (*op.args[:place], [-2], *op.args[place + 1 :]), op.kwargs)]
 
 
 def test_a_wrong_hoist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +227,19 @@ def test_a_symbolic_batch() -> None:
 
 
 def test_nothing_random_moves() -> None:
-    names = {*rules.POINTWISE, *rules.ALONG, *rules.MOVES, *rules.ACTIVATIONS}
-    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
-    assert packets
-    assert not [p for p in packets for name in p.overloads() if compat.is_random(getattr(p, name))]
-    assert not [name for name in names if name.endswith("_")]
+    """Tokens that draw numbers of their own would draw others together."""
+    read = Value(1, (2, 3), torch.float32)
+
+    def made(target: Any, *args: Any) -> Op:
+        op = Op(target, (read, *args), {}, [read])
+        op.outs.append(Value(2, (2, 3), torch.float32, op))
+        return op
+
+    aten = torch.ops.aten
+    assert rules.batched(made(aten.sigmoid.default), [read]) is not None
+    for random in (
+        made(aten.bernoulli.default),
+        made(aten.native_dropout.default, 0.5, True),
+        made(aten.rand_like.default),
+    ):
+        assert rules.batched(random, [read]) is None

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kdacompile.graph.ir import Op
 from kdacompile.patterns.canonical import rules
 from kdacompile.patterns.recurrence import spec
 from tests.backend.test_hoist import BATCH, HEADS, SIZE, VALUES, explained, read
@@ -92,13 +93,13 @@ def test_what_differs_between_rows_stays(fn: Callable[..., Tensor]) -> None:
 @pytest.mark.usefixtures("shallow")
 def test_a_wrong_sink_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only its proof sees it: a projection of the rows that forgets the last dimension's order."""
-    right = rules._moved  # pyright: ignore[reportPrivateUsage]
+    right = rules.moves
 
-    def wrong(node: torch.fx.Node, name: str, count: int) -> object:
-        args, kwargs = right(node, name, count) or ((), {})
-        return ((*args[:1], 1, 2) if name == "flatten" else args), kwargs
+    def wrong(op: Op, front: int) -> object:
+        found = right(op, front) or []
+        return [("transpose", (-1, -2)), *found] if found[:1] == [("flatten", (2, 3))] else found
 
-    monkeypatch.setattr(rules, "_moved", wrong)
+    monkeypatch.setattr(rules, "moves", wrong)
     ours, expected, report = explained(normed_and_projected)
     assert worst_error(ours, expected) <= 1e-5
     assert not report.matches
