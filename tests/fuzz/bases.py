@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.fuzz import grammar
 from tests.fuzz.sources import Unusable, text_of
-from tests.mla import absorbed, outsiders, strangers
+from tests.mla import absorbed, layers, variants
 from tests.mla import spellings as expanded
 from tests.spellings import NEAR_MISSES, SPELLINGS
 from tests.spellings.registry import Spelling
@@ -97,11 +97,11 @@ def _corpus() -> Iterator[tuple[str, Callable[[], Base]]]:
         yield miss.name, functools.partial(_spelling, miss.name, "near miss", miss.fn, miss.likeness)
     classes = [*expanded.SPELLINGS.values(), *(make for make, _ in expanded.NEAR_MISSES.values())]
     classes += [cls for cls in vars(absorbed).values() if isinstance(cls, type) and hasattr(cls, "context")]
-    classes += [cls for cls, _ in (*strangers.MATCHED.values(), *strangers.LEFT.values())]
+    classes += [cls for cls, _ in (*variants.MATCHED.values(), *variants.LEFT.values())]
     for cls in classes:
         if isinstance(cls, type):
             yield f"mla_{cls.__name__}", functools.partial(_latent, cls)
-    for case in outsiders.OUTSIDERS.values():
+    for case in layers.LAYERS.values():
         if isinstance(case.build, type):
             yield f"mla_{case.build.__name__}", functools.partial(_latent, case.build, case.shapes)
 

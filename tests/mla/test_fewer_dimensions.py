@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import kdacompile
 from tests.compare import relative_error, tensors
-from tests.mla.outsiders import HEADS, NOPE, QK, RANK, ROPE, VALUE, WIDTH
+from tests.mla.layers import HEADS, NOPE, QK, RANK, ROPE, VALUE, WIDTH
 from tests.mla.spellings import causal
 
 EAGER: dict[str, Any] = {"kda.inner": "eager"}

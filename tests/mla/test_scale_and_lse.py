@@ -12,14 +12,14 @@ from torch import Tensor, nn
 import kdacompile
 from kdacompile.report.report import Report
 from tests.compare import copies, tensors, worst_error
-from tests.mla.outsiders import HEADS, NOPE, RANK, ROPE, WIDTH
-from tests.mla.strangers import PLAIN, Strange
+from tests.mla.layers import HEADS, NOPE, RANK, ROPE, WIDTH
+from tests.mla.variants import PLAIN, Variant
 
 EAGER: dict[str, Any] = {"kda.inner": "eager"}
 CACHED = 13
 
 
-class Scaled(Strange):
+class Scaled(Variant):
     """``factor`` in the place of the scale; ``weights`` may give more than one tensor."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class MaskedLater(Scaled):
         return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
 
-class WithLse(Strange):
+class WithLse(Variant):
     forward = Scaled.forward
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:

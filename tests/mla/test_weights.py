@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 import kdacompile
 from tests.compare import copies, worst_error
-from tests.mla.outsiders import HEADS, NOPE, RANK, ROPE, VALUE, WIDTH
-from tests.mla.strangers import PLAIN, Strange
+from tests.mla.layers import HEADS, NOPE, RANK, ROPE, VALUE, WIDTH
+from tests.mla.variants import PLAIN, Variant
 
 EAGER: dict[str, Any] = {"kda.inner": "eager"}
 CACHED, RANKS = 13, 3
 
 
-class Computed(Strange):
+class Computed(Variant):
     """The weight that expands the latent comes from ``weight``."""
 
     def weight(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What other hands keep in another form: gates with a plus or in powers of two, products of gates, one head without a
+"""Gates and states in another form: gates with a plus or in powers of two, products of gates, one head without a
 batch, diagonals as matrices.
 """
 

@@ -1,4 +1,4 @@
-"""Layers that look like those in ``outsiders.py`` and compute something else, or something the op cannot have."""
+"""Layers that look like those in ``layers.py`` and compute something else, or something the op cannot have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.mla.outsiders import HEADS, NOPE, RANK, ROPE, VALUE, Layer, frequencies, rotate_half
+from tests.mla.layers import HEADS, NOPE, RANK, ROPE, VALUE, Layer, frequencies, rotate_half
 
 
 class Expanded(Layer):

@@ -1,4 +1,4 @@
-"""More hands: scans from itertools, generators, products with constants for sums, block inverses, padding in front."""
+"""Scans from itertools, generators, products with constants for sums, block inverses, padding in front."""
 
 from __future__ import annotations
 

@@ -1,22 +1,22 @@
-"""Scores, softmaxes and products in other orders and shapes than usual; registered beside those of ``strangers.py``."""
+"""Scores, softmaxes and products in other orders and shapes than usual; registered beside those of ``variants.py``."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from tests.mla.outsiders import HEADS, NOPE, RANK, ROPE, VALUE, WIDTH
-from tests.mla.strangers import MATCHED, Strange, left, matched
+from tests.mla.layers import HEADS, NOPE, RANK, ROPE, VALUE, WIDTH
+from tests.mla.variants import MATCHED, Variant, left, matched
 
 
 @matched()
-class LogSoftmax(Strange):
+class LogSoftmax(Variant):
     def weights(self, scores: Tensor, x: Tensor) -> Tensor:
         return scores.log_softmax(-1).exp()
 
 
 @matched()
-class KeysOnRows(Strange):
+class KeysOnRows(Variant):
     """Scores with keys before queries, so that the softmax runs over the rows; causal where there are several."""
 
     def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class KeysOnRows(Strange):
 
 
 @matched()
-class HeadsLast(Strange):
+class HeadsLast(Variant):
     """The maximum, and the sum, along the keys, with heads behind them."""
 
     def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class HeadsLast(Strange):
 
 
 @matched()
-class MaskInTheProduct(Strange):
+class MaskInTheProduct(Variant):
     """``baddbmm`` of a causal mask, with heads merged with the batch; over earlier tokens and its own."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ MATCHED["RowsOfAllHeads"] = (RowsOfAllHeads, ("q", "latent", "k_rope"))
 
 
 @left("absorbed by hand on one side")
-class KeysExpanded(Strange):
+class KeysExpanded(Variant):
     """W_UV is nowhere: it may be part of what follows."""
 
     def keys(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Chunks and closed forms as other hands write them: cumprod, flipped sums, windows, prefix doubling, other solvers."""
+"""Chunks and closed forms: cumprod, flipped sums, windows, prefix doubling, other solvers."""
 
 from __future__ import annotations
 

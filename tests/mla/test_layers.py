@@ -1,4 +1,4 @@
-"""Layers by other hands are matched, in one graph for every length, with the same numbers and gradients."""
+"""Whole layers are matched, in one graph for every length, with the same numbers and gradients."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 import kdacompile
 from kdacompile.patterns.mla import proof
 from tests.compare import relative_error
-from tests.mla.other_near_misses import LEFT_ALONE, WITH_WHAT_THEY_HAVE
-from tests.mla.outsiders import BATCH
-from tests.mla.outsiders_steps import OUTSIDERS
+from tests.mla.layer_near_misses import LEFT_ALONE, WITH_WHAT_THEY_HAVE
+from tests.mla.layer_steps import LAYERS
+from tests.mla.layers import BATCH
 
 EAGER: dict[str, Any] = {"kda.inner": "eager"}
 ALONE = {"OneRequest", "SglangFallback"}
@@ -26,9 +26,9 @@ def bound(name: str) -> float:
     return 1e-2 if name == "HalfPrecision" else 1e-6
 
 
-@pytest.mark.parametrize("name", OUTSIDERS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_matched(name: str) -> None:
-    case = OUTSIDERS[name]
+    case = LAYERS[name]
     module, arguments = case.module(), case.arguments()
     torch._dynamo.reset()
     with torch.no_grad():
@@ -43,9 +43,9 @@ def test_matched(name: str) -> None:
     assert all(("mask" in m.roles) == (name in CARRIED) for m in report.matches)
 
 
-@pytest.mark.parametrize("name", OUTSIDERS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_every_length_and_gradients(name: str) -> None:
-    case = OUTSIDERS[name]
+    case = LAYERS[name]
     module = case.module()
     torch._dynamo.reset()
     options: Any = EAGER | {"kda.expect": {"mla": BATCH if name in ALONE else 1}}
@@ -68,7 +68,7 @@ def test_every_length_and_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", ["TokensFirst", "StackedHalves", "RotatedAfterExpanding", "DividedAtTheEnd"])
 def test_many_tokens_are_proven_on_some(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "LARGEST", 2 * 4 * 260 * 260)
-    case = OUTSIDERS[name]
+    case = LAYERS[name]
     module, arguments = case.module(), case.arguments(300)
     torch._dynamo.reset()
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_many_tokens_are_proven_on_some(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_near_misses_equal_eager(name: str) -> None:
     torch.manual_seed(0)
-    module, arguments = LEFT_ALONE[name](), OUTSIDERS["LogSumExp"].arguments()
+    module, arguments = LEFT_ALONE[name](), LAYERS["LogSumExp"].arguments()
     torch._dynamo.reset()
     with torch.no_grad():
         report = kdacompile.explain(module, options=EAGER)(*arguments)
@@ -91,7 +91,7 @@ def test_near_misses_equal_eager(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_WHAT_THEY_HAVE)
 def test_odd_keys_and_masks_are_handed_on(name: str) -> None:
     torch.manual_seed(0)
-    module, arguments = WITH_WHAT_THEY_HAVE[name](), OUTSIDERS["LogSumExp"].arguments()
+    module, arguments = WITH_WHAT_THEY_HAVE[name](), LAYERS["LogSumExp"].arguments()
     torch._dynamo.reset()
     with torch.no_grad():
         report = kdacompile.explain(module, options=EAGER)(*arguments)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.mla.outsiders import HEADS, NOPE, RANK, ROPE, VALUE, WIDTH
+from tests.mla.layers import HEADS, NOPE, RANK, ROPE, VALUE, WIDTH
 
 Registry = dict[str, tuple[type[nn.Module], tuple[str, ...]]]
 MATCHED: Registry = {}
@@ -36,7 +36,7 @@ def left(reason: str) -> Callable[[type[nn.Module]], type[nn.Module]]:
     return register
 
 
-class Strange(nn.Module):
+class Variant(nn.Module):
     """Ordinary in itself; override one step at a time."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def counted(x: Tensor, most: int) -> Tensor:
 
 
 @matched("mask")
-class Alibi(Strange):
+class Alibi(Variant):
     def weights(self, scores: Tensor, x: Tensor) -> Tensor:
         distance = torch.arange(scores.shape[-1]) - torch.arange(scores.shape[-2])[:, None]
         slopes = 2.0 ** -torch.arange(1, HEADS + 1)
@@ -78,21 +78,21 @@ class Alibi(Strange):
 
 
 @matched("mask")
-class LeftPadding(Strange):
+class LeftPadding(Variant):
     def weights(self, scores: Tensor, x: Tensor) -> Tensor:
         hidden = torch.arange(scores.shape[-1]) < counted(x, scores.shape[-1] - 1)
         return scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
 @matched("lengths")
-class RightPadding(Strange):
+class RightPadding(Variant):
     def weights(self, scores: Tensor, x: Tensor) -> Tensor:
         hidden = torch.arange(scores.shape[-1]) >= counted(x, scores.shape[-1])
         return scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
 @matched("lengths")
-class OneLengthForAll(Strange):
+class OneLengthForAll(Variant):
     """A number without dimensions, as a position in a static cache often is."""
 
     def weights(self, scores: Tensor, x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class OneLengthForAll(Strange):
 
 
 @matched("mask")
-class SlidingWindow(Strange):
+class SlidingWindow(Variant):
     """Both ends of what is seen move."""
 
     def weights(self, scores: Tensor, x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class SlidingWindow(Strange):
 
 
 @matched("sinks")
-class SinkFirst(Strange):
+class SinkFirst(Variant):
     def __init__(self) -> None:
         super().__init__()
         self.sinks = nn.Parameter(torch.randn(HEADS))
@@ -121,14 +121,14 @@ class SinkFirst(Strange):
 
 
 @left("tanh")
-class SoftcapUnderMask(Strange):
+class SoftcapUnderMask(Variant):
     def weights(self, scores: Tensor, x: Tensor) -> Tensor:
         capped = 30.0 * torch.tanh(scores / 30.0)
         return capped.masked_fill(torch.arange(scores.shape[-1]) >= counted(x, 9), float("-inf")).softmax(-1)
 
 
 @left("mul stands between the scores and the softmax")
-class LearnedTemperature(Strange):
+class LearnedTemperature(Variant):
     def __init__(self) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.rand(HEADS, 1, 1))
@@ -138,7 +138,7 @@ class LearnedTemperature(Strange):
 
 
 @left("also read by topk")
-class BestOfThem(Strange):
+class BestOfThem(Variant):
     """All but the highest scores are hidden."""
 
     def weights(self, scores: Tensor, x: Tensor) -> Tensor:
@@ -147,19 +147,19 @@ class BestOfThem(Strange):
 
 
 @left("_softmax stands between")
-class TwiceNormalised(Strange):
+class TwiceNormalised(Variant):
     def weights(self, scores: Tensor, x: Tensor) -> Tensor:
         return scores.softmax(-1).softmax(-1)
 
 
 @left("sub stands between the softmax and the values")
-class Differential(Strange):
+class Differential(Variant):
     def weights(self, scores: Tensor, x: Tensor) -> Tensor:
         return scores.softmax(-1) - 0.3 * (2.0 * scores).softmax(-1)
 
 
 @left("attention weights")
-class Entropy(Strange):
+class Entropy(Variant):
     """What the weights' entropy adds to the result."""
 
     def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class Entropy(Strange):
 
 
 @matched()
-class Quantised(Strange):
+class Quantised(Variant):
     """Eight bits a number, a factor for every token."""
 
     def cached(self, x: Tensor, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,7 +181,7 @@ class Quantised(Strange):
 
 
 @matched()
-class Selected(Strange):
+class Selected(Variant):
     """Attention to a few tokens that an indexer picks."""
 
     def cached(self, x: Tensor, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +190,7 @@ class Selected(Strange):
 
 
 @matched()
-class SinkTokens(Strange):
+class SinkTokens(Variant):
     """Learned tokens in front of the cache."""
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class SinkTokens(Strange):
 
 
 @matched()
-class Ring(Strange):
+class Ring(Variant):
     """The oldest token is overwritten where it lies."""
 
     def cached(self, x: Tensor, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ class Ring(Strange):
 
 
 @matched()
-class OverwrittenAfterwards(Strange):
+class OverwrittenAfterwards(Variant):
     """What was attended to is overwritten before the result is returned."""
 
     def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class OverwrittenAfterwards(Strange):
 
 
 @left("rotated key of its own")
-class RotatedPerHead(Strange):
+class RotatedPerHead(Variant):
     def __init__(self) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.randn(HEADS, 1, ROPE))
@@ -237,12 +237,12 @@ class RotatedPerHead(Strange):
 
 
 @matched()
-class Twice(Strange):
+class Twice(Variant):
     """Two layers over one latent, each with weights of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.next, self.between = Strange(), nn.Linear(HEADS * VALUE, WIDTH, bias=False)
+        self.next, self.between = Variant(), nn.Linear(HEADS * VALUE, WIDTH, bias=False)
 
     def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
         y = x + self.between(super().forward(x, latent, rope))
@@ -250,7 +250,7 @@ class Twice(Strange):
 
 
 @left("expanded keys or values")
-class ExpandedOnce(Strange):
+class ExpandedOnce(Variant):
     """Keys and values of one layer, attended to by two: neither may have the projection to itself."""
 
     def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ class ExpandedOnce(Strange):
 
 
 @matched("mask")
-class AllRequestsInOne(Strange):
+class AllRequestsInOne(Variant):
     """Requests as tokens of one, kept apart by a mask."""
 
     def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class AllRequestsInOne(Strange):
         return (weights @ v).transpose(1, 2).flatten(2)
 
 
-class KeysOfAnother(Strange):
+class KeysOfAnother(Variant):
     """Keys of one latent, values of another: nothing that one cache could serve."""
 
     def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ class KeysOfAnother(Strange):
         return (self.weights(q @ k.mT * self.scale, x) @ v).transpose(1, 2).flatten(2)
 
 
-class NormedKeys(Strange):
+class NormedKeys(Variant):
     """Keys are normalised after they are expanded."""
 
     def keys(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,7 +291,7 @@ class NormedKeys(Strange):
         return F.normalize(k, dim=-1), v
 
 
-class OverHeads(Strange):
+class OverHeads(Variant):
     """Weights that add up to one over the heads."""
 
     def weights(self, scores: Tensor, x: Tensor) -> Tensor:

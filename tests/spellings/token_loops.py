@@ -1,4 +1,4 @@
-"""Token loops as other hands write them: flat batches, fused products in place, containers, published cells."""
+"""Token loops over flat batches, with fused products in place, in containers, in published cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLA by other hands, one token over what is kept of earlier ones."""
+"""Layers of MLA on one token over what is kept of earlier ones."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.mla.outsiders import (
+from tests.mla.layers import (
     BATCH,
     CACHED,
     HEADS,
+    LAYERS,
     NOPE,
-    OUTSIDERS,
     PAST,
     PAST_ROPE,
     QK,
@@ -121,4 +121,4 @@ class EinsumAbsorbed(PerHeadWeights):
         return torch.einsum("bthr,hrv,hvw->btw", context, self.w_uv, self.w_o)
 
 
-__all__ = ["OUTSIDERS"]
+__all__ = ["LAYERS"]

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import kdacompile
 from kdacompile.report.report import Report
 from tests.compare import relative_error
-from tests.mla import strangers_scores
-from tests.mla.outsiders import RANK, ROPE, WIDTH
-from tests.mla.strangers import LEFT, MATCHED, OTHERS
+from tests.mla import variants_of_scores
+from tests.mla.layers import RANK, ROPE, WIDTH
+from tests.mla.variants import LEFT, MATCHED, OTHERS
 
-assert strangers_scores.MATCHED is MATCHED  # they have registered themselves
+assert variants_of_scores.MATCHED is MATCHED  # they have registered themselves
 
 
 def both(cls: type[nn.Module], tokens: int) -> tuple[Report, Tensor]:

@@ -1,4 +1,4 @@
-"""Texts by people who know neither the field's usual code nor each other: folds, matrices for gates, one flat state."""
+"""Folds, matrices for gates, one flat state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLA by other hands: whole layers from a hidden state on, as published code and tutorials write them; prefill.
+"""Whole layers of MLA, from a hidden state on, as published code and tutorials write them; prefill.
 
 Every module takes ``x [B, T, 16]`` and, where it decodes, what it keeps of earlier tokens. None of them knows how a
 recogniser works.
@@ -39,19 +39,19 @@ class Case:
         return tuple(torch.randn(shape, generator=generator) for shape in shapes)
 
 
-OUTSIDERS: dict[str, Case] = {}
+LAYERS: dict[str, Case] = {}
 HIDDEN, TOKEN = (BATCH, TOKENS, WIDTH), (BATCH, 1, WIDTH)
 PAST, PAST_ROPE = (BATCH, CACHED, RANK), (BATCH, CACHED, ROPE)
 
 
 def prefill(cls: type[nn.Module]) -> type[nn.Module]:
-    OUTSIDERS[cls.__name__] = Case(cls, (HIDDEN,), "sequence")
+    LAYERS[cls.__name__] = Case(cls, (HIDDEN,), "sequence")
     return cls
 
 
 def decode(*past: Shape) -> Callable[[type[nn.Module]], type[nn.Module]]:
     def register(cls: type[nn.Module]) -> type[nn.Module]:
-        OUTSIDERS[cls.__name__] = Case(cls, (TOKEN, *past), "step")
+        LAYERS[cls.__name__] = Case(cls, (TOKEN, *past), "step")
         return cls
 
     return register

@@ -1,4 +1,4 @@
-"""Texts of papers retold by their readers: gradient steps, feedback, folds over chunks, windows by ``unfold``."""
+"""Papers retold: gradient steps, feedback, folds over chunks, windows by ``unfold``."""
 
 from __future__ import annotations
 
