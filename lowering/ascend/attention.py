@@ -61,13 +61,18 @@ def _attend(made: Plan, rope: bool) -> Kernel:
         "rows = visible - n * C",
         "page = row // queries",
         "first = n * C",
+        "position = n * C",
         "if PAGE:",
         "    start = n // IN_PAGE * PAGE",
         "    page = tl.load(table_ptr + page * pages + n // IN_PAGE)",
         "    first = n % IN_PAGE * C",
+        "    position = start + first",
         "    rows = tl.minimum(PAGE, visible - start) - first",
         *loads,
         "hidden = hidden_after(rows, C)",
+        "if MASK:",
+        "    masked = row // queries * mask_batch + row % queries * mask_query",
+        "    hidden += load_mask(mask_ptr, masked, position, width, C)",
         *printer.lines,
         *(f"{name}0 = {value}" for name, value in _stored(made.program).items()),
     ]
@@ -87,9 +92,12 @@ def _attend(made: Plan, rope: bool) -> Kernel:
         *indent([f"store_{_part(name, f'{name}0')}" for name in CARRY], 1),
     ]
     kinds = {"q_ptr": Kind.IO, "latent_ptr": Kind.IO, "q_rope_ptr": Kind.IO, "k_rope_ptr": Kind.IO, "o_ptr": Kind.IO}
-    kinds |= {f"{name}_ptr": Kind.F32 for name in ("lse", *CARRY)} | {"table_ptr": Kind.I32, "visible_ptr": Kind.I32}
+    kinds |= {f"{name}_ptr": Kind.F32 for name in ("lse", "mask", *CARRY)} | {
+        "table_ptr": Kind.I32,
+        "visible_ptr": Kind.I32,
+    }
     kinds |= {"scale": Kind.NUMBER}
-    counts = ("page_stride", "rope_stride", "pages", "queries", "tasks")
+    counts = ("page_stride", "rope_stride", "pages", "queries", "mask_batch", "mask_query", "width", "tasks")
     kinds |= dict.fromkeys(counts, Kind.COUNT)
     if not rope:
         kinds = {name: kind for name, kind in kinds.items() if "rope" not in name}

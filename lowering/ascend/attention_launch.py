@@ -23,7 +23,6 @@ from .attention import BLOCK, CARRY, HEADS, attention_module, attention_plan
 from .kernel import SUB_CHUNK, Kernel, Module
 from .launch import Launch, Launcher
 
-MOST_QUERIES = 16  # of a speculative step: every query walks the cache by itself
 _MERGED_HEADS = 8  # a Vec core holds two accumulators of so many heads, and what spreads the weights over them
 _WIDTHS = (16, 32, 64, 128, 256, 512)
 _IO = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -34,9 +33,9 @@ def decline(call: Attention) -> str | None:
     operands = (call.q, call.q_rope, call.latent, call.k_rope, call.w_uk, call.w_uv)
     dtypes = {x.dtype for x in operands if x is not None}
     rope = 0 if call.k_rope is None else call.k_rope.shape[-1]
-    if call.mask is not None:
-        return "a mask"
-    if not call.absorbed or call.q.shape[1] > MOST_QUERIES:
+    if call.mask is not None and call.mask.shape[1] > 1:
+        return "a mask of its own for every head"
+    if not call.absorbed:
         return "many queries: the expanded form does less"
     if len(dtypes) > 1 or not dtypes <= _IO.keys():
         return "queries, cache and weights are not of one dtype of 16 or 32 bits"
@@ -108,14 +107,20 @@ def _attend(call: Attention, cores: int, launch: Launcher, scratch: Scratch) -> 
         "page_stride": call.latent.stride(0),
         "queries": queries,
         "pages": 0,
+        "width": call.width,
+        "mask_batch": 0,
+        "mask_query": 0,
         "tasks": rows * tiles * parts,
     }
     constants = {"H": heads, "C": block, "K": rank, "TILE": tile, "TILES": tiles, "PARTS": parts}
-    constants |= {"PAGE": 0, "IN_PAGE": 1, "LATENT_ROW": call.latent.stride(1)}
+    constants |= {"MASK": 0, "PAGE": 0, "IN_PAGE": 1, "LATENT_ROW": call.latent.stride(1)}
     if call.q_rope is not None and call.k_rope is not None:
         values |= {"q_rope_ptr": call.q_rope.contiguous(), "k_rope_ptr": call.k_rope}
         values["rope_stride"] = call.k_rope.stride(0)
         constants |= {"ROPE": call.k_rope.shape[-1], "ROPE_ROW": call.k_rope.stride(1)}
+    if call.mask is not None:
+        values |= _mask(call.mask)
+        constants["MASK"] = 1
     if call.block_table is not None:
         values |= {"table_ptr": call.block_table.int().contiguous(), "pages": call.block_table.shape[1]}
         constants |= {"PAGE": call.page, "IN_PAGE": -(-call.page // block)}
@@ -123,7 +128,7 @@ def _attend(call: Attention, cores: int, launch: Launcher, scratch: Scratch) -> 
         shapes = {"max": (), "sum": (), "acc": (rank,)}
         for name in CARRY:
             values[f"{name}_ptr"] = scratch.empty((rows, parts, heads, *shapes[name]), torch.float32, device)
-    unused = {"table_ptr": torch.int32, **{f"{name}_ptr": torch.float32 for name in CARRY}}
+    unused = {"table_ptr": torch.int32, **{f"{name}_ptr": torch.float32 for name in ("mask", *CARRY)}}
     values = {**{name: torch.empty(1, dtype=dtype, device=device) for name, dtype in unused.items()}, **values}
     attend, merge = module.kernels
     launch(_launch_of(module, attend, min(values["tasks"], cores), values, constants))
@@ -142,6 +147,16 @@ def parts_of(tasks: int, blocks: int, cores: int) -> int:
     """Into how many parts to cut the blocks of a query, so that cores have a task each; a power of two, since every
     number is another compilation and blocks grow with the cache."""
     return 1 << (max(1, min(cores // tasks, blocks)).bit_length() - 1)
+
+
+def _mask(mask: Tensor) -> dict[str, Any]:
+    """What is added to the scores of all heads, ``[B, T, S]`` in fp32 (-inf where bools hide), and its strides:
+    0 along what it is the same for."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
+    mask = mask.squeeze(1).float().contiguous()
+    batch, query = (0 if size == 1 else stride for size, stride in zip(mask.shape[:2], mask.stride()[:2], strict=True))
+    return {"mask_ptr": mask, "mask_batch": batch, "mask_query": query}
 
 
 def _visible(call: Attention) -> Tensor:

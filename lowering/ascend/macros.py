@@ -109,14 +109,22 @@ def load_block(ptr, page, first, rows, stride, ROW: tl.constexpr, ROWS: tl.const
 
 @triton.jit
 def lowest(N: tl.constexpr):
-    """Below any score, and finite: the difference of two is no NaN."""
-    return tl.full([N], -1.0e30, tl.float32)
+    """No score is lower, and it is finite: the difference of two is no NaN."""
+    return tl.full([N], -3.4028234663852886e38, tl.float32)
 
 
 @triton.jit
 def hidden_after(rows, C: tl.constexpr):
-    """[C]: 0 for the first ``rows`` tokens; others are too low for any weight."""
-    return tl.where(tl.arange(0, C).to(tl.float32) < rows.to(tl.float32), 0.0, -1.0e30)
+    """[C]: 0 for the first ``rows`` tokens, and -inf for others."""
+    return tl.where(tl.arange(0, C).to(tl.float32) < rows.to(tl.float32), 0.0, float("-inf"))
+
+
+@triton.jit
+def load_mask(ptr, at, position, width, C: tl.constexpr):
+    """[C]: what is added to the scores of the tokens from ``position`` on, of a row of ``width`` that begins at ``at``;
+    0 for those that do not exist."""
+    base = ptr + at.to(tl.int64) + position
+    return tl.load(tl.make_block_ptr(base, (width - position,), (1,), (0,), (C,), (0,)), boundary_check=(0,))
 
 
 @triton.jit

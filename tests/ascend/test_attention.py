@@ -26,7 +26,7 @@ from tests.ops.mla_cases import MlaCase, make_mla
 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}
 IO = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-SIZES = {"K": 512, "ROPE": 64, "PARTS": 1, "PAGE": 0, "IN_PAGE": 1, "LATENT_ROW": 576, "ROPE_ROW": 576}
+SIZES = {"K": 512, "ROPE": 64, "PARTS": 1, "MASK": 0, "PAGE": 0, "IN_PAGE": 1, "LATENT_ROW": 576, "ROPE_ROW": 576}
 TILES = [(32, 128, torch.bfloat16), (32, 64, torch.bfloat16), (16, 128, torch.float16), (32, 64, torch.float32)]
 
 
@@ -34,13 +34,13 @@ def constants(heads: int, block: int, **sizes: int) -> dict[str, int]:
     return {**SIZES, "H": 4 * heads, "TILE": heads, "TILES": 4, "C": block, **sizes}
 
 
-@pytest.mark.parametrize("parts", [1, 8])
+@pytest.mark.parametrize(("parts", "mask"), [(1, 0), (8, 1)])
 @pytest.mark.parametrize(("heads", "block", "io"), TILES)
-def test_compiles_as_planned(tools: Tools, heads: int, block: int, io: torch.dtype, parts: int) -> None:
-    """Workspace, hand-overs, flags, and every operand of Cube twice and every sum once, tile by tile."""
+def test_compiles_as_planned(tools: Tools, heads: int, block: int, io: torch.dtype, parts: int, mask: int) -> None:
+    """Workspace, hand-overs, flags, every operand of Cube twice and every sum once, tile by tile, with a mask too."""
     made = attention_plan(heads, block, 512, 64, IO[io])
     kernel = attention_module(True).kernel("attend")
-    facts = tools.compile(kernel, constants(heads, block, PARTS=parts), io=io).facts
+    facts = tools.compile(kernel, constants(heads, block, PARTS=parts, MASK=mask), io=io).facts
     assert facts["workspace_bytes"] == made.apart_bytes
     assert facts["handovers"] == made.handovers == 2
     assert facts["crossings"] == made.crossings == 3
@@ -134,13 +134,23 @@ CASES: dict[str, dict[str, Any]] = {
     "odd heads": {"cached": 150, "heads": 40, "batch": 1},
     "weights": {"cached": 150, "weights": True, "nope": 16, "value": 24, "form": "absorbed"},
     "sinks": {"cached": 150, "sinks": True},
+    "mask": {"cached": 300, "mask": "bool", "lengths": (300, 140)},
+    "mask over pages": {"cached": 96, "mask": "bool", "page": 24, "tokens": 2, "lengths": (96, 25)},
+    "added mask": {"cached": 150, "mask": "float", "heads": 16},
+    "prompt": {"cached": 40, "tokens": 20, "batch": 1, "heads": 16, "causal": True},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(tools: Tools, name: str) -> None:
-    """Slots past a request's length hold NaN, and its table garbage past its last page."""
+    """Slots past a request's length hold NaN, and its table garbage past its last page. A mask is that of all heads;
+    one of bools hides everything from one request."""
     case = make(**CASES[name])
+    if (mask := case.tensors["mask"]) is not None:
+        mask = mask[:, :1].contiguous()
+        if mask.dtype is torch.bool:
+            mask[0, :, 0] = False
+        case = case.with_tensors(mask=mask)
     assert errors(attend(SimulatedDevice(tools), case), case) < TOLERANCE[torch.bfloat16]
 
 

@@ -138,11 +138,25 @@ def test_weights_go_around_the_kernel() -> None:
     torch.testing.assert_close(inner, torch.einsum("bthn,hnr->bthr", q, w_uk))
 
 
+def test_masks_are_added_to_the_scores() -> None:
+    """In fp32, read where they lie along what they are the same for."""
+    seen = torch.rand(2, 1, 3, 300) > 0.5
+    (attend, *_) = launches(call(queries=3, mask=seen))
+    mask = attend.arguments["mask_ptr"]
+    assert isinstance(mask, Tensor) and mask.dtype is torch.float32
+    assert torch.equal(mask == 0, seen[:, 0]) and torch.equal(mask.isneginf(), ~seen[:, 0])
+    strides = [attend.arguments[f"mask_{name}"] for name in ("batch", "query")]
+    assert attend.constants["MASK"] == 1 and strides == [900, 300]
+    (attend, *_) = launches(call(queries=3, mask=torch.zeros(2, 1, 1, 300).bfloat16()))
+    assert [attend.arguments[f"mask_{name}"] for name in ("batch", "query")] == [300, 0]
+    assert launches(call())[0].constants["MASK"] == 0
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"mask": torch.ones(1, 1, 1, 300, dtype=torch.bool)}, "mask"),
-        ({"queries": 17}, "many queries"),
+        ({"mask": torch.ones(1, 32, 1, 300, dtype=torch.bool)}, "a mask of its own for every head"),
+        ({"queries": 512, "w_uk": torch.zeros(32, 512, 512), "w_uv": torch.zeros(32, 128, 512)}, "many queries"),
         ({"rank": 384}, "rank 384"),
         ({"dtype": torch.float64}, "not of one dtype"),
         ({"q": torch.zeros(2, 1, 32, 512)}, "not of one dtype"),
