@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .calls import RECURRENT, Call
 from .cpu import run_recurrence_backward, runs_backward
-from .run import is_any_watched, l2norm, run_linear_attention, run_linear_attention_step
+from .run import is_any_watched, run_linear_attention, run_linear_attention_step
 
 
 def run_linear_attention_backward(
@@ -24,22 +24,9 @@ def run_linear_attention_backward(
     differentiated by ``torch.func.vjp``.
     """
     if call.q.numel() and not is_any_watched((*grads, *call.recurrent)) and runs_backward(call.q):
-        eps = call.qk_l2norm_eps
-        normed = replace(call, q=l2norm(call.q, eps), k=l2norm(call.k, eps)) if eps else call
-        dq, dk, *others = run_recurrence_backward(grads, normed)
-        every = (_through_norm(dq, call.q, eps), _through_norm(dk, call.k, eps), *others)
-        found = zip(RECURRENT, every, strict=True)
+        found = zip(RECURRENT, run_recurrence_backward(grads, call), strict=True)
         return {name: grad for name, grad in found if grad is not None and name in wanted}
     return _through_executor(grads, call, wanted, step)
-
-
-def _through_norm(grad: Tensor, x: Tensor, eps: float) -> Tensor:
-    """The gradient of x from that of ``y = r x``, ``r = 1 / sqrt(sum(x * x) + eps)``: ``r (dy - y (y . dy))``."""
-    if not eps:
-        return grad
-    factor = torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
-    y = x * factor
-    return factor * (grad - y * (y * grad).sum(-1, keepdim=True))
 
 
 def _through_executor(

@@ -1,4 +1,4 @@
-"""The gradients of the token recurrence in C (``recurrence_backward.c``) on tensors."""
+"""The gradients of the recurrence in C (``recurrence_backward.c``) on tensors."""
 
 from __future__ import annotations
 
@@ -14,35 +14,41 @@ from ..calls import Call
 from .compiler import Loop, loaded
 from .recurrence import address, bounds_of, decay_of, in_rows, operand, runs_recurrence
 
-# struct problem of the source: operands (pointer and strides), pointers, sizes, scale, and whether memory ran out
-_PROBLEM = struct.Struct("@24q 9q 9q d q")
+# struct problem of the source: operands (pointer and strides), pointers, sizes, scale, eps, and whether memory ran out
+_PROBLEM = struct.Struct("@24q 9q 12q 2d q")
+
+HISTORY = 1 << 22
+"""Elements of states that a thread keeps, about; where there are more, it keeps some and computes the rest again."""
+
+_ROWS = 16  # of V are padded to a multiple
+_TASKS = 8  # there should be, whatever the number of threads: results have the same bits on every machine
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class _Kernel(Loop):
-    """Blocks of the state's columns; each has its own sums over V."""
+    """A (sequence, head), or some of its values."""
 
-    source, function = "recurrence_backward.c", "linear_attention_backward"
-
-    def __init__(self, real: str) -> None:
-        super().__init__(real)
-        self._rows = self.constant("block_rows")
-
-    def parts(self, lanes: int, value_width: int) -> int:
-        """Into how many tasks a (sequence, head) is cut, so that every thread has one."""
-        return max(1, min(torch.get_num_threads() // max(1, lanes), -(-value_width // self._rows)))
+    source = ("vectors.c", "backward_chunk.c", "recurrence_backward.c")
+    function = "linear_attention_backward"
 
     def __call__(self, problem: bytes, tasks: int) -> None:
         memory = ctypes.create_string_buffer(problem, len(problem))
         self.run(tasks, 1, memory)
         if failed(memory.raw):
-            raise MemoryError("no memory for the states between two checkpoints")
+            raise MemoryError("no memory for the states between checkpoints")
 
 
 def failed(problem: bytes) -> bool:
     """Whether the kernel left its mark: memory ran out."""
     return bool(_PROBLEM.unpack(problem)[-1])
+
+
+def parts_of(lanes: int, value_width: int) -> int:
+    """Into how many tasks a (sequence, head) is cut, each with some of the values."""
+    wish = max(1, min(_TASKS // max(1, lanes), value_width // (2 * _ROWS)))
+    share = -(-value_width // (wish * _ROWS)) * _ROWS
+    return max(1, -(-value_width // share)) if share else 1
 
 
 @cache
@@ -58,7 +64,7 @@ def runs_backward(q: Tensor) -> bool:
 def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> Gradients:
     """Gradients of q, k, v, g, beta and the initial state (None for what is None), all in q's dtype.
 
-    ``grads`` are those of the results of :func:`run_recurrence`, None for zeros; q and k come normalised.
+    ``grads`` are those of the results of :func:`run_recurrence`, None for zeros.
     """
     grad_o, grad_state = grads
     kernel = _kernel(call.q.dtype)
@@ -73,26 +79,31 @@ def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> Gradi
     initial_state, grad_state = (
         None if state is None else state.to(q.dtype).contiguous() for state in (call.initial_state, grad_state)
     )
-    parts = kernel.parts(sequences * heads, value_width)
+    parts = parts_of(sequences * heads, value_width)
     per_token = (parts, batch, length, heads)
-    dq, dk = q.new_zeros(*per_token, key_width), q.new_zeros(*per_token, key_width)
-    ddecay = q.new_zeros(*per_token, *([key_width] if gate == "channel" else []))
-    dv, dbeta = q.new_zeros(v.shape), q.new_zeros(per_token)
-    dinitial = q.new_zeros(sequences, heads, key_width, value_width)
+    dq, dk = q.new_empty(*per_token, key_width), q.new_empty(*per_token, key_width)
+    ddecay = None if decay is None else q.new_empty(*per_token, *([key_width] if gate == "channel" else []))
+    dv, dbeta = q.new_empty(v.shape), q.new_empty(per_token)
+    dinitial = q.new_empty(sequences, heads, key_width, value_width)
     problem = _PROBLEM.pack(
         *(number for x in (q, k, v, decay, beta, grad_o) for number in operand(x)),
         *(address(x) for x in (initial_state, grad_state, dq, dk, dv, ddecay, dbeta, dinitial, bounds)),
-        *(batch, length, heads, heads // key_heads, key_width, value_width, parts, gate == "channel", call.delta),
-        call.scale,
+        *(batch, length, heads, heads // key_heads, key_width, value_width, parts),
+        *(gate == "channel", call.gate_fn == "log", call.delta),
+        *(HISTORY, _is_memory_filled()),
+        *(call.scale, call.qk_l2norm_eps),
         0,
     )
     kernel(problem, sequences * heads * parts)
     dq, dk = (_sum(_sum(x, 0).unflatten(2, (key_heads, -1)), 3) for x in (dq, dk))
-    dg = None
-    if decay is not None:
-        dg = ddecay.sum((0, 1, 2)) if gate == "head" else _sum(ddecay, 0)
-        dg = dg * decay if call.gate_fn == "log" else dg
+    dg = None if ddecay is None else ddecay.sum((0, 1, 2)) if gate == "head" else _sum(ddecay, 0)
     return dq, dk, dv, dg, None if beta is None else _sum(dbeta, 0), None if initial_state is None else dinitial
+
+
+def _is_memory_filled() -> bool:
+    """Whether new memory holds NaN, as torch has it where algorithms must be deterministic."""
+    filled: bool = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.are_deterministic_algorithms_enabled() and filled
 
 
 def _sum(x: Tensor, dim: int) -> Tensor:

@@ -55,12 +55,12 @@ def parallel_for() -> ctypes._NamedFuncPointer:
 
 
 @cache
-def library(source: str, real: str) -> ctypes.CDLL:
-    """The compiled form of ``source`` (a file of this folder) for ``real`` "float" or "double"."""
-    text = (Path(__file__).parent / source).read_bytes()
+def library(source: tuple[str, ...], real: str) -> ctypes.CDLL:
+    """The compiled form of ``source``, files of this folder one behind the other, for ``real`` "float" or "double"."""
+    text = b"".join((Path(__file__).parent / name).read_bytes() for name in source)
     flags, register, registers = _TARGETS.get(torch.backends.cpu.get_cpu_capability(), _ANY_TARGET)
     sizes = (f"-DREAL={real}", f"-DVECTOR_BYTES={register}", f"-DVECTORS={registers}")
-    return built(text, ("-O3", "-fno-math-errno", *flags, *sizes), Path(source).stem)
+    return built(text, ("-O3", "-fno-math-errno", *flags, *sizes), Path(source[-1]).stem)
 
 
 def built(text: bytes, flags: tuple[str, ...], name: str) -> ctypes.CDLL:
@@ -78,7 +78,7 @@ def built(text: bytes, flags: tuple[str, ...], name: str) -> ctypes.CDLL:
 class Loop:
     """A function of a source, compiled for one dtype, whose tasks torch's threads share."""
 
-    source: ClassVar[str]
+    source: ClassVar[tuple[str, ...]]
     function: ClassVar[str]
 
     def __init__(self, real: str) -> None:

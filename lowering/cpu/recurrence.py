@@ -28,7 +28,7 @@ _NOTHING = (0, 0, 0, 0)
 class _Kernel(Loop):
     """Strips of the state's columns, all tokens of one after the other."""
 
-    source, function = "recurrence.c", "linear_attention"
+    source, function = ("recurrence.c",), "linear_attention"
 
     def __init__(self, real: str) -> None:
         super().__init__(real)

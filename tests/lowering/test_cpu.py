@@ -140,7 +140,7 @@ def test_without_a_compiler_the_executor_runs(
     o, _ = run_linear_attention(inputs)
     assert o.isfinite().all()
     with pytest.raises(compiler.CannotCompile, match="no C compiler"):
-        compiler.library("recurrence.c", "float")
+        compiler.library(("recurrence.c",), "float")
 
 
 @needs_compiler
@@ -154,7 +154,7 @@ def test_a_compiler_that_fails_is_no_error(reason: str, tmp_path: Path, monkeypa
     monkeypatch.setenv("CC", str(broken))
     assert not runs_recurrence(torch.zeros(1, 1, 1, 8))
     with pytest.raises(compiler.CannotCompile, match=reason):
-        compiler.library("recurrence.c", "float")
+        compiler.library(("recurrence.c",), "float")
 
 
 @needs_compiler

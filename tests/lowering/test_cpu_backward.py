@@ -88,10 +88,16 @@ def test_strong_gates(gate: str, strength: str, gate_form: str) -> None:
     check(Case(gate, True, 60, gate_form=gate_form, strength=strength), TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("length", [63, 64, 65, 300])
-def test_states_are_computed_again_from_checkpoints(length: int) -> None:
-    """64 tokens of 64 keys are kept at a time."""
-    check(Case("channel", True, length, batch=1, key_width=64, dtype=torch.float64), 1e-12)
+@pytest.mark.parametrize("length", [15, 16, 17, 32, 64, 300])
+def test_states_are_computed_again_from_checkpoints(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root of the number of chunks is kept at a time; the bits are those of keeping all."""
+    case = Case("channel", True, length, batch=1, key_width=24, dtype=torch.float64)
+    inputs = make_inputs(case)
+    kept = ours(inputs, weights(case, inputs))
+    monkeypatch.setattr("kdacompile.lowering.cpu.backward.HISTORY", 0)
+    check(case, 1e-12)
+    for x, y in zip(kept, ours(inputs, weights(case, inputs)), strict=True):
+        assert x is not None and y is not None and torch.equal(x, y)
 
 
 @pytest.mark.parametrize("lengths", [(5, 0, 64, 33), (0, 0, 7), (1, 1, 1)])
@@ -105,14 +111,66 @@ def test_one_result_unused(used: dict[str, bool]) -> None:
     check(Case("channel", True, 20), TOLERANCE[torch.float32], **used)
 
 
-@pytest.mark.parametrize("threads", [3, 8])
-def test_more_threads_than_heads_share_the_values(threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+@pytest.mark.parametrize(("heads", "value_heads"), [(1, 2), (2, 8)])
+def test_any_number_of_threads_gives_the_same_bits(heads: int, value_heads: int) -> None:
+    """Two lanes share their values among tasks, eight do not."""
+    case = Case("channel", True, 50, batch=1, heads=heads, value_heads=value_heads, value_width=100)
+    inputs, before = make_inputs(case), torch.get_num_threads()
+    found = []
     try:
-        check(Case("channel", True, 50, batch=1, heads=1, value_heads=2, value_width=100), TOLERANCE[torch.float32])
+        for threads in (1, 1, 3, 8):
+            torch.set_num_threads(threads)
+            found.append(ours(inputs, weights(case, inputs)))
+        check(case, TOLERANCE[torch.float32])
     finally:
         torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(x is not None and y is not None and torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("gate", "delta"), ROWS)
+def test_earlier_gradients_do_not_depend_on_later_tokens(gate: str, delta: bool) -> None:
+    """Where the loss ends at a token, the gradients up to it are those of the tokens up to it, bit for bit."""
+    long, end = Case(gate, delta, 60, initial_state=True), 37
+    inputs = make_inputs(long)
+    per_token = {name: x for name, x in given(inputs).items() if name != "initial_state" and x.dim() > 2}
+    short: Any = replace(inputs, **{name: x[:, :end] for name, x in per_token.items()})
+    changed: Any = replace(
+        inputs, **{name: torch.cat((x[:, :end], 0.5 * x[:, end:]), 1) for name, x in per_token.items()}
+    )
+    grad_o, _ = weights(long, inputs, state=False)
+    assert grad_o is not None
+    grad_o[:, end:] = 0
+    truth = ours(short, (grad_o[:, :end], None))
+    for call in (inputs, changed):
+        for name, x, y in zip(RECURRENT, ours(call, (grad_o, None)), truth, strict=True):
+            if x is not None and y is not None and (name, gate) != ("g", "head"):  # that is a sum over all tokens
+                assert torch.equal(x[:, :end] if name in per_token else x, y), name
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+@pytest.mark.parametrize("gate", ["none", "token", "channel"])
+def test_beta_of_0_and_1_with_equal_keys(gate: str, beta: float) -> None:
+    """With a beta of 1 every token overwrites the same entry of the state; with 0 none does, and dbeta is not 0."""
+    case = Case(gate, True, 40)
+    inputs = make_inputs(case)
+    assert inputs.beta is not None
+    inputs = replace(inputs, k=inputs.k[:, :1].expand_as(inputs.k), beta=torch.full_like(inputs.beta, beta))
+    grads = weights(case, inputs)
+    for name, x, truth in zip(RECURRENT, ours(inputs, grads), expected(case, inputs, grads), strict=True):
+        if x is not None and truth is not None:
+            assert relative_error(x, truth) <= TOLERANCE[torch.float32], name
+
+
+def test_an_expanded_gradient() -> None:
+    """That of ``o.sum()`` has strides of 0."""
+    case = Case("channel", True, 33)
+    inputs = make_inputs(case)
+    shape = inputs.v.shape
+    for x, y in zip(
+        ours(inputs, (torch.ones(()).expand(shape), None)), ours(inputs, (torch.ones(shape), None)), strict=True
+    ):
+        assert x is not None and y is not None and torch.equal(x, y)
 
 
 def test_operands_of_any_strides() -> None:
