@@ -1,16 +1,16 @@
 /* Gradients of the recurrence on a CPU, in chunks: the equations are those of lowering/adjoint.py.
  *
  * A chunk is TOKENS tokens of one sequence and value head, padded with tokens that change nothing. A first walk computes
- * the states between chunks and, of each chunk, P, L and W, with V' = beta W; a second walk goes backwards with dS. Where a
- * sequence has more chunks than are kept, only every ``kept``-th state is, and the rest is computed again.
+ * the states between chunks and, of each chunk, P, L and W, with V' = beta W; a second one goes backwards with dS. Where
+ * a sequence has more chunks than are kept, only every ``kept``-th state is, and the rest is computed again.
  *
  * Decays are factors a_t in [0, 1] and only ever multiplied: a factor of 0 is exact, and so is its gradient. With
- * before_t = a_1 .. a_t, after_t = a_{t+1} .. a_C and S, dS' the states around the chunk, what follows from the gradients
- * of Q_g, -K_g and K_d (dQ, dM, dO below) is
+ * before_t = a_1 .. a_t, after_t = a_{t+1} .. a_C, S before the chunk and dS' behind it, what follows from the gradients
+ * of Q_g, -K_g and K_d (dQ, dM, dD below) is
  *
- *     dq_t = before_t dQ_t       dk_t = after_t dO_t - before_t dM_t
+ *     dq_t = before_t dQ_t       dk_t = after_t dD_t - before_t dM_t
  *     da_t = before_{t-1} X_t + after_t Y_t       X_t = q_t dQ_t - k_t dM_t + a_{t+1} X_{t+1}
- *                                                 Y_{t+1} = k_t dO_t + a_t Y_t,   Y_1 = rowsum(S * dS')
+ *                                                 Y_{t+1} = k_t dD_t + a_t Y_t,   Y_1 = rowsum(S * dS')
  *
  * and of a pair (i, j) inside the chunk, with k_j decayed step by step from j to i, the derivative of that walk.
  *
@@ -38,28 +38,28 @@ struct problem {
     int64_t failed;                                /* set where memory ran out */
 };
 
-/* What is kept of a chunk: P and L [TOKENS, TOKENS], zero above the diagonal, and W [TOKENS, wide]. */
-struct kept {
-    real *P, *L, *W;
-};
-
 /* One task: the columns of V that a part has, of one head of one sequence. Rows of K are ``deep`` long in memory, rows
  * of V ``wide``: padded with zeros, and so that rows below each other do not meet in the cache. */
 struct walk {
     const struct problem *p;
     int64_t sequence, head, batch, start, end, part, column, columns, K, V, deep, wide; /* K, V: multiples of TOKENS */
-    int64_t first, count, ahead;           /* the tokens of the chunk, and how far the next one is */
-    real *q, *k, *a, *before, *after;         /* [TOKENS, deep] */
-    real *in, *out;                           /* Q_g and -K_g [2 TOKENS, deep], K_d [TOKENS, deep] */
-    real *total;                              /* exp(G_C) [deep] */
-    real *dq, *dk, *da;                       /* [TOKENS, deep] */
-    real *grads;                              /* dO, scaled, and b Z [2 TOKENS, wide] */
-    real *values;                             /* V' [TOKENS, wide] */
-    real *grads_t, *values_t;                 /* [V, 2 TOKENS], [V, TOKENS] */
-    real *products, *products_t;              /* dQ, dM, dO: [K, 3 TOKENS], [3 TOKENS, deep] */
-    real *pairs;                              /* dP and -dL [2 TOKENS, TOKENS] */
-    real *overlap, *dS;                       /* rowsum(S * dS') [deep], [K, wide] */
-    real beta[TOKENS], dbeta[TOKENS], q_factor[TOKENS], k_factor[TOKENS];
+    int64_t first, count; /* the tokens of the chunk */
+    int64_t ahead;        /* and how far from them the next ones are */
+    /* Kept of a chunk between the walks: */
+    real *q, *k, *a;                    /* [TOKENS, deep] */
+    real *P, *L, *W;                    /* [TOKENS, TOKENS], 0 above the diagonal; [TOKENS, wide] */
+    real *beta, *q_factor, *k_factor;   /* [TOKENS] */
+    /* Computed again: */
+    real *before, *after, *total;       /* [TOKENS, deep], exp(G_C) [deep] */
+    real *in, *out;                     /* Q_g and -K_g [2 TOKENS, deep], K_d [TOKENS, deep] */
+    real *values;                       /* V' [TOKENS, wide] */
+    /* Gradients: */
+    real *grads;                        /* dO, scaled, and b Z [2 TOKENS, wide] */
+    real *grads_t, *values_t;           /* [V, 2 TOKENS], [V, TOKENS] */
+    real *products, *products_t;        /* dQ, dM, dD: [K, 3 TOKENS], [3 TOKENS, deep] */
+    real *pairs;                        /* dP and -dL [2 TOKENS, TOKENS] */
+    real *overlap, *dS;                 /* rowsum(S * dS') [deep], [K, wide] */
+    real *dq, *dk, *da, dbeta[TOKENS];  /* [TOKENS, deep] */
 };
 
 static const real *at(const struct operand *x, int64_t batch, int64_t token, int64_t head)
@@ -82,12 +82,11 @@ static real read_key(const struct walk *w, const struct operand *x, int64_t t, r
     return factor;
 }
 
-/* q, k, decays and beta of the chunk that begins at ``first``, and what the decays make of them. */
-static void load_keys(struct walk *w, int64_t first)
+/* q, k, decays and beta of the chunk. */
+static void load_keys(struct walk *w)
 {
     const struct problem *p = w->p;
-    const int64_t n = w->deep;
-    w->first = first, w->count = w->end - first < TOKENS ? w->end - first : TOKENS;
+    const int64_t n = w->deep, first = w->first;
     for (int64_t t = 0; t < TOKENS; t++) {
         const int live = t < w->count;
         real *a = w->a + t * n;
@@ -104,6 +103,12 @@ static void load_keys(struct walk *w, int64_t first)
         else
             fill(a, live && p->decay.data ? *at(&p->decay, w->batch, first + t, w->head) : (real)1, w->K);
     }
+}
+
+/* What the decays make of them. */
+static void decay_keys(struct walk *w)
+{
+    const int64_t n = w->deep;
     for (int64_t i = 0; i < w->K; i += LANES) {
         vector before = {0}, after = {0};
         before += 1, after += 1;
@@ -128,13 +133,14 @@ static void load_values(const struct walk *w, const struct operand *x, real fact
 {
     for (int64_t t = 0; t < TOKENS; t++)
         if (x->data && t < w->count)
-            read_row(at(x, w->batch, w->first + t, w->head) + w->column, factor, w->columns, to + t * w->wide, w->V, w->ahead * x->token);
+            read_row(at(x, w->batch, w->first + t, w->head) + w->column, factor, w->columns, to + t * w->wide, w->V,
+                     w->ahead * x->token);
         else
             fill(to + t * w->wide, 0, w->V);
 }
 
 /* P and L of a chunk. */
-static void score(const struct walk *w, struct kept chunk)
+static void score(const struct walk *w)
 {
     real *key = w->products; /* k_j, decayed to i */
     for (int64_t j = 0; j < TOKENS; j++) {
@@ -150,46 +156,47 @@ static void score(const struct walk *w, struct kept chunk)
                 P += *(vector *)(w->q + place) * x;
                 L += *(vector *)(w->k + place) * x;
             }
-            chunk.P[i * TOKENS + j] = sum(P);
-            chunk.L[i * TOKENS + j] = i > j ? sum(L) : 0;
+            w->P[i * TOKENS + j] = sum(P);
+            w->L[i * TOKENS + j] = i > j ? sum(L) : 0;
         }
     }
 }
 
-/* The state behind the chunk at ``first`` from that before it, and what is kept of the chunk. */
-static void forward(struct walk *w, int64_t first, const real *state, struct kept chunk, real *next)
+/* The state behind the chunk from that before it, and what is kept of the chunk. */
+static void forward(struct walk *w, const real *state, real *next)
 {
-    w->ahead = TOKENS;
     real one[TOKENS];
-    load_keys(w, first);
-    load_values(w, &w->p->v, 1, chunk.W);
-    score(w, chunk);
+    w->ahead = TOKENS;
+    load_keys(w);
+    decay_keys(w);
+    load_values(w, &w->p->v, 1, w->W);
+    score(w);
     fill(one, 1, TOKENS);
     if (w->p->delta)
-        product(TOKENS, w->V, w->K, (struct matrix){w->in + TOKENS * w->deep, w->deep, 1}, state, w->wide, one, chunk.W,
-                chunk.W, w->wide);
+        product(TOKENS, w->V, w->K, (struct matrix){w->in + TOKENS * w->deep, w->deep, 1}, state, w->wide, one, w->W, w->W,
+                w->wide);
     for (int64_t j = 0; j < TOKENS; j++) {
-        scale(w->values + j * w->wide, w->beta[j], chunk.W + j * w->wide, w->V);
+        scale(w->values + j * w->wide, w->beta[j], w->W + j * w->wide, w->V);
         for (int64_t i = j + 1; w->p->delta && i < TOKENS; i++)
-            add(chunk.W + i * w->wide, -chunk.L[i * TOKENS + j], w->values + j * w->wide, w->V);
+            add(w->W + i * w->wide, -w->L[i * TOKENS + j], w->values + j * w->wide, w->V);
     }
     product(w->K, w->V, TOKENS, (struct matrix){w->out, 1, w->deep}, w->values, w->wide, w->total, state, next, w->wide);
 }
 
 /* The gradient of V', and from it b Z (``grads``), dbeta and dv. */
-static void backward_values(struct walk *w, struct kept chunk)
+static void backward_values(struct walk *w)
 {
     const struct problem *p = w->p;
     real one[TOKENS], *z = w->grads + TOKENS * w->wide;
     fill(one, 1, TOKENS);
-    product(TOKENS, w->V, TOKENS, (struct matrix){chunk.P, 1, TOKENS}, w->grads, w->wide, 0, z, z, w->wide);
+    product(TOKENS, w->V, TOKENS, (struct matrix){w->P, 1, TOKENS}, w->grads, w->wide, 0, z, z, w->wide);
     product(TOKENS, w->V, w->K, (struct matrix){w->out, w->deep, 1}, w->dS, w->wide, one, z, z, w->wide);
     for (int64_t j = TOKENS - 1; j >= 0; j--) {
         real *row = z + j * w->wide;
-        w->dbeta[j] = dot(row, chunk.W + j * w->wide, w->V);
+        w->dbeta[j] = dot(row, w->W + j * w->wide, w->V);
         scale(row, w->beta[j], row, w->V);
         for (int64_t i = 0; p->delta && i < j; i++)
-            add(z + i * w->wide, -chunk.L[j * TOKENS + i], row, w->V);
+            add(z + i * w->wide, -w->L[j * TOKENS + i], row, w->V);
     }
     for (int64_t t = 0; t < w->count; t++)
         write_row(z + t * w->wide, 1, w->columns,
@@ -208,12 +215,12 @@ INLINE void through_states(const struct walk *w, struct strip s, int64_t d, cons
 {
     const int64_t row = s.row;
     const vector *before = (vector *)(w->before + d), *after = (vector *)(w->after + d);
-    const vector *dQ = (vector *)(w->products_t + d), *dM = dQ + TOKENS * row, *dO = dM + TOKENS * row;
+    const vector *dQ = (vector *)(w->products_t + d), *dM = dQ + TOKENS * row, *dD = dM + TOKENS * row;
     vector x = {0}, y = *(vector *)(w->overlap + d);
     for (int64_t t = TOKENS - 1; t >= 0; t--) {
         x += s.q[t * row] * dQ[t * row];
         s.dq[t * row] = before[t * row] * dQ[t * row];
-        s.dk[t * row] = after[t * row] * dO[t * row];
+        s.dk[t * row] = after[t * row] * dD[t * row];
         if (delta) {
             x -= s.k[t * row] * dM[t * row];
             s.dk[t * row] -= before[t * row] * dM[t * row];
@@ -223,7 +230,7 @@ INLINE void through_states(const struct walk *w, struct strip s, int64_t d, cons
     }
     for (int64_t t = 0; t < TOKENS; t++) {
         s.da[t * row] += after[t * row] * y;
-        y = s.a[t * row] * y + s.k[t * row] * dO[t * row];
+        y = s.a[t * row] * y + s.k[t * row] * dD[t * row];
     }
 }
 
@@ -327,17 +334,17 @@ static void store(const struct walk *w)
     }
 }
 
-/* The gradients of the chunk at ``first``, and dS before it from dS behind it. */
-static void backward(struct walk *w, int64_t first, const real *state, struct kept chunk)
+/* The gradients of the chunk, and dS before it from dS behind it. */
+static void backward(struct walk *w, const real *state)
 {
     const struct problem *p = w->p;
     const int64_t rows = p->delta ? 2 * TOKENS : TOKENS;
     w->ahead = -TOKENS;
-    load_keys(w, first);
+    decay_keys(w);
     load_values(w, &p->grad_out, (real)p->scale, w->grads);
     for (int64_t t = 0; t < TOKENS; t++)
-        scale(w->values + t * w->wide, w->beta[t], chunk.W + t * w->wide, w->V);
-    backward_values(w, chunk);
+        scale(w->values + t * w->wide, w->beta[t], w->W + t * w->wide, w->V);
+    backward_values(w);
     transpose(w->grads, w->wide, rows, w->V, w->grads_t, 2 * TOKENS);
     transpose(w->values, w->wide, TOKENS, w->V, w->values_t, TOKENS);
     for (int64_t i = 0; i < w->K; i++)

@@ -16,12 +16,12 @@ struct room {
 
 static struct room room_for(const struct walk *w, int64_t chunks)
 {
-    const int64_t state = w->K * w->wide, chunk = TOKENS * (2 * TOKENS + w->wide);
+    const int64_t state = w->K * w->wide, chunk = TOKENS * (2 * TOKENS + w->wide + 3 * w->deep + 3);
     int64_t kept = w->p->history / (state + chunk) + 1;
     while (kept * kept < chunks) /* so that checkpoints do not become more than what is kept */
         kept++;
     kept = kept < chunks ? kept : chunks ? chunks : 1;
-    const int64_t fixed = TOKENS * (14 * w->deep + 3 * w->wide + 3 * w->V + 3 * w->K + 2 * TOKENS) + 2 * w->deep + state;
+    const int64_t fixed = TOKENS * (11 * w->deep + 3 * w->wide + 3 * w->V + 3 * w->K + 2 * TOKENS) + 2 * w->deep + state;
     return (struct room){kept, state, chunk, fixed + (chunks / kept + 1) * state + kept * (state + chunk)};
 }
 
@@ -32,10 +32,14 @@ static real *taken(real **memory, int64_t count)
     return here;
 }
 
-static struct kept chunk_at(real *memory, struct room room, int64_t i)
+/* The chunk at ``first``, of which ``kept`` holds what is kept. */
+static void turn_to(struct walk *w, int64_t first, real *kept)
 {
-    real *P = memory + i * room.chunk;
-    return (struct kept){P, P + TOKENS * TOKENS, P + 2 * TOKENS * TOKENS};
+    const int64_t keys = TOKENS * w->deep, pairs = TOKENS * TOKENS;
+    w->first = first, w->count = w->end - first < TOKENS ? w->end - first : TOKENS;
+    w->q = taken(&kept, keys), w->k = taken(&kept, keys), w->a = taken(&kept, keys);
+    w->P = taken(&kept, pairs), w->L = taken(&kept, pairs), w->W = taken(&kept, TOKENS * w->wide);
+    w->beta = taken(&kept, TOKENS), w->q_factor = taken(&kept, TOKENS), w->k_factor = taken(&kept, TOKENS);
 }
 
 /* From the first chunk to the last, then back, ``kept`` at a time. */
@@ -43,8 +47,8 @@ static void run_walk(struct walk *w, int64_t chunks, struct room room, real *mem
 {
     const struct problem *p = w->p;
     const int64_t n = TOKENS * w->deep, v = TOKENS * w->wide, tile = (w->sequence * p->heads + w->head) * p->K * p->V;
-    real **keys[] = {&w->q, &w->k, &w->a, &w->before, &w->after, &w->out, &w->dq, &w->dk, &w->da};
-    for (int i = 0; i < 9; i++)
+    real **keys[] = {&w->before, &w->after, &w->out, &w->dq, &w->dk, &w->da};
+    for (int i = 0; i < 6; i++)
         *keys[i] = taken(&memory, n);
     w->in = taken(&memory, 2 * n), w->products_t = taken(&memory, 3 * n);
     w->total = taken(&memory, w->deep), w->overlap = taken(&memory, w->deep);
@@ -60,18 +64,22 @@ static void run_walk(struct walk *w, int64_t chunks, struct room room, real *mem
     const int64_t pieces = (chunks + room.kept - 1) / room.kept;
     for (int64_t i = 0; i < (pieces - 1) * room.kept; i++) {
         const int64_t piece = i / room.kept, last = (i + 1) % room.kept == 0;
-        const real *from = i % room.kept ? states : checkpoints + piece * room.state;
-        forward(w, w->start + i * TOKENS, from, chunk_at(kept, room, 0), last ? checkpoints + (piece + 1) * room.state : states);
+        turn_to(w, w->start + i * TOKENS, kept);
+        forward(w, i % room.kept ? states : checkpoints + piece * room.state,
+                last ? checkpoints + (piece + 1) * room.state : states);
     }
     for (int64_t piece = pieces - 1; piece >= 0; piece--) {
         const int64_t first = w->start + piece * room.kept * TOKENS;
         const int64_t count = piece < pieces - 1 ? room.kept : chunks - piece * room.kept;
-        for (int64_t i = 0; i < count; i++)
-            forward(w, first + i * TOKENS, i ? states + i * room.state : checkpoints + piece * room.state,
-                    chunk_at(kept, room, i), states + (i + 1 < count ? i + 1 : 0) * room.state);
-        for (int64_t i = count - 1; i >= 0; i--)
-            backward(w, first + i * TOKENS, i ? states + i * room.state : checkpoints + piece * room.state,
-                     chunk_at(kept, room, i));
+        const real *checkpoint = checkpoints + piece * room.state;
+        for (int64_t i = 0; i < count; i++) {
+            turn_to(w, first + i * TOKENS, kept + i * room.chunk);
+            forward(w, i ? states + i * room.state : checkpoint, states + (i + 1) % room.kept * room.state);
+        }
+        for (int64_t i = count - 1; i >= 0; i--) {
+            turn_to(w, first + i * TOKENS, kept + i * room.chunk);
+            backward(w, i ? states + i * room.state : checkpoint);
+        }
     }
     for (int64_t i = 0; i < p->K; i++)
         write_row(w->dS + i * w->wide, 1, w->columns, p->dinitial + tile + i * p->V + w->column);

@@ -100,13 +100,50 @@ static void product(
         }
 }
 
-/* [rows, columns] to [columns, rows]; ``rows`` a multiple of TOKENS. */
+/* A square of LANES rows, turned: every round interleaves the first half of the rows with the second. */
+INLINE void turn(vector x[LANES])
+{
+#ifdef __clang__ /* it has no shuffle whose order is a vector */
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < i; j++) {
+            const real upper = x[j][i];
+            x[j][i] = x[i][j], x[i][j] = upper;
+        }
+#else
+    typedef __typeof__((vector){0} < (vector){0}) order;
+    order low, high;
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        low[i] = i / 2 + i % 2 * LANES, high[i] = low[i] + LANES / 2;
+#pragma GCC unroll 4
+    for (int round = 1; round < LANES; round *= 2) {
+        vector y[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            y[2 * i] = __builtin_shuffle(x[i], x[i + LANES / 2], low);
+            y[2 * i + 1] = __builtin_shuffle(x[i], x[i + LANES / 2], high);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            x[i] = y[i];
+    }
+#endif
+}
+
+/* [rows, columns] to [columns, rows], both multiples of TOKENS. */
 static void transpose(const real *from, int64_t from_row, int64_t rows, int64_t columns, real *to, int64_t to_row)
 {
-    for (int64_t r = 0; r < rows; r += TOKENS)
-        for (int64_t c = 0; c < columns; c++)
-            for (int i = 0; i < TOKENS; i++)
-                to[c * to_row + r + i] = from[(r + i) * from_row + c];
+    for (int64_t r = 0; r < rows; r += LANES)
+        for (int64_t c = 0; c < columns; c += LANES) {
+            vector x[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+                x[i] = *(const vector *)(from + (r + i) * from_row + c);
+            turn(x);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+                *(vector *)(to + (c + i) * to_row + r) = x[i];
+        }
 }
 
 /* y = factor x; both aligned and padded, as in the functions above. */
