@@ -80,6 +80,7 @@ from kdacompile.compat.reporting import (
 )
 from kdacompile.compat.symbols import (
     NoHint,
+    alike,
     allowed,
     arithmetic_of,
     backed_hints,
@@ -90,6 +91,7 @@ from kdacompile.compat.symbols import (
     is_one,
     is_unbacked,
     name_of,
+    number_in,
     settle,
     shape_env,
     size_at,
@@ -109,6 +111,7 @@ __all__ = [
     "NoHint",
     "ShortenTraceback",
     "accepted",
+    "alike",
     "allowed",
     "aot_eager",
     "arithmetic_of",
@@ -150,6 +153,7 @@ __all__ = [
     "no_fake_modes",
     "no_python_dispatcher",
     "no_saved_tensors_hooks",
+    "number_in",
     "owner",
     "pass_uuid",
     "propagate_fake",

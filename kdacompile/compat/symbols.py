@@ -12,9 +12,12 @@ from torch import fx
 
 # Torch-private: which compilation this is, and what was demanded of its sizes.
 from torch._guards import CompileContext, TracingContext
+from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from kdacompile.compat.nodes import example_value
+from kdacompile.compat.nodes import example_value, propagate_fake
 
 
 class NoHint(RuntimeError):
@@ -171,3 +174,39 @@ def size_at(size: Any, sizes: dict[Any, int]) -> Any:
         raise NoHint(f"{size} is not settled")
     kind = int if isinstance(size, torch.SymInt) else float if isinstance(size, torch.SymFloat) else bool
     return kind(number)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two sizes are one expression, symbols with one hint taken for each other (an op asks for equal lengths
+    of q and v, which no guard has compared).
+    """
+    if not isinstance(one, torch.SymInt) and not isinstance(other, torch.SymInt):
+        return bool(one == other)
+    exprs = [sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size) for size in (one, other)]
+    env = next(size.node.shape_env for size in (one, other) if isinstance(size, torch.SymInt))
+    hints = backed_hints(env)
+    named = {symbol: sympy.Symbol(f"of_{hint}", integer=True, positive=True) for symbol, hint in hints.items()}
+    return exprs[0].xreplace(named) == exprs[1].xreplace(named)
+
+
+def number_in(graph: fx.Graph, size: Any, like: fx.Node) -> Any:
+    """A size as an argument of a call: itself if it is fixed, else a node that computes it from the graph's inputs,
+    at the graph's insertion point. Raises ``NoHint`` where an input of the graph lacks a symbol of it.
+    """
+    if not isinstance(size, torch.SymInt):
+        return size
+    expr = sympy.sympify(size.node.expr)
+    if expr.is_Integer:
+        return int(expr)
+    inputs = {node: example_value(node) for node in graph.find_nodes(op="placeholder")}
+    given = {x.node.expr: node for node, x in inputs.items() if isinstance(x, torch.SymInt)}
+    if not expr.free_symbols <= given.keys():
+        raise NoHint(f"{size} is no input of the graph")
+    before = set(graph.nodes)
+    tracer = GraphAppendingTracer(graph)
+    proxies = {symbol: fx.Proxy(given[symbol], tracer) for symbol in expr.free_symbols}
+    node = sympy_interp(PythonReferenceAnalysis, proxies, expr).node
+    for new in graph.nodes:
+        if new not in before:
+            propagate_fake(new, like)
+    return node

@@ -7,6 +7,7 @@ of what disappears is still read. ``linear_attention.py`` and ``attention.py`` s
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from kdacompile.ops import definitions
 from kdacompile.ops.signature import Signature
 from kdacompile.patterns.engine.match import B, Code, Match
 from kdacompile.patterns.engine.placement import Placement
+from kdacompile.rewrite import strides
 from kdacompile.rewrite.derived import Derived
 
 
@@ -345,11 +347,11 @@ class Splice(Generic[B]):
 
     def memory_order(self, placement: Placement, want: torch.Tensor) -> str:
         """The op's own dimensions in the order in which ``want`` has them in memory."""
-        strides = dict(zip(placement.axes, map(_hint, want.stride()), strict=True))
+        steps = dict(zip(placement.axes, map(_hint, want.stride()), strict=True))
         long = [axis for axis, size in zip(placement.axes, want.shape, strict=True) if _hint(size) > 1]
         order = placement.order
         kept = [axis for axis in order if axis in long]
-        moved = iter(sorted(kept, key=lambda axis: -strides[axis]))
+        moved = iter(sorted(kept, key=lambda axis: -steps[axis]))
         return "".join(next(moved) if axis in kept else axis for axis in order)
 
     def laid_out(self, placement: Placement, node: fx.Node, like: fx.Node) -> fx.Node:
@@ -364,14 +366,16 @@ class Splice(Generic[B]):
         if compat.example_value(node).dtype != want.dtype:
             node = self.method(node, "to", want.dtype)
         have = compat.example_value(node)
-        pairs = zip(want.shape, have.stride(), want.stride(), strict=True)
-        same = all(compat.is_one(size) or str(ours) == str(theirs) for size, ours, theirs in pairs)
-        if same or want.numel() == 0 or not self.keep_strides:
+        if not self.keep_strides or want.numel() == 0:
             return node
-        fixed = not compat.free_symbols((*want.shape, *want.stride()))
-        if fixed and self.is_returned(like) and not torch.ops.aten.is_non_overlapping_and_dense(want):
-            return self.with_gaps(node, [*map(int, want.shape)], [*map(int, want.stride())])
-        order = sorted(range(want.dim()), key=lambda d: (-_hint(want.stride(d)), d))
+        same, format = strides.same(have, want), strides.like_channels(want)
+        if same and strides.like_channels(have) == format:
+            return node
+        gaps = strides.has_gaps(want) and self.is_returned(like)
+        if same or gaps or strides.like_channels(want, strides.packed(want)) != format:
+            with contextlib.suppress(compat.NoHint):
+                return self.with_gaps(node, want)
+        order = strides.order(want)
         node = self.method(node, "permute", *order)
         node = self.method(node, "contiguous")
         return self.method(node, "permute", *(order.index(d) for d in range(want.dim())))
@@ -388,14 +392,19 @@ class Splice(Generic[B]):
                     seen.add(user)
         return False
 
-    def with_gaps(self, node: fx.Node, shape: list[int], strides: list[int]) -> fx.Node:
-        """``node`` in memory that holds more than it (a slice of something padded), or less (expanded)."""
-        like = compat.example_value(node)
-        once = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
-        for dim in (dim for dim, stride in enumerate(strides) if stride == 0):
+    def with_gaps(self, node: fx.Node, want: torch.Tensor) -> fx.Node:
+        """``node`` in memory that holds more than it (a slice of something padded), or less (expanded). Raises
+        ``NoHint`` where the graph cannot compute the strides.
+        """
+        shape, steps = (
+            [compat.number_in(self.graph, number, node) for number in numbers]
+            for numbers in (want.shape, want.stride())
+        )
+        once = [1 if step == 0 else size for size, step in zip(shape, steps, strict=True)]
+        for dim in (dim for dim, step in enumerate(steps) if step == 0):
             node = self.method(node, "narrow", dim, 0, 1)
-        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-        made = self.graph.call_function(torch.empty_strided, (once, strides), options)
+        options: dict[str, Any] = {"dtype": want.dtype, "device": want.device}
+        made = self.graph.call_function(torch.empty_strided, (once, steps), options)
         node = self.method(self.with_meta(made, node), "copy_", node)
         return self.method(node, "expand", *shape) if once != shape else node
 
@@ -406,10 +415,9 @@ class Splice(Generic[B]):
         users = self.later_users(placement.value)
         made: dict[fx.Node, fx.Node] = {}
         for name, user in users:
-            given = name if self.is_returned(name) else like
-            if given not in made:
-                made[given] = self.laid_out(placement, node, given)
-            user.replace_input_with(name, made[given])
+            if name not in made:  # a copy in a buffer may lie otherwise
+                made[name] = self.laid_out(placement, node, name)
+            user.replace_input_with(name, made[name])
 
     def absorbed_nodes(self) -> set[fx.Node]:
         """Nodes between the op's inputs and the region."""

@@ -346,7 +346,7 @@ def _tidy(scale: float) -> float:
     if not math.isfinite(scale) or not 0 < scale < 1:
         return scale
     nice = round(scale**-2) ** -0.5
-    return nice if abs(scale - nice) < 1e-9 * nice else scale
+    return nice if abs(scale - nice) < PRECISE * nice else scale
 
 
 def _numbers(drawn: Tensor | Residues) -> Tensor:

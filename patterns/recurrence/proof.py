@@ -287,7 +287,7 @@ def _check_sizes(have: Tensor, want: Tensor) -> None:
 def _tidy(scale: float, key_size: int) -> float:
     """The intended number behind a fitted one: 1, K ** -0.5, or what was fitted."""
     for nice in (1.0, key_size**-0.5, 1.0 / key_size):
-        if abs(scale - nice) < 1e-7 * nice:
+        if abs(scale - nice) < PRECISE * nice:
             return nice
     return scale
 

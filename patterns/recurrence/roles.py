@@ -8,6 +8,7 @@ from math import isclose, log
 
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.axes import labelings, oddity
+from kdacompile.patterns.engine.compare import PRECISE
 from kdacompile.patterns.engine.match import Binding, Candidate, Match
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.family import pattern_of
@@ -84,14 +85,16 @@ class Recurrence(Binding):
 
     def key(self) -> tuple[object, ...]:
         gate = self.gate, self.gate_scale, self.sigmoid_beta, len(self.decay) if self.rounded else self.decay
-        options = f"{self.scale:.9g}", self.qk_l2norm_eps, self.output.backwards  # a fitted scale is rounded
+        options = self.qk_l2norm_eps, self.output.backwards
         written = "*" in "".join(placement.axes for placement in self.inputs.values()) or "A_log" in self.inputs
         fixed = (self.sizes["H"], self.sizes["K"]) if written else ()
         return self.assignment(), gate, options, fixed, self.sizes["T"] == 1
 
     def same_as(self, other: Binding) -> bool:
-        """Decays read off rounded tables come out slightly different at each length."""
+        """Decays read off rounded tables come out slightly different at each length, a fitted scale by rounding."""
         if not isinstance(other, Recurrence) or self.key() != other.key():
+            return False
+        if not isclose(self.scale, other.scale, rel_tol=PRECISE):
             return False
         return all(isclose(log(a), log(b), rel_tol=1e-4) for a, b in zip(self.decay, other.decay, strict=True))
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kdacompile.patterns.engine.compare import PRECISE
+
 ROUNDINGS = 4
 """Units of the dtype's rounding (half its spacing) by which an entry may be off, for each e-fold of its exponent."""
 
@@ -70,7 +72,7 @@ def steps(table: Tensor, logs: Tensor) -> tuple[Tensor, int | None] | None:
         if found is None:
             continue
         powers = torch.where(flat == 0, 0.0, (found * own.reshape(-1, *[1] * (flat.dim() - 1))).exp())
-        if _rounds_to(flat, powers, 1e-9, 1e-300):
+        if _rounds_to(flat, powers, PRECISE, 1e-300):
             found = found.expand(flat.shape).to(torch.int64)
             return (found[0], None) if dim is None else (found.movedim(0, dim), dim)
     return None

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kdacompile.report.collect import collecting
 from tests.compare import copies, tensors
-from tests.fuzz.recipes import Recipe, load
+from tests.fuzz.recipes import Recipe, forget, load
 from tests.fuzz.yardstick import Narrowest, apart, from_exact, unrounded
 
 BOUND = {"float64": 1e-9, "float32": 5e-5}
@@ -147,6 +147,7 @@ class Judge:
         except Slow:
             found = Verdict("slow", f"longer than {seconds} s")
         torch._dynamo.reset()
+        forget()
         return Verdict(found.kind, found.detail, found.patterns, found.codes, time.monotonic() - started, found.call)
 
     def _judged(self, recipe: Recipe) -> Verdict:

@@ -72,13 +72,16 @@ def changed(numbers: str, names: tuple[str, ...], tensors: tuple[Tensor, ...]) -
     return tuple(NUMBERS[numbers](name, x) for name, x in zip(names, tensors, strict=True))
 
 
-def laid_out(layout: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same numbers in another layout; "aliased" gives two arguments of one shape as one tensor."""
+def laid_out(layout: str, names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same numbers in another layout; "aliased" gives arguments of one shape as one tensor: the log gates, if they
+    are among them, since no other numbers are log gates (those of 1e7 grow beyond any dtype).
+    """
     if layout == "strided":
         return tuple(x.transpose(0, -1).contiguous().transpose(0, -1) for x in tensors)
     if layout == "offset":
         return tuple(torch.cat([x, x])[x.shape[0] :] for x in tensors)
     if layout == "aliased":
-        first = {x.shape: x for x in reversed(tensors)}
+        pairs = sorted(zip(names, tensors, strict=True), key=lambda pair: pair[0] in LOGS)
+        first = {x.shape: x for _, x in [*reversed(pairs), *(pair for pair in pairs if pair[0] in LOGS)]}
         return tuple(first[x.shape] for x in tensors)
     return tensors

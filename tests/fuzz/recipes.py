@@ -59,7 +59,7 @@ class Recipe:
         base = bases.base(self.base)
         double = base.draw(self.sizes, call.length, torch.float64, call.seed)
         numbers = changed(call.numbers, base.takes, double)
-        return laid_out(call.layout, tuple(x.to(dtype or getattr(torch, self.dtype)) for x in numbers))
+        return laid_out(call.layout, base.takes, tuple(x.to(dtype or getattr(torch, self.dtype)) for x in numbers))
 
 
 def load(text: str, dtype: str, folder: Path) -> Callable[..., Any]:
@@ -71,11 +71,14 @@ def load(text: str, dtype: str, folder: Path) -> Callable[..., Any]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[name]
+    spec.loader.exec_module(module)
     return module.program
+
+
+def forget() -> None:
+    """What has been loaded. Until then Dynamo may import it by its name."""
+    for name in [name for name in sys.modules if name.startswith("fuzzed_")]:
+        del sys.modules[name]
 
 
 def _any_base(rng: random.Random) -> Base:

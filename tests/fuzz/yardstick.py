@@ -106,6 +106,8 @@ class Unrounded(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func.overloadpacket.__name__ == "randn":  # a generator gives other numbers in another dtype
+            return func(*args, **kwargs)
         given = tensors((args, kwargs))
         reached = self.constants or any(x.untyped_storage().data_ptr() in self.reached for x in given)
         if func.overloadpacket.__name__ in _BLANK:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from tests.fuzz.yardstick import difference
 from tests.soundness.programs import explained, matched, refused, tokens
 
 Args = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -156,3 +158,48 @@ def test_numbers_that_are_rounded() -> None:
 
     report = explained(program, inputs)
     assert [match.pattern for match in report.matches] == ["gated_delta_rule"], str(report)
+
+
+def normed(x: Tensor, times: float = 1.0) -> Tensor:
+    return x * times * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def retained(q: Tensor, k: Tensor, v: Tensor, times: float) -> Tensor:
+    """Retention by heads, its table of powers times a number."""
+    place = torch.arange(q.shape[1], dtype=q.dtype)
+    decay = (0.9 ** (place[:, None] - place)).tril() * times
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return ((q @ k.mT * decay) @ v).transpose(1, 2)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, times: float) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return ((q @ k.mT * (q.shape[-1] ** -0.5 * times)).softmax(-1) @ v).transpose(1, 2)
+
+
+plain = lambda *x: loop(*x, step=write, read=read)  # noqa: E731
+NEARLY_ONE: dict[str, Callable[..., Tensor]] = {
+    "normed queries": lambda q, k, v, g, b, c: plain(normed(q, c), normed(k), v, g, b),
+    "normed keys": lambda q, k, v, g, b, c: plain(normed(q), normed(k, c), v, g, b),
+    "queries": lambda q, k, v, g, b, c: plain(q * (8**-0.5 * c), k, v, g, b),
+    "the output": lambda q, k, v, g, b, c: plain(q, k, v, g, b) * c,
+    "values": lambda q, k, v, g, b, c: plain(q, k, v + (c - 1) * v.sum(0, keepdim=True), g, b),
+    "a write gate": lambda q, k, v, g, b, c: plain(q, k, v, g, b.logit().sigmoid() * c),
+    "a write gate's logit": lambda q, k, v, g, b, c: plain(q, k, v, g, (b.logit() * c).sigmoid()),
+    "a gate": lambda q, k, v, g, b, c: plain(q, k, v, -F.softplus(g) * c, b),
+    "a gate spelled out": lambda q, k, v, g, b, c: plain(q, k, v, -torch.log1p(g.exp()) * c, b),
+    "a table": lambda q, k, v, g, b, c: retained(q, k, v, c),
+    "scores": lambda q, k, v, g, b, c: attended(q, k, v, c),
+}
+
+
+@pytest.mark.parametrize("name", NEARLY_ONE)
+def test_a_factor_that_is_nearly_one(name: str) -> None:
+    """It was rounded to one: scales are measured, and what is absorbed was compared to 1e-8."""
+    inputs = tuple(x.double() for x in given())
+    torch.set_default_dtype(torch.float64)
+    try:
+        report = explained(lambda *x: NEARLY_ONE[name](*x, 1 + 1e-9), inputs, **{"kda.inner": "eager"})
+        assert difference(report.result, NEARLY_ONE[name](*inputs, 1 + 1e-9)) < 1e-12, str(report)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kdacompile.report.collect import collecting
 from tests.compare import worst_error
 from tests.lifting.conftest import fresh
 from tests.lifting.test_soundness import compiled, lifted
@@ -46,10 +47,10 @@ RESULTS: dict[str, Program] = {
 }
 
 
-def given(batch: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def given(batch: int = 2, length: int = 13) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rng = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(batch, 13, 3, width, generator=rng) for width in (4, 4, 6))
-    return q, k, v, -torch.rand(batch, 13, 3, generator=rng)
+    q, k, v = (torch.randn(batch, length, 3, width, generator=rng) for width in (4, 4, 6))
+    return q, k, v, -torch.rand(batch, length, 3, generator=rng)
 
 
 @pytest.mark.parametrize("batch", [2, 1])
@@ -60,6 +61,59 @@ def test_strides_are_eagers(name: str, batch: int) -> None:
     assert len(report.matches) == 1, str(report)
     assert report.result.stride() == expected.stride()
     assert worst_error(report.result, expected) <= BOUND
+
+
+OPEN = [name for name in RESULTS if name not in ("half a buffer", "every other place of a buffer")]
+
+
+def chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """By chunks of 8, ``[B, H, T, V]``, cut from what was padded."""
+    out, _ = chunked(q, k, v)
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", [*OPEN, "chunks", "chunks, tokens first"])
+def test_strides_where_sizes_are_open(name: str, dynamic: bool | None) -> None:
+    fn = {**RESULTS, "chunks": chunks, "chunks, tokens first": lambda *x: chunks(*x).transpose(1, 2)}[name]
+    torch._dynamo.reset()
+    run = torch.compile(fn, backend="kda", options={"kda.inner": "eager", "kda.lift": False}, dynamic=dynamic)
+    with collecting() as report, torch.no_grad():
+        for length in (13, 16, 21, 24, 40):
+            have, want = run(*given(2, length)), fn(*given(2, length))
+            assert have.stride() == want.stride(), f"{length}: {report}"
+            assert worst_error(have, want) <= BOUND
+    assert report.matches and (name not in OPEN or report.graph_count <= 2), str(report)
+
+
+NEXT: dict[str, Callable[[Tensor], Tensor]] = {
+    "roll": lambda o: o.roll(-1, -3),
+    "cat": lambda o: torch.cat([o, o], 1),
+    "clone": lambda o: o.clone(),
+    "sum": lambda o: o + o[:, :1],
+    "stack": lambda o: torch.stack([o, o]),
+}
+
+
+@pytest.mark.parametrize("sizes", [(1, 13, 3, 6), (1, 1, 3, 6), (2, 13, 1, 6), (1, 13, 1, 1), (2, 1, 3, 1)], ids=str)
+@pytest.mark.parametrize("name", NEXT)
+def test_strides_of_what_reads_a_result(name: str, sizes: tuple[int, ...]) -> None:
+    """Tokens innermost, as some paths of einsum have them: whether that is an image decides how ``cat`` lays out."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        o = attention(q, k, v, g)
+        batch, length, heads, width = o.shape
+        steps = (length * heads * width if batch > 1 else 6, 1, length * width, length)
+        return NEXT[name](torch.empty_strided(o.shape, steps, dtype=o.dtype).copy_(o))
+
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(*sizes[:3], width, generator=rng) for width in (4, 4, sizes[3]))
+    inputs = q, k, v, -torch.rand(*sizes[:3], generator=rng)
+    report = explained(fn, inputs, **{"kda.inner": "eager"})
+    want = fn(*inputs)
+    for size, own, theirs in zip(want.shape, report.result.stride(), want.stride(), strict=True):
+        assert size == 1 or own == theirs, str(report)
+    assert worst_error(report.result, want) <= BOUND
 
 
 @pytest.mark.parametrize("name", ["a slice of what was padded", "every other place of a buffer", "expanded"])

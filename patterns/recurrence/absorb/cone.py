@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value, ancestors
+from kdacompile.patterns.engine.compare import PRECISE
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.reduced import CannotReduce
@@ -181,11 +182,11 @@ class Runner:
         return tensor.expand(sizes)
 
 
-def agrees(have: Tensor, want: Tensor, *, absolute: float = 1e-12) -> bool:
+def agrees(have: Tensor, want: Tensor, *, absolute: float = 1e-14) -> bool:
     """Equal in float64 up to rounding, where ``have`` is finite (a spelling may overflow where the op does not)."""
     have, want = torch.broadcast_tensors(have, want)
     finite = torch.isfinite(have)
-    close = (have - want).abs() <= 1e-8 * want.abs() + absolute
+    close = (have - want).abs() <= PRECISE * want.abs() + absolute
     return bool(finite.any()) and bool((close | ~finite).all())
 
 

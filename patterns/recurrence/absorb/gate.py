@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kdacompile.graph.ir import Value
@@ -106,6 +107,7 @@ def _scale(cone: Cone, match: RecurrenceMatch, function: GateFunction) -> float 
     rows = -(-tokens // match.sizes["T"])
     runner = Runner(cone, match.sizes, at_most={"B": rows, "T": tokens})
     found: list[float] = []
+    alike: list[int] = []
     sign = SIGNS[function.scale]
 
     def check(run: Runner) -> bool:
@@ -118,14 +120,23 @@ def _scale(cone: Cone, match: RecurrenceMatch, function: GateFunction) -> float 
             x, rate = _draw(run, given, start, scaled=scaled)
             have = run(x) if rate is None else run(x, rate.log())
             have = have.log() if match.binding.gate_fn == "factor" else have * match.binding.gate_rate
-            want = log_decay(x, 1.0 if rate is None else rate.reshape(1, 1, -1, 1), function.name, 1.0)
+            wanted = _wanted(x, 1.0 if rate is None else rate.reshape(1, 1, -1, 1), function.name)
             if not found:
-                found.append(_fitted(have, want, sign))
-            if not agrees(have, want * found[0], absolute=1e-12 * max(1.0, abs(found[0]))):
+                found.append(_fitted(have, wanted[0], sign))
+                alike[:] = range(len(wanted))
+            absolute = 1e-14 * max(1.0, abs(found[0]))
+            alike[:] = [form for form in alike if agrees(have, wanted[form] * found[0], absolute=absolute)]
+            if not alike:
                 return False
         return sign == 0 or found[0] * sign > 0.0
 
     return found[0] if holds_for(runner, check) else None
+
+
+def _wanted(x: Tensor, rate: Tensor | float, function: str) -> list[Tensor]:
+    """The log decay, and the same with or without the branch of ``F.softplus``, which is x itself from 20 on."""
+    other = {"softplus": lambda: -rate * torch.logaddexp(x, torch.zeros_like(x)), "logsigmoid": lambda: -F.softplus(-x)}
+    return [log_decay(x, rate, function, 1.0), *(form() for name, form in other.items() if name == function)]
 
 
 def _draw(run: Runner, given: Tensor, start: int, *, scaled: bool) -> tuple[Tensor, Tensor | None]:

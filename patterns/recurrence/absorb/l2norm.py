@@ -61,7 +61,7 @@ def _eps(cone: Cone, sizes: dict[str, int]) -> float | None:
 
 
 def _is_l2norm(run: Runner, eps: float) -> bool:
-    return all(agrees(run(x), l2norm(x, eps), absolute=1e-13) for x in probes(run.shape(0), eps))
+    return all(agrees(run(x), l2norm(x, eps), absolute=1e-15) for x in probes(run.shape(0), eps))
 
 
 def l2norm(x: Tensor, eps: float) -> Tensor:
