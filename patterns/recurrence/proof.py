@@ -10,7 +10,7 @@ turns them away.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from kdacompile.patterns.engine.compare import PRECISE, TOLERANCE, one_thread, t
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.field import Silent
 from kdacompile.patterns.engine.match import Verdict
+from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.reduced import CannotReduce
 from kdacompile.patterns.engine.vocabulary import LAYOUT
 from kdacompile.patterns.recurrence import exact, tables
@@ -253,11 +254,30 @@ def _first_token_error(binding: Recurrence, inputs: dict[Value, Tensor], results
     """
     if binding.inputs.get("initial_state"):
         return 0.0
-    want, _ = _reference(binding, inputs, 1)
-    have = binding.output.to_canonical(results[0])[:, :1]
+    given = {p.role: _of_first_token(p, inputs[p.value]).double() for p in binding.inputs.values() if p.role in _READ}
+    want, have = _first_token(**given), _of_first_token(binding.output, results[0])
     _check_sizes(have, want)
     scale = (have * want).sum() / (want * want).sum()
     return token_error(have, want * scale)
+
+
+_READ = frozenset({"q", "k", "v", "beta", "u"})
+"""Roles that the first token reads."""
+
+
+def _of_first_token(placement: Placement, tensor: Tensor) -> Tensor:
+    """The first token of the first request, of a tensor that has tokens; nothing larger is laid out or turned."""
+    data = replace(placement, backwards=False).to_canonical(tensor)
+    return (data[:1, -1:] if placement.backwards else data[:1, :1]) if "T" in placement.order else data
+
+
+def _first_token(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, u: Tensor | None = None) -> Tensor:
+    """``(q . k) b v``, with a bonus ``(q . u k) v``: what the recurrence makes of an empty state, without the state,
+    which a wrong binding can make very large. ``[1, 1, H, V]``.
+    """
+    score = (q * k).repeat_interleave(v.shape[2] // q.shape[2], 2)
+    score = (score if u is None else score * u).sum(-1, keepdim=True)
+    return score * v if beta is None else score * v * beta[..., None]
 
 
 def _fit(binding: Recurrence, inputs: dict[Value, Tensor], results: list[Tensor]) -> tuple[Recurrence | None, float]:
