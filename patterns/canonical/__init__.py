@@ -12,7 +12,17 @@ from torch import fx
 
 from kdacompile.graph.edit import Edit, NewCalls
 from kdacompile.graph.ir import Graph
-from kdacompile.patterns.canonical import factors, hoist, log_gates, packed, quotients, relaid, row_sums, shared
+from kdacompile.patterns.canonical import (
+    adapters,
+    factors,
+    hoist,
+    log_gates,
+    packed,
+    quotients,
+    relaid,
+    row_sums,
+    shared,
+)
 
 Rule = Callable[[Edit, fx.Graph], None]
 
@@ -31,13 +41,17 @@ RULES: tuple[Rule, ...] = (
 
 def apply(rules: Iterable[Rule], functional: Graph, calls: NewCalls, graph: fx.Graph) -> bool:
     """Apply rules to the functional graph of ``graph``; True if one changed it."""
-    changed = False
+    changed, before = False, functional.calls
     for rule in rules:
         edit = Edit(functional, calls)
         rule(edit, graph)
         edit.finish()
         changed |= edit.changed
+    functional.calls = calls if changed else before
     return changed
 
 
 may_take_loops_apart = hoist.may_help
+
+merge_adapters: Rule = adapters.apply
+"""For attention, which is searched before these rules."""

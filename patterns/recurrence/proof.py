@@ -10,7 +10,7 @@ turns them away.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from kdacompile.patterns.engine.compare import PRECISE, TOLERANCE, one_thread, t
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.field import Silent
 from kdacompile.patterns.engine.match import Verdict
-from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.reduced import CannotReduce
 from kdacompile.patterns.engine.vocabulary import LAYOUT
 from kdacompile.patterns.recurrence import exact, tables
@@ -141,11 +140,7 @@ def _judge(
     """One binding: most are refuted by a first run that many share; without a reason, if they are."""
     first = _first_run(candidate, binding, runner, drawn)
     inputs, results = first.inputs, first.results
-    query = next(placement.value for placement in binding.inputs.values() if placement.role == "q")
     least = float("inf")
-    if first.doubles.get(query) is False:
-        return Verdict(None, least)
-    region = runner
     for turned in (binding, binding.backwards()) if binding.sizes["T"] > 1 else (binding,):
         start = _first_token_error(turned, inputs, results)
         fitted, error = _fit(turned, inputs, results) if start < ALIKE else (None, start)
@@ -154,8 +149,6 @@ def _judge(
             fitted, runner = _with_constant_decay(turned, runner)
         if fitted is not None:
             return _probe_fully(fitted, runner, wide=wide)
-    if query not in first.doubles:
-        first.doubles[query] = _doubles(query, first, region)
     return Verdict(None, least)
 
 
@@ -170,8 +163,6 @@ def _describe(binding: Recurrence) -> str:
 class _FirstRun:
     inputs: dict[Value, Tensor]
     results: list[Tensor]
-    doubles: dict[Value, bool] = field(default_factory=dict)
-    """Whether the output doubles with an input, of those that were taken for the query in vain."""
 
 
 _Shapes = tuple[tuple[int, ...], ...]
@@ -207,19 +198,12 @@ def _first_run(candidate: RecurrenceCandidate, binding: Recurrence, runner: _Run
     return found
 
 
-def _doubles(query: Value, first: _FirstRun, runner: _Runner) -> bool:
-    """True if the output doubles with this input, as ``scale * S_t^T q_t`` does with the query whatever the rest is.
-
-    What it does not double with is the query under no binding: this run of the region saves many of the recurrence.
-    """
-    once, twice = first.results[0], runner({**first.inputs, query: 2 * first.inputs[query]})[0]
-    size = float(once.nan_to_num(posinf=0.0, neginf=0.0).abs().max())
-    return torch.allclose(twice, 2 * once, rtol=1e-6, atol=1e-6 * size, equal_nan=True)
-
-
-def _reference(binding: Recurrence, inputs: dict[Value, Tensor], steps: int | None = None) -> tuple[Tensor, Tensor]:
+def _reference(binding: Recurrence, inputs: dict[Value, Tensor]) -> tuple[Tensor, Tensor]:
     """What the recurrence computes from the region's inputs."""
-    given = {p.role: p.to_canonical(inputs[p.value]) for p in binding.inputs.values()}
+    return _recurrence(binding, {p.role: p.to_canonical(inputs[p.value]) for p in binding.inputs.values()})
+
+
+def _recurrence(binding: Recurrence, given: dict[str, Tensor], steps: int | None = None) -> tuple[Tensor, Tensor]:
     return token_recurrence(
         given["q"],
         given["k"],
@@ -254,40 +238,16 @@ def _first_token_error(binding: Recurrence, inputs: dict[Value, Tensor], results
     """
     if binding.inputs.get("initial_state"):
         return 0.0
-    given = {p.role: _of_first_token(p, inputs[p.value]).double() for p in binding.inputs.values() if p.role in _READ}
-    want, have = _first_token(**given), _of_first_token(binding.output, results[0])
-    _check_sizes(have, want)
+    want, have = _corner(binding, inputs, results, 1)
     scale = (have * want).sum() / (want * want).sum()
     return token_error(have, want * scale)
 
 
-_READ = frozenset({"q", "k", "v", "beta", "u"})
-"""Roles that the first token reads."""
-
-
-def _of_first_token(placement: Placement, tensor: Tensor) -> Tensor:
-    """The first token of the first request, of a tensor that has tokens; nothing larger is laid out or turned."""
-    data = replace(placement, backwards=False).to_canonical(tensor)
-    return (data[:1, -1:] if placement.backwards else data[:1, :1]) if "T" in placement.order else data
-
-
-def _first_token(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, u: Tensor | None = None) -> Tensor:
-    """``(q . k) b v``, with a bonus ``(q . u k) v``: what the recurrence makes of an empty state, without the state,
-    which a wrong binding can make very large. ``[1, 1, H, V]``.
-    """
-    score = (q * k).repeat_interleave(v.shape[2] // q.shape[2], 2)
-    score = (score if u is None else score * u).sum(-1, keepdim=True)
-    return score * v if beta is None else score * v * beta[..., None]
-
-
 def _fit(binding: Recurrence, inputs: dict[Value, Tensor], results: list[Tensor]) -> tuple[Recurrence | None, float]:
     """The binding with its scale, if the first tokens agree with it."""
-    output = binding.output.to_canonical(results[0])
     error = float("inf")
     for steps in (3, 80):
-        want, _ = _reference(binding, inputs, steps)
-        have = output[:, : want.shape[1]]
-        _check_sizes(have, want)
+        want, have = _corner(binding, inputs, results, steps)
         power = (want * want).sum()
         scale = float((have * want).sum() / power) if power > 0 else 1.0
         if not torch.isfinite(torch.tensor(scale)) or scale == 0.0:
@@ -296,6 +256,33 @@ def _fit(binding: Recurrence, inputs: dict[Value, Tensor], results: list[Tensor]
         if error > TOLERANCE:
             return None, error
     return binding.with_(scale=_tidy(binding.scale * scale, binding.sizes["K"])), error
+
+
+def _corner(
+    binding: Recurrence, inputs: dict[Value, Tensor], results: list[Tensor], steps: int
+) -> tuple[Tensor, Tensor]:
+    """The first tokens of the first and the last request, in the first and the last head and in four columns: as the
+    recurrence and the region have them.
+
+    A wrong binding of a model's real sizes can make the state very large; this is all of it that most need.
+    """
+    whole = {p.role: replace(p, backwards=False).to_canonical(inputs[p.value]) for p in binding.inputs.values()}
+    have = replace(binding.output, backwards=False).to_canonical(results[0])
+    _check_sizes(have, whole["v"].expand(*whole["q"].shape[:2], -1, -1))
+
+    def cut(data: Tensor, order: str) -> Tensor:
+        for axis in "BGH":  # the last value head reads the last key head
+            dim, last = order.find(axis), data.shape[order.find(axis)] - 1
+            data = data[(slice(None),) * dim + (slice(None, None, last),)] if dim >= 0 < last else data
+        data = data[..., :4] if "V" in order else data
+        if "T" not in order:
+            return data
+        return data[:, -steps:].flip(1) if binding.output.backwards else data[:, :steps]
+
+    given = {role: cut(data, AXES[role]) for role, data in whole.items()}
+    heads = have.shape[2]
+    small = binding.with_(decay=binding.decay[: heads : max(1, heads - 1)])
+    return _recurrence(small, given, steps)[0], cut(have, AXES["o"])
 
 
 def _check_sizes(have: Tensor, want: Tensor) -> None:

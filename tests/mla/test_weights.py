@@ -58,10 +58,32 @@ class EightBits(Computed):
 
 
 class Beside(Merged):
-    """An adapter that has products of its own, whose results are added: not one projection of the latent."""
+    """An adapter that has products of its own, whose results are added."""
 
     def expand(self, latent: Tensor) -> Tensor:
-        return self.kv_b_proj(latent) + 2.0 * F.linear(F.linear(latent, self.A), self.B)
+        return self.kv_b_proj(latent) + F.linear(F.linear(latent, self.A), self.B) * 2.0
+
+
+class Two(Merged):
+    """An adapter after the other, without a factor."""
+
+    def expand(self, latent: Tensor) -> Tensor:
+        first = self.kv_b_proj(latent) + F.linear(F.linear(latent, self.A), self.B)
+        return first + 0.5 * F.linear(F.linear(latent, self.A[1:]), self.B[:, :2])
+
+
+class OfOthers(Merged):
+    """What the adapter projects is not the latent."""
+
+    def expand(self, latent: Tensor) -> Tensor:
+        return self.kv_b_proj(latent) + F.linear(F.linear(latent.sin(), self.A), self.B)
+
+
+class Bent(Merged):
+    """Between the adapter's products stands an activation."""
+
+    def expand(self, latent: Tensor) -> Tensor:
+        return self.kv_b_proj(latent) + F.linear(F.linear(latent, self.A).relu(), self.B)
 
 
 class OfTheQueries(Merged):
@@ -103,7 +125,7 @@ class ReadBack(Computed):
         return (weights @ v_cache[:, :, :tokens]).transpose(1, 2).flatten(2)
 
 
-MATCHED: tuple[type[nn.Module], ...] = (Merged, EightBits, OneRequest, ReadBack)
+MATCHED: tuple[type[nn.Module], ...] = (Merged, Beside, Two, EightBits, OneRequest, ReadBack)
 
 
 def inputs(cls: type[nn.Module]) -> list[Tensor]:
@@ -112,7 +134,7 @@ def inputs(cls: type[nn.Module]) -> list[Tensor]:
     return [torch.randn(2, many, width) for many, width in ((5, WIDTH), (CACHED, RANK), (CACHED, ROPE))]
 
 
-@pytest.mark.parametrize("cls", [*MATCHED, Beside, OfTheQueries], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [*MATCHED, OfOthers, Bent, OfTheQueries], ids=lambda cls: cls.__name__)
 def test_numbers_and_gradients(cls: type[nn.Module]) -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()

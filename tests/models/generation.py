@@ -2,7 +2,8 @@
 
 One cell is one model and one way to generate: greedy with a growing or a static cache, beam search, or assisted by the
 prompt's own n-grams, which verifies several tokens at once. A cell passes when the tokens are eager's, every attention
-and every linear-attention layer is matched in every compilation, and there are few of those.
+and every linear-attention layer is matched in every compilation, and these are three at most, or no more than
+torch.compile has by itself: an assistant's guesses come in all lengths.
 """
 
 from __future__ import annotations
@@ -138,8 +139,9 @@ def measure(cell: Cell, inner: str = "eager") -> Row:
     whole = all(count == layers for count in matched)
     if not whole and (sum(matched) % layers or sum(matched) < 2 * layers or _graphs_alone(cell) == 1):
         problems += ["not every layer is matched", *dict.fromkeys(str(rejection) for rejection in report.rejections)]
-    if len(matched) > (COMPILATIONS if whole else _graphs_alone(cell) + COMPILATIONS):
-        problems.append(f"{len(matched)} compilations")
+    more = 0 if whole else COMPILATIONS
+    if len(matched) > COMPILATIONS and len(matched) > _graphs_alone(cell) + more:
+        problems.append(f"{len(matched)} compilations, where torch.compile alone needs {_graphs_alone(cell)}")
     return Row(cell, matched, layers, seconds, tuple(problems))
 
 
