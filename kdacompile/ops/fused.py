@@ -19,27 +19,19 @@ from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LI
 
 Choose = Callable[[Call], Implementation | None]
 ChooseGradients = Callable[[Call], GradientKernels | None]
-Prepare = Callable[[Call], Call]
 BACKWARD = "backward "
 
 
 class FusedKernels(Serving):
     """The kernels of the ops over whatever ``choose`` finds for a call, and ``gradients`` for their backward ops.
 
-    ``prepare`` is what is done to a call before its kernels see it; ``remember`` as of :class:`Serving`. Without
-    ``gradients`` the backward ops are the device-independent ones: they differentiate the torch executor.
+    ``remember`` as of :class:`Serving`. Without ``gradients`` the backward ops are the device-independent ones: they
+    differentiate the torch executor.
     """
 
-    def __init__(
-        self,
-        choose: Choose,
-        prepare: Prepare | None = None,
-        gradients: ChooseGradients | None = None,
-        *,
-        remember: bool = False,
-    ) -> None:
+    def __init__(self, choose: Choose, gradients: ChooseGradients | None = None, *, remember: bool = False) -> None:
         super().__init__(remember=remember)
-        self._choose, self._prepare, self._gradients = choose, prepare, gradients
+        self._choose, self._gradients = choose, gradients
         self._compiled: set[tuple[Any, ...]] = set()
         """Kinds of in-place steps that have run."""
 
@@ -67,13 +59,13 @@ class FusedKernels(Serving):
     def _sequence(self, scratch: Scratch, operands: Operands, options: dict[str, Any]) -> Results:
         call: Call = LINEAR_ATTENTION.checked(operands, options).with_bounds_at_hand()
         chosen = self._chosen(call) if call.q.shape[1] else None
-        found = self.attempted(chosen, lambda it: it.run(self._prepared(call), scratch), scratch)
+        found = self.attempted(chosen, lambda it: it.run(call, scratch), scratch)
         return found or kernels.run_sequence(call)
 
     def _step(self, scratch: Scratch, operands: Operands, options: dict[str, Any]) -> Results:
         call: Call = LINEAR_ATTENTION_STEP.checked(operands, options)
         chosen = self._chosen(call)
-        found = self.attempted(chosen, lambda it: it.step(self._prepared(call), None, scratch), scratch)
+        found = self.attempted(chosen, lambda it: it.step(call, None, scratch), scratch)
         return found or kernels.run_step(call)
 
     def _inplace_step(self, scratch: Scratch, operands: Operands, options: dict[str, Any]) -> Results:
@@ -85,12 +77,12 @@ class FusedKernels(Serving):
             return (kernels.run_inplace_step(call),)
         kind = (chosen.name, *options.items(), *map(_kind, operands))
         if kind in self._compiled:
-            return chosen.step(self._prepared(call), call.initial_state, scratch)
+            return chosen.step(call, call.initial_state, scratch)
         # Kernels are compiled for every kind of call. One that fails then may have written: the state is put back.
         state = call.initial_state
         assert state is not None  # its schema says so
         before = state.clone()
-        step = self.attempted(chosen, lambda it: it.step(self._prepared(call), state, scratch), scratch)
+        step = self.attempted(chosen, lambda it: it.step(call, state, scratch), scratch)
         if step is None:
             state.copy_(before)
             return (kernels.run_inplace_step(call),)
@@ -119,9 +111,6 @@ class FusedKernels(Serving):
 
     def _chosen(self, call: Call) -> Implementation | None:
         return self.chosen(lambda: self._choose(call))
-
-    def _prepared(self, call: Call) -> Call:
-        return call if self._prepare is None else self._prepare(call)
 
 
 def _kind(x: Tensor | None) -> tuple[Any, ...] | None:

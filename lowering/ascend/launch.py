@@ -19,6 +19,7 @@ from ..stages import evaluate, size
 from ..triton.configs import padded
 from .emit import CHUNK, FIRST, chunk_module
 from .kernel import SUB_CHUNK, Domain, Kernel, Kind, Module
+from .prepare import Fused
 from .step import step_module
 
 _MOST_STATE = 128 * 128  # elements of the state that two Vec cores hold between them, with what they need beside it
@@ -63,11 +64,12 @@ def _padded(call: Call) -> Call | None:
     keys, values = (padded(x.shape[-1]) - x.shape[-1] for x in (call.q, call.v))
     if not keys and not values:
         return None
-    g, state = call.g, call.initial_state
-    g = pad(g, (0, keys)) if g is not None and call.gate == "channel" else g
+    g, state, bias = call.g, call.initial_state, call.dt_bias
+    if call.gate == "channel":
+        g, bias = (x if x is None else pad(x, (0, keys)) for x in (g, bias))
     state = None if state is None else pad(state, (0, values, 0, keys))
     q, k, v = pad(call.q, (0, keys)), pad(call.k, (0, keys)), pad(call.v, (0, values))
-    return replace(call, q=q, k=k, v=v, g=g, initial_state=state)
+    return replace(call, q=q, k=k, v=v, g=g, initial_state=state, dt_bias=bias)
 
 
 def levels(chunk: int) -> int:
@@ -186,8 +188,8 @@ def _narrowed(call: Call, o: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run_step(call: Call, *, cores: int, launch: Launcher, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """T tokens of every request, one after the other: a call as :func:`run_chunks` takes it, but not packed. ``out``
-    may be the initial state, which is updated."""
+    """T tokens of every request, one after the other. The call is as the op has it, not packed, with q, k and v of one
+    dtype and the rest in float32. ``out`` may be the initial state, which is updated."""
     _check(call)
     if (wide := _padded(call)) is not None:
         o, new = _narrowed(call, *run_step(wide, cores=cores, launch=launch))
@@ -195,13 +197,15 @@ def run_step(call: Call, *, cores: int, launch: Launcher, out: Tensor | None = N
     batch, length, heads, width = call.q.shape
     value_heads, columns = call.v.shape[2:]
     tile = column_tile(width, columns, alone=True)
-    module = step_module(call.gate, call.delta, call.beta is not None)
+    module = step_module(call.gate, call.delta, call.beta is not None, Fused.of(call))
     o = torch.empty_like(call.v, memory_format=torch.contiguous_format)
     if out is None:
         out = torch.empty(batch, value_heads, width, columns, dtype=torch.float32, device=call.v.device)
     g = call.g.expand(batch, length, value_heads) if call.g is not None and call.gate == "head" else call.g
     values = _common(call, o, out)
-    values |= {f"{name}_ptr": x.contiguous() for name, x in (("g", g), ("beta", call.beta)) if x is not None}
+    others = {"g": g, "beta": call.beta, "A_log": call.A_log, "dt_bias": call.dt_bias}
+    values |= {f"{name}_ptr": x.contiguous() for name, x in others.items() if x is not None}
+    values |= {"l2norm_eps": call.qk_l2norm_eps, "gate_scale": call.gate_scale}
     initial = int(call.initial_state is not None)
     constants = {"H": heads, "HV": value_heads, "K": width, "V": columns, "BV": tile, "INITIAL": initial}
     constants["TOKENS"] = length

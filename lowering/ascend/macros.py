@@ -198,6 +198,29 @@ def gate_total(g_ptr, token, head, rows, low, high, HV: tl.constexpr, K: tl.cons
     return tl.exp(total)
 
 
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)). With masks: |x| and the maximum of a number that was spread are left to a scalar unit."""
+    return tl.where(x > 0.0, x, 0.0) + tl.log(1.0 + tl.exp(tl.where(x > 0.0, -x, x)))
+
+
+@triton.jit
+def logsigmoid(x):
+    return -softplus(-x)
+
+
+@triton.jit
+def l2norm(x, eps, K: tl.constexpr):
+    """x / sqrt(sum(x * x) + eps) of a vector; the sum comes 16 times, see column_sum."""
+    length = tl.sqrt(column_sum(x * x, K, 16) + eps)
+    return tl.reshape(tl.reshape(x, (K // 16, 16)) / length[None, :], (K,))
+
+
 # ---- matrices of a chunk
 
 

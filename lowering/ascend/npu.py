@@ -21,6 +21,7 @@ from .attention_launch import run as run_attention
 from .emit import FIRST
 from .launch import Launch, Launcher, decline, run_chunks, run_step, target_of_arch
 from .operators import GatedDeltaRuleOperators
+from .prepare import prepare
 
 
 def triton_launch(launch: Launch) -> None:
@@ -56,8 +57,7 @@ MOST_STEP = 8  # tokens: more are done as a chunk, which costs the same for any 
 
 
 class EmittedKernels:
-    """:class:`kdacompile.lowering.calls.Implementation`: the emitted kernels. Takes calls as the op has them; ``run``
-    and ``step`` want them prepared: log gates, beta and normalised q and k as they are used, one dtype for q, k, v.
+    """:class:`kdacompile.lowering.calls.Implementation`: the emitted kernels.
 
     ``launch`` stands in for triton-ascend, ``cores`` and ``target`` for what it knows of its device.
     """
@@ -77,7 +77,7 @@ class EmittedKernels:
         if call.cu_seqlens is None and call.q.shape[1] <= MOST_STEP:
             return self.step(call, None, scratch)
         target = planned_for() if self._launch is None else self._target
-        o, state = run_chunks(_single(call), **self._device(), scratch=scratch, target=target)
+        o, state = run_chunks(_single(prepare(call)), **self._device(), scratch=scratch, target=target)
         return o.to(call.out_dtype), state
 
     def step(self, call: Call, state: Tensor | None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
@@ -113,9 +113,10 @@ class EmittedAttention:
 
 
 def _single(call: Call) -> Call:
-    """The call with gates, beta and state in fp32."""
-    given = {"g": call.g, "beta": call.beta, "initial_state": call.initial_state}
-    return replace(call, **{name: None if x is None else x.float() for name, x in given.items()})
+    """The call with q, k and v of one dtype, and everything else in fp32."""
+    names = ("g", "beta", "initial_state", "A_log", "dt_bias")
+    given = {name: None if (x := getattr(call, name)) is None else x.float() for name in names}
+    return replace(call, **given, **{name: getattr(call, name).to(call.compute_dtype) for name in ("q", "k", "v")})
 
 
 # In the order they are asked. What none of them takes is the torch executor's.

@@ -18,6 +18,7 @@ from ..calls import Call
 from ..scratch import Scratch
 from .emit import FIRST
 from .launch import target_of_arch
+from .prepare import prepare
 
 CHUNKED = (
     "npu_chunk_gated_delta_rule(Tensor query, Tensor key, Tensor value, *, Tensor? beta=None, "
@@ -50,6 +51,7 @@ class GatedDeltaRuleOperators:
         return self._declines_row(call) or (_declines_step(call) if _is_step(call) else _declines_sequence(call))
 
     def run(self, call: Call, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        call = prepare(call)
         assert call.initial_state is not None and call.g is not None and call.beta is not None
         length, value_heads = call.q.shape[0] * call.q.shape[1], call.v.shape[2]
         if call.cu_seqlens is None:
@@ -69,6 +71,7 @@ class GatedDeltaRuleOperators:
         return o.view(call.v.shape).to(call.out_dtype), state.mT.float().contiguous()
 
     def step(self, call: Call, state: Tensor | None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        call = prepare(call)
         assert call.initial_state is not None and call.g is not None and call.beta is not None
         target = call.initial_state.mT.contiguous().clone() if state is None else state.mT
         batch = call.q.shape[0]

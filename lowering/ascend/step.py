@@ -6,20 +6,25 @@ with a single row are sums over the rows of the state. A task holds its columns 
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 from ..emitter import TokenEmitter
+from ..gates import GATE_FUNCTIONS
 from ..ir import DType, Op, Program, Value
 from ..linear_attention import linear_attention_program
 from .kernel import Argument, Domain, Kernel, Kind, Module, assemble, definition, indent, used_constants
+from .prepare import Fused
+
+PLAIN = Fused()
 
 
 @cache
-def step_module(gate: str, delta: bool, beta: bool = True) -> Module:
+def step_module(gate: str, delta: bool, beta: bool = True, fused: Fused = PLAIN) -> Module:
     """The kernel of ``TOKENS`` tokens of a row of the family."""
     program = linear_attention_program(gate, delta, beta=beta, form="token")
     assert program.carry is not None
-    step = _Step(program)
+    step = _Step(program, fused)
     step.emit(program.ops)
     start = [
         "column = task % (V // BV) * BV",
@@ -44,7 +49,7 @@ def step_module(gate: str, delta: bool, beta: bool = True) -> Module:
     lines = ["    for task in range(core, tasks, cores):", *indent(body, 2)]
     constants = used_constants("\n".join(lines))
     head = [*definition("step", arguments, constants), "    core = tl.program_id(0)", "    cores = tl.num_programs(0)"]
-    name = "_".join([program.name, *([] if beta else ["nobeta"]), "step"])
+    name = "_".join([program.name, *([] if beta else ["nobeta"]), "step", *([fused.name] if fused.name else [])])
     text = "\n".join([*head, *lines])
     kernel = Kernel("step", Domain.LANE_COLUMNS, tuple(arguments), constants, text)
     return Module(name, assemble(f"{program.name}, a step.", [text]), (kernel,))
@@ -53,8 +58,9 @@ def step_module(gate: str, delta: bool, beta: bool = True) -> Module:
 class _Step(TokenEmitter):
     """Lines for the ops of a token program; collects the arguments they need."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, fused: Fused) -> None:
         super().__init__(program)
+        self._fused = fused
         self.arguments: dict[str, Kind] = {}
 
     def operand(self, value: Value, op: Op) -> str:
@@ -92,4 +98,32 @@ class _Step(TokenEmitter):
             text = f"tl.load(part_at({pointer}, at, column, V, BV)).to(tl.float32)"
         else:
             text = f"tl.load(vector_at({pointer}, {'group' if port in ('q', 'k') else 'at'}, K)).to(tl.float32)"
-        return f"floor_gate({text})" if port == "g" else text
+        return self._gate(text, int(cols != 1)) if port == "g" else self._used(port, text)
+
+    def _used(self, port: str, text: str) -> str:
+        """q, k and beta as the recurrence has them."""
+        if port in ("q", "k") and self._fused.norm:
+            return f"l2norm({text}, {self._given('l2norm_eps', Kind.NUMBER)}, K)"
+        return f"sigmoid({text})" if port == "beta" and self._fused.sigmoid_beta else text
+
+    def _gate(self, text: str, channels: int) -> str:
+        """The log gate by its function's formula, in ``x``, ``rate`` and ``gate_scale``."""
+        fused, formula = self._fused, GATE_FUNCTIONS[self._fused.gate_fn].formula
+        if fused.bias:
+            bias = self._given("dt_bias_ptr", Kind.F32)
+            text += f" + tl.load(vector_at({bias}, head, K))" if channels else f" + load_one({bias}, head, K)"
+        if formula == "x":
+            return f"floor_gate({text})"
+        self.lines.add(f"x = {text}")
+        if "gate_scale" in formula:
+            self._given("gate_scale", Kind.NUMBER)
+        if fused.rate:
+            self.lines.add(f"rate = tl.exp(load_one({self._given('A_log_ptr', Kind.F32)}, head, K))")
+        else:
+            formula = re.sub(r"\brate\b", "1.0", formula)
+        formula = re.sub(r"\blog\(", "tl.log(", formula)
+        return f"floor_gate({formula})"
+
+    def _given(self, name: str, kind: Kind) -> str:
+        self.arguments[name] = kind
+        return name

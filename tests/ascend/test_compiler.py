@@ -14,7 +14,7 @@ from kdacompile.lowering.ascend.emit import CHUNK, chunk_module
 from kdacompile.lowering.ascend.kernel import Module
 from kdacompile.lowering.ascend.launch import column_tile
 from kdacompile.lowering.ascend.npu import MOST_STEP
-from kdacompile.lowering.ascend.step import step_module
+from kdacompile.lowering.ascend.step import PLAIN, step_module
 from kdacompile.lowering.errors import CapacityError
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
 from kdacompile.lowering.plan import Options, Plan, plan
@@ -23,6 +23,7 @@ from kdacompile.lowering.target import ASCEND910_95, ASCEND910B, ASCEND910B1, Ta
 from tests.ascend.cases import SIZES
 from tests.ascend.layout import check_cube, check_on_chip, check_vec, within_capacity
 from tests.ascend.tools import ARCH, NEXT_ARCH, ROOT, ToolError, Tools
+from tests.lowering.test_ascend import FUSED
 
 # without the head gate, whose kernels are those of the token gate letter by letter (test_same_kernels)
 FAMILY = [row for row in ROWS if row[0] != "head"]
@@ -94,7 +95,7 @@ def test_the_next_state_does_not_wait_for_the_output(tools: Tools, row: tuple[st
 @pytest.mark.parametrize(("tokens", "width"), [(1, 128), (MOST_STEP, 256)])
 @pytest.mark.parametrize("row", FAMILY)
 def test_steps_compile(tools: Tools, row: tuple[str, bool], tokens: int, width: int) -> None:
-    (kernel,) = step_module(*row).kernels
+    (kernel,) = step_module(*row, fused=FUSED if tokens > 1 else PLAIN).kernels
     sizes = constants(row[1], K=width, V=width, BV=column_tile(width, width, alone=True), TOKENS=tokens)
     facts = tools.compile(kernel, sizes).facts
     assert facts["cube"] is None and facts["workspace_bytes"] == 0 and within_capacity(facts)

@@ -10,20 +10,32 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kdacompile.lowering.ascend.npu import EmittedKernels
 from kdacompile.lowering.ascend.operators import CHUNKED, RECURRENT, GatedDeltaRuleOperators
 from kdacompile.lowering.verify import relative_error
 from kdacompile.ops.fused import FusedKernels
-from kdacompile.ops.npu import prepare
 from tests.ascend.cases import CORES
 from tests.ascend.tools import SimulatedDevice, Tools
-from tests.ops.cases import Case, make_case, oracle
+from tests.ops.cases import GATE_FNS, Case, make_case, oracle
 
 
 def simulated(tools: Tools) -> FusedKernels:
     emitted = EmittedKernels(SimulatedDevice(tools), CORES)
-    return FusedKernels(lambda call: None if emitted.declines(call) else emitted, prepare)
+    return FusedKernels(lambda call: None if emitted.declines(call) else emitted)
+
+
+class TorchOperators(TorchDispatchMode):
+    """The names of the operators that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
 
 
 def sixteen_bit_case(length: int, batch: int = 2) -> Case:
@@ -40,6 +52,20 @@ def test_the_op_through_the_emitted_kernels(tools: Tools) -> None:
     expected = oracle(case)
     assert o.dtype is torch.bfloat16 and state.dtype is torch.float32
     assert relative_error(o, expected[0]) < 6e-3 and relative_error(state, expected[1]) < 6e-3
+
+
+@pytest.mark.parametrize("gate", ["token", "channel"])
+@pytest.mark.parametrize("gate_fn", GATE_FNS)
+def test_what_a_step_computes_of_its_inputs(tools: Tools, gate: str, gate_fn: str) -> None:
+    """l2norm, the gate function and sigmoid of beta are the kernel's own: nothing is computed in front of it."""
+    sizes: dict[str, Any] = {"heads": 1, "groups": 2, "key_dim": 20, "value_dim": 16, "length": 1, "batch": 2}
+    case = make_case(gate=gate, gate_fn=gate_fn, **sizes)
+    options = {name: value for name, value in case.options.items() if name != "chunk_size"}
+    with TorchOperators() as operators:
+        o, state = simulated(tools).step(*case.positional, **options)
+    expected = oracle(case)
+    assert relative_error(o, expected[0]) < 2e-6 and relative_error(state, expected[1]) < 2e-6
+    assert not operators.seen & {"mul", "exp", "rsqrt", "sigmoid", "softplus", "log", "neg", "log_sigmoid_forward"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,7 +113,7 @@ def test_the_wheel_s_meta_kernels_take_what_the_operators_are_given(environment:
         case = make_case(**sizes, length=length).to(torch.bfloat16).with_options(sigmoid_beta=False)
         state = case.tensors["initial_state"].mT.contiguous().mT
         case = case.with_tensors(initial_state=state)
-        kernels = FusedKernels(lambda call: None if operators.declines(call) else operators, prepare)
+        kernels = FusedKernels(lambda call: None if operators.declines(call) else operators)
         options = {name: value for name, value in case.options.items() if length > 1 or name != "chunk_size"}
         run = kernels.sequence if length > 1 else kernels.step
         o, final = run(*case.positional, *([None] if length > 1 else []), **options)

@@ -20,11 +20,13 @@ from kdacompile.lowering.ascend import npu
 from kdacompile.lowering.ascend.emit import chunk_module
 from kdacompile.lowering.ascend.kernel import Kind, Module
 from kdacompile.lowering.ascend.launch import Launch, column_tile, run_chunks, run_step, target_of_arch
+from kdacompile.lowering.ascend.prepare import Fused
 from kdacompile.lowering.ascend.step import step_module
 from kdacompile.lowering.errors import ArgumentError
 from kdacompile.lowering.linear_attention import ROWS
 from kdacompile.lowering.verify import Case, make_inputs
 
+FUSED = Fused(norm=True, gate_fn="softplus", rate=True, bias=True, sigmoid_beta=True)
 GOLDENS = Path(__file__).parent / "goldens"
 MODULES = {
     "kda": chunk_module("channel", True),
@@ -33,12 +35,14 @@ MODULES = {
     "gated_delta_rule.epilogue": chunk_module("token", True, outputs="epilogue"),
     "simple_gla": chunk_module("token", False),
     "kda.step": step_module("channel", True),
+    "kda.step.fused": step_module("channel", True, fused=FUSED),
 }
 
 
 def every_module() -> list[Module]:
     rows = [(*row, beta) for row in ROWS for beta in (True, False)]
     made = [make(*row) for row in rows for make in (chunk_module, step_module)]
+    made += [step_module(*row, fused=FUSED) for row in rows]
     return made + [chunk_module(*row, target="ascend910_95") for row in rows]
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kdacompile.lowering.ascend.npu import EmittedKernels, choose
 from kdacompile.lowering.ascend.operators import CHUNKED, RECURRENT, GatedDeltaRuleOperators
+from kdacompile.lowering.ascend.prepare import prepare
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.verify import relative_error
 from kdacompile.ops.fused import FusedKernels
-from kdacompile.ops.npu import prepare
 from kdacompile.patterns.recurrence.definition import token_recurrence
 from tests.ops.cases import GATE_FNS, TENSORS, Case, make_case, oracle
 
@@ -81,7 +81,7 @@ def recurrent(
 
 
 def test_sequences_through_the_operator(operators: GatedDeltaRuleOperators) -> None:
-    kernels = FusedKernels(lambda call: None if operators.declines(call) else operators, prepare)
+    kernels = FusedKernels(lambda call: None if operators.declines(call) else operators)
     case = bf16_case()
     o, state = kernels.sequence(*case.positional, None, **case.options)
     expected = oracle(case)
@@ -91,7 +91,7 @@ def test_sequences_through_the_operator(operators: GatedDeltaRuleOperators) -> N
 
 def test_steps_through_the_operator(operators: GatedDeltaRuleOperators) -> None:
     """In place, on a state that lies in memory as [B, HV, V, K]."""
-    kernels = FusedKernels(lambda call: None if operators.declines(call) else operators, prepare)
+    kernels = FusedKernels(lambda call: None if operators.declines(call) else operators)
     case = bf16_case(length=1)
     expected = oracle(case)
     state = case.tensors["initial_state"].mT.contiguous().mT

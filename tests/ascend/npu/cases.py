@@ -16,7 +16,6 @@ from kdacompile.lowering.ascend import npu as launching
 from kdacompile.lowering.ascend.operators import CHUNKED, RECURRENT
 from kdacompile.lowering.verify import relative_error
 from kdacompile.ops.fused import FusedKernels
-from kdacompile.ops.npu import prepare
 from kdacompile.report.collect import collecting
 from tests.ascend.npu import device
 from tests.ascend.npu.device import HostWaitError, npu
@@ -223,7 +222,7 @@ def test_kernels_that_fail_are_not_asked_again(
     triton.broken = True
     case = make_case(gate="token", batch=1, heads=1, length=5)
     placed = on_device(case)
-    serving = FusedKernels(launching.choose, prepare)
+    serving = FusedKernels(launching.choose)
     for _ in range(2):
         found = serving.sequence(*placed.positional, None, **placed.options)
         assert close(tuple(found), oracle(case), SINGLE)

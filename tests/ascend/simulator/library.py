@@ -34,7 +34,9 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "vcmp_gt": np.greater,
     "vcmp_ge": np.greater_equal,
 }
-_UNARY: dict[str, Callable[[Any], Any]] = {"vexp": np.exp, "vln": np.log, "vnot": np.logical_not, "vabs": np.abs}
+_UNARY: dict[str, Callable[[Any], Any]] = {
+    "vexp": np.exp, "vln": np.log, "vsqrt": np.sqrt, "vnot": np.logical_not, "vabs": np.abs,
+}  # fmt: skip
 _REDUCTIONS: dict[str, Callable[[Any, int], Any]] = {
     "sum": lambda x, axis: x.sum(axis, dtype=np.float32),
     "max": lambda x, axis: x.max(axis),
@@ -161,7 +163,7 @@ _TABLE: tuple[tuple[str, Callable[..., Function], str, int], ...] = (
     (r"(vcmp)s_(\w\w)_", lambda head, tail: _binary(f"{head}_{tail}"), "V", 2),
     (r"(vadd|vsub|vmul|vdiv|vmax|vmin)s?_", _binary, "V", 2),
     (r"(vand|vor)_", _binary, "V", 2),
-    (r"(vexp|vln|vnot|vabs)_", _unary, "V", 1),
+    (r"(vexp|vln|vsqrt|vnot|vabs)_", _unary, "V", 1),
     (r"vsel_", _select, "V", 3),
     (r"vcast_(\w+?)_(?:to_\w+)_1d_with", _cast, "V", 1),
     (r"arange_\dd_", lambda: _arange, "V", 0),
