@@ -101,8 +101,8 @@ def _title(sheet: _Sheet, plan: PlanData, played: Timeline) -> None:
     sheet.text(
         0,
         34,
-        f"{plan.handovers} hand-overs a {plan.step} (arrows), {plan.meeting} {plan.meeting_bytes:,} bytes (by address)"
-        f"; the scan of one core group as modelled, {steps}",
+        f"{plan.handovers} hand-overs a {plan.step} (arrows), {plan.meeting} {_meeting_bytes(plan):,} bytes "
+        f"(by address); the scan of one core group as modelled, {steps}",
         "soft",
     )
     sheet.y = 46
@@ -155,17 +155,36 @@ def _event(sheet: _Sheet, step: str, event: Event, at: Callable[[float], float],
     sheet.box(at(event.start), y, at(event.end) - at(event.start), height, kind, title, event.label)
 
 
+def _meeting_bytes(plan: PlanData) -> int:
+    """In global memory the compiler has every tile at an address of its own."""
+    return plan.apart_bytes or plan.meeting_bytes
+
+
+def _addresses(plan: PlanData) -> dict[str, tuple[int, ...]]:
+    """Where the tiles of each buffer lie, among :func:`_meeting_bytes`."""
+    if not plan.apart_bytes:
+        return {buffer.name: buffer.addresses for buffer in plan.in_memory}
+    found: dict[str, tuple[int, ...]] = {}
+    first = 0
+    for buffer in plan.in_memory:
+        size, count = plan.bytes(buffer), len(buffer.addresses)
+        found[buffer.name] = tuple(range(first, first + count * size, size))
+        first += count * size
+    return found
+
+
 def _memory(sheet: _Sheet, plan: PlanData, played: Timeline, at: Callable[[float], float]) -> None:
-    """Workspaces as rectangles of address by time: two that share bytes stand one after the other at one height."""
+    """Workspaces as rectangles of address by time."""
     if not plan.in_memory:
         return
+    whole, addresses = _meeting_bytes(plan), _addresses(plan)
     top = sheet.y
     sheet.box(_LEFT, top, WIDTH - _LEFT - _RIGHT, _BYTES, "lane", plan.meeting)
     sheet.text(0, top + 14, plan.meeting)
-    sheet.text(0, top + 30, f"{plan.meeting_bytes:,} B", "soft")
-    scale = _BYTES / max(plan.meeting_bytes, 1)
+    sheet.text(0, top + 30, f"{whole:,} B", "soft")
+    scale = _BYTES / max(whole, 1)
     for buffer in plan.in_memory:
-        for i, address in enumerate(buffer.addresses):
+        for i, address in enumerate(addresses[buffer.name]):
             for event in played.lane(f"buffer {buffer.name}"):
                 if event.step % buffer.copies != i % buffer.copies:
                     continue
@@ -214,7 +233,7 @@ def _axis(sheet: _Sheet, end: float, at: Callable[[float], float], behind: int) 
 
 
 def groups_svg(plan: PlanData, spread: Schedule) -> str:
-    """Heads over core groups, one row a group; groups without a head work ahead for the others."""
+    """The scan's heads over core groups, one row a group."""
     sheet = _Sheet([])
     rounds = max((len(group.lanes) for group in spread.groups), default=1) or 1
     lanes = plan.sizes.get("B", 1) * plan.sizes.get("H", 1)
@@ -224,9 +243,10 @@ def groups_svg(plan: PlanData, spread: Schedule) -> str:
     width = (WIDTH - _LEFT - _RIGHT) / rounds
     for group in spread.groups:
         sheet.text(0, sheet.y + 12, f"group {group.index}", "soft")
-        if group.prefetches:
-            sheet.box(_LEFT, sheet.y, width * rounds, 14, "idle", "works ahead: gates, Gram matrices, inverses")
-            sheet.text(_LEFT + 6, sheet.y + 11, f"prefetch: the prologue of later {plan.step}s", "soft")
+        if not group.lanes:
+            title = "has its part of the prologue and the epilogue, which are kernels of their own"
+            sheet.box(_LEFT, sheet.y, width * rounds, 14, "idle", title)
+            sheet.text(_LEFT + 6, sheet.y + 11, "idle in the scan", "soft")
         for n, lane in enumerate(group.lanes):
             kind = f"box {_HUES[lane % 3]}"
             sheet.box(_LEFT + n * width, sheet.y, width - 2, 14, kind, f"lane {lane}", f"lane {lane}")

@@ -131,14 +131,10 @@ class _Player:
 
 @dataclass(frozen=True)
 class Group:
-    """What one core group does: the lanes (batch entry and head) it scans, one after the other, or prefetching."""
+    """What one core group does: the lanes (batch entry and head) it scans, one after the other."""
 
     index: int
     lanes: tuple[int, ...]
-
-    @property
-    def prefetches(self) -> bool:
-        return not self.lanes
 
 
 @dataclass(frozen=True)
@@ -161,7 +157,8 @@ class Schedule:
 def schedule(plan: PlanData) -> Schedule:
     """Spread lanes over the target's core groups: one lane a group, no traffic between groups.
 
-    Groups left over run the prologue ahead of the others. With more lanes than groups, groups take several in turn.
+    With more lanes than groups, groups take several in turn; with fewer, those left over are idle in the scan. Prologue
+    and epilogue are kernels before and after it, over the chunks of all lanes at once.
     """
     count = int(plan.target.groups.value)
     lanes = plan.sizes.get("B", 1) * plan.sizes.get("H", 1)
@@ -177,7 +174,4 @@ def schedule(plan: PlanData) -> Schedule:
 
 def _whole(groups: Sequence[Group], lanes: int, steps: int, outer: float, scan: float) -> float:
     rounds = max(len(group.lanes) for group in groups)
-    spread = lanes * steps * outer / len(groups)
-    if any(group.prefetches for group in groups):  # the rest of the machine works ahead of the scans
-        return max(steps * scan + outer, lanes * steps * (outer + scan) / len(groups))
-    return rounds * steps * scan + spread
+    return rounds * steps * scan + lanes * steps * outer / len(groups)
