@@ -21,6 +21,7 @@
 typedef REAL real;
 
 enum {
+    AHEAD = 4,   /* tokens */
     ROWS = 4,    /* of the state at a time, K is a multiple: enough sums to hide the latency of adding */
     WIDTH = VECTORS * VECTOR_BYTES / sizeof(real),
 };
@@ -49,6 +50,13 @@ struct problem {
 static const real *at(const struct operand *x, int64_t batch, int64_t token, int64_t head)
 {
     return x->data + batch * x->batch + token * x->token + head * x->head;
+}
+
+/* A row that will be read soon: one in a page of its own is not foreseen by the machine. */
+static void prefetch(const real *row, int64_t count)
+{
+    for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(real))
+        __builtin_prefetch(row + i);
 }
 
 /* 1 / sqrt(sum(x * x) + eps), or 1 if eps is 0. */
@@ -148,6 +156,13 @@ static void run_strip(const struct problem *p, int64_t sequence, int64_t head, i
         const real key_factor = inverse_norm(key, p->K, p->norm_eps);
         vector u[VECTORS], out[VECTORS];
 
+        if (t + AHEAD < end) {
+            prefetch(query + AHEAD * p->q.token, p->K);
+            prefetch(key + AHEAD * p->k.token, p->K);
+            if (p->decay.data && p->decay_per_channel)
+                prefetch(decay + AHEAD * p->decay.token, p->K);
+            prefetch(at(&p->v, batch, t + AHEAD, head) + column, columns);
+        }
         if (p->decay.data && !p->decay_per_channel) {
             for (int64_t i = 0; i < p->K; i++)
                 same_decay[i] = *decay;
