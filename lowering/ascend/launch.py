@@ -77,10 +77,13 @@ def levels(chunk: int) -> int:
     return (chunk // SUB_CHUNK).bit_length() - 1
 
 
-def chunk_of(wish: int) -> int:
-    """The chunk for a call that asks for one of ``wish`` tokens, or leaves it open: tiles of 128 tokens have no room in
-    UB, whose rows the compiler does not split in prologues."""
-    return 32 if 0 < wish < CHUNK else CHUNK
+def chunk_of(wish: int, gate: str, delta: bool, width: int, dtype: torch.dtype) -> int:
+    """The chunk for a call: 32, 64 or 128 tokens, as it asks for, 64 where it leaves that open. With gates or the delta
+    term tiles of 128 tokens have no room in UB, whose rows the compiler does not split in prologues."""
+    plain = gate == "none" and not delta
+    if wish > CHUNK and plain and width <= 128 and dtype is not torch.float32:
+        return 2 * CHUNK
+    return CHUNK // 2 if 0 < wish < CHUNK else CHUNK
 
 
 def target_of_arch(arch: str) -> str:
@@ -117,8 +120,9 @@ def run_chunks(
             target=target,
         )  # fmt: skip
         return _narrowed(call, *results)
-    q, v, g, gate, chunk = call.q, call.v, call.g, call.gate, chunk_of(call.chunk_size)
+    q, v, g, gate = call.q, call.v, call.g, call.gate
     batch, length, heads, width = q.shape
+    chunk = chunk_of(call.chunk_size, gate, call.delta, width, q.dtype)
     value_heads, columns = v.shape[2:]
     tables = _tables(call.cu_seqlens, batch, length, chunk, q.device)
     chunks, sequences = tables["chunks"].numel() // 2, tables["first_chunk"].numel() - 1

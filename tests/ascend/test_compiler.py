@@ -92,6 +92,19 @@ def test_the_next_state_does_not_wait_for_the_output(tools: Tools, row: tuple[st
     assert after == [[False] * 4 + [True], [False] * 2 + [True]]
 
 
+@pytest.mark.parametrize("row", [("token", False), ("none", False), ("none", True)])
+def test_chunks_of_128_fit_without_gates_and_delta_term(tools: Tools, row: tuple[str, bool]) -> None:
+    """Elsewhere the prologue is refused, and the scan fits."""
+    sizes = {"C": 128, "LEVELS": 3, "BV": 128}
+    module = chunk_module(*row)
+    tools.compile(module.kernel("scan"), constants(row[1], **{**sizes, "BV": 128 if row[1] else 64}))
+    if row == ("none", False):
+        assert within_capacity(tools.compile(module.kernel("prologue"), constants(False, **sizes)).facts)
+        return
+    with pytest.raises(ToolError, match="ub overflow"):
+        tools.compile(module.kernel("prologue"), constants(row[1], **sizes))
+
+
 @pytest.mark.parametrize(("tokens", "width"), [(1, 128), (MOST_STEP, 256)])
 @pytest.mark.parametrize("row", FAMILY)
 def test_steps_compile(tools: Tools, row: tuple[str, bool], tokens: int, width: int) -> None:

@@ -81,6 +81,12 @@ def test_chunks_of_32(tools: Tools, row: tuple[str, bool]) -> None:
     verify(kernels, case, tolerance=TOLERANCE[torch.bfloat16], scratch_bytes=ascend_scratch(case, CORES))
 
 
+def test_chunks_of_128(tools: Tools) -> None:
+    case = ascend_case("none", False, (200, 0, 128), dtype=torch.bfloat16, chunk_size=128)
+    kernels = as_implementation(EmittedKernels(SimulatedDevice(tools), CORES))
+    verify(kernels, case, tolerance=TOLERANCE[torch.bfloat16], scratch_bytes=ascend_scratch(case, CORES))
+
+
 @pytest.mark.parametrize(("gate", "delta", "width", "columns"), [("channel", True, 24, 20), ("token", False, 96, 100)])
 def test_widths_that_are_no_power_of_two(tools: Tools, gate: str, delta: bool, width: int, columns: int) -> None:
     case = ascend_case(gate, delta, (70, 0, 3), key_width=width, value_width=columns)

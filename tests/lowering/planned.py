@@ -74,7 +74,8 @@ def ascend_scratch(case: Case, cores: int, target: str = "ascend910b") -> int:
     """Emitted Ascend kernels: the plan's tensors for every chunk and head, and a buffer a core for what more than one
     product of the scan reads. A number is kept as a row of K; gates per channel bring what ``sub_chunks`` leaves: the
     diagonals of the Gram matrices, and a level's rows and columns each."""
-    tile, chunk = column_tile(case.key_width, case.value_width), chunk_of(case.chunk_size)
+    tile = column_tile(case.key_width, case.value_width)
+    chunk = chunk_of(case.chunk_size, case.gate, case.delta, case.key_width, case.dtype)
     made = _plan(case, target, chunk, case.key_width, case.value_width, tile)
     own = {b.name for b in chunk_module(case.gate, case.delta, case.beta, target=target).scratch if b.per_core}
     per_tile = made.tensor_bytes
