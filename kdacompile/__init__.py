@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kdacompile import ops
-    from kdacompile.backend import inductor_pass
+    from kdacompile.backend import inductor_pass, load_package
     from kdacompile.errors import KdaError, StrictError
     from kdacompile.explainer import explain
     from kdacompile.plans import plan
@@ -31,6 +31,7 @@ __all__ = [
     "collecting",
     "explain",
     "inductor_pass",
+    "load_package",
     "ops",
     "plan",
 ]
@@ -46,6 +47,7 @@ _HOME = {
     "collecting": "kdacompile.report.collect",
     "explain": "kdacompile.explainer",
     "inductor_pass": "kdacompile.backend",
+    "load_package": "kdacompile.backend",
     "plan": "kdacompile.plans",
 }
 

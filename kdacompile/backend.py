@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -81,6 +83,15 @@ def inductor_pass(**options: Any) -> KdaPass:
     if "inner" in options:
         raise UnknownOptionError(key="inner", hint=": inductor_pass() is for Inductor")
     return KdaPass(parse(None, {f"kda.{key}": value for key, value in options.items()}))
+
+
+def load_package(path: str | PathLike[str], **options: Any) -> Any:
+    """``torch._inductor.aoti_load_package`` for a package that holds this package's operators, which it calls by name.
+
+    ``options`` are that function's. Without :mod:`kdacompile.ops` imported, torch reports an unknown operator.
+    """
+    importlib.import_module("kdacompile.ops")
+    return torch._inductor.aoti_load_package(path, **options)
 
 
 def kda(

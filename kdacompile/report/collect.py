@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import local
 
+from kdacompile import compat
 from kdacompile.report.findings import GraphReport, Rejection, internal
 from kdacompile.report.report import Report
 
@@ -51,7 +52,8 @@ def postponed() -> tuple[Rejection, ...]:
 
 
 def emit(graph: GraphReport) -> None:
-    """Called by the pass once a graph: log it and hand it to whoever collects."""
+    """Called by the pass once a graph: log it, write it where torch traces, and hand it to whoever collects."""
+    compat.trace_artifact("kdacompile_report", lambda: str(Report(graphs=[graph])))
     for match in graph.matches:
         log.info("matched %s", match)
     for rejection in graph.rejections:

@@ -50,7 +50,7 @@ def test_a_package_runs_the_op(tmp_path: Path) -> None:
         path = torch._inductor.aoti_compile_and_package(
             exported(model, dynamic=True), package_path=str(tmp_path / "layer.pt2"), inductor_configs=configs
         )
-        package = torch._inductor.aoti_load_package(path)
+        package = kdacompile.load_package(path)
         for batch in (3, 7):
             x = torch.randn(batch, 5, 12)
             assert relative_error(package(x), model(x)) < 1e-5

@@ -188,8 +188,13 @@ def test_structured_trace_artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad(), collecting() as report:
         compiled(gated_delta_loop)(*delta_arguments())
     assert patterns(report) == ["gated_delta_rule"]
-    assert set(written) == {f"kdacompile_{name}" for name in ("dynamo", "functional", "match", "rewritten")}
+    assert set(written) == {f"kdacompile_{name}" for name in ("dynamo", "functional", "match", "report", "rewritten")}
+    assert "1 x gated_delta_rule" in written["kdacompile_report"]
     assert "kdacompile.linear_attention" in written["kdacompile_rewritten"]
     assert "kdacompile.linear_attention" not in written["kdacompile_dynamo"]
     assert "select" in written["kdacompile_functional"]
     assert "proven" in written["kdacompile_match"]
+    with torch.no_grad(), collecting() as report:
+        compiled(gated_delta_loop, options={"kda.disable": ["gated_delta_rule"]})(*delta_arguments())
+    assert [rejection.code for rejection in report.rejections] == ["disabled"]
+    assert "[disabled]" in written["kdacompile_report"]
