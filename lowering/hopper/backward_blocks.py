@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .common import exp2, pinned
 
@@ -44,6 +44,7 @@ DOWN = gl.constexpr(gl.SliceLayout(1, FLAT.value))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))  # how [64, PART] meets memory: 16 bytes a thread
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # and [64, 128]
 TOKEN = gl.constexpr(gl.SliceLayout(1, WIDE.value))
+SLIM = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # and [rows, 64]
 
 
 @gluon.jit
@@ -141,6 +142,33 @@ def product(left, right, acc, DEPTH: gl.constexpr):
     for at in gl.static_range(0, DEPTH, 32):
         acc = mma_v2(left.slice(at, 32, 1).load(LEFT), right.slice(at, 32, 1).permute((1, 0)).load(RIGHT), acc)
     return acc
+
+
+@gluon.jit
+def times(left, right, acc, DEPTH: gl.constexpr):
+    """acc + left right of tiles in shared memory, a few columns of the left one at a time."""
+    for at in gl.static_range(0, DEPTH, 32):
+        acc = mma_v2(left.slice(at, 32, 1).load(LEFT), right.slice(at, 32, 0).load(RIGHT), acc)
+    return acc
+
+
+@gluon.jit
+def fetch(to, base, step, left, LAYOUT: gl.constexpr):
+    """Begin to copy a tile's rows from memory, ``step`` elements apart; zeros from row ``left`` on."""
+    ROWS: gl.constexpr = to.shape[0]
+    COLUMNS: gl.constexpr = to.shape[1]
+    i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    j = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    async_copy.async_copy_global_to_shared(to, base + i * step + j, mask=(i < left) & (j >= 0))
+
+
+@gluon.jit
+def leave(base, step, tile, left):
+    """The first ``left`` rows of a tile in shared memory, 64 columns wide, to memory."""
+    ROWS: gl.constexpr = tile.shape[0]
+    i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SLIM))[:, None]
+    j = gl.arange(0, 64, layout=gl.SliceLayout(0, SLIM))[None, :]
+    gl.store(base + i * step + j, tile.load(SLIM).to(base.dtype.element_ty), mask=(i < left) & (j >= 0))
 
 
 @gluon.jit

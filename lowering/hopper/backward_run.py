@@ -13,16 +13,20 @@ import torch
 from torch import Tensor
 
 from ..calls import Call
-from ..triton.backward_run import Backward, TritonGradients, schedule
+from ..triton.backward_run import Backward, Buffers, TritonGradients, schedule
 from ..triton.run import tensor_arguments
 from .run import machine
 
 WIDTH, CHUNK = 128, 64
+COLUMNS = 64  # of V, in a block of the scan
 APART = 16  # elements: what copies to shared memory ask of strides
 
 
 class HopperGradients(TritonGradients):
-    """:class:`kdacompile.lowering.adjoint.GradientKernels`: every row in bf16, K = V = 128."""
+    """:class:`kdacompile.lowering.adjoint.GradientKernels`: every row in bf16, K = 128, V = 128.
+
+    With a gate per token or head, or none, V may be 64 as well.
+    """
 
     name = "hopper"
 
@@ -30,12 +34,14 @@ class HopperGradients(TritonGradients):
         reason = super().declines(call)
         if reason is not None:
             return reason
-        if (call.q.shape[-1], call.v.shape[-1]) != (WIDTH, WIDTH) or call.compute_dtype is not torch.bfloat16:
+        wide, narrow = call.q.shape[-1], call.v.shape[-1]
+        fits = wide == WIDTH and (narrow == WIDTH or (narrow == WIDTH // 2 and call.gate != "channel"))
+        if not fits or call.compute_dtype is not torch.bfloat16:
             return "only bf16 heads of 128 channels have hand-tuned kernels"
         if schedule(WIDTH, WIDTH, call.v.shape[1], 2, channels=True, chunk_size=call.chunk_size).chunk != CHUNK:
             return "only chunks of 64 tokens have hand-tuned kernels"
-        if call.gate == "head":
-            return "a gate per head is left to the emitted kernels"
+        if call.gate_fn == "factor" and call.gate != "channel":
+            return "a factor's gradient divides by it: left to the emitted kernels"
         return machine(call.q)
 
     @property
@@ -48,8 +54,13 @@ class HopperBackward(Backward):
 
     @property
     def _by_blocks(self) -> bool:
-        """Whether the first and the third phase are the hand-tuned ones; a factor's gradient divides by it."""
+        """Whether the first and the third phase are those of a gate per channel; a factor's gradient divides by it."""
         return self._call.gate == "channel" and self._call.gate_fn != "factor"
+
+    @property
+    def _by_token_gates(self) -> bool:
+        """Whether they are those of a gate per token or head, or of none."""
+        return self._call.gate != "channel"
 
     def _normed_apart(self, call: Call) -> bool:
         return call.qk_l2norm_eps > 0.0 and not self._by_blocks
@@ -58,8 +69,11 @@ class HopperBackward(Backward):
         return 1 if self._by_blocks else super()._rate_parts()
 
     def _operands(self, grad_state: Tensor | None) -> dict[str, Any]:
-        values = super()._operands(grad_state)
-        for name, x in (("v", self._call.v), ("do", self._grad_o)):
+        values = super()._operands(grad_state) | {"SCALAR": self._by_token_gates}
+        rows = [("v", self._call.v), ("do", self._grad_o)]
+        if self._by_token_gates:
+            rows += [("q", self._call.q), ("k", self._call.k)]
+        for name, x in rows:
             values |= tensor_arguments(name, "bthd", self._rows(x))
         return values
 
@@ -70,17 +84,29 @@ class HopperBackward(Backward):
         fits = steps and x.stride(-1) == 1 and x.data_ptr() % (2 * APART) == 0
         return x if fits else self._scratch.copied(x)
 
+    def _kept(self, wanted: Buffers, tiles: int) -> Buffers:
+        if not self._by_token_gates:
+            return wanted
+        kept = {name: buffer for name, buffer in wanted.items() if name not in _OF_CHANNELS}
+        if self._call.gate != "none":
+            kept["sums"] = ((tiles, CHUNK), torch.float32)
+        return kept
+
     def _prepare(self, tiles: int) -> None:
-        if self._by_blocks:
+        if self._by_token_gates:
+            self._tuned("prepare_scalar", (tiles,), maxnreg=80)
+        elif self._by_blocks:
             self._tuned("prepare", (tiles,), maxnreg=128)
         else:
             super()._prepare(tiles)
 
     def _scan(self, heads: int) -> None:
-        self._tuned("scan", (self._call.sequences * heads * 2, 2))
+        self._tuned("scan", (self._call.sequences * heads * (self._columns // COLUMNS), 2))
 
     def _by_token(self, tiles: int) -> None:
-        if self._by_blocks:
+        if self._by_token_gates:
+            self._tuned("gradients_scalar", (tiles,), maxnreg=128)
+        elif self._by_blocks:
             self._values["NORM_INSIDE"] = self._call.qk_l2norm_eps > 0.0 and not self._gathered
             self._tuned("gradients", (tiles,))
         else:
@@ -92,11 +118,23 @@ class HopperBackward(Backward):
         self._scratch.launch(kernel, grid)(**arguments, num_warps=8, **options)
 
 
+_OF_CHANNELS = (
+    "qg",
+    "kg",
+    "kd",
+    "total",
+    "own",
+    "dlog",
+)  # what kernels for a gate per channel hand on, or emitted ones
+
+
 @cache
 def _kernels() -> dict[str, Any]:
     """Imported where they are needed: the package is optional."""
     from .backward_gradients import gradients
     from .backward_prepare import prepare
+    from .backward_scalar import gradients_scalar, prepare_scalar
     from .backward_scan import scan
 
-    return {"prepare": prepare, "scan": scan, "gradients": gradients}
+    kernels = {"prepare": prepare, "scan": scan, "gradients": gradients}
+    return kernels | {"prepare_scalar": prepare_scalar, "gradients_scalar": gradients_scalar}

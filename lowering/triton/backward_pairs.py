@@ -4,7 +4,8 @@ A pair's decay is the product of a row factor and a column factor, each the expo
 (decays.py). The adjoint of a masked sum is the sum with the mask transposed: the gradient of a log gate collects
 exactly the pairs that span it, and nothing cancels. With EXACT this holds for all pairs.
 
-Otherwise the pairs inside of 16 tokens share factors around the block's middle, ``exp(D_i) exp(-D_j)``, and a log gate
+Otherwise the pairs inside of 16 tokens share factors, ``exp(D_i + SHIFT) exp(-D_j - SHIFT)``, D the sum of log gates
+from the block's start (one from its middle would let later gates change how earlier gradients round), and a log gate
 below LIMIT counts as LIMIT there: 2e-4 of an undecayed term, a tenth of what rounding to bf16 makes of it. Their
 gradient is that of the clamped gate. It is a difference, ``x_i dx_i - x_j dx_j``, of sums over the very same
 products: the operands enter as they were rounded, so what cancels in exact arithmetic cancels here to fp32.
@@ -18,9 +19,10 @@ products: the operands enter as they were rounded, so what cancels in exact arit
 import triton
 import triton.language as tl
 
-from .decays import add_level, centred_sums, channel_grams, exp, level_sums, masked_sum
+from .decays import add_level, channel_grams, exp, level_sums, masked_sum
 
-LIMIT: tl.constexpr = tl.constexpr(-8.6)  # exp of eight of it is 1e-30: in range of bf16, its inverse too
+LIMIT: tl.constexpr = tl.constexpr(-8.6)
+SHIFT: tl.constexpr = tl.constexpr(68.8)  # with 16 of LIMIT factors are from 1e-30 to 1e30: in range of bf16 with a key
 
 
 @triton.jit
@@ -40,12 +42,14 @@ def turned_sum(turned, y, DT: tl.constexpr, SPLIT: tl.constexpr = False):
 
 
 @triton.jit
-def centred_adjoint(y, C: tl.constexpr, BLOCK: tl.constexpr, DT: tl.constexpr):
-    """The adjoint of ``centred_sums``."""
-    j, i = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    middle = i // BLOCK * BLOCK + (BLOCK // 2 - 1)
-    turned = tl.where((j > middle) & (j <= i), 1.0, 0.0) - tl.where((j > i) & (j <= middle), 1.0, 0.0)
-    return turned_sum(turned, y, DT, True)
+def inside_mask(C: tl.constexpr, TURNED: tl.constexpr):
+    """Which rows j are summed up to row i of the same 16; TURNED: transposed."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    if TURNED:
+        mask = ((i // 16) == (j // 16)) & (j >= i)
+    else:
+        mask = ((i // 16) == (j // 16)) & (j <= i)
+    return mask
 
 
 @triton.jit
@@ -68,7 +72,7 @@ def grams(p, l, q, k, g, C: tl.constexpr, EXACT: tl.constexpr, DT: tl.constexpr,
     else:
         i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
         same = (i // 16) == (j // 16)
-        sums = centred_sums(tl.maximum(g, LIMIT), C, 16, DT)
+        sums = masked_sum(inside_mask(C, False), tl.maximum(g, LIMIT), DT) + SHIFT
         decay, cols = exp(sums), tl.trans((k * exp(-sums)).to(DT))
         p += tl.where(same, tl.dot((q * decay).to(DT), cols, input_precision=PRECISION), 0.0)
         l += tl.where(same, tl.dot((k * decay).to(DT), cols, input_precision=PRECISION), 0.0)
@@ -106,7 +110,7 @@ def block_adjoint(
     """The same for the pairs of different tokens inside of 16."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     rows, columns = ((i // 16) == (j // 16)) & (i > j), ((i // 16) == (j // 16)) & (i < j)
-    sums = centred_sums(tl.maximum(g, LIMIT), C, 16, DT)
+    sums = masked_sum(inside_mask(C, False), tl.maximum(g, LIMIT), DT) + SHIFT
     decay, grow = exp(sums), exp(-sums)
     q_rows, k_rows, cols = (q * decay).to(DT), (k * decay).to(DT), (k * grow).to(DT)
     own = tl.load(dp_tile + i * C + j)
@@ -121,7 +125,8 @@ def block_adjoint(
         spread += k_rows.to(tl.float32) * to_rows
         dk += to_rows * decay
     dk += to_cols * grow
-    dg += tl.where(g > LIMIT, centred_adjoint(spread - cols.to(tl.float32) * to_cols, C, 16, DT), 0.0)
+    spread = turned_sum(inside_mask(C, True), spread - cols.to(tl.float32) * to_cols, DT, True)
+    dg += tl.where(g > LIMIT, spread, 0.0)
     return dq, dk, dg
 
 

@@ -63,10 +63,7 @@ def schedule(
     )
 
 
-RUN_ON_A_GPU = 128, 128
-"""K and V that gave float64's gradients on a GPU. Others pass in the interpreter; since compiling them for Hopper has
-gone wrong before (``docs/training.md``), they wait until ``tests/lowering/test_backward_cuda.py`` has run there."""
-
+Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 LANES, TILES = 32, 4096
 """Sequences times heads, and chunks times heads, that keep a GPU busy."""
@@ -82,10 +79,7 @@ class TritonGradients:
         return Backward
 
     def declines(self, call: Call) -> str | None:
-        reason = TritonKernels().declines(call)
-        if reason is None and (call.q.shape[-1], call.v.shape[-1]) != RUN_ON_A_GPU:
-            reason = "only heads of 128 channels have been compared with float64 on a GPU"
-        return reason
+        return TritonKernels().declines(call)
 
     def gradients(
         self, call: Call, grad_o: Tensor | None, grad_state: Tensor | None, scratch: Scratch | None = None
@@ -243,7 +237,7 @@ class Backward:
             (tiles, keys, columns),
         )  # fmt: skip
         operand = torch.float16 if self._values["INVERSE_PRECISION"] == "fp16" else torch.float32
-        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        wanted: Buffers = {
             "qg": (token, self._dtype), "kd": (token, self._dtype), "p": (square, self._dtype),
             "s": (state, self._dtype), "d": (state, self._dtype), "z": (value, self._dtype),
             "own": (narrow, torch.float32),
@@ -261,17 +255,22 @@ class Backward:
             wanted |= {"r": (value, self._dtype), "vn": (value, self._dtype)}
             if call.gate != "none":
                 wanted["kg"] = (token, self._dtype)
+        wanted = self._kept(wanted, tiles)
         device = call.q.device
         made = {name: self._scratch.empty(shape, dtype, device) for name, (shape, dtype) in wanted.items()}
-        if call.delta and call.gate == "none":
+        if call.delta and call.gate == "none" and "kd" in made:
             made["kg"] = made["kd"]
         made["dp"] = made["p"]  # what is read last is overwritten in place, by the program that reads it
         if call.delta:
             made["dl"] = made["l"]
-        names = "qg kg kd total p l a t beta rate s d r vn z own dlog dp dl".split()
+        names = "qg kg kd total sums p l a t beta rate s d r vn z own dlog dp dl".split()
         values = {f"{name}_buffer": made.get(name, nothing) for name in names}
         results = "dq dk dv dg dbeta dstate dbias drate".split()
         return values | {f"{name}_ptr": self._found.get(name, nothing) for name in results}
+
+    def _kept(self, wanted: Buffers, tiles: int) -> Buffers:
+        """The buffers that the kernels of all phases use, of these."""
+        return wanted
 
     def _gradients(self) -> Gradients:
         call, found = self._call, self._found

@@ -44,8 +44,8 @@ def scan(
     if tl.program_id(1) == 0:
         s = tl.zeros([KP, BV], tl.float32)
         if STATE:
-            at = state_ptr + sequence * state_sn + head * state_sh + d * state_sk + c * state_sv
-            s += tl.load(at, mask=(d < K) & (c < V), other=0.0).to(tl.float32)
+            initial = state_ptr + sequence * state_sn + head * state_sh + d * state_sk + c * state_sv
+            s += tl.load(initial, mask=(d < K) & (c < V), other=0.0).to(tl.float32)
         v_base = v_ptr + batch * v_sb + head * v_sh
         for step in range(chunks):
             tile = (chunk + step) * HP + own
@@ -73,8 +73,8 @@ def scan(
     else:
         ds = tl.zeros([KP, BV], tl.float32)
         if FINAL:
-            at = final_ptr + sequence * final_sn + head * final_sh + d * final_sk + c * final_sv
-            ds += tl.load(at, mask=(d < K) & (c < V), other=0.0).to(tl.float32)
+            final = final_ptr + sequence * final_sn + head * final_sh + d * final_sk + c * final_sv
+            ds += tl.load(final, mask=(d < K) & (c < V), other=0.0).to(tl.float32)
         do_base = do_ptr + batch * do_sb + head * do_sh
         for step in range(chunks):
             tile = (chunk + chunks - 1 - step) * HP + own
@@ -101,5 +101,4 @@ def scan(
                     z *= tl.load(beta_buffer + tile * C + i)
                 ds = tl.dot(tl.trans(kg), (-z).to(DT), ds, input_precision=PRECISION)
         if STATE:
-            at = dstate_ptr + ((sequence * HV + head) * K + d) * V + c
-            tl.store(at, ds, mask=(d < K) & (c < V))
+            tl.store(dstate_ptr + ((sequence * HV + head) * K + d) * V + c, ds, mask=(d < K) & (c < V))

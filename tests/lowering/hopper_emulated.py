@@ -88,8 +88,8 @@ class Emulated:
 KERNELS: GradientKernels = Emulated()
 
 
-def case_of(length: int = 150, heads: int = 1, groups: int = 1, **options: Any) -> Case:
-    case = make_case(length=length, heads=heads, groups=groups, key_dim=128, value_dim=128, **options)
+def case_of(length: int = 150, heads: int = 1, groups: int = 1, value_dim: int = 128, **options: Any) -> Case:
+    case = make_case(length=length, heads=heads, groups=groups, key_dim=128, value_dim=value_dim, **options)
     return case.with_options(chunk_size=0, scale=128**-0.5)
 
 
@@ -106,6 +106,21 @@ def gates() -> None:
         compare(case_of(batch=2, heads=2, length=100, gate_fn=fn))
     compare(case_of(delta=False))
     compare(plain(case_of(batch=1)))
+
+
+def tokens() -> None:
+    """A gate per token or head, or none: norms, V = 64, packed sequences, heads that share keys."""
+    for gate, delta in (("token", True), ("head", True), ("none", True), ("token", False), ("none", False)):
+        compare(case_of(batch=1, length=100, gate=gate, delta=delta))
+        compare(plain(case_of(batch=1, length=70, gate=gate, delta=delta)))
+        if gate == "head":
+            compare(case_of(batch=1, length=100, gate=gate), ("o",))
+    for fn in ("sigmoid", "softplus", "logsigmoid"):
+        compare(case_of(batch=1, length=70, gate="token", gate_fn=fn))
+    packed = case_of(length=213, batch=1, sequences=4, gate="token")
+    compare(replace(packed, cu_seqlens=torch.tensor([0, 33, 33, 98, 213])))
+    compare(case_of(length=70, batch=1, groups=2, gate="token", value_dim=64, delta=False))
+    compare(case_of(length=70, batch=1, groups=2, gate="token", value_dim=64))
 
 
 def shapes() -> None:
@@ -133,8 +148,8 @@ def groups() -> None:
 
 def extremes() -> None:
     random = torch.Generator().manual_seed(1)
-    for delta in (True, False):
-        case = case_of(batch=1, delta=delta)
+    for gate, delta in (("channel", True), ("channel", False), ("token", True), ("token", False)):
+        case = case_of(batch=1, delta=delta, gate=gate)
         g = case.tensors["g"]
         strong = torch.where(torch.rand(g.shape, generator=random) < 0.2, -1000.0, g)
         compare(case.with_tensors(g=torch.where(torch.rand(g.shape, generator=random) < 0.1, -torch.inf, strong)))
@@ -147,14 +162,15 @@ def extremes() -> None:
 
 def causality() -> None:
     """Earlier gradients do not depend on later tokens, bit for bit; one result alone."""
-    later_is_ignored(rounded(case_of(batch=1, length=130)), "cpu", KERNELS)
+    for gate in ("channel", "token"):
+        later_is_ignored(rounded(case_of(batch=1, length=130, gate=gate)), "cpu", KERNELS)
     weak = case_of(batch=1, length=70)
     weak = weak.with_tensors(g=0.05 * weak.tensors["g"])
     for result in BOTH:
         compare(weak, (result,))
 
 
-PARTS = {part.__name__: part for part in (gates, shapes, groups, extremes, causality)}
+PARTS = {part.__name__: part for part in (gates, tokens, shapes, groups, extremes, causality)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:

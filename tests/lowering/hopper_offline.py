@@ -18,6 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from kdacompile.lowering.hopper import (
     backward_gradients,
     backward_prepare,
+    backward_scalar,
     backward_scan,
     combine,
     linear,
@@ -34,6 +35,7 @@ TENSORS = {
     "A_log": "*fp32", "dt_bias": "*fp32", "beta": "*bf16", "places": "*i32", "announced": "*i32", "buffer": "*bf16",
     "decay": "*fp32", "factors": "*fp32",
 }  # fmt: skip
+REGISTERS = {"prepare": 128, "prepare_scalar": 80, "gradients_scalar": 128}  # of the backward pass
 FLAGS = dict.fromkeys(("HAS_A", "HAS_DT", "HAS_BETA", "SIGMOID_BETA"), True)
 
 
@@ -122,23 +124,29 @@ def compile_mla(page: int, scheduled: bool, partial: bool, dtype: str, masked: b
     return _compile(mla.attend, signature, {**constants, "SCHEDULED": scheduled, "PARTIAL": partial}, 4)
 
 
-def compile_backward(name: str, *, gate: str = "bf16", delta: bool = True, packed: bool = False) -> Any:
-    """A kernel of the backward pass: "prepare", "scan" or "gradients"."""
-    kernels = {"prepare": backward_prepare.prepare, "scan": backward_scan.scan}
+def compile_backward(
+    name: str, *, gate: str = "bf16", delta: bool = True, packed: bool = False, scalar: bool = False, values: int = 128
+) -> Any:
+    """A kernel of the backward pass, by its name; ``scalar``: of the scan with a gate per token."""
+    kernels = {"prepare": backward_prepare.prepare, "prepare_scalar": backward_scalar.prepare_scalar}
+    kernels |= {"scan": backward_scan.scan, "gradients_scalar": backward_scalar.gradients_scalar}
     kernel = {**kernels, "gradients": backward_gradients.gradients}[name]
     flags = "DELTA BETA SIGMOID L2NORM NORM_INSIDE RATE BIAS DBIAS GATED STATE FINAL".split()
     constants: dict[str, Any] = {flag: delta or flag not in ("DELTA", "BETA") for flag in flags}
-    constants |= {"HV": 32, "HP": 32, "GROUP": 1, "FN": "softplus", "PACKED": packed}
+    constants |= {"HV": 32, "HP": 32, "GROUP": 1, "FN": "softplus", "PACKED": packed, "SCALAR": scalar, "V": values}
     constants |= {argument: 1 for argument in kernel.arg_names if argument.endswith(("_sd", "_sv"))}
     signature = dict.fromkeys(kernel.arg_names, "i32") | {"cu_seqlens": "*i64", "chunk_offsets": "*i32"}
     signature |= {a: "*bf16" for a in kernel.arg_names if a.endswith(("_ptr", "_buffer"))}
     signature |= dict.fromkeys(("scale", "gate_scale", "l2norm_eps"), "fp32") | {"g_ptr": f"*{gate}"}
-    singles = "A_log_ptr dt_bias_ptr dbias_ptr drate_ptr state_ptr final_ptr dstate_ptr beta_buffer rate_buffer"
+    singles = (
+        "A_log_ptr dt_bias_ptr dbias_ptr drate_ptr state_ptr final_ptr dstate_ptr beta_buffer rate_buffer sums_buffer"
+    )
     signature |= dict.fromkeys([*singles.split(), "total_buffer"], "*fp32")
     signature = {a: kind for a, kind in signature.items() if a in kernel.arg_names}
     constants = {a: value for a, value in constants.items() if a in kernel.arg_names}
     steps = [i for i, a in enumerate(signature) if a.endswith(("_sb", "_st", "_sh")) and not a.startswith("beta")]
-    return _compile(kernel, signature, constants, 8, steps, **({"maxnreg": 128} if name == "prepare" else {}))
+    limit = {"maxnreg": REGISTERS[name]} if name in REGISTERS else {}
+    return _compile(kernel, signature, constants, 8, steps, **limit)
 
 
 def spilled_bytes(compiled: Any) -> int:

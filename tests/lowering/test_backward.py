@@ -32,8 +32,7 @@ def test_what_is_declined() -> None:
     wide = cases.make_case(key_dim=128, value_dim=128)
     assert TritonGradients().declines(call_of(wide)) is None
     assert TritonGradients().declines(call_of(wide.to(torch.float64))) == "no torch.float64 kernels"
-    narrow = TritonGradients().declines(call_of(cases.make_case()))
-    assert narrow == "only heads of 128 channels have been compared with float64 on a GPU"
+    assert TritonGradients().declines(call_of(cases.make_case(key_dim=48, value_dim=200))) is None
 
 
 @pytest.mark.parametrize("item", [2, 4])

@@ -22,8 +22,8 @@ KERNELS: GradientKernels = HopperGradients()
 TOLERANCE = 8e-3
 
 
-def case_of(length: int = 150, heads: int = 1, **options: object) -> Case:
-    case = make_case(length=length, heads=heads, key_dim=128, value_dim=128, **options)  # type: ignore[arg-type]
+def case_of(length: int = 150, heads: int = 1, value_dim: int = 128, **options: object) -> Case:
+    case = make_case(length=length, heads=heads, key_dim=128, value_dim=value_dim, **options)  # type: ignore[arg-type]
     return case.with_options(chunk_size=0, scale=128**-0.5)
 
 
@@ -34,12 +34,14 @@ def compare(case: Case, used: tuple[str, ...] = BOTH) -> dict[str, torch.Tensor]
     return check(case, TOLERANCE, used, "cuda", KERNELS)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row[0] != "head"])
+@pytest.mark.parametrize("row", ROWS)
 def test_every_row(row: tuple[str, bool]) -> None:
     gate, delta = row
     case = case_of(gate=gate, delta=delta)
     compare(case)
     compare(plain(case))
+    if gate == "head":  # with the final state's gradient as well, that of the gate is next to nothing
+        compare(case, ("o",))
 
 
 @pytest.mark.parametrize("fn", ["sigmoid", "softplus", "logsigmoid", "factor"])
@@ -48,16 +50,28 @@ def test_gate_functions(fn: str, delta: bool) -> None:
     compare(case_of(gate_fn=fn, delta=delta))
 
 
-def test_packed_sequences_and_grouped_heads() -> None:
-    packed = case_of(length=340, batch=1, sequences=5)
-    compare(replace(packed, cu_seqlens=torch.tensor([0, 33, 33, 162, 339, 340])))
-    compare(case_of(heads=2, groups=2))
+@pytest.mark.parametrize("fn", ["sigmoid", "softplus", "logsigmoid"])
+def test_gate_functions_of_tokens(fn: str) -> None:
+    compare(case_of(gate="token", gate_fn=fn))
 
 
 @pytest.mark.parametrize("delta", [True, False])
-def test_strong_gates(delta: bool) -> None:
+def test_mamba_s_widths(delta: bool) -> None:
+    compare(case_of(heads=1, groups=3, gate="token", delta=delta, value_dim=64))
+
+
+@pytest.mark.parametrize("gate", ["channel", "token"])
+def test_packed_sequences_and_grouped_heads(gate: str) -> None:
+    packed = case_of(length=340, batch=1, sequences=4, gate=gate)
+    compare(replace(packed, cu_seqlens=torch.tensor([0, 33, 33, 162, 340])))
+    compare(case_of(heads=2, groups=2, gate=gate))
+
+
+@pytest.mark.parametrize("gate", ["channel", "token"])
+@pytest.mark.parametrize("delta", [True, False])
+def test_strong_gates(gate: str, delta: bool) -> None:
     random = torch.Generator().manual_seed(1)
-    case = case_of(delta=delta, gate_fn="log")
+    case = case_of(gate=gate, delta=delta, gate_fn="log")
     g = case.tensors["g"]
     assert g is not None
     strong = torch.where(torch.rand(g.shape, generator=random) < 0.2, -1000.0, g)
@@ -92,8 +106,9 @@ def test_an_expanded_gradient() -> None:
         assert x is None or (y is not None and torch.equal(x, y))
 
 
-def test_later_tokens_change_no_earlier_gradient() -> None:
-    later_is_ignored(rounded(case_of(length=300), torch.bfloat16), "cuda", KERNELS)
+@pytest.mark.parametrize("gate", ["channel", "token"])
+def test_later_tokens_change_no_earlier_gradient(gate: str) -> None:
+    later_is_ignored(rounded(case_of(length=300, gate=gate), torch.bfloat16), "cuda", KERNELS)
 
 
 def test_no_length_is_read_on_the_host_and_a_graph_can_be_replayed() -> None:

@@ -109,7 +109,7 @@ def decay_factor(case: Case) -> Tensor | None:
     per_channel = case.options["gate"] == "channel"
     rate = torch.ones((), dtype=torch.float64) if A_log is None else A_log.exp()
     if per_channel and A_log is not None:
-        rate = rate[:, None]
+        rate = rate[..., None]
     shifted = g if dt_bias is None else g + dt_bias
     gate_scale = case.options["gate_scale"]
     factor = {

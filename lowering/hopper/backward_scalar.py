@@ -1,0 +1,328 @@
+"""Gluon: the chunks' own phases of the backward pass with a gate per token or head, or none (bf16, K = 128).
+
+Then gates and norms are numbers of a token: the scan and the gradients take q and k as they are and scale rows of what
+meets them, and decays between two tokens are one [64, 64] matrix, ``2^(G_i - G_j)``, G the sums of log2 gates. What a
+chunk leaves for the others are P and L (see ``lowering/adjoint.py``), G, beta behind its sigmoid and the norms' rates.
+"""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from .backward_blocks import (
+    ACROSS,
+    DOWN,
+    FLAT,
+    SLIM,
+    TILE,
+    TOKEN,
+    WIDE,
+    chunk_place,
+    fetch,
+    leave,
+    product,
+    store_rows,
+    times,
+)
+from .common import barrier, exp2, gate_slopes, given_beta, given_rate, log2_gate
+
+
+@gluon.jit
+def _gates(g_ptr, g_st, A_log_ptr, dt_bias_ptr, head, token, left, RATE: gl.constexpr, BIAS: gl.constexpr):
+    """What the gate function takes: g with dt_bias added, and exp(A_log)."""
+    x = gl.load(g_ptr + token * g_st, mask=token < left, other=0.0).to(gl.float32)
+    rate = 1.0
+    if RATE:
+        rate = given_rate(gl.load(A_log_ptr + head), True)
+    if BIAS:
+        x += gl.load(dt_bias_ptr + head).to(gl.float32)
+    return x, rate
+
+
+@gluon.jit
+def _row_rates(tile, rates, eps):
+    """One over the norms of a tile's rows, for the gradients too."""
+    x = tile.load(WIDE).to(gl.float32)
+    rate = gl.rsqrt(gl.sum(x * x, 1) + eps)
+    gl.store(rates + gl.arange(0, 64, layout=TOKEN), rate)
+    return rate
+
+
+@gluon.jit(do_not_specialize=["beta_sb", "beta_st", "T", "N", "first_head"])
+def prepare_scalar(
+    q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, g_ptr, g_sb, g_st, g_sh,
+    beta_ptr, beta_sb, beta_st, beta_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T,
+    gate_scale, l2norm_eps, first_head, p_buffer, l_buffer, a_buffer, sums_buffer, beta_buffer, rate_buffer,
+    HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr,
+    BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """A block has one chunk of one head. q and k have contiguous rows that begin at multiples of 16 bytes."""
+    pid = gl.program_id(0).to(gl.int64)
+    chunk = pid // HP
+    head = first_head + pid % HP
+    runs = True
+    if PACKED:
+        runs = chunk < gl.load(chunk_offsets + N)
+    if runs:
+        batch, first, end = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
+        left = end - first
+        q_t = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
+        k_t = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
+        fetch(q_t, q_ptr + batch * q_sb + first * q_st + (head // GROUP) * q_sh, q_st, left, WIDE)
+        fetch(k_t, k_ptr + batch * k_sb + first * k_st + (head // GROUP) * k_sh, k_st, left, WIDE)
+        async_copy.commit_group()
+        row = gl.arange(0, 64, layout=DOWN)
+        column = gl.arange(0, 64, layout=ACROSS)
+        i = row[:, None]
+        j = column[None, :]
+        b = gl.full([64], 1.0, gl.float32, layout=DOWN)
+        if BETA:
+            at = beta_ptr + batch * beta_sb + (first + row) * beta_st + head * beta_sh
+            b = given_beta(gl.load(at, mask=row < left, other=0.0), row, left, SIGMOID)
+            gl.store(beta_buffer + pid * 64 + row, b)
+        if GATED:
+            g_base = g_ptr + batch * g_sb + first * g_st + head * g_sh
+            x, rate = _gates(g_base, g_st, A_log_ptr, dt_bias_ptr, head, column, left, RATE, BIAS)
+            g = gl.where(column < left, log2_gate(x, rate, gate_scale, FN), 0.0)
+            sums = gl.sum(gl.where(j <= i, g[None, :], 0.0), 1)
+            gl.store(sums_buffer + pid * 64 + row, sums)
+            decay = exp2(sums[:, None] - gl.convert_layout(sums, ACROSS)[None, :])
+        async_copy.wait_group(0)
+        barrier()
+        zero = gl.zeros([64, 64], gl.float32, layout=FLAT)
+        p = product(q_t, k_t, zero, 128)
+        l = zero
+        if DELTA:
+            l = product(k_t, k_t, zero, 128)
+        if L2NORM:
+            q_rate = _row_rates(q_t, rate_buffer + pid * 128, l2norm_eps)
+            k_rate = _row_rates(k_t, rate_buffer + pid * 128 + 64, l2norm_eps)
+            columns = gl.convert_layout(k_rate, ACROSS)[None, :]
+            p = p * gl.convert_layout(q_rate, DOWN)[:, None] * columns
+            l = l * gl.convert_layout(k_rate, DOWN)[:, None] * columns
+        if GATED:
+            p = p * decay
+            l = l * decay
+        square = pid * (64 * 64)
+        store_rows(p_buffer + square, gl.where(i >= j, p, 0.0), 64, 64)
+        if DELTA:
+            l = gl.where(i > j, l, 0.0)
+            store_rows(l_buffer + square, l, 64, 64)
+            store_rows(a_buffer + square, l * b[:, None], 64, 64)
+
+
+@gluon.jit
+def _fetch_states(half, s_t, d_t, s_state, d_state, VALUES: gl.constexpr):
+    """Begin to copy 64 of the states' channels."""
+    V: gl.constexpr = s_t.shape[1]
+    fetch(s_t, s_state + half * (64 * V), V, 64, VALUES)
+    fetch(d_t, d_state + half * (64 * V), V, 64, VALUES)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _fetch_keys(half, q_t, k_t, q_base, q_st, k_base, k_st, left):
+    fetch(q_t, q_base + half * 64, q_st, left, SLIM)
+    fetch(k_t, k_base + half * 64, k_st, left, SLIM)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _pairs(do_t, z_t, vn_t, p_t, l_t, b, sums, scale, DELTA: gl.constexpr, GATED: gl.constexpr):
+    """The gradients of P and L, behind their decays, over P and L; what of dg pairs give to their rows, less what they
+    give to their columns; what dbeta lacks."""
+    V: gl.constexpr = do_t.shape[1]
+    i = gl.arange(0, 64, layout=DOWN)[:, None]
+    j = gl.arange(0, 64, layout=ACROSS)[None, :]
+    zero = gl.zeros([64, 64], gl.float32, layout=FLAT)
+    dp = gl.where(i >= j, product(do_t, vn_t, zero, V) * scale, 0.0)
+    spanned = gl.zeros([64], gl.float32, layout=DOWN)
+    recalled = spanned
+    met = zero
+    decay = zero + 1.0
+    if GATED:
+        decay = gl.where(i > j, exp2(sums[:, None] - gl.convert_layout(sums, ACROSS)[None, :]), 1.0)
+        met = gl.where(i > j, dp * p_t.load(FLAT).to(gl.float32), 0.0)
+    if DELTA:
+        h = product(z_t, vn_t, zero, V)
+        recalls = l_t.load(FLAT).to(gl.float32)  # zeros from the diagonal on
+        recalled = gl.sum(recalls * h, 1)
+        dl = gl.where(i > j, h * -b[:, None], 0.0)
+        if GATED:
+            met += dl * recalls
+        l_t.store((dl * decay).to(gl.bfloat16))
+    if GATED:
+        spanned = gl.sum(met, 1) - gl.convert_layout(gl.sum(met, 0), DOWN)
+    p_t.store((dp * decay).to(gl.bfloat16))
+    return spanned, recalled
+
+
+@gluon.jit
+def _half(
+    do_t, z_t, vn_t, s_t, d_t, q_t, k_t, p_t, l_t, b, up, down, q_rate, k_rate, scale, starts, ends,
+    DELTA: gl.constexpr, L2NORM: gl.constexpr, VALUES: gl.constexpr,
+):  # fmt: skip
+    """dq and dk of 64 channels, before the norm, over q and k; to ``starts`` and ``ends`` what the states before and
+    behind the chunk give to the gates; the sum of S * dS."""
+    V: gl.constexpr = do_t.shape[1]
+    zero = gl.zeros([64, 64], gl.float32, layout=FLAT)
+    if L2NORM:
+        q_t.store((q_t.load(FLAT).to(gl.float32) * q_rate[:, None]).to(gl.bfloat16))
+        k_t.store((k_t.load(FLAT).to(gl.float32) * k_rate[:, None]).to(gl.bfloat16))
+    dq = product(do_t, s_t, zero, V) * (up * scale)[:, None]
+    starts = starts + gl.sum(q_t.load(FLAT).to(gl.float32) * dq, 1)
+    dk = zero
+    if DELTA:
+        dk = product(z_t, s_t, zero, V) * (up * -b)[:, None]
+        starts = starts + gl.sum(k_t.load(FLAT).to(gl.float32) * dk, 1)
+    more = product(vn_t, d_t, zero, V) * down[:, None]
+    ends = ends + gl.sum(k_t.load(FLAT).to(gl.float32) * more, 1)
+    dk = dk + more
+    met = gl.sum(gl.sum(s_t.load(VALUES).to(gl.float32) * d_t.load(VALUES).to(gl.float32), 1), 0)
+    barrier()  # q and k behind their norms are there
+    dq = times(p_t, k_t, dq, 64)
+    dk = times(p_t.permute((1, 0)), q_t, dk, 64)
+    if DELTA:
+        dk = times(l_t, k_t, dk, 64)
+        dk = times(l_t.permute((1, 0)), k_t, dk, 64)
+    barrier()  # and nobody reads them any more
+    q_t.store(dq.to(gl.bfloat16))
+    k_t.store(dk.to(gl.bfloat16))
+    return starts, ends, met
+
+
+@gluon.jit(do_not_specialize=["T", "N", "first_head"])
+def gradients_scalar(
+    q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, v_ptr, v_sb, v_st, v_sh, g_ptr, g_sb, g_st, g_sh,
+    do_ptr, do_sb, do_st, do_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T, scale, gate_scale, first_head,
+    p_buffer, l_buffer, sums_buffer, beta_buffer, rate_buffer, s_buffer, d_buffer, r_buffer, vn_buffer, z_buffer,
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dbias_ptr, drate_ptr,
+    HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, V: gl.constexpr, FN: gl.constexpr, GATED: gl.constexpr,
+    DELTA: gl.constexpr, BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr,
+    BIAS: gl.constexpr, DBIAS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """All gradients of a chunk's tokens; dq and dk are those before the norm. V is 64 or 128.
+
+    Without the delta rule r_buffer and vn_buffer are not read: both are v, the latter times beta.
+    """
+    VALUES: gl.constexpr = WIDE if V == 128 else SLIM
+    ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
+    pid = gl.program_id(0).to(gl.int64)
+    chunk = pid // HP
+    head = first_head + pid % HP
+    runs = True
+    if PACKED:
+        runs = chunk < gl.load(chunk_offsets + N)
+    if runs:
+        batch, first, end = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
+        left = end - first
+        do_t = gl.allocate_shared_memory(gl.bfloat16, [64, V], TILE)
+        vn_t = gl.allocate_shared_memory(gl.bfloat16, [64, V], TILE)
+        z_t = gl.allocate_shared_memory(gl.bfloat16, [64, V], TILE)
+        s_t = gl.allocate_shared_memory(gl.bfloat16, [64, V], TILE)
+        d_t = gl.allocate_shared_memory(gl.bfloat16, [64, V], TILE)
+        q_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+        k_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+        p_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+        l_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+        tile = pid * (64 * V)
+        square = pid * (64 * 64)
+        v_base = v_ptr + batch * v_sb + first * v_st + head * v_sh
+        fetch(do_t, do_ptr + batch * do_sb + first * do_st + head * do_sh, do_st, left, VALUES)
+        fetch(z_t, z_buffer + tile, V, 64, VALUES)
+        if DELTA:
+            fetch(vn_t, vn_buffer + tile, V, 64, VALUES)
+            fetch(l_t, l_buffer + square, 64, 64, SLIM)
+        else:
+            fetch(vn_t, v_base, v_st, left, VALUES)
+        if GATED:
+            fetch(p_t, p_buffer + square, 64, 64, SLIM)
+        async_copy.commit_group()
+        q_base = q_ptr + batch * q_sb + first * q_st + (head // GROUP) * q_sh
+        k_base = k_ptr + batch * k_sb + first * k_st + (head // GROUP) * k_sh
+        s_state = s_buffer + pid * (128 * V)
+        d_state = d_buffer + pid * (128 * V)
+        _fetch_states(0, s_t, d_t, s_state, d_state, VALUES)
+        _fetch_keys(0, q_t, k_t, q_base, q_st, k_base, k_st, left)
+        row = gl.arange(0, 64, layout=DOWN)
+        token = (batch * T + first) * HV + head
+        b = gl.full([64], 1.0, gl.float32, layout=DOWN)
+        q_rate = b
+        k_rate = b
+        sums = b * 0.0
+        whole = sums
+        place = gl.arange(0, 64, layout=ROW)
+        wide_b = gl.full([64], 1.0, gl.float32, layout=ROW)
+        if BETA:
+            b = gl.load(beta_buffer + pid * 64 + row)
+            wide_b = gl.load(beta_buffer + pid * 64 + place)
+        if L2NORM:
+            q_rate = gl.load(rate_buffer + pid * 128 + row)
+            k_rate = gl.load(rate_buffer + pid * 128 + 64 + row)
+        if GATED:
+            sums = gl.load(sums_buffer + pid * 64 + row)
+            whole = gl.load(sums_buffer + pid * 64 + 63 + 0 * row)
+        c = gl.arange(0, V, layout=gl.SliceLayout(0, VALUES))[None, :]
+        if DELTA:
+            r = gl.load(r_buffer + tile + place[:, None] * V + c).to(gl.float32)
+        async_copy.wait_group(2)
+        barrier()
+        z = z_t.load(VALUES).to(gl.float32)
+        if not DELTA:
+            r = vn_t.load(VALUES).to(gl.float32)
+            if BETA:
+                vn_t.store((r * wide_b[:, None]).to(gl.bfloat16))
+                barrier()
+        dv = (z * wide_b[:, None]).to(dv_ptr.dtype.element_ty)
+        gl.store(dv_ptr + token * V + place[:, None] * (HV * V) + c, dv, mask=place[:, None] < left)
+        db = gl.sum(z * r, 1)
+        spanned, recalled = _pairs(do_t, z_t, vn_t, p_t, l_t, b, sums, scale, DELTA, GATED)
+        if BETA:
+            db = db - gl.convert_layout(recalled, ROW)
+            if SIGMOID:
+                db *= wide_b * (1.0 - wide_b)
+            gl.store(dbeta_ptr + token + place * HV, db.to(dbeta_ptr.dtype.element_ty), mask=place < left)
+        up = exp2(sums)
+        down = exp2(whole - sums)
+        ends = gl.zeros([64], gl.float32, layout=DOWN)
+        starts = ends
+        met = 0.0
+        for half in range(2):
+            async_copy.wait_group(0)
+            barrier()
+            starts, ends, more = _half(
+                do_t, z_t, vn_t, s_t, d_t, q_t, k_t, p_t, l_t, b, up, down, q_rate, k_rate, scale, starts, ends,
+                DELTA, L2NORM, VALUES,
+            )  # fmt: skip
+            met += more
+            barrier()
+            if half == 0:
+                _fetch_states(1, s_t, d_t, s_state, d_state, VALUES)
+            leave(dq_ptr + token * 128 + half * 64, HV * 128, q_t, left)
+            leave(dk_ptr + token * 128 + half * 64, HV * 128, k_t, left)
+            barrier()
+            if half == 0:
+                _fetch_keys(1, q_t, k_t, q_base, q_st, k_base, k_st, left)
+        if GATED:
+            i = row[:, None]
+            j = gl.arange(0, 64, layout=ACROSS)[None, :]
+            behind = gl.convert_layout(starts + spanned, ACROSS)[None, :]
+            before = gl.convert_layout(ends, ACROSS)[None, :]
+            dg = gl.sum(gl.where(j >= i, behind, before), 1) + met * exp2(whole)
+            g_base = g_ptr + batch * g_sb + first * g_st + head * g_sh
+            x, rate = _gates(g_base, g_st, A_log_ptr, dt_bias_ptr, head, row, left, RATE, BIAS)
+            by_x, by_rate = gate_slopes(x, rate, gate_scale, FN)
+            counts = (row < left) & (dg != 0.0)
+            dx = gl.where(counts, dg * by_x, 0.0)
+            gl.store(dg_ptr + token + row * HV, dx.to(dg_ptr.dtype.element_ty), mask=row < left)
+            if DBIAS:
+                gl.store(dbias_ptr + chunk * HV + head, gl.sum(dx, 0))
+            if RATE:
+                gl.store(drate_ptr + chunk * HV + head, gl.sum(gl.where(counts, dg * by_rate, 0.0), 0))
