@@ -19,17 +19,12 @@ from kdacompile.graph.build import REPLAY_ERRORS, drop_unread
 from kdacompile.graph.ir import Graph, Op, Value, ancestors, map_values, walk_values
 from kdacompile.graph.recorder import Recorder
 from kdacompile.patterns.engine.uniform import mark_uniform
-from kdacompile.patterns.engine.values import moves
+from kdacompile.patterns.engine.values import Moves, moves
 from kdacompile.patterns.engine.vocabulary import LAYOUT, MAKERS
 
 
 class CannotEdit(Exception):
     """A call does not take what it is given, or would read memory that the graph writes; nothing was changed."""
-
-
-def map_nodes(tree: Any, fn: Callable[[fx.Node], Any]) -> Any:
-    """``tree`` with every node replaced, be it by what no graph of FX holds."""
-    return map_arg(tree, fn)
 
 
 class NewCalls:
@@ -108,12 +103,11 @@ class Edit:
         self.recorder.graph = functional
         self.recorder.values = max((value.index for op in functional.ops for value in op.outs), default=0)
         self.recorder.values += len(functional.inputs) + 1
+        self.start = len(functional.ops), len(functional.mutations)
         self.tensors: dict[Value, torch.Tensor] = {}
         self.made: dict[fx.Node, Value] = {}
         self.unnamed: dict[Value, fx.Node] = {}
         """Calls for values that no node of the model's graph yields."""
-        self.values = {node: value for value, names in functional.names.items() for node, _ in names}
-        """What each node of the model's graph stands for (of a buffer, the last that was written down)."""
         self.taken: dict[Value, Value] = {}
         """New values -> those of the model that are defined as them."""
         self.changed = False
@@ -131,6 +125,14 @@ class Edit:
             )
         return self.made[node]
 
+    def moved(self, value: Value, found: Moves | None, like: fx.Node) -> Value:
+        """A value rearranged by calls of methods; CannotEdit where there are none that do it."""
+        if found is None:
+            raise CannotEdit("not a rearrangement")
+        for name, args in found:
+            value = self.call(name, value, *args, like=like)
+        return value
+
     def named(self, value: Value, like: fx.Node) -> fx.Node:
         """The node that yields a value: the model's, or new calls where it has none (a view within another call)."""
         if value.node in self.fixed:
@@ -143,20 +145,11 @@ class Edit:
                 raise CannotEdit(f"{value} has no name in the model's graph")
             steps = moves(op) if op.name in LAYOUT else None
             args, kwargs = (map_values(tree, lambda read: self.named(read, like)) for tree in (op.args, op.kwargs))
-            if steps is None:
-                node = self.calls.call(op.target, args, kwargs, like)
-            else:
-                node = args[0]
-                for name, rest in steps:
-                    node = self.calls.call(name, (node, *rest), {}, like)
+            node = args[0] if steps is not None else self.calls.call(op.target, args, kwargs, like)
+            for name, rest in steps or ():
+                node = self.calls.call(name, (node, *rest), {}, like)
             self.unnamed[value] = node
         return self.unnamed[value]
-
-    def value(self, node: fx.Node) -> Value:
-        """What a node of the model's graph stands for."""
-        if node not in self.values:
-            raise CannotEdit(f"{node} has no value in the functional graph")
-        return self.values[node]
 
     def recorded(self, node: fx.Node, target: Any, args: Any, kwargs: Any, read: list[Value]) -> Value:
         recorder, mark = self.recorder, self.recorder.mark()
@@ -217,8 +210,15 @@ class Edit:
         return {read for op in ancestors([value], lambda _: False) for read in op.reads}
 
     def finish(self) -> None:
-        """Operators in an order in which each comes after what it reads, values numbered by it."""
+        """Operators in an order in which each comes after what it reads, values numbered by it; the graph as it was,
+        if nothing was redefined.
+        """
         graph = self.functional
+        if not self.changed:
+            self.recorder.roll_back(self.start)
+            for value in self.made.values():
+                graph.names.pop(value, None)
+            return
         order: list[Op] = []
         done: set[Op] = set()
         entered: set[Op] = set()

@@ -48,7 +48,7 @@ class Search:
         self.seconds: dict[str, float] = {}
         self.nodes = len(graph.nodes)
         self.subclasses: list[Rejection] = []
-        self.context = Context(graph, settings, self.timed, trial=trial, loops=self.has_recurrence)
+        self.context = Context(graph, settings, self.timed, trial=trial, loops=self.has_recurrence and not trial)
         self.recurrence = Matching(RECURRENCE, LinearAttentionSplice, self.context)
         self.calls = Matching(CALLS, LinearAttentionSplice, self.context)
         """Ops that were there already: what they absorb is told of nobody."""
@@ -128,7 +128,7 @@ class Search:
         """Once more after each canonical rule, for what was left alone. Layers within a group are looked for only once
         loops are taken apart: that takes long.
         """
-        for rule in canonical.RULES:
+        for rule in canonical.ON_TRIAL if self.context.trial else canonical.RULES:
             if not self.wanting:
                 return
             changed = self.canonicalise(rule)
@@ -140,16 +140,16 @@ class Search:
     def canonicalise(self, rule: canonical.Rule) -> bool:
         """Apply ``rule`` to the functional graph, which is searched from here on; False if nothing comes of it."""
         self.context.rely_on({})
-        functional, graph = self.context.functional(), self.graph
+        functional = self.context.functional()
         calls = functional.calls or NewCalls()
         rules = [*self.applied, rule] if functional.calls else [rule]
         with self.timed("canonicalise"):
-            if not canonical.apply([rule], functional, calls, graph):
+            if not canonical.apply([rule], functional, calls):
                 return False
         trace.canonical(functional)
         self.context.rejected.clear()  # what a group reads is written in another way
         self.applied = rules
-        self.context.instances.rewritten = lambda other: canonical.apply(rules, other, calls, graph)
+        self.context.instances.rewritten = lambda other: canonical.apply(rules, other, calls)
         return True
 
     def shares_memory(self, functional: Graph) -> bool:

@@ -1,50 +1,40 @@
 """Rules that write a functional graph in another way: one a file, its equation first.
 
-A rule redefines values: what the graph computes stays the same, and the model's own graph is not touched. It is given
-an ``Edit`` of the functional graph and the model's graph, whose calls are easier to read than their operators.
+A rule redefines values, by an ``Edit`` of the functional graph: what the graph computes stays the same, and the model's
+own graph is not touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from torch import fx
-
 from kdacompile.graph.edit import Edit, NewCalls
 from kdacompile.graph.ir import Graph
-from kdacompile.patterns.canonical import (
-    adapters,
-    factors,
-    hoist,
-    log_gates,
-    packed,
-    quotients,
-    relaid,
-    row_sums,
-    shared,
-)
+from kdacompile.patterns.canonical import adapters, hoist, log_gates, packed, quotients, relaid, row_factors, shared
 
-Rule = Callable[[Edit, fx.Graph], None]
+Rule = Callable[[Edit], None]
 
 RULES: tuple[Rule, ...] = (
     shared.apply,
-    factors.apply,
     log_gates.apply,
     relaid.apply,
     hoist.apply,
-    row_sums.apply,
+    row_factors.apply,
     packed.apply,
     quotients.apply,
 )
 """In the order in which they are tried, each on what the ones before it have left."""
 
+ON_TRIAL: tuple[Rule, ...] = (shared.apply,)
+"""Those for functions that may become one op, of which many more are looked at than are."""
 
-def apply(rules: Iterable[Rule], functional: Graph, calls: NewCalls, graph: fx.Graph) -> bool:
-    """Apply rules to the functional graph of ``graph``; True if one changed it."""
+
+def apply(rules: Iterable[Rule], functional: Graph, calls: NewCalls) -> bool:
+    """Apply rules to a functional graph; True if one changed it."""
     changed, before = False, functional.calls
     for rule in rules:
         edit = Edit(functional, calls)
-        rule(edit, graph)
+        rule(edit)
         edit.finish()
         changed |= edit.changed
     functional.calls = calls if changed else before

@@ -11,61 +11,62 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch import fx
 
 from kdacompile.graph.edit import CannotEdit, Edit
-from kdacompile.graph.ir import Value
-from kdacompile.patterns.canonical.rules import name_of
+from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.values import is_weight, root
+from kdacompile.patterns.engine.vocabulary import TURNS, VIEWS
 
-Projected = tuple[fx.Node, Value, list[fx.Node]]
-"""What is projected, with which weight, and what else the call is given: a bias."""
+Projected = tuple[Value, Value, list[Value]]
+"""What is projected, with which weight, and a bias."""
 
 
-def apply(edit: Edit, graph: fx.Graph) -> None:
+def apply(edit: Edit) -> None:
     """Redefine every sum of a projection and an adapter; several adapters may be added one after the other."""
-    made: dict[fx.Node, Projected] = {}
-    for node in graph.nodes:
-        if name_of(node) == "add" and len(node.args) == 2 and not node.kwargs and node not in edit.fixed:
+    made: dict[Value, Projected] = {}
+    for op in tuple(edit.functional.ops):
+        if op.name == "add" and len(op.reads) == 2 and not op.kwargs and op.out.node not in edit.fixed:
             with contextlib.suppress(CannotEdit):
-                _rewrite(edit, node, made)
+                _rewrite(edit, op, made)
 
 
-def _rewrite(edit: Edit, node: fx.Node, made: dict[fx.Node, Projected]) -> None:
-    for one, other in (node.args, node.args[::-1]):
-        base = isinstance(one, fx.Node) and (made.get(one) or _projection(edit, one))
-        added = isinstance(other, fx.Node) and _adapter(edit, other)
-        if not base or not added or base[0] is not added[0]:
+def _rewrite(edit: Edit, op: Op, made: dict[Value, Projected]) -> None:
+    for one, other in (op.reads, op.reads[::-1]):
+        base, added = made.get(one) or _projection(one), _adapter(other)
+        if base is None or added is None or base[0] is not added[0]:
             continue
         source, weight, bias = base
         _, down, up, factor = added
         wide = torch.promote_types(weight.dtype, torch.float32)
-        low, high, own = (edit.call("to", value, wide, like=node) for value in (down, up, weight))
-        low = edit.call(torch.mul, edit.call(torch.matmul, high, low, like=node), factor, like=node)
-        total = edit.call("to", edit.call(torch.add, own, low, like=node), weight.dtype, like=node)
-        given = [edit.value(source), total, *map(edit.value, bias)]
-        edit.redefine(edit.value(node), edit.call(torch.nn.functional.linear, *given, like=node))
-        made[node] = source, total, bias
+        low, high, own = (edit.call("to", value, wide, like=op.node) for value in (down, up, weight))
+        low = edit.call(torch.mul, edit.call(torch.matmul, high, low, like=op.node), factor, like=op.node)
+        total = edit.call("to", edit.call(torch.add, own, low, like=op.node), weight.dtype, like=op.node)
+        made[op.out] = source, total, bias
+        edit.redefine(op.out, edit.call(torch.nn.functional.linear, source, total, *bias, like=op.node))
         return
 
 
-def _projection(edit: Edit, node: fx.Node) -> Projected | None:
-    """The operands of a product with a weight: what is projected, the weight, a bias."""
-    operands = [arg for arg in node.args if isinstance(arg, fx.Node)]
-    if name_of(node) != "linear" or node.kwargs or len(operands) != sum(arg is not None for arg in node.args):
+def _projection(value: Value) -> Projected | None:
+    """The operands of a product with a weight."""
+    op = root(value, VIEWS).op
+    if op is None or op.name not in ("mm", "addmm") or op.kwargs:
         return None
-    weight = edit.value(operands[1])
-    return (operands[0], weight, operands[2:]) if is_weight(root(weight)) else None
+    *bias, left, right = op.args
+    turned = right.op
+    if turned is None or turned.name not in TURNS or not is_weight(root(turned.reads[0])):
+        return None
+    source = root(left, VIEWS, until=lambda v: v.node is not None and v.shape[:-1] == value.shape[:-1])
+    return (source, turned.reads[0], bias) if source.shape[:-1] == value.shape[:-1] else None
 
 
-def _adapter(edit: Edit, node: fx.Node) -> tuple[fx.Node, Value, Value, float] | None:
+def _adapter(value: Value) -> tuple[Value, Value, Value, float] | None:
     """What is projected twice, the two weights, and the number by which the result is multiplied."""
     factor = 1.0
-    while name_of(node) == "mul" and not node.kwargs and len(node.all_input_nodes) == 1:
-        number = next((arg for arg in node.args if isinstance(arg, (int, float))), None)
+    while value.op is not None and value.op.name == "mul" and len(value.op.reads) == 1:
+        number = next((arg for arg in value.op.args if isinstance(arg, (int, float))), None)
         if number is None:
             return None
-        factor, node = factor * number, node.all_input_nodes[0]
-    up = _projection(edit, node)
-    down = _projection(edit, up[0]) if up else None
+        factor, value = factor * number, value.op.reads[0]
+    up = _projection(value)
+    down = _projection(up[0]) if up else None
     return None if up is None or down is None or up[2] or down[2] else (down[0], down[1], up[1], factor)

@@ -33,7 +33,7 @@ def may_help(functional: Graph) -> bool:
     return Families(functional).worth_it
 
 
-def apply(edit: Edit, graph: fx.Graph) -> None:
+def apply(edit: Edit) -> None:
     """Bring together what is wanted in front of loops and behind them; nothing, if a call does not take all pieces at
     once or if the graph cannot be shown to compute what it did.
     """

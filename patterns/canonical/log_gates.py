@@ -17,26 +17,22 @@ from torch import fx
 
 from kdacompile.graph.edit import CannotEdit, Edit
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.canonical.layouts import moved
-from kdacompile.patterns.canonical.rules import name_of
+from kdacompile.patterns.engine.values import moves
 from kdacompile.patterns.engine.vocabulary import LAYOUT
 
 
-def apply(edit: Edit, graph: fx.Graph) -> None:
+def apply(edit: Edit) -> None:
     """Redefine every exponential of a sum with the logarithm of a gate, laid out in whatever way."""
-    for node in graph.nodes:
-        if name_of(node) != "exp" or len(node.all_input_nodes) != 1:
-            continue
-        total = node.all_input_nodes[0]
-        if name_of(total) != "add" or len(total.all_input_nodes) != 2 or total.kwargs:
+    for op in tuple(edit.functional.ops):
+        total = op.reads[0].op if op.name == "exp" else None
+        if total is None or total.name != "add" or len(total.reads) != 2 or total.kwargs or op.out.node in edit.fixed:
             continue
         with contextlib.suppress(CannotEdit):
-            terms = [edit.value(term) for term in total.all_input_nodes]
-            gates = [_gate(edit, node, term) for term in terms]
-            if gates.count(None) == 1 and edit.fixed.isdisjoint((node, total)):
-                pairs = zip(gates, terms, strict=True)
-                factors = [gate or edit.call(torch.exp, term, like=node) for gate, term in pairs]
-                edit.redefine(edit.value(node), edit.call(torch.mul, *factors, like=node))
+            gates = [_gate(edit, op.node, term) for term in total.reads]
+            if gates.count(None) == 1:
+                pairs = zip(gates, total.reads, strict=True)
+                factors = [gate or edit.call(torch.exp, term, like=op.node) for gate, term in pairs]
+                edit.redefine(op.out, edit.call(torch.mul, *factors, like=op.node))
 
 
 def _gate(edit: Edit, node: fx.Node, term: Value) -> Value | None:
@@ -58,5 +54,5 @@ def _gate(edit: Edit, node: fx.Node, term: Value) -> Value | None:
     else:
         return None
     for step in reversed(steps):
-        gate = moved(edit, node, gate, step, back=False)
+        gate = edit.moved(gate, moves(step), node)
     return gate

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
-from torch import fx
 
 from kdacompile.graph.edit import CannotEdit, Edit
 from kdacompile.graph.ir import Graph, Op, Value
@@ -26,7 +25,7 @@ LEAST = 4
 """Rows that may be two sequences."""
 
 
-def apply(edit: Edit, graph: fx.Graph) -> None:
+def apply(edit: Edit) -> None:
     """Take apart what rows gather that share nothing with the rows before them."""
     made = [(op.out, gathered(op.out)) for op in edit.functional.ops if len(op.outs) == 1]
     rows = {value: how for value, how in made if how is not None and len(how.rows) >= LEAST}

@@ -7,7 +7,7 @@ agree for any values of those, they agree for any input of the graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +36,9 @@ class _Refused(Exception):
     """The values cannot be compared."""
 
 
-def agrees(edit: Edit, pairs: Collection[tuple[Value, Value]], inside: Collection[Op]) -> bool:
+def agrees(
+    edit: Edit, pairs: Collection[tuple[Value, Value]], inside: Collection[Op], probes: Sequence[str] = PROBES
+) -> bool:
     """True if each new value equals the old one whatever the new calls and operators of ``inside`` read."""
 
     def untouched(value: Value) -> bool:
@@ -51,7 +53,7 @@ def agrees(edit: Edit, pairs: Collection[tuple[Value, Value]], inside: Collectio
     region = Region(list(ops), read, [value for pair in pairs for value in pair])
     try:
         with torch.no_grad(), compat.no_fake_modes():
-            return all(_agrees_on(probe, seed, region) for seed, probe in enumerate(PROBES))
+            return all(_agrees_on(probe, seed, region) for seed, probe in enumerate(probes))
     except (_Refused, EvaluationError):
         return False
 

@@ -10,21 +10,17 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch import fx
 
 from kdacompile.graph.edit import CannotEdit, Edit
-from kdacompile.patterns.canonical.rules import name_of
 
 
-def apply(edit: Edit, graph: fx.Graph) -> None:
+def apply(edit: Edit) -> None:
     """Redefine every quotient of two floating tensors, the divisor of which is one number for many."""
-    for node in graph.nodes:
-        operands = [arg for arg in node.args if isinstance(arg, fx.Node)]
-        if name_of(node) not in ("div", "truediv") or node.kwargs or len(operands) != 2 or node in edit.fixed:
+    for op in tuple(edit.functional.ops):
+        if op.name != "div" or op.kwargs or len(op.reads) != 2 or op.node is None or op.out.node in edit.fixed:
             continue
-        with contextlib.suppress(CannotEdit):
-            value, by = map(edit.value, operands)
-            result = edit.value(node)
-            if result.shape == value.shape != by.shape and value.dtype == by.dtype == result.dtype:
-                inverse = edit.call(torch.reciprocal, by, like=node)
-                edit.redefine(result, edit.call(torch.mul, value, inverse, like=node))
+        value, by = op.reads
+        if op.out.shape == value.shape != by.shape and value.dtype == by.dtype == op.out.dtype:
+            with contextlib.suppress(CannotEdit):
+                inverse = edit.call(torch.reciprocal, by, like=op.node)
+                edit.redefine(op.out, edit.call(torch.mul, value, inverse, like=op.node))

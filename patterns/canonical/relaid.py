@@ -12,40 +12,36 @@ from __future__ import annotations
 import contextlib
 import math
 
-from torch import fx
-
 from kdacompile import compat
-from kdacompile.graph.edit import CannotEdit, Edit, map_nodes
+from kdacompile.graph.edit import CannotEdit, Edit
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.canonical.layouts import moved
-from kdacompile.patterns.canonical.rules import name_of
+from kdacompile.patterns.canonical import rules
+from kdacompile.patterns.engine.values import moves, undone
 from kdacompile.patterns.engine.vocabulary import LAYOUT
 
-ACTIVATIONS = frozenset("sigmoid softplus logsigmoid log_sigmoid silu tanh relu elu gelu log".split())
+ACTIVATIONS = frozenset("sigmoid softplus log_sigmoid_forward silu tanh relu elu gelu log".split())
 TERMS = frozenset("add sub mul div".split())
 
 
-def apply(edit: Edit, graph: fx.Graph) -> None:
+def apply(edit: Edit) -> None:
     """Give every activation of a tensor with more dimensions than before the layout from before, and rearrange that."""
-    for node in graph.nodes:
-        if name_of(node) in ACTIVATIONS and len(node.all_input_nodes) == 1 and node not in edit.fixed:
+    for op in tuple(edit.functional.ops):
+        if op.name in ACTIVATIONS and op.out.node is not None and op.out.node not in edit.fixed:
             with contextlib.suppress(CannotEdit):
-                _rewrite(edit, node)
+                _rewrite(edit, op)
 
 
-def _rewrite(edit: Edit, node: fx.Node) -> None:
-    value = edit.value(node)
-    steps = _rearrangement(edit.value(node.all_input_nodes[0]))
-    fixed = all(isinstance(size, int) for size in compat.example_value(node).shape)
+def _rewrite(edit: Edit, op: Op) -> None:
+    laid, value, node = op.reads[0], op.out, op.node
+    steps = [step for step in _rearrangement(laid) if step.name != "_to_copy"]
+    fixed = all(isinstance(size, int) for size in compat.example_value(value.node).shape)
     if not fixed or not steps or len(steps[-1].reads[0].shape) >= len(value.shape):
         return
-    laid = edit.value(node.all_input_nodes[0])
-    for op in steps:
-        laid = moved(edit, node, laid, op, back=True)
-    args, kwargs = (map_nodes(tree, lambda _: laid) for tree in (node.args, node.kwargs))
-    laid = edit.call(node.target, *args, like=node, **kwargs)
-    for op in reversed(steps):
-        laid = moved(edit, node, laid, op, back=False)
+    for step in steps:
+        laid = edit.moved(laid, undone(step), node)
+    laid = edit.call(rules.function_of(op), laid, *op.args[1:], like=node, **op.kwargs)
+    for step in reversed(steps):
+        laid = edit.moved(laid, moves(step), node)
     edit.redefine(value, laid)
 
 

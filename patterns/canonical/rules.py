@@ -22,8 +22,15 @@ from kdacompile.patterns.engine.vocabulary import LAYOUT, REGION
 ALONG = {"sum": 1, "mean": 1, "_softmax": 1, "_safe_softmax": 1, "linalg_vector_norm": 2}
 """Operators that work along the dimensions given as this argument."""
 
-LAST: Mapping[str, Callable[..., Any]] = {"native_layer_norm": F.layer_norm, "_fused_rms_norm": F.rms_norm}
-"""Those that work along the last dimensions, as the functions they are the operators of."""
+LAST = frozenset("native_layer_norm _fused_rms_norm".split())
+"""Those that work along the last dimensions."""
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "native_layer_norm": F.layer_norm,
+    "_fused_rms_norm": F.rms_norm,
+    "log_sigmoid_forward": F.logsigmoid,
+}
+"""Operators with more results than one, as the functions they are the operators of."""
 
 PRODUCTS = frozenset("mm addmm".split())
 EXPONENTIALS = frozenset("exp exp2".split())
@@ -37,10 +44,9 @@ class Step(NamedTuple):
     kwargs: Any
 
 
-def name_of(node: fx.Node) -> str:
-    """A call of the model's graph by the name of its function or method."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.strip("_") if name.startswith("__") else name
+def function_of(op: Op) -> Callable[..., Any]:
+    """What is called with the arguments of an operator and yields its first result alone."""
+    return FUNCTIONS.get(op.name, op.target)
 
 
 def is_pointwise(op: Op) -> bool:
@@ -65,8 +71,7 @@ def batched(op: Op, pieces: Sequence[Value]) -> list[Step] | None:
         return None
     if is_pointwise(op):
         fits = len(op.out.shape) == rank and all(len(read.shape) <= rank for read in op.reads)
-        target = F.logsigmoid if op.name == "log_sigmoid_forward" else op.target
-        return [Step(target, op.args, op.kwargs)] if fits else None
+        return [Step(function_of(op), op.args, op.kwargs)] if fits else None
     if op.name in PRODUCTS:
         return _projected(op, pieces)
     if len(pieces) != 1 or op.args[0] is not first:
@@ -77,7 +82,7 @@ def batched(op: Op, pieces: Sequence[Value]) -> list[Step] | None:
             return None
         return [Step(name, (op.out if i else first, *args), {}) for i, (name, args) in enumerate(found)]
     if op.name in LAST:
-        return [Step(LAST[op.name], op.args, {})]
+        return [Step(function_of(op), op.args, {})]
     return _along(op, ALONG[op.name], rank) if op.name in ALONG else None
 
 

@@ -8,11 +8,10 @@ role for both, and none for what both are made of.
 
 from __future__ import annotations
 
-from torch import fx
-
 from kdacompile import compat
 from kdacompile.graph.edit import Edit
 from kdacompile.graph.ir import Graph, Op, map_values
+from kdacompile.patterns.engine.numbering import Numbering
 
 NONLINEAR = frozenset(
     "exp exp2 sigmoid softplus log_sigmoid_forward sigmoid_backward tanh rsqrt sqrt linalg_vector_norm".split()
@@ -20,13 +19,13 @@ NONLINEAR = frozenset(
 """What a region may begin behind. Where none of these is computed twice, nothing is gained."""
 
 
-def apply(edit: Edit, graph: fx.Graph) -> None:
+def apply(edit: Edit) -> None:
     """Let readers of a value that was computed before read the earlier one."""
     functional = edit.functional
-    twins = _twins(functional)
-    if not any(op.name in NONLINEAR for op in twins):
+    repeated = _repeated(functional)
+    if not any(op.name in NONLINEAR for op in repeated):
         return
-    for later, first in twins.items():
+    for later, first in repeated.items():
         for old, new in zip(later.outs, first.outs, strict=True):
             for user in dict.fromkeys(old.users):
                 user.args, user.kwargs = (
@@ -40,24 +39,19 @@ def apply(edit: Edit, graph: fx.Graph) -> None:
     edit.changed = True
 
 
-def _twins(graph: Graph) -> dict[Op, Op]:
+def _repeated(graph: Graph) -> dict[Op, Op]:
     """Operators that compute what an earlier one has, in order; none that write, draw, or yield what the graph does."""
     writes = {mutation.node for mutation in graph.mutations}
-    numbers: dict[int, int] = {}
-    known: dict[str, Op] = {}
-    twins: dict[Op, Op] = {}
+    numbering, first = Numbering(everything=True), dict[int, Op]()
+    again: dict[Op, Op] = {}
     for op in graph.ops:
-        args, kwargs = (
-            map_values(tree, lambda v: f"%{numbers.get(v.index, v.index)}") for tree in (op.args, op.kwargs)
-        )
         kept = any(value.const or value in graph.outputs or value in graph.written for value in op.outs)
         if kept or op.node in writes or compat.is_random(op.target):
             continue
-        first = known.setdefault(f"{op.target} {args} {kwargs} {op.grad}", op)
-        if first is not op:
-            twins[op] = first
-            numbers.update(zip((v.index for v in op.outs), (v.index for v in first.outs), strict=True))
-    return twins
+        earlier = first.setdefault(numbering.of(op.out), op)
+        if earlier is not op:
+            again[op] = earlier
+    return again
 
 
 __all__ = ["apply"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
-from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING, TURNS, VIEWS, is_float8
+from kdacompile.patterns.engine.vocabulary import AS_IS, LAYOUT, PICKING, TURNS, VIEWS, is_float8
 
 
 def root(value: Value, through: frozenset[str] = LAYOUT, until: Callable[[Value], bool] = lambda _: False) -> Value:
@@ -91,7 +91,7 @@ def moves(op: Op, front: int = 0) -> Moves | None:
     """
     old, new = op.reads[0].shape, op.out.shape
     if op.name in VIEWS:
-        return _regrouped(old, new, front)
+        return regrouped(old, new, front)
     if op.name in TURNS:
         return [("permute", (*range(front), *(front + dim for dim in turn(op))))]
     if op.name == "expand" and (len(old) == len(new) or not front):
@@ -103,7 +103,18 @@ def moves(op: Op, front: int = 0) -> Moves | None:
     return {"alias": [], "clone": [("clone", ())], "contiguous": []}.get(op.name)
 
 
-def _regrouped(old: tuple[int, ...], new: tuple[int, ...], front: int) -> Moves | None:
+def undone(op: Op) -> Moves | None:
+    """The way back from what a rearrangement yields; None where it does more than rearrange."""
+    if op.name in TURNS:
+        order = turn(op)
+        return [("permute", tuple(map(order.index, range(len(order)))))]
+    old, new = op.reads[0].shape, op.out.shape
+    if op.name in VIEWS:
+        return regrouped(new, old)
+    return [] if old == new and (op.name in AS_IS or op.name == "expand") else None
+
+
+def regrouped(old: tuple[int, ...], new: tuple[int, ...], front: int = 0) -> Moves | None:
     """A view as dimensions that are taken together, and such as are taken apart; none of them is empty."""
     if 0 in old:
         return None

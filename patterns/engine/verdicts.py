@@ -58,9 +58,16 @@ class Verdicts(Generic[B]):
         duplicates = tuple(map(candidate.cut.index, chain.from_iterable(candidate.duplicates.items())))
         key = structural_hash(candidate), forms, duplicates, wide
         values = [*candidate.cut, *candidate.outputs]
-        if key not in self.known:
-            self.known[key] = self.check(candidate, wide=wide), values
-        verdict, theirs = self.known[key]
-        if verdict.binding is None or theirs is values:
-            return verdict
-        return replace(verdict, binding=verdict.binding.moved(dict(zip(theirs, values, strict=True))))
+        if key in self.known:
+            return _moved(*self.known[key], values)
+        verdict = self.check(candidate, wide=wide)
+        unbound = [Value(index, value.shape, value.dtype) for index, value in enumerate(values)]
+        self.known[key] = _moved(verdict, values, unbound), unbound  # values keep their graph, and that the model
+        return verdict
+
+
+def _moved(verdict: Verdict[B], values: list[Value], others: list[Value]) -> Verdict[B]:
+    """The verdict on a region like this one, between other values."""
+    if verdict.binding is None:
+        return verdict
+    return replace(verdict, binding=verdict.binding.moved(dict(zip(values, others, strict=True))))

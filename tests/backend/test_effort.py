@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import kdacompile
 from kdacompile.bench.overhead import PROGRAMS
 from kdacompile.capture import hook, lifting
+from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.verdicts import Verdicts
 from kdacompile.patterns.recurrence import proof as region
 from kdacompile.patterns.recurrence.cuts import Surroundings
@@ -72,3 +74,24 @@ def test_what_is_tried_is_no_error_in_the_log(caplog: pytest.LogCaptureFixture) 
     report = kdacompile.explain(program)(*arguments)
     assert report.matches == []
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_no_graph_is_kept_once_it_is_compiled() -> None:
+    """Verdicts are remembered by structure alone: what they are about holds the model's parameters."""
+
+    def alive() -> set[int]:
+        gc.collect()
+        return {id(each) for each in gc.get_objects() if type(each) is Value and each.node is not None}
+
+    torch._dynamo.reset()
+    before = alive()
+    inputs = [torch.randn(2, 7, 3, 5) for _ in range(3)]
+    report = kdacompile.explain(without_a_gate, options={"kda.lift": False})(*inputs)
+    assert report.matches
+    del report
+    torch._dynamo.reset()
+    assert not alive() - before
+
+
+def without_a_gate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bihd,bjhd->bhij", q, k).tril() @ v.transpose(1, 2)
