@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import kdacompile
+from kdacompile.patterns.recurrence import proof
 
 SIZES = [(1, 20, 2, 16), (1, 20, 1, 4), (3, 20, 1, 4), (1, 6, 2, 4), (1, 16, 16, 16), (2, 20, 2, 8)]
 
@@ -50,3 +51,23 @@ def test_roles_are_found_where_all_shapes_are_equal(pattern: str, sizes: tuple[i
     report = kdacompile.explain(fn)(*args)
     assert [match.pattern for match in report.matches] == [pattern], report.rejections
     torch.testing.assert_close(report.result, fn(*args), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pattern", PROGRAMS)
+def test_wrong_readings_are_refuted_on_a_corner(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a model's widths a wrong reading has states of gigabytes: all columns are run for the right one alone."""
+    whole: list[tuple[int, ...]] = []
+    definition = proof.token_recurrence
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **options: object) -> tuple[Tensor, Tensor]:
+        if v.shape[3] > 4:
+            whole.append(tuple(v.shape))
+        return definition(q, k, v, *given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(proof, "token_recurrence", counted)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 12, 8, 8) for _ in range(3))
+    alpha = torch.rand(q.shape if pattern == "gla" else q.shape[:3])
+    report = kdacompile.explain(PROGRAMS[pattern], options={"kda.lift": False})(q, k, v, alpha, torch.rand(2, 12, 8))
+    assert [match.pattern for match in report.matches] == [pattern], report.rejections
+    assert len(whole) == 1, whole
