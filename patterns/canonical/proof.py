@@ -29,8 +29,6 @@ MAX_OPS = 40_000
 PROBES = ("normal", "normal", "normal", "positive", "negative", "large", "zeros")
 LARGE = 100.0
 
-RUN_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
-
 
 class _Refused(Exception):
     """The values cannot be compared."""
