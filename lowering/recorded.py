@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.compat.launches import launch, launch_stream
+from kdacompile.compat.streams import current_device
 
 from .replay import Described, Place, Program, program_of
 from .scratch import Scratch, shares_memory
@@ -118,7 +119,7 @@ class Recorded:
     """The steps with runs of launches as programs, from the first time that nobody is to be told of launches."""
 
     def run(self, operands: Operands, addresses: Sequence[int]) -> Results:
-        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
+        if self.device.type != "cuda" or current_device() == self.device.index:
             return self._run(operands, addresses)
         with torch.cuda.device(self.device):
             return self._run(operands, addresses)

@@ -14,6 +14,7 @@ from torch._C import (
     _AutoDispatchBelowADInplaceOrView,
     _AutoDispatchBelowAutograd,
 )
+from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
@@ -26,12 +27,16 @@ __all__ = [
     "after_autograd_keys",
     "after_version_counter_keys",
     "any_requires_grad",
+    "backend_key",
     "below_autograd",
     "below_version_counter",
+    "dispatch_state",
     "enable_single_level_autograd_function",
     "forward_mode_is_on",
+    "function_modes",
     "is_functorch_wrapped_tensor",
     "privateuse1_name",
+    "profiler_is_on",
     "transforms_are_active",
     "without_keys_excluded",
 ]
@@ -43,6 +48,10 @@ below_autograd = _AutoDispatchBelowAutograd
 below_version_counter = _AutoDispatchBelowADInplaceOrView
 transforms_are_active = torch._C._are_functorch_transforms_active
 privateuse1_name = torch._C._get_privateuse1_backend_name
+profiler_is_on = _profiler_enabled
+function_modes = torch._C._len_torch_function_stack
+_local_include = torch._C._dispatch_tls_local_include_set
+_local_exclude = torch._C._dispatch_tls_local_exclude_set
 
 
 def forward_mode_is_on() -> bool:
@@ -55,3 +64,17 @@ def without_keys_excluded(keys: tuple[DispatchKey, ...]) -> Any:
     for key in keys:
         excluded = excluded.remove(key)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def dispatch_state() -> tuple[int, int]:
+    """The keys that this thread adds to a call's, modes and autocast among them, and those it leaves out, as bits."""
+    return _local_include().raw_repr(), _local_exclude().raw_repr()
+
+
+def backend_key(x: torch.Tensor) -> DispatchKey | None:
+    """The key of the kernel that a call with tensors like ``x`` comes to, if autograd's are all it passes before."""
+    keys = (torch._C._dispatch_keys(x) | _local_include()) - _local_exclude()
+    backend = (keys & after_version_counter_keys).remove(DispatchKey.BackendSelect).highestPriorityTypeId()
+    autograd = getattr(DispatchKey, f"Autograd{backend.name}", None)
+    passed = (autograd, DispatchKey.ADInplaceOrView, DispatchKey.BackendSelect, backend)
+    return backend if keys.highestPriorityTypeId() in passed else None

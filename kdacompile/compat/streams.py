@@ -8,3 +8,8 @@ import torch
 def current_stream(device: int) -> int:
     """The handle of a device's current stream."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+def current_device() -> int:
+    """The number of this thread's current CUDA device, once CUDA has been used."""
+    return torch._C._cuda_getDevice()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kdacompile.ops import autograd, kernels, mla_cut, mla_kernels
-from kdacompile.ops.dispatch import DispatchKey, Kernel, privateuse1_device
+from kdacompile.ops.dispatch import DispatchKey, Kernel, Shortcut, privateuse1_device
 from kdacompile.ops.errors import VmapError
 from kdacompile.ops.fakes import backward_fake_of, fake_of
 from kdacompile.ops.signature import (
@@ -38,6 +38,17 @@ _AUTOCAST_KEYS = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastXPU": "
 
 _library = torch.library.Library("kdacompile", "DEF")
 _kernels: dict[str, dict[DispatchKey, Kernel]] = {}
+_shortcuts: dict[Any, Shortcut] = {}
+
+
+def call(op: Any, *tensors: Any, **options: Any) -> Any:
+    """``op(*tensors, **options)``, past the dispatcher where that has nothing to do."""
+    if not torch.compiler.is_compiling():
+        shortcut = _shortcuts[op]
+        kernel = shortcut.kernel(tensors, options)
+        if kernel is not None:
+            return shortcut.run(kernel, tensors, options)
+    return op(*tensors, **options)
 
 
 def add_kernel(name: str, device: str, kernel: Kernel) -> None:
@@ -72,7 +83,9 @@ def _define(name: str, schema: str, kernel: Kernel, fake: Kernel) -> Any:
 def _forward(signature: Signature, run: Callable[[Any], Any]) -> Any:
     kernel = kernels.kernel_of(signature, run)
     kernel = kernels.in_layout(kernel) if signature.o_layout else kernel
-    return _define(signature.name, signature.schema, kernel, fake_of(signature))
+    op = _define(signature.name, signature.schema, kernel, fake_of(signature))
+    _shortcuts[op] = Shortcut(_kernels[signature.name], signature.options, signature.writes)
+    return op
 
 
 def functional(signature: Signature, run: Callable[[Any], Any], backward: Kernel) -> Any:

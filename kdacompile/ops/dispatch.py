@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,15 @@ from kdacompile.compat.dispatcher import (
     after_autograd_keys,
     after_version_counter_keys,
     any_requires_grad,
+    backend_key,
     below_autograd,
     below_version_counter,
+    dispatch_state,
     enable_single_level_autograd_function,
     forward_mode_is_on,
+    function_modes,
     privateuse1_name,
+    profiler_is_on,
     transforms_are_active,
     without_keys_excluded,
 )
@@ -29,6 +33,7 @@ from kdacompile.compat.dispatcher import (
 __all__ = [
     "DispatchKey",
     "DispatchKeySet",
+    "Shortcut",
     "below_autograd",
     "below_version_counter",
     "differentiation",
@@ -88,6 +93,48 @@ def next_kernel(
     """
     below = keyset & (after_version_counter_keys if mutates else after_autograd_keys)
     return kernels.get(below.highestPriorityTypeId()), below
+
+
+class Shortcut:
+    """The kernels of an op, to be called as functions where the dispatcher would do nothing but find one.
+
+    It takes the eighteen arguments of a step to C++ and back twice, longer than all that a remembered call does. It is
+    left out for plain tensors of a device, while no mode, transform, autocast, tracer or profiler looks on and nothing
+    is to be differentiated. ``options``: their types; the dispatcher would convert others. ``writes``: the position of
+    the operand that is overwritten, whose mutation is counted.
+    """
+
+    def __init__(self, kernels: Mapping[DispatchKey, Kernel], options: Mapping[str, str], writes: int | None) -> None:
+        self._kernels, self._writes, self._options = kernels, writes, options
+        self._backends: dict[Hashable, DispatchKey | None] = {}
+
+    def kernel(self, tensors: tuple[Any, ...], options: Mapping[str, Any]) -> Kernel | None:
+        """What serves this call; None where it is the dispatcher's."""
+        if not _PLAIN.issuperset(map(type, tensors)) or True in [x.is_neg() for x in tensors if x is not None]:
+            return None
+        if function_modes() or profiler_is_on() or needs_derivative(tensors):
+            return None
+        if self._writes is not None and tensors[self._writes].is_inference():
+            return None
+        state = (tensors[0].device.type, dispatch_state(), *options, *map(type, options.values()))
+        if state not in self._backends:
+            right = all(type(value) in _OPTION_TYPES[self._options[name]] for name, value in options.items())
+            self._backends[state] = backend_key(tensors[0]) if right else None
+        backend = self._backends[state]
+        return None if backend is None else self._kernels.get(backend)
+
+    def run(self, kernel: Kernel, tensors: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """What the kernels of autograd and of the version counter would do."""
+        if self._writes is not None:
+            torch.autograd.graph.increment_version(tensors[self._writes])
+        with below_version_counter():
+            return kernel(*tensors, **options)
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+_OPTION_TYPES = {
+    "float": (float,), "bool": (bool,), "str": (str,), "int": (int,), "ScalarType?": (torch.dtype, type(None)),
+}  # fmt: skip
 
 
 # What a torch_dispatch handler (a mode such as FlopCounterMode, a subclass such as DTensor) switches off around the ops

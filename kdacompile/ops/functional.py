@@ -106,7 +106,7 @@ def linear_attention(
     options["chunk_size"] = 0 if chunk_size is None else chunk_size
     final_state: Tensor | None
     if context_parallel is None:
-        o, final_state = definitions.linear_attention(*operands, **options)
+        o, final_state = definitions.call(definitions.linear_attention, *operands, **options)
     else:
         from kdacompile.distributed import calls  # torch.distributed is slow to import
 
@@ -159,14 +159,14 @@ def linear_attention_step(
     if squeezed:
         q, k, v, g, beta = _insert_token_dimension(q, k, v, g, beta)
     options = _options(q, g, scale, delta, gate_fn, gate_scale, sigmoid_beta, qk_l2norm, out_dtype)
-    kv_state = _to_kv(state, state_layout)
+    operands = (q, k, v, g, beta, _to_kv(state, state_layout), A_log, dt_bias)
     if inplace:
         if state is None:
             raise StateError(problem="inplace=True needs a state to write to")
-        o = definitions.linear_attention_step_(q, k, v, g, beta, kv_state, A_log, dt_bias, **options)
+        o = definitions.call(definitions.linear_attention_step_, *operands, **options)
         new_state = state
     else:
-        o, new_state = definitions.linear_attention_step(q, k, v, g, beta, kv_state, A_log, dt_bias, **options)
+        o, new_state = definitions.call(definitions.linear_attention_step, *operands, **options)
         new_state = _from_kv(new_state, state_layout)
     return o.squeeze(1) if squeezed else o, new_state
 
