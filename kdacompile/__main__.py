@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overhead = commands.add_parser("overhead", help="what the backend costs programs that have nothing for it")
     overhead.add_argument("program", nargs="?", default="", help="only programs whose names begin so")
     bench = commands.add_parser("bench", help="time ours beside Inductor alone and eager, each in its own process")
-    bench.add_argument("--suite", default="cpu", help="cpu, lengths, cuda, mla or train (default: cpu)")
+    bench.add_argument("--suite", default="cpu", help="cpu, lengths, cuda, mla, train or parallel (default: cpu)")
     bench.add_argument("--case", action="append", help="only cases whose name contains this; may be repeated")
     bench.add_argument("--json", type=Path, default=Path("bench.json"), help="where the figures go")
     bench.add_argument("--timeout", type=float, default=1800, help="seconds allowed per contender (default: 1800)")

@@ -29,6 +29,8 @@ _COLOURS = {
     "portable": ("kdacompile, emitted Triton", "#74add1"),
     "inductor": ("Inductor", "#e08214"),
     "fla": ("flash-linear-attention", "#8073ac"),
+    "one": ("one GPU", "#969696"),
+    "ranks": ("tokens on two GPUs", "#1a9850"),
     "eager": ("eager", "#969696"),
 }
 _FALLBACK = "#969696"

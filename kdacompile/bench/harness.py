@@ -36,7 +36,7 @@ def main(suite_name: str, only: Sequence[str] | None, json_path: Path, timeout: 
     """Run, print the table, write the JSON. Exit status 1 where a contender failed."""
     if suite_name == "cuda":  # cases, clocks and contenders of its own
         return cuda.main(only, json_path, timeout)
-    if suite_name in ("mla", "train"):
+    if suite_name in ("mla", "train", "parallel"):
         return _with_torch(suite_name, only, json_path, timeout)
     suite = _suite(suite_name)
     cases = [case for case in suite.cases if not only or any(part in case.name for part in only)]
@@ -67,15 +67,17 @@ def main(suite_name: str, only: Sequence[str] | None, json_path: Path, timeout: 
 def _with_torch(suite_name: str, only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
     """Suites of a CUDA device whose modules import torch."""
     try:
-        from kdacompile.bench import mla, train
+        from kdacompile.bench import mla, parallel, train
     except ImportError as error:
         raise MissingDependencyError(what=f"bench suite {suite_name!r}", package="torch", install="torch") from error
-    return mla.main(only, json_path) if suite_name == "mla" else train.main(only, json_path, timeout)
+    if suite_name == "train":
+        return train.main(only, json_path, timeout)
+    return (mla if suite_name == "mla" else parallel).main(only, json_path)
 
 
 def _suite(name: str) -> Suite:
     if name not in SUITES:
-        raise BenchError(detail=f"no suite {name!r}; there are {', '.join(SUITES)}, cuda, mla, train")
+        raise BenchError(detail=f"no suite {name!r}; there are {', '.join(SUITES)}, cuda, mla, train, parallel")
     for package in SUITES[name].packages:
         if util.find_spec(package) is None:
             raise MissingDependencyError(what=f"bench suite {name!r}", package=package, install="'kdacompile[models]'")

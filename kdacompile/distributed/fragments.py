@@ -94,10 +94,13 @@ class Sequences:
     bounds: Tensor | None = None
 
 
-def rows(fragments: Fragments, rank: int, device: torch.device) -> Sequences:
-    """Sequences that are rows of a batch, N = 1 standing for all: each runs through every fragment."""
-    numbers = _numbers(fragments, rank, device)
-    first, last = numbers == 0, numbers == fragments.count - 1
+def rows(fragments: Fragments, rank: int, device: torch.device, cuts: int = 1) -> Sequences:
+    """Sequences that are rows of a batch, N = 1 standing for all: each runs through every fragment.
+
+    With ``cuts``, through as many parts of each: the bool tensors are ``[fragments cuts, N]``.
+    """
+    numbers = (_numbers(fragments, rank, device) * cuts + torch.arange(cuts, device=device)).flatten().unsqueeze(1)
+    first, last = numbers == 0, numbers == fragments.count * cuts - 1
     return Sequences(starts=first, ends=last, enters=~first, leaves=~last)
 
 

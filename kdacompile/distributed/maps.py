@@ -13,8 +13,13 @@ would be rounded to TF32 wherever the user allowed it for the model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+Map = tuple[Tensor, Tensor]
+"""A ``[.., K, K]`` or a diagonal ``[.., K, 1]``, and B ``[.., K, V]``."""
 
 
 def apply(a: Tensor, state: Tensor) -> Tensor:
@@ -31,29 +36,32 @@ def is_diagonal(a: Tensor, state: Tensor) -> bool:
     return a.shape[-1] == 1 and state.shape[-2] != 1
 
 
-def entering(maps: Tensor, written: Tensor, initial: Tensor | None) -> list[Tensor]:
-    """The state that enters each of G runs that follow each other.
+def entering(maps: Tensor, written: Tensor, initial: Tensor | None, wanted: Sequence[int]) -> Tensor:
+    """The states that enter the ``wanted`` of G runs that follow each other, their numbers in order.
 
     maps ``[G, .., K, K | 1]``, written ``[G, .., K, V]``, initial ``[.., K, V]`` or None for zeros.
     """
-    dtype, fine = written.dtype, folding_dtype(written.device)
-    state = torch.zeros_like(written[0], dtype=fine) if initial is None else initial.to(fine)
-    found = []
-    for a, b in zip(maps, written, strict=True):
-        found.append(state.to(dtype))
-        state = apply(a.to(fine), state) + b.to(fine)
-    return found
+    fine, first = folding_dtype(written.device), written[0] if initial is None else initial
+    states = [torch.zeros_like(first, dtype=fine) if initial is None else first.to(fine)]
+    for a, b in zip(maps[: wanted[-1]], written[: wanted[-1]], strict=True):
+        states.append(apply(a.to(fine), states[-1]) + b.to(fine))
+    return torch.stack([states[number] for number in wanted]).to(written.dtype)
 
 
-def leaving(maps: Tensor, asked: Tensor) -> list[Tensor]:
-    """The gradient of the state that leaves each of G runs, from ``dS_0`` of each, ``asked`` ``[G, .., K, V]``."""
-    dtype, fine = asked.dtype, folding_dtype(asked.device)
-    grad = torch.zeros_like(asked[0], dtype=fine)
-    found = []
-    for a, b in zip(reversed(maps.unbind()), reversed(asked.unbind()), strict=True):
-        found.append(grad.to(dtype))
-        grad = pull_back(a.to(fine), grad) + b.to(fine)
-    return found[::-1]
+def leaving(maps: Tensor, asked: Tensor, wanted: Sequence[int]) -> Tensor:
+    """The gradients of the states that leave the ``wanted`` of G runs; asked ``[G, .., K, V]`` is ``dS_0`` of each."""
+    fine, behind = folding_dtype(asked.device), wanted[0] + 1
+    grads = [torch.zeros_like(asked[0], dtype=fine)]
+    for a, b in zip(reversed(maps[behind:].unbind()), reversed(asked[behind:].unbind()), strict=True):
+        grads.append(pull_back(a.to(fine), grads[-1]) + b.to(fine))
+    return torch.stack([grads[len(asked) - 1 - number] for number in wanted]).to(asked.dtype)
+
+
+def after(later: Map, earlier: Map) -> Map:
+    """``(A1, B1)`` after ``(A0, B0)``."""
+    (a1, b1), (a0, b0) = later, earlier
+    a1, b1 = a1.to(a0.dtype), b1.to(a0.dtype)
+    return (a1 * a0 if is_diagonal(a1, b1) else a1 @ a0), apply(a1, b0) + b1
 
 
 def folding_dtype(device: torch.device) -> torch.dtype:

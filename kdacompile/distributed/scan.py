@@ -15,10 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kdacompile.compat.groups import group_of
-from kdacompile.distributed.maps import apply, folding_dtype, is_diagonal
-
-Map = tuple[Tensor, Tensor]
-"""A ``[.., K, K]`` or a diagonal ``[.., K, 1]``, and B ``[.., K, V]``."""
+from kdacompile.distributed.maps import Map, after, apply, folding_dtype, is_diagonal
 
 
 def entering_by_steps(a: Tensor, written: Tensor, initial: Tensor | None, group: str) -> Tensor:
@@ -46,8 +43,8 @@ def _walk(maps: Sequence[Map], group: str, *, up: bool) -> list[Map]:
         return [before]
     # The walk turns at the last rank, whose second fragment follows its first.
     turn, second = place == ranks - 1, maps[1]
-    reached = _after(first, before)
-    last = _exclusive(_after(second, reached) if turn else second, process_group, ranks - 1 - place, ranks, not up)
+    reached = after(first, before)
+    last = _exclusive(after(second, reached) if turn else second, process_group, ranks - 1 - place, ranks, not up)
     return [before, reached if turn else last]
 
 
@@ -58,7 +55,7 @@ def _exclusive(one: Map, group: dist.ProcessGroup, place: int, ranks: int, up: b
     step = 1
     while step < ranks:
         come = _pass_on(total, group, place, ranks, step, up, dtype)
-        total = total if come is None else _after(total, come)
+        total = total if come is None else after(total, come)
         step *= 2
     before = _pass_on(total, group, place, ranks, 1, up, dtype)
     return _identity(total) if before is None else before
@@ -84,13 +81,6 @@ def _pass_on(
         return None
     width = a.shape[-1]
     return come[..., :width].to(a.dtype), come[..., width:].to(a.dtype)
-
-
-def _after(later: Map, earlier: Map) -> Map:
-    """``(A1, B1)`` after ``(A0, B0)``."""
-    (a1, b1), (a0, b0) = later, earlier
-    a1, b1 = a1.to(a0.dtype), b1.to(a0.dtype)
-    return (a1 * a0 if is_diagonal(a1, b1) else a1 @ a0), apply(a1, b0) + b1
 
 
 def _identity(like: Map) -> Map:

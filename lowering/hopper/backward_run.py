@@ -101,7 +101,12 @@ class HopperBackward(Backward):
             super()._prepare(tiles)
 
     def _scan(self, heads: int) -> None:
+        self._values["FORWARD"] = 0
         self._tuned("scan", (self._call.sequences * heads * (self._columns // COLUMNS), 2))
+
+    def _scan_back(self, heads: int) -> None:
+        self._values["FORWARD"] = 1
+        self._tuned("scan", (self._call.sequences * heads * (self._columns // COLUMNS), 1))
 
     def _by_token(self, tiles: int) -> None:
         if self._by_token_gates:

@@ -190,9 +190,9 @@ def _reverse(
     s, column, count, first, step, start, end, scale, do_base, do_st, q_base, q_st, k_base, k_st, qg_buffer, kg_buffer,
     kd_buffer, total_buffer, p_buffer, t_buffer, sums_buffer, rate_buffer, beta_buffer, d_buffer, z_buffer,
     V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr,
-    L2NORM: gl.constexpr,
+    L2NORM: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of the states behind every chunk, and Z."""
+    """The gradients of the states behind every chunk, and Z; KEEP: whether they are kept, or the last state alone."""
     APART: gl.constexpr = 2 if DELTA and not SCALAR else 1
     do_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], TILE)
     qg_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], TILE)
@@ -236,7 +236,8 @@ def _reverse(
         else:
             z = times(keys, state, z * scale, 128)
         given.store(z.to(gl.bfloat16))
-        leave(d_buffer + tile * (128 * V) + column, V, state, 128)
+        if KEEP:
+            leave(d_buffer + tile * (128 * V) + column, V, state, 128)
         if GATED:
             s *= total[:, None]
         if not SCALAR:
@@ -257,8 +258,9 @@ def _reverse(
                 s = times(keys.permute((1, 0)), scaled, s, 64)
             else:
                 s = times(kg_s.index(stage).permute((1, 0)), scaled, s, 64)
-            leave(z_buffer + tile * (64 * V) + column, V, solved, 64)
-        else:
+            if KEEP:
+                leave(z_buffer + tile * (64 * V) + column, V, solved, 64)
+        elif KEEP:
             leave(z_buffer + tile * (64 * V) + column, V, given, 64)
         b, until, last, total = next_b, next_until, next_last, next_total
         q_rate, k_rate = next_q_rate, next_k_rate
@@ -275,9 +277,12 @@ def scan(
     s_buffer, d_buffer, r_buffer, vn_buffer, z_buffer,
     HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr,
     BETA: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr, SCALAR: gl.constexpr,
-    L2NORM: gl.constexpr,
+    L2NORM: gl.constexpr, FORWARD: gl.constexpr,
 ):  # fmt: skip
     """Grid: (sequences * heads * V / 64, 2). Rows of tensors are contiguous and begin at multiples of 16 bytes.
+
+    The blocks FORWARD of the second dimension go forward. With FORWARD = 1 and a grid of 1 there, none does, and only
+    the gradients of the first states are left.
 
     SCALAR: a gate per token or head, or none: q and k are read as they are, with what ``backward_scalar.py`` left.
     Otherwise q and k are not read, and what ``backward_prepare.py`` left of them is.
@@ -302,7 +307,7 @@ def scan(
         batch = sequence
     first = chunk * HP + own
     k_base = k_ptr + batch * k_sb + (head // GROUP) * k_sh
-    if gl.program_id(1) == 0:
+    if gl.program_id(1) == FORWARD:
         s = _state(state_ptr + sequence * state_sn + head * state_sh, state_sk, state_sv, column, STATE)
         v_base = v_ptr + batch * v_sb + head * v_sh + column
         _forward(
@@ -317,7 +322,7 @@ def scan(
         s = _reverse(
             s, column, count, first, HP, start, end, scale, do_base, do_st, q_base, q_st, k_base, k_st, qg_buffer,
             kg_buffer, kd_buffer, total_buffer, p_buffer, t_buffer, sums_buffer, rate_buffer, beta_buffer, d_buffer,
-            z_buffer, V, GATED, DELTA, BETA, SCALAR, L2NORM,
+            z_buffer, V, GATED, DELTA, BETA, SCALAR, L2NORM, FORWARD == 0,
         )  # fmt: skip
         if STATE:
             d = gl.arange(0, 128, layout=DOWN)[:, None]

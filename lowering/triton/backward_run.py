@@ -124,6 +124,36 @@ class Backward:
             self._phases(heads)
         return self._gradients()
 
+    def ready(self) -> None:
+        """Of :class:`kdacompile.lowering.passes.BackwardPasses`: all heads together, whose states are one message."""
+        with on(self._call.q.device):
+            if self._call.cu_seqlens is not None:
+                self._values |= pack(self._call.cu_seqlens, self._plan.chunk, self._scratch)
+            self._values |= self._buffers(self._heads) | {"first_head": 0, "HP": self._heads}
+            self._make_ready(self._chunks * self._heads)
+
+    def asked(self, grad_state: Tensor) -> Tensor:
+        """The same. The scan runs once more, over the same prepared chunks."""
+        with on(self._call.q.device):
+            self._end_in(grad_state)
+            self._scan_back(self._heads)
+        return self._found["dstate"].clone()
+
+    def gradients(self, grad_state: Tensor) -> Gradients:
+        """The same."""
+        with on(self._call.q.device):
+            self._end_in(grad_state)
+            self._scan(self._heads)
+            self._by_token(self._chunks * self._heads)
+        return self._gradients()
+
+    def _end_in(self, grad_state: Tensor) -> None:
+        self._values |= tensor_arguments("final", "nhkv", grad_state) | {"FINAL": True}
+
+    def _scan_back(self, heads: int) -> None:
+        """The scan, of which the gradients of the initial states are wanted alone."""
+        self._scan(heads)
+
     def _group(self) -> int:
         """Heads that are worked on together, in the same buffers as the others: no fewer than fill a GPU."""
         for heads in range(1, self._heads):
@@ -134,11 +164,15 @@ class Backward:
 
     def _phases(self, heads: int) -> None:
         self._values["HP"], tiles = heads, self._chunks * heads
+        self._make_ready(tiles)
+        self._scan(heads)
+        self._by_token(tiles)
+
+    def _make_ready(self, tiles: int) -> None:
+        """The first phase."""
         self._prepare(tiles)
         if self._call.delta:
             self._run(_kernels().inverse, (tiles,), {}, num_warps=1)
-        self._scan(heads)
-        self._by_token(tiles)
 
     def _prepare(self, tiles: int) -> None:
         blocks = {"BK": self._plan.prepare_keys}

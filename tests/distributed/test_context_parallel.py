@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from kdacompile.distributed import ContextParallel, causal_conv1d
+from kdacompile.distributed.linear_attention import ParallelCall
 from kdacompile.ops import mla
 from kdacompile.ops.errors import ContextParallelError, OpError
 from tests.distributed.processes import in_processes, one_rank
@@ -31,7 +33,7 @@ def checks(names: Sequence[str]) -> list[str]:
 
 def test_two_ranks(tmp_path: Path) -> None:
     """With the ops on DTensors that are sharded by batch or by heads."""
-    in_processes([*checks(TWO), "tests.ops.sharded:on_shards"], 2, tmp_path)
+    in_processes([*checks(TWO), "tests.distributed.passes:two_passes", "tests.ops.sharded:on_shards"], 2, tmp_path)
 
 
 def test_models_on_two_ranks(tmp_path: Path) -> None:
@@ -39,7 +41,15 @@ def test_models_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_three_ranks(tmp_path: Path) -> None:
-    in_processes(checks(THREE), 3, tmp_path)
+    in_processes([*checks(THREE), "tests.distributed.passes:two_passes"], 3, tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "passing"), [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_states_that_enter_are_in_range(dtype: torch.dtype, passing: torch.dtype) -> None:
+    x = torch.empty(1, 4, 2, 16, dtype=dtype, device="meta")
+    more: Any = {"scale": 1.0, "delta": True, "gate": "none", "group": "0", "ranks": 2, "order": "contiguous"}
+    call = ParallelCall(x, x, x, None, None, None, **more)
+    assert call.passing_dtype is passing and call.cuts == 0 and call.results[5] == ((1, 4, 2, 16), passing)
 
 
 @pytest.fixture

@@ -74,12 +74,14 @@ def test_folding_is_the_composition_of_maps_forward_and_back() -> None:
     chain = [state]
     for i in range(5):
         chain.append(a[i] @ chain[-1] + b[i])
-    torch.testing.assert_close(maps.entering(a, b, first), chain[:-1])
+    torch.testing.assert_close(list(maps.entering(a, b, first, range(5))), chain[:-1])
+    torch.testing.assert_close(maps.entering(a, b, first, (1, 3)), torch.stack([chain[1], chain[3]]))
     asked = torch.randn_like(b)
     total = torch.stack([(x * weight).sum() for x, weight in zip(chain, asked, strict=False)]).sum()
     expected = torch.autograd.grad(total, chain[1:-1])
-    *have, last = maps.leaving(a, asked)
+    *have, last = maps.leaving(a, asked, range(5))
     torch.testing.assert_close(have, list(expected))
+    torch.testing.assert_close(maps.leaving(a, asked, (1, 3)), torch.stack([have[1], have[3]]))
     assert not last.any()  # nothing comes after the last run
 
 

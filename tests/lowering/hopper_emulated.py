@@ -29,6 +29,8 @@ from tests.lowering.differentiated import BOTH, call_of, check, later_is_ignored
 from tests.ops.cases import Case, make_case  # noqa: E402
 
 PARAMETERS = ("A_log", "dt_bias", "initial_state")
+STATE = 5
+"""Where the initial state is among a call's operands."""
 TOLERANCE = 8e-3
 
 
@@ -170,7 +172,23 @@ def causality() -> None:
         compare(weak, (result,))
 
 
-PARTS = {part.__name__: part for part in (gates, tokens, shapes, groups, extremes, causality)}
+def two_passes() -> None:
+    """What is asked of the initial states, then all gradients: those of one pass, bit for bit."""
+    packed = replace(case_of(length=100, batch=1, sequences=2), cu_seqlens=torch.tensor([0, 33, 100]))
+    for case in map(rounded, (case_of(length=100, batch=2), case_of(length=100, delta=False), packed)):
+        call, grad_o = call_of(case), case.tensors["v"]
+        assert call.initial_state is not None
+        final = [torch.randn_like(call.initial_state.float()) for _ in range(2)]
+        expected = [HopperBackward(call, grad_o, grad, EmulatedScratch(poison=True)).run() for grad in final]
+        backward = HopperBackward(call, grad_o, None, EmulatedScratch(poison=True))
+        backward.ready()
+        asked = expected[0][STATE]
+        assert asked is not None and torch.equal(backward.asked(final[0]), asked)
+        for have, want in zip(backward.gradients(final[1]), expected[1], strict=True):
+            assert have is want is None or (have is not None and want is not None and torch.equal(have, want))
+
+
+PARTS = {part.__name__: part for part in (gates, tokens, shapes, groups, extremes, causality, two_passes)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:

@@ -125,7 +125,14 @@ def compile_mla(page: int, scheduled: bool, partial: bool, dtype: str, masked: b
 
 
 def compile_backward(
-    name: str, *, gate: str = "bf16", delta: bool = True, packed: bool = False, scalar: bool = False, values: int = 128
+    name: str,
+    *,
+    gate: str = "bf16",
+    delta: bool = True,
+    packed: bool = False,
+    scalar: bool = False,
+    values: int = 128,
+    forward: int = 0,
 ) -> Any:
     """A kernel of the backward pass, by its name; ``scalar``: of the scan with a gate per token."""
     kernels = {"prepare": backward_prepare.prepare, "prepare_scalar": backward_scalar.prepare_scalar}
@@ -134,6 +141,7 @@ def compile_backward(
     flags = "DELTA BETA SIGMOID L2NORM NORM_INSIDE RATE BIAS DBIAS GATED STATE FINAL".split()
     constants: dict[str, Any] = {flag: delta or flag not in ("DELTA", "BETA") for flag in flags}
     constants |= {"HV": 32, "HP": 32, "GROUP": 1, "FN": "softplus", "PACKED": packed, "SCALAR": scalar, "V": values}
+    constants["FORWARD"] = forward
     constants |= {argument: 1 for argument in kernel.arg_names if argument.endswith(("_sd", "_sv"))}
     signature = dict.fromkeys(kernel.arg_names, "i32") | {"cu_seqlens": "*i64", "chunk_offsets": "*i32"}
     signature |= {a: "*bf16" for a in kernel.arg_names if a.endswith(("_ptr", "_buffer"))}

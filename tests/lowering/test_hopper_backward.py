@@ -16,7 +16,7 @@ from tests.ops.cases import make_case
 
 
 @needs_triton
-@pytest.mark.parametrize("part", ["gates", "tokens", "shapes", "groups", "extremes", "causality"])
+@pytest.mark.parametrize("part", ["gates", "tokens", "shapes", "groups", "extremes", "causality", "two_passes"])
 def test_gradients_emulated(part: str) -> None:
     command = [sys.executable, "-m", "tests.lowering.hopper_emulated", part]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -45,6 +45,7 @@ def test_what_is_declined() -> None:
     ("name", "spilled", "options"),
     [
         ("prepare", 32, {"gate": "fp32", "packed": True}),
+        ("scan", 0, {"forward": 1}),
         ("scan", 0, {"packed": True}),
         ("gradients", 64, {"gate": "fp32", "packed": True}),
         ("gradients", 64, {"delta": False}),
