@@ -91,7 +91,7 @@ def load_package(path: str | PathLike[str], **options: Any) -> Any:
     ``options`` are that function's. Without :mod:`kdacompile.ops` imported, torch reports an unknown operator.
     """
     importlib.import_module("kdacompile.ops")
-    return torch._inductor.aoti_load_package(path, **options)
+    return compat.aoti_load_package(path, **options)
 
 
 def kda(

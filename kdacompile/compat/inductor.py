@@ -95,6 +95,11 @@ def no_fake_modes() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def aoti_load_package(path: Any, **options: Any) -> Any:
+    """A package of AOTInductor's, as a function."""
+    return torch._inductor.aoti_load_package(path, **options)
+
+
 def no_python_dispatcher() -> contextlib.AbstractContextManager[Any]:
     """Inductor runs its passes with torch's Python dispatcher on: operators then decompose otherwise than they do under
     other compilers, and a matmul of real tensors takes six times as long.
