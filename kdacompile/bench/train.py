@@ -60,10 +60,11 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
             found = json.loads(Path(out).read_text()) if Path(out).exists() else {}
             last = outcome.stderr[-1] if outcome.stderr else "no figures"
             for length, figures in found.items() or [(str(MEASURED), {"failure": outcome.failure or last})]:
-                described = {"name": f"{name}-t{length}", "length": int(length), "train": True}
-                case = cases.setdefault(described["name"], {**described, "results": {}})
+                label = f"{name}-t{length}"
+                described: Figures = {"name": label, "length": int(length), "train": True, "results": {}}
+                case = cases.setdefault(label, described)
                 case["results"][who] = figures
-                print(f"{case['name']:20s} {who:6s} {line(figures)}", flush=True)
+                print(f"{label:20s} {who:6s} {line(figures)}", flush=True)
             versions = {
                 name: version_of(name) for name in ("torch", "triton", "kdacompile", "transformers", "fla-core")
             }
