@@ -1,7 +1,7 @@
-"""Launching the hand-tuned kernels of the backward pass: bf16, K = V = 128, on Hopper.
+"""Launching the hand-tuned kernels of the backward pass: bf16, K = 128, on Hopper.
 
-They stand in for the emitted ones and leave the same in the same buffers: the scan of every row, and the first and the
-third phase where there is a gate per channel.
+They stand in for the emitted ones. With a gate per channel they leave the same in the same buffers, and a factor's
+first and third phase are the emitted ones; with a gate per token or head, or none, they have buffers of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gluon: the states forward and their gradients in reverse, in one launch (bf16, K = V = 128, chunks of 64).
+"""Gluon: the states forward and their gradients in reverse, in one launch (bf16, K = 128, chunks of 64).
 
 As ``lowering/triton/backward_scan.py``: neither direction reads the other, so they are the two halves of the grid, and
 a block has 64 columns of V of one head of one sequence. What the next chunks need is under way while one is worked on.
