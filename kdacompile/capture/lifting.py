@@ -31,7 +31,7 @@ from kdacompile.capture.documented import Documented
 from kdacompile.capture.draft import RUN_ERRORS, Captured, bound, capture, turning_lengths
 from kdacompile.capture.errors import NeverRuns, Unliftable, WrongLayout
 from kdacompile.capture.identity import Identity
-from kdacompile.capture.probes import roles
+from kdacompile.capture.probes import roles, weakened
 from kdacompile.capture.store import Verdict
 from kdacompile.patterns.engine import deadline
 from kdacompile.report.findings import Match
@@ -163,7 +163,8 @@ def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Sett
     numbers = identity.numbers | call.numbers()
     tried = verify.lengths(numbers)
     captured, text = captures(fn, call, numbers, settings)
-    found = roles(captured[-1].graph)
+    last = captured[-1]
+    found = weakened(last.graph, roles(last.graph), last.sizes["T"])
     turning = sorted(turning_lengths(captured))
     if turning and turning[-1] > FARTHEST:
         raise Unliftable(f"its masks turn at {turning[-1]} tokens, more than can be tried")

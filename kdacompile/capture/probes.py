@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from kdacompile import compat
 from kdacompile.capture.calls import Call, Sizes
+from kdacompile.lowering.gates import log_decay
 
 _OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 
@@ -29,6 +34,78 @@ def roles(graph: fx.Graph) -> dict[int, str]:
                 form = {"g": call.kwargs["gate_fn"], "beta": "logit" if call.kwargs["sigmoid_beta"] else "factor"}
                 found.setdefault(inputs[node], f"{role}:{form[role]}" if role in form else role)
     return found
+
+
+def weakened(graph: fx.Graph, found: dict[int, str], length: int) -> dict[int, str]:
+    """The same, with gates and write gates of order 1 / T where the function makes them of its arguments by activations
+    that the op does not take over: those arguments are drawn so that what reaches the op comes nearest to that.
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for call in graph.nodes:
+        for role, measure in _MEASURES.items() if compat.is_own_op(call) else ():
+            operand = call.args[_OPERANDS.index(role)] if len(call.args) > _OPERANDS.index(role) else None
+            if isinstance(operand, fx.Node):
+                found = _nearest(_Above(inputs, operand, length), found, lambda x, of=measure, by=call: of(by, x))
+    return found
+
+
+class _Above:
+    """What stands between the arguments of a function and an operand of the op, at one length."""
+
+    def __init__(self, inputs: list[fx.Node], operand: fx.Node, length: int) -> None:
+        self.operand, self.length = operand, length
+        nodes, stack = {operand}, [operand]
+        while stack:
+            fresh = set(stack.pop().all_input_nodes) - nodes
+            nodes |= fresh
+            stack += fresh
+        self.nodes = [node for node in operand.graph.nodes if node in nodes and node.op != "placeholder"]
+        self.inputs = {node: index for index, node in enumerate(inputs) if node in nodes}
+
+    def __call__(self, roles: Mapping[int, str]) -> Tensor:
+        generator, known = torch.Generator().manual_seed(0), dict[fx.Node, Any]()
+        for node, index in self.inputs.items():
+            like: Tensor = compat.example_value(node)
+            drawn = _draw(roles.get(index, ""), list(map(int, like.shape)), generator, self.length)
+            known[node] = drawn.to(like.dtype).to(like.device)
+        for node in self.nodes:
+            args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+            if node.op not in ("call_function", "call_method"):
+                raise TypeError(f"{node} is no call")
+            if node.op == "call_method":
+                known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                known[node] = node.target(*args, **kwargs)
+        return known[self.operand].double()
+
+
+def _nearest(above: _Above, found: dict[int, str], measure: Callable[[Tensor], Tensor]) -> dict[int, str]:
+    """Of ways to draw the arguments, the one with which the operand's size is nearest to 1 / T."""
+    free = [i for i in above.inputs.values() if found.get(i, "").partition(":")[0] not in ("q", "k", "v")]
+    best, least = found, math.inf
+    with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, ValueError, KeyError):
+        for forms in itertools.product(("", *_FORMS), repeat=len(free)) if len(free) <= 3 else ():
+            roles = found | {index: form for index, form in zip(free, forms, strict=True) if form}
+            size = float(measure(above(roles)).abs().mean()) * above.length
+            much = math.log(max(size, 1e-30)) if math.isfinite(size) else math.inf
+            far = max(4 * much, -much)  # rather too weak than too strong
+            best, least = (roles, far) if far < least else (best, least)
+            if least < 2.0:
+                break
+    return best
+
+
+def _log_gate(call: fx.Node, g: Tensor) -> Tensor:
+    return log_decay(g, 1.0, str(call.kwargs["gate_fn"]), float(call.kwargs["gate_scale"]))  # type: ignore[arg-type]
+
+
+_MEASURES: dict[str, Callable[[fx.Node, Tensor], Tensor]] = {
+    "g": _log_gate,
+    "beta": lambda call, x: x.sigmoid() if call.kwargs["sigmoid_beta"] else x,
+}
+
+_FORMS = {"below": -1.0, "above": 1.0, "faint": 0.0}
+"""Ways to draw what an activation reads: by how many log(1 + T) they are off; "faint" are numbers of order 1 / T."""
 
 
 def make(call: Call, found: dict[int, str], sizes: Sizes, seed: int) -> list[Tensor]:
@@ -55,5 +132,7 @@ def _draw(role: str, shape: Sequence[int], generator: torch.Generator, length: i
         share = (0.1 + torch.rand(shape, generator=generator)) / (1 + length)
         return {"g:factor": 1 - share, "g:log": -share, "beta:factor": share}[role]
     normal = torch.randn(shape, generator=generator)
+    if role in _FORMS:
+        return normal / (1 + length) if role == "faint" else 0.5 * normal + _FORMS[role] * math.log(1 + length)
     shut = {"g:softplus": -1.0, "g:sigmoid": -1.0, "g:logsigmoid": 1.0, "beta:logit": -1.0}.get(role, 0.0)
     return normal * shape[-1] ** -0.5 if role in ("q", "k") else 0.5 * normal + shut * math.log(1 + length)
