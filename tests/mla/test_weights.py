@@ -47,6 +47,9 @@ class Merged(Computed):
 class EightBits(Computed):
     """8-bit numbers and a scale per row."""
 
+    numbers: Tensor
+    scales: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         rows = HEADS * (NOPE + VALUE)
