@@ -59,7 +59,8 @@ class Splice(Generic[B]):
         self.derived = Derived(self, [placement.value for placement in results])
         self.redirected = self.derived.values
         self.dying |= self.derived.replaced()
-        self.dying -= self.writes_that_stay()
+        self.staying = self.writes_that_stay()
+        self.dying -= self.staying
         self.stores: list[tuple[fx.Node, fx.Node]] = []
         """Copies of the final state into a buffer that are made again after the op: (copy, buffer)."""
 
@@ -80,24 +81,29 @@ class Splice(Generic[B]):
         return nodes
 
     def writes_that_stay(self) -> set[fx.Node]:
-        """Writes to constants that are read outside the region too (a decay mask, filled in place), and to what those
-        are made of.
+        """Writes to what is read once more by nodes of the region that live on, since something outside it follows from
+        them: a decay mask, filled in place; the buffers of a state between two tokens that is returned.
         """
-        ops = self.match.candidate.ops
-        constants = {op.node for op in ops if op.out.const} - {op.node for op in ops if not op.out.const}
         writes: dict[int, list[fx.Node]] = {}
         for mutation in self.functional.mutations:
-            if mutation.node in constants & self.dying:
+            if mutation.node in self.dying:
                 writes.setdefault(mutation.storage, []).append(mutation.node)
+        redirected = {use for value in self.redirected for use in self.later_users(value)} if writes else set()
         stack = [node for node in self.place if node not in self.dying] if writes else []
-        kept: set[fx.Node] = set()
+        alive, kept = set(stack), set[fx.Node]()
         while stack:
-            for read in stack.pop().all_input_nodes:
-                if read in constants - kept:
-                    written = writes.get(self.functional.storages.get(read, -1), [])
-                    kept.update((read, *written))
-                    stack += (read, *written)
-        return kept & {node for nodes in writes.values() for node in nodes}
+            user = stack.pop()
+            for read in user.all_input_nodes:
+                if (read, user) in redirected or not {read, user} & self.dying:
+                    continue
+                written = writes.get(self.functional.storages.get(read, -1), [])
+                found = {read} if read in self.dying else set[fx.Node]()
+                if any(self.place[write] < self.place[user] for write in written):
+                    kept.update(written)
+                    found.update(written)
+                stack += found - alive
+                alive |= found
+        return kept
 
     def now(self, position: int) -> int:
         """Where a position of the graph that was captured is in the graph as it is now."""
@@ -162,6 +168,8 @@ class Splice(Generic[B]):
         if self.final is None or not self.state_in_place:
             return []
         storage = self.functional.storages.get(self.final.value.node)
+        if any(m.storage == storage for m in self.functional.mutations if m.node in self.staying):
+            raise CannotSplice("alias", "the state is read between the region's writes to it")
         writes = [
             self.place[m.node] for m in self.functional.mutations if m.storage == storage and m.node in self.dying
         ]

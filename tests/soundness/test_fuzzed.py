@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.bases import Sizes
-from tests.fuzz.judge import Judge
+from tests.fuzz.judge import Judge, Outcome, gradients_beside
 from tests.fuzz.mutations import Mutation
 from tests.fuzz.recipes import Call, Recipe
-from tests.fuzz.yardstick import difference
+from tests.fuzz.yardstick import apart, difference
 from tests.lifting.conftest import fresh
 from tests.soundness.programs import explained
 
@@ -95,3 +95,52 @@ def test_a_refused_candidate_without_bindings(tmp_path: Path) -> None:
     bent = Mutation("bend", 145, "x / (1 + 1e-3 * x.square().sum(-1, keepdim=True))", "reduction")
     made = Recipe("chunked:4330201200", (Call(8),), Sizes(B=1, H=3, K=4, V=4), (bent,), dynamic=False)
     assert Judge(tmp_path)(made).kind in ("matched", "declined")
+
+
+def test_a_state_between_two_tokens_of_gates_written_in_place() -> None:
+    """The state's own nodes lived on, the write to the gates they read did not."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        outs, between = list[Tensor](), state
+        for t in range(q.shape[2]):
+            log = g[:, :, t].clone()
+            log.mul_(2.0)
+            state = state * log.exp().unsqueeze(-1) + k[:, :, t, :, None] * v[:, :, t, None]
+            outs.append((state * q[:, :, t, :, None]).sum(-2))
+            between = state if t == 2 else between
+        return torch.stack(outs, 2), state, between
+
+    inputs = [torch.randn(1, 2, *shape, dtype=torch.float64) for shape in ((4, 4), (4, 4), (4, 6), (4, 4), (4, 6))]
+    inputs[3] = -inputs[3].abs()
+    report = explained(program, tuple(inputs))
+    assert [match.pattern for match in report.matches] == ["gla"], str(report)
+    assert all(difference(x, y) < 1e-12 for x, y in zip(report.result, program(*inputs), strict=True))
+
+
+def test_scores_masked_in_place_that_are_returned_too() -> None:
+    """They were returned as they had been before their mask."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        scores = (q @ k.mT).clone()
+        scores.masked_fill_(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1), 0)
+        scores = scores * 1
+        return scores @ v, scores
+
+    inputs = tuple(torch.randn(1, 2, *shape, dtype=torch.float64) for shape in ((5, 4), (5, 4), (5, 6)))
+    report = explained(program, inputs)
+    assert [match.pattern for match in report.matches] == ["linear_attention"], str(report)
+    assert all(difference(x, y) < 1e-12 for x, y in zip(report.result, program(*inputs), strict=True))
+
+
+def test_gradients_beside_a_loss_that_is_lost_in_eager_too() -> None:
+    """A row without keys, divided by its sum of 0: the op had no gradients for a chunk, eager none for one token."""
+    lost, found = torch.tensor([math.nan, 1.0]), torch.tensor([2.0, 3.0])
+
+    def distance(ours: Tensor, plain: Tensor, result: Tensor) -> float:
+        eager = Outcome([result], [plain])
+        return apart(gradients_beside(Outcome([result], [ours]), eager), eager.gradients)
+
+    assert distance(lost, lost.flip(0), lost) == 0.0
+    assert distance(lost, lost.flip(0), found) == math.inf  # the loss was a number
+    assert distance(lost, found, lost) == math.inf  # eager had them all
+    assert distance(found, lost, lost) > 0.5  # a number where eager has another
