@@ -128,11 +128,13 @@ class _Writer:
             return None
         extents: dict[int, str] = {}
         """What dimensions were cut from, where that is more than they are, from the innermost on."""
-        for outer, dim in reversed(list(itertools.pairwise(order))):
+        apart = [dim for dim in order if any(layout.shape[dim] > 1 for layout in layouts)]  # others have any stride
+        for outer, dim in reversed(list(itertools.pairwise(apart))):
             row = [layout.strides[outer] / layout.strides[dim] for layout in layouts]
-            if row != [layout.shape[dim] for layout in layouts]:
+            least = [layout.shape[dim] for layout in layouts]
+            if row != least:
                 text = self.extent(row, sizes)
-                if text is None:
+                if text is None or any(map(operator.lt, row, least)):  # entries share memory
                     return None
                 extents[dim] = text
         text = name if list(order) == sorted(order) else f"{name}.permute({order})"

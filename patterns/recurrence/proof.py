@@ -10,7 +10,7 @@ turns them away.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from kdacompile.patterns.engine.compare import PRECISE, TOLERANCE, one_thread, t
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.field import Silent
 from kdacompile.patterns.engine.match import Verdict
+from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.reduced import CannotReduce
 from kdacompile.patterns.engine.vocabulary import LAYOUT
 from kdacompile.patterns.recurrence import exact, tables
@@ -142,7 +143,7 @@ def _judge(
     inputs, results = first.inputs, first.results
     least = float("inf")
     for turned in (binding, binding.backwards()) if binding.sizes["T"] > 1 else (binding,):
-        start = _first_token_error(turned, inputs, results)
+        start = _first_token_error(turned, first)
         fitted, error = _fit(turned, inputs, results) if start < ALIKE else (None, start)
         least = min(least, error)
         if fitted is None and turned.gate == "none" and "u" not in turned.inputs and start < ALIKE:
@@ -163,6 +164,8 @@ def _describe(binding: Recurrence) -> str:
 class _FirstRun:
     inputs: dict[Value, Tensor]
     results: list[Tensor]
+    errors: dict[tuple[frozenset[Placement], Placement], float] = field(default_factory=dict)
+    """Of the first token, by what it depends on."""
 
 
 _Shapes = tuple[tuple[int, ...], ...]
@@ -231,16 +234,21 @@ def _decay(binding: Recurrence, given: dict[str, Tensor]) -> Tensor | None:
     return (g * binding.gate_rate).exp() if binding.gate_fn == "log" else g
 
 
-def _first_token_error(binding: Recurrence, inputs: dict[Value, Tensor], results: list[Tensor]) -> float:
+def _first_token_error(binding: Recurrence, first: _FirstRun) -> float:
     """How far the first token, which no decay has touched yet, is from what the binding has it be, up to a scale.
 
-    This alone refutes most. 0 where a state is given, which decays before the first token.
+    This alone refutes most, and is worked out once for bindings that differ in what the first token does not read. 0
+    where a state is given, which decays before the first token.
     """
     if binding.inputs.get("initial_state"):
         return 0.0
-    want, have = _corner(binding, inputs, results, 1)
-    scale = (have * want).sum() / (want * want).sum()
-    return token_error(have, want * scale)
+    read = {role: placement for role, placement in binding.inputs.items() if role not in ("g", "rate")}
+    key = frozenset(read.values()), binding.output
+    if key not in first.errors:
+        want, have = _corner(binding.with_(inputs=read), first.inputs, first.results, 1)
+        scale = (have * want).sum() / (want * want).sum()
+        first.errors[key] = token_error(have, want * scale)
+    return first.errors[key]
 
 
 def _fit(binding: Recurrence, inputs: dict[Value, Tensor], results: list[Tensor]) -> tuple[Recurrence | None, float]:

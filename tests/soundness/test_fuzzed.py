@@ -144,3 +144,9 @@ def test_gradients_beside_a_loss_that_is_lost_in_eager_too() -> None:
     assert distance(lost, lost.flip(0), found) == math.inf  # the loss was a number
     assert distance(lost, found, lost) == math.inf  # eager had them all
     assert distance(found, lost, lost) > 0.5  # a number where eager has another
+
+
+def test_a_lifted_result_of_one_request(tmp_path: Path) -> None:
+    """One request has any batch stride: heads were taken to be cut from fewer than there are, an internal error."""
+    verdict = Judge(tmp_path)(Recipe("kda_neumann", (Call(16),), Sizes(B=1, H=3, V=6), dtype="float64", nested=True))
+    assert (verdict.kind, verdict.patterns) == ("matched", ("kda",)), verdict
