@@ -16,7 +16,6 @@ from kdacompile.capture.dead_writes import drop_dead_writes
 from kdacompile.capture.errors import Unliftable
 from kdacompile.compat.operators import trace_fake
 from kdacompile.compat.tracing import tree_leaves
-from kdacompile.graph.build import functional_graph
 from kdacompile.graph.ir import Op
 from kdacompile.graph.laws import NotAffine
 from kdacompile.graph.positions import edges_of_constants
@@ -76,24 +75,13 @@ def capture(fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings
     tensors = [tensor for _, tensor in call.tensors()]
     gm = trace_fake(bound(fn, call), [(x.shape(sizes), x.strides(sizes), x.dtype, x.device) for x in tensors])
     layouts = tuple(map(_layout, tree_leaves(gm.graph.output_node().args[0])))
-    constants = tuple(functional_graph(_without_arguments(gm).graph).ops)
-    report = rewrite_function(gm.graph, settings)
+    report, constants = rewrite_function(gm.graph, settings)
     if not report.matches:
         reasons = {rejection.reason for rejection in report.rejections}
         raise Unliftable("; ".join(sorted(reasons)) or "there is no linear attention in it")
     drop_dead_writes(gm.graph)
     _check_outputs(gm.graph)
     return Captured(sizes, gm.graph, report.matches, layouts, constants)
-
-
-def _without_arguments(gm: fx.GraphModule) -> fx.GraphModule:
-    """The part of a graph that no argument reaches: masks, tables and other numbers made of sizes."""
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in gm.graph.nodes:
-        if node.op in ("get_attr", "call_function") and all(each in made for each in node.all_input_nodes):
-            made[node] = graph.node_copy(node, made.__getitem__)
-    graph.output(tuple(made.values()))
-    return fx.GraphModule(gm, graph)
 
 
 def turning_lengths(captured: Sequence[Captured]) -> set[int]:

@@ -11,12 +11,12 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.capture import hook, refusals
+from kdacompile.ops.signature import LINEAR_ATTENTION
 from kdacompile.report.findings import GraphReport, Match
 from kdacompile.report.source import name_of
 from kdacompile.settings import Settings
 
 _FROM = re.compile(r"<kdacompile lift (\w+)>")
-_OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 
 
 def complete(report: GraphReport, graph: fx.Graph, settings: Settings) -> GraphReport:
@@ -49,8 +49,8 @@ def _op_name(node: fx.Node) -> str:
 
 
 def _roles(node: fx.Node) -> dict[str, str]:
-    operands = zip(_OPERANDS, node.args, strict=False)
-    return {role: _describe(operand) for role, operand in operands if isinstance(operand, fx.Node)}
+    given = zip(LINEAR_ATTENTION.operands, node.args, strict=False)
+    return {operand.name: _describe(x) for operand, x in given if isinstance(x, fx.Node)}
 
 
 def _describe(node: fx.Node) -> str:

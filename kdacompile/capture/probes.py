@@ -6,22 +6,21 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
 
 from kdacompile import compat
 from kdacompile.capture.calls import Call, Sizes
 from kdacompile.lowering.gates import log_decay
+from kdacompile.ops.signature import LINEAR_ATTENTION
 
-_OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+_OPERANDS = tuple(operand.name for operand in LINEAR_ATTENTION.operands)
 
 
 def roles(graph: fx.Graph) -> dict[int, str]:
     """Tensor argument (by position) -> what it must look like: a role, or how a gate or beta is given ("g:log")."""
-    inputs = {node: index for index, node in enumerate(node for node in graph.nodes if node.op == "placeholder")}
+    inputs = {node: index for index, node in enumerate(_inputs(graph))}
     found: dict[int, str] = {}
     for call in graph.nodes:
         if not compat.is_own_op(call):
@@ -40,48 +39,47 @@ def weakened(graph: fx.Graph, found: dict[int, str], length: int) -> dict[int, s
     """The same, with gates and write gates of order 1 / T where the function makes them of its arguments by activations
     that the op does not take over: those arguments are drawn so that what reaches the op comes nearest to that.
     """
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for call in graph.nodes:
         for role, measure in _MEASURES.items() if compat.is_own_op(call) else ():
             operand = call.args[_OPERANDS.index(role)] if len(call.args) > _OPERANDS.index(role) else None
             if isinstance(operand, fx.Node):
-                found = _nearest(_Above(inputs, operand, length), found, lambda x, of=measure, by=call: of(by, x))
+                found = _nearest(_Above(graph, operand, length), found, lambda x, of=measure, by=call: of(by, x))
     return found
 
 
 class _Above:
     """What stands between the arguments of a function and an operand of the op, at one length."""
 
-    def __init__(self, inputs: list[fx.Node], operand: fx.Node, length: int) -> None:
-        self.operand, self.length = operand, length
-        nodes, stack = {operand}, [operand]
-        while stack:
-            fresh = set(stack.pop().all_input_nodes) - nodes
-            nodes |= fresh
-            stack += fresh
-        self.nodes = [node for node in operand.graph.nodes if node in nodes and node.op != "placeholder"]
-        self.inputs = {node: index for index, node in enumerate(inputs) if node in nodes}
+    def __init__(self, graph: fx.Graph, operand: fx.Node, length: int) -> None:
+        self.length, copied = length, dict[fx.Node, fx.Node]()
+        alone = fx.Graph()
+        alone.graph_copy(graph, copied)
+        alone.output(copied[operand])
+        alone.eliminate_dead_code()
+        self.arguments = [(compat.example_value(node), bool(copied[node].users)) for node in _inputs(graph)]
+        self.run = fx.Interpreter(fx.GraphModule(graph.owning_module or {}, alone)).run
+
+    @property
+    def read(self) -> list[int]:
+        """The arguments that the operand follows from."""
+        return [index for index, (_, is_read) in enumerate(self.arguments) if is_read]
 
     def __call__(self, roles: Mapping[int, str]) -> Tensor:
-        generator, known = torch.Generator().manual_seed(0), dict[fx.Node, Any]()
-        for node, index in self.inputs.items():
-            like: Tensor = compat.example_value(node)
-            drawn = _draw(roles.get(index, ""), list(map(int, like.shape)), generator, self.length)
-            known[node] = drawn.to(like.dtype).to(like.device)
-        for node in self.nodes:
-            args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
-            if node.op not in ("call_function", "call_method"):
-                raise TypeError(f"{node} is no call")
-            if node.op == "call_method":
-                known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                known[node] = node.target(*args, **kwargs)
-        return known[self.operand].double()
+        generator, drawn = torch.Generator().manual_seed(0), list[Tensor | None]()
+        for index, (like, is_read) in enumerate(self.arguments):
+            shape = list(map(int, like.shape))
+            data = _draw(roles.get(index, ""), shape, generator, self.length) if is_read else None
+            drawn.append(None if data is None else data.to(like.dtype).to(like.device))
+        return self.run(*drawn).double()
+
+
+def _inputs(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def _nearest(above: _Above, found: dict[int, str], measure: Callable[[Tensor], Tensor]) -> dict[int, str]:
     """Of ways to draw the arguments, the one with which the operand's size is nearest to 1 / T."""
-    free = [i for i in above.inputs.values() if found.get(i, "").partition(":")[0] not in ("q", "k", "v")]
+    free = [i for i in above.read if found.get(i, "").partition(":")[0] not in ("q", "k", "v")]
     best, least = found, math.inf
     with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, ValueError, KeyError):
         for forms in itertools.product(("", *_FORMS), repeat=len(free)) if len(free) <= 3 else ():

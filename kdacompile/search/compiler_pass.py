@@ -14,6 +14,7 @@ from kdacompile import compat
 from kdacompile.containment import contain
 from kdacompile.graph import prefilter
 from kdacompile.graph.build import Tables
+from kdacompile.graph.ir import Op
 from kdacompile.report.collect import emit, postponed
 from kdacompile.report.findings import GraphReport, internal
 from kdacompile.report.report import enforce
@@ -108,10 +109,14 @@ def run(
     return report
 
 
-def rewrite_function(graph: fx.Graph, settings: Settings) -> GraphReport:
-    """Rewrite the graph of a function that may become one op, in place, and say what was done."""
+def rewrite_function(graph: fx.Graph, settings: Settings) -> tuple[GraphReport, tuple[Op, ...]]:
+    """Rewrite the graph of a function that may become one op, in place. Returns what was done, and the operators that
+    made constants of the function: masks, tables and other numbers that follow from sizes.
+    """
+    constants: tuple[Op, ...] = ()
     with compat.no_python_dispatcher(), compat.no_saved_tensors_hooks():
         search = Search(graph, prefilter.prospects(graph), settings, {}, trial=True)
         if search.has_recurrence:
+            constants = tuple(op for op in search.context.functional().ops if op.out.const)
             search.run()
-    return search.report()
+    return search.report(), constants

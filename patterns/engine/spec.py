@@ -24,17 +24,6 @@ class Region(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Call:
-    """A region of one operator."""
-
-    op: Op
-
-    @property
-    def ops(self) -> set[Op]:
-        return {self.op}
-
-
 R = TypeVar("R", bound=Region)
 
 

@@ -8,30 +8,42 @@ rules of ``absorb`` move its inputs up.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from kdacompile import compat
 from kdacompile.graph.ir import Graph, Op, Value
+from kdacompile.lowering.calls import Call
+from kdacompile.lowering.operands import operands as operands_of
 from kdacompile.patterns.engine.match import Candidate, Verdict
 from kdacompile.patterns.engine.placement import Placement
-from kdacompile.patterns.engine.spec import Call, Spec
+from kdacompile.patterns.engine.spec import Spec
 from kdacompile.patterns.recurrence.absorb import Scope, absorb
 from kdacompile.patterns.recurrence.roles import AXES, Recurrence, RecurrenceCandidate, RecurrenceMatch, place
 
-_OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
-_OPTIONS = ("gate", "delta", "scale", "gate_fn", "gate_scale", "sigmoid_beta", "qk_l2norm_eps")
 _GATE_AXES = {"none": "", "head": "H", "token": "BTH", "channel": "BTHK"}
 
 
-class CallSpec(Spec[Call, Recurrence]):
+@dataclass(frozen=True)
+class Existing:
+    """An op that the graph has already."""
+
+    op: Op
+
+    @property
+    def ops(self) -> set[Op]:
+        return {self.op}
+
+
+class CallSpec(Spec[Existing, Recurrence]):
     """Regions are the functional ops of the graph whose results are read."""
 
     name = "linear_attention"
 
-    def regions(self, graph: Graph) -> Iterator[Call]:
-        return (Call(op) for op in graph.ops if op.name in compat.OWN_OPS and op.outs[0].node is not None)
+    def regions(self, graph: Graph) -> Iterator[Existing]:
+        return (Existing(op) for op in graph.ops if op.name in compat.OWN_OPS and op.outs[0].node is not None)
 
-    def candidates(self, graph: Graph, region: Call, effort: object = None) -> Iterator[RecurrenceCandidate]:
+    def candidates(self, graph: Graph, region: Existing, effort: object = None) -> Iterator[RecurrenceCandidate]:
         op = region.op
         binding = _binding(op)
         if binding is not None:
@@ -49,7 +61,7 @@ class CallSpec(Spec[Call, Recurrence]):
             yield whole
 
     def counterpart(
-        self, candidate: RecurrenceCandidate, here: Graph, there: Graph, regions: list[Call]
+        self, candidate: RecurrenceCandidate, here: Graph, there: Graph, regions: list[Existing]
     ) -> RecurrenceCandidate | str:
         same = (region for region in regions if region.op.node is candidate.anchor.node)
         found = next((each for region in same for each in self.candidates(there, region)), None)
@@ -58,9 +70,9 @@ class CallSpec(Spec[Call, Recurrence]):
 
 def _binding(op: Op) -> Recurrence | None:
     """Who is who in the op's call; None where the op was asked for something that a match never asks for."""
-    operands = dict(zip(_OPERANDS, op.args, strict=False))
+    operands = dict(zip((each.name for each in operands_of(Call)), op.args, strict=False))
     options = op.kwargs
-    if options.get("chunk_size", 0) or (len(op.args) > len(_OPERANDS) and op.args[-1] is not None):
+    if options.get("chunk_size", 0) or operands.get("cu_seqlens") is not None:
         return None
     inputs = {
         role: _place(role, value, _axes(role, options["gate"], value))
@@ -76,7 +88,7 @@ def _binding(op: Op) -> Recurrence | None:
         output=_place("o", op.outs[0], AXES["o"]),
         final_state=None if state.node is None else _place("final_state", state, AXES["final_state"]),
         sizes={"B": q[0], "T": q[1], "G": q[2], "K": q[3], "H": v[2], "V": v[3]},
-        **{name: options[name] for name in _OPTIONS},
+        **{name: option for name, option in options.items() if name in Recurrence.__dataclass_fields__},
     )
 
 
