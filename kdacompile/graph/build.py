@@ -288,6 +288,3 @@ def functional_graph(graph: fx.Graph, size_of: SizeOf = compat.size_hint, tables
     are.
     """
     return _Replay(graph, size_of, tables or {}).run()
-
-
-__all__ = ["Graph", "functional_graph"]

@@ -6,13 +6,16 @@ came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from kdacompile.compat.schemas import operator_name
+
+X = TypeVar("X", bound=Hashable)
 
 
 class Value:
@@ -124,6 +127,17 @@ def walk_values(tree: Any) -> Iterator[Value]:
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from walk_values(item)
+
+
+def reach(starts: Iterable[X], onward: Callable[[X], Iterable[X]], most: float = math.inf) -> Iterator[X]:
+    """``starts`` and what ``onward`` leads to from each, depth first, everything once; ``most`` of it at the most."""
+    stack, seen = list(starts), set[X]()
+    while stack and len(seen) < most:
+        item = stack.pop()
+        if item not in seen:
+            seen.add(item)
+            yield item
+            stack += onward(item)
 
 
 def ancestors(roots: Iterable[Value], stop: Callable[[Value], bool]) -> set[Op]:

@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.values import segments
 
 EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 """Dtypes that hold every position there will be."""
@@ -220,23 +222,13 @@ def indexed(op: Op, laws: list[Law]) -> Law:
 
 def viewed(shape: Sequence[int], steps: Sequence[Fraction], out: Sequence[int]) -> tuple[Fraction, ...] | None:
     """The steps of affine numbers in another shape; None where they are not affine in it."""
-    found: list[Fraction] = []
-    source = [(size, step) for size, step in zip(shape, steps, strict=True) if size != 1]
-    for size in reversed(out):
-        if size == 1:
-            found.append(Fraction(0))
-            continue
-        if not source:
-            return None
-        have, step = source.pop()
-        while have < size and source:  # merged: the outer one must go on where the inner one ends
-            more, outer = source.pop()
-            if outer != step * have:
-                return None
-            have *= more
-        if have % size:
-            return None
-        found.append(step)
-        if have > size:
-            source.append((have // size, step * size))
-    return None if source else tuple(reversed(found))
+    found, runs = [Fraction(0)] * len(out), segments(shape, out)
+    if runs is None:
+        return None
+    for before, after in runs:
+        if any(steps[outer] != steps[inner] * shape[inner] for outer, inner in pairwise(before)):
+            return None  # dimensions that are merged must go on where the inner one ends
+        step = steps[before[-1]]
+        for dim in reversed(after):
+            found[dim], step = step, step * out[dim]
+    return tuple(found)

@@ -7,13 +7,14 @@ from it are computed after the op, and their readers read them there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph.edit import NewCalls
-from kdacompile.graph.ir import Value
+from kdacompile.graph.ir import Value, reach
 
 if TYPE_CHECKING:
     from kdacompile.rewrite.splice import Splice
@@ -41,15 +42,13 @@ class Derived:
         """The result itself, if the model's graph has it; else what it has in its place, first things first."""
         if not self.calls.owns(result.node):
             return [result]
-        found = {result} if self.splice.names(result) else set[Value]()  # an earlier splice has made it
-        stack, seen = [result], {result}
-        while stack:
-            for op in stack.pop().users:
-                if op not in self.splice.match.candidate.ops and self.calls.owns(op.node):
-                    found.update(value for value in op.outs if self.splice.names(value))
-                    stack += [value for value in op.outs if value not in seen]
-                    seen.update(op.outs)
-        return sorted(found, key=lambda value: value.index)
+        inside = self.splice.match.candidate.ops
+
+        def onward(value: Value) -> Iterator[Value]:
+            return (out for op in value.users if op not in inside and self.calls.owns(op.node) for out in op.outs)
+
+        # The result itself may have a name too: an earlier splice has made it.
+        return sorted(filter(self.splice.names, reach([result], onward)), key=lambda value: value.index)
 
     def node(self, node: fx.Node) -> fx.Node:
         """A node that the op reads, made at the graph's insertion point if only the canonical graph has it.

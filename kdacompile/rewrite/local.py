@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 from kdacompile import compat
 from kdacompile.compat import local
 from kdacompile.graph import prefilter
+from kdacompile.graph.ir import reach
 
 _LAYOUT = frozenset(
     "view reshape transpose permute expand expand_as unsqueeze squeeze flatten unflatten split chunk unbind getitem "
@@ -199,12 +200,5 @@ def _mixes(node: fx.Node) -> bool:
     """True for a DTensor that a product of activations, as attention has them, stands above."""
     if not local.is_distributed(compat.example_value(node)):
         return False
-    seen, stack = set[fx.Node](), [node]
-    while stack and len(seen) < _FAR:
-        each = stack.pop()
-        if each not in seen and local.touches(each):
-            if prefilter.name_of(each) in _MIXES:
-                return True
-            seen.add(each)
-            stack += each.all_input_nodes
-    return False
+    above = reach([node], lambda each: filter(local.touches, each.all_input_nodes), _FAR)
+    return local.touches(node) and any(prefilter.name_of(each) in _MIXES for each in above)

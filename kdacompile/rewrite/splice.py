@@ -18,7 +18,7 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph import gradient
-from kdacompile.graph.ir import Graph, Value, ancestors
+from kdacompile.graph.ir import Graph, Value, ancestors, reach
 from kdacompile.ops import definitions
 from kdacompile.ops.signature import Signature
 from kdacompile.patterns.engine.match import B, Code, Match
@@ -390,15 +390,12 @@ class Splice(Generic[B]):
 
     def is_returned(self, node: fx.Node) -> bool:
         """Whether the graph's caller gets ``node``, or a view of it."""
-        own, stack, seen = self.functional.storages.get(node), [node], {node}
-        while stack:
-            for user in stack.pop().users:
-                if user.op == "output":
-                    return True
-                if user not in seen and own is not None and self.functional.storages.get(user) == own:
-                    stack.append(user)
-                    seen.add(user)
-        return False
+        storages = self.functional.storages
+        own = storages.get(node)
+        views = reach(
+            [node], lambda view: [user for user in view.users if own is not None and storages.get(user) == own]
+        )
+        return any(user.op == "output" for view in views for user in view.users)
 
     def with_gaps(self, node: fx.Node, want: torch.Tensor) -> fx.Node:
         """``node`` in memory that holds more than it (a slice of something padded), or less (expanded). Raises

@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from kdacompile.graph.edit import CannotEdit, Edit
-from kdacompile.graph.ir import Graph, Op, Value, map_values
+from kdacompile.graph.ir import Graph, Op, Value, map_values, reach
 from kdacompile.patterns.canonical import rules
 from kdacompile.patterns.canonical.pieces import Piece, piece_of
 from kdacompile.patterns.canonical.proof import agrees
@@ -169,14 +169,7 @@ class Families:
         if len(exponentials) > 1:  # a region has one, the gate's: another is a weight of its own
             active |= exponentials
         active |= {rows.family for sink in self.sinks for rows in sink.rows.walk() if rows.family is not None}
-        found: set[int] = set()
-        stack = list(active)
-        while stack:
-            index = stack.pop()
-            if index not in found:
-                found.add(index)
-                stack.extend(self.families[index].sources)
-        return found
+        return set(reach(active, lambda index: self.families[index].sources))
 
 
 def _stays(op: Op, members: list[Value]) -> bool:

@@ -52,6 +52,3 @@ def _repeated(graph: Graph) -> dict[Op, Op]:
         if earlier is not op:
             again[op] = earlier
     return again
-
-
-__all__ = ["apply"]

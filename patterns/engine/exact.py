@@ -264,6 +264,3 @@ def _widest(plan: Sequence[Planned]) -> torch.dtype:
     """The dtype that reaches farthest of those a region computes in."""
     found = {out.dtype for item in plan for out in item.op.outs if out.dtype.is_floating_point}
     return min(found, key=lambda dtype: torch.finfo(dtype).min, default=torch.float32)
-
-
-__all__ = ["Constant", "Drawn", "Evaluation", "SilentAt", "exponent_of", "moved", "own_numbers"]

@@ -427,6 +427,3 @@ def lu_factor_ex(f: Field, a: Any, **_: Any) -> list[Residues]:
 def lu_solve(f: Field, a: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: bool = False) -> Residues:
     matrix = Residues(a.x.mT) if adjoint else a
     return solve_ex(f, matrix, b, left=left)[0]
-
-
-__all__ = ["Field", "P", "R", "Residues", "Rule", "Silent"]

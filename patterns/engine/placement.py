@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from torch import Tensor
@@ -73,11 +73,14 @@ class Placement:
 
     def from_canonical(self, tensor: Tensor) -> Tensor:
         """The inverse of ``to_canonical``; along axes the tensor lacks, index 0 is taken."""
+        merged = self.axes.find("*")
+        apart = self if merged < 0 else replace(self, axes=self.axes.replace("*", "HK"))
         for index, axis in enumerate(self.order):
-            if axis not in self.axes:
+            if axis not in apart.axes:
                 tensor = tensor.narrow(index, 0, 1)
-        for name, args in self.back_steps():
+        for name, args in apart.back_steps():
             tensor = getattr(tensor, name)(*args)
+        tensor = tensor if merged < 0 else tensor.flatten(merged, merged + 1)
         grown = [self.value.shape[i] if axis == "=" else -1 for i, axis in enumerate(self.axes)]
         return tensor.expand(grown) if "=" in self.axes else tensor
 

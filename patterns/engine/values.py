@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
@@ -114,32 +114,48 @@ def undone(op: Op) -> Moves | None:
     return [] if old == new and (op.name in AS_IS or op.name == "expand") else None
 
 
+def segments(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]] | None:
+    """The smallest runs of dimensions of a view and of its result that hold the same elements; without sizes of one.
+    None where something is empty.
+    """
+    if 0 in (*old, *new):
+        return None
+    left, right = ([dim for dim, size in enumerate(shape) if size != 1] for shape in (old, new))
+    found: list[tuple[list[int], list[int]]] = []
+    while left:
+        before, after = [left.pop(0)], [right.pop(0)]
+        have, want = old[before[0]], new[after[0]]
+        while have != want:
+            if have < want:
+                before.append(left.pop(0))
+                have *= old[before[-1]]
+            else:
+                after.append(right.pop(0))
+                want *= new[after[-1]]
+        found.append((before, after))
+    return found
+
+
 def regrouped(old: tuple[int, ...], new: tuple[int, ...], front: int = 0) -> Moves | None:
     """A view as dimensions that are taken together, and such as are taken apart; none of them is empty."""
-    if 0 in old:
+    runs = segments(old, new)
+    if runs is None:
         return None
     first, last = 0, 0
     while first < min(len(old), len(new)) and old[first] == new[first]:
         first += 1
     while last < min(len(old), len(new)) - first and old[-1 - last] == new[-1 - last]:
         last += 1
-    old, new = old[first : len(old) - last], new[first : len(new) - last]
-    long = [size for size in old if size > 1]
-    found: Moves = [("squeeze", (front + first + dim,)) for dim in reversed(range(len(old))) if old[dim] == 1]
-    groups: Moves = []
-    dim, at = 0, front + first
-    while dim < len(long):  # the fewest dimensions that hold as many elements before as after
-        wanted = [size for size in new if size > 1][at - front - first :]
-        have, want, taken, made = long[dim], wanted[0], 1, 1
-        while have != want:
-            if have < want:
-                have, taken = have * long[dim + taken], taken + 1
-            else:
-                want, made = want * wanted[made], made + 1
-        if taken > 1:
-            groups.append(("flatten", (at, at + taken - 1)))
-        if made > 1:
-            groups.append(("unflatten", (at, (-1, *wanted[1:made]))))
-        dim, at = dim + taken, at + made
-    added: Moves = [("unsqueeze", (front + first + place,)) for place, size in enumerate(new) if size == 1]
-    return found + groups + added
+    gone = [dim for dim in range(first, len(old) - last) if old[dim] == 1]
+    found: Moves = [("squeeze", (front + dim,)) for dim in reversed(gone)]
+    at = front + first
+    for before, after in runs:
+        if before[0] < first or before[-1] >= len(old) - last:
+            continue
+        if len(before) > 1:
+            found.append(("flatten", (at, at + len(before) - 1)))
+        if len(after) > 1:
+            found.append(("unflatten", (at, (-1, *(new[dim] for dim in after[1:])))))
+        at += len(after)
+    made = [dim for dim in range(first, len(new) - last) if new[dim] == 1]
+    return found + [("unsqueeze", (front + dim,)) for dim in made]

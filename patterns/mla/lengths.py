@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kdacompile.graph.ir import Op, Value
+from kdacompile.graph.ir import Op, Value, reach
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.values import has_node, root
@@ -197,13 +197,13 @@ def _written(limit: Value, tokens: int) -> Iterator[_Bounds]:
     ``index_copy`` takes none below zero and none past the end: a graph that gets further has neither.
     """
     own = _position(limit)
-    stack, seen = [own.start], {own.start}
-    while stack:
-        for op in stack.pop().users:
-            if op.name == "index_copy" and op.args[2] in seen:
-                there = _position(op.args[2])
+
+    def onward(value: Value) -> Iterator[Value]:
+        return (out for op in value.users if op.name == "add" or op.name in SPREAD for out in op.outs)
+
+    for value in reach([own.start], onward):
+        for op in value.users:
+            if op.name == "index_copy" and op.args[2] is value:
+                there = _position(value)
                 if there.start is own.start and op.out.shape[op.args[1]] == tokens:
                     yield _Bounds(own, there)
-            elif op.name == "add" or op.name in SPREAD:
-                stack += [out for out in op.outs if out not in seen]
-                seen.update(op.outs)

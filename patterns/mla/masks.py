@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kdacompile.graph.ir import Op, Value
+from kdacompile.graph.ir import Op, Value, reach
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.field import unreached
 from kdacompile.patterns.engine.match import Obstacle
@@ -207,11 +207,8 @@ def _unnamed_where(value: Value) -> Op | None:
 
 def _sums(mask: Value) -> torch.dtype:
     """The widest dtype in which a mask is added to scores."""
-    dtypes, stack = {mask.dtype}, list(mask.users)
-    while stack:
-        op = stack.pop()
-        dtypes.add(op.out.dtype)
-        stack += [user for user in op.out.users if op.name in LAYOUT]
+    added = reach(mask.users, lambda op: op.out.users if op.name in LAYOUT else ())
+    dtypes = {mask.dtype, *(op.out.dtype for op in added)}
     return min((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda dtype: torch.finfo(dtype).min)
 
 

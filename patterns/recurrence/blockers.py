@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kdacompile.graph.ir import Graph, Op
+from kdacompile.graph.ir import Graph, Op, reach
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.vocabulary import REGION
 from kdacompile.patterns.recurrence.regions import is_anchor, is_soft
@@ -48,16 +48,11 @@ def _between(graph: Graph, blocks: Blocks) -> Iterator[tuple[Op, str]]:
 
 def _repeats(ops: list[Op], blocks: Blocks) -> bool:
     """True if one of the operators depends on another: a loop carries on what the first one made."""
-    first, known = ops[0], {ops[0]}
-    stack = [user for value in first.outs for user in value.users]
-    while stack:
-        op = stack.pop()
-        if op in ops:
-            return True
-        if op not in known and _passable(op, blocks):
-            known.add(op)
-            stack.extend(user for value in op.outs for user in value.users)
-    return False
+
+    def below(op: Op) -> Iterator[Op]:
+        return (user for value in op.outs for user in value.users if user in ops or _passable(user, blocks))
+
+    return any(op in ops for op in reach(below(ops[0]), below))
 
 
 def _is_blocker(op: Op) -> bool:

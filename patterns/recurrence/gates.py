@@ -8,8 +8,9 @@ exponential; like every other part of a binding it is checked.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
-from kdacompile.graph.ir import Op, Value
+from kdacompile.graph.ir import Op, Value, reach
 from kdacompile.patterns.engine.values import root
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, SOLVES
 
@@ -37,19 +38,18 @@ def gate_rates(value: Value, region: set[Op], partner: Value | None = None) -> l
     Differences of summed gates enter with both signs (``exp(G_i - G_j)``): the order of a subtraction tells nothing.
     Where other signs differ too (``q exp(G)`` beside ``k exp(-G)``), either may be meant.
     """
-    found: set[float] = set()
-    seen: set[tuple[Op, Value, float]] = set()
-    stack: list[tuple[Op, Value, float]] = [(op, value, 1.0) for op in value.users]
-    while stack:
-        place = stack.pop()
+
+    def readers(value: Value, rate: float) -> Iterator[tuple[Op, Value, float]]:
+        return ((op, value, rate) for op in value.users if op in region)
+
+    def onward(place: tuple[Op, Value, float]) -> Iterator[tuple[Op, Value, float]]:
         op, source, rate = place
-        if op not in region or place in seen:
-            continue
-        seen.add(place)
-        if op.name in _EXPONENTIALS:
-            found.add(rate * _EXPONENTIALS[op.name])
-        elif op.name not in _PRODUCTS or _keeps(op, source, partner):
-            stack.extend((user, out, rate * _times(op, source)) for out in op.outs for user in out.users)
+        if op.name not in _EXPONENTIALS and (op.name not in _PRODUCTS or _keeps(op, source, partner)):
+            for out in op.outs:
+                yield from readers(out, rate * _times(op, source))
+
+    met = reach(readers(value, 1.0), onward)
+    found = {rate * _EXPONENTIALS[op.name] for op, _, rate in met if op.name in _EXPONENTIALS}
     size = min(map(abs, found), default=0.0)
     return [sign * size for sign in (1.0, -1.0) if any(rate * sign > 0 for rate in found)]
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kdacompile.graph.ir import Graph, Op, Value
+from kdacompile.graph.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns.engine.values import is_weight, root
 from kdacompile.patterns.engine.vocabulary import (
     CONTRACTIONS,
@@ -204,14 +204,7 @@ def exits_of(graph: Graph, group: Group) -> list[Exit]:
 def separators(sinks: Iterable[Value], ops: set[Op], mask: int, masks: dict[Op, int]) -> list[Value]:
     """Values that every path from the anchors to any of ``sinks`` runs through, earliest first."""
     sinks = list(sinks)
-    inside: set[Op] = set()
-    stack = [value.op for value in sinks if value.op is not None]
-    while stack:
-        op = stack.pop()
-        if op in inside or op not in ops:
-            continue
-        inside.add(op)
-        stack.extend(value.op for value in op.reads if value.op is not None)
+    inside = ancestors(sinks, lambda value: value.op not in ops)
     line = sorted(inside, key=lambda op: op.outs[0].index)
     place = {op: index for index, op in enumerate(line)}
     leaving = {value.op for value in sinks}

@@ -6,11 +6,9 @@ is the same, '*' for H and K merged into one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.traits import TRAITS
-from kdacompile.patterns.engine.values import turn
+from kdacompile.patterns.engine.values import segments, turn
 from kdacompile.patterns.engine.vocabulary import AS_IS, ELEMENTWISE, LAYOUT, TURNS, VIEWS
 
 POINTWISE = frozenset(name for name in ELEMENTWISE if not TRAITS[name].steps)
@@ -49,7 +47,7 @@ def _unexpanded(out: Value, axes: str, source: Value) -> str | None:
 def regrouped(out: Value, axes: str, source: Value, sizes: dict[str, int]) -> str | None:
     """Axes above a view: sizes of one come and go, H and K may be merged or split, nothing else may."""
     found = ["."] * len(source.shape)
-    for outer, inner in _segments(out.shape, source.shape):
+    for outer, inner in segments(out.shape, source.shape) or ():
         text = "".join(axes[d] for d in outer)
         if len(outer) == 1 and len(inner) == 1:
             found[inner[0]] = text
@@ -78,7 +76,7 @@ def split_heads(out: Value, axes: str, source: Value) -> tuple[str, int] | None:
     """Axes above a view that merges key heads with copies of each: ([.., G, r, ..] -> [.., G r, ..], r)."""
     found = ["."] * len(source.shape)
     copies = 1
-    for outer, inner in _segments(out.shape, source.shape):
+    for outer, inner in segments(out.shape, source.shape) or ():
         text = "".join(axes[d] for d in outer)
         if len(outer) != 1:
             return None
@@ -90,27 +88,6 @@ def split_heads(out: Value, axes: str, source: Value) -> tuple[str, int] | None:
         else:
             return None
     return ("".join(found), copies) if copies > 1 else None
-
-
-def _segments(out: Sequence[int], source: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The smallest runs of dimensions of a view and its operand that hold the same elements, without sizes of one."""
-    left = [d for d, size in enumerate(out) if size != 1]
-    right = [d for d, size in enumerate(source) if size != 1]
-    segments: list[tuple[list[int], list[int]]] = []
-    while left and right:
-        outer, inner = [left.pop(0)], [right.pop(0)]
-        have, want = out[outer[0]], source[inner[0]]
-        while have != want:
-            if have < want and left:
-                outer.append(left.pop(0))
-                have *= out[outer[-1]]
-            elif have > want and right:
-                inner.append(right.pop(0))
-                want *= source[inner[-1]]
-            else:
-                return []
-        segments.append((outer, inner))
-    return segments
 
 
 def broadcast(op: Op, axes: str, operand: Value) -> str:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from kdacompile.graph.ir import Op, Value
+from kdacompile.graph.ir import Op, Value, reach
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING
 from kdacompile.patterns.recurrence.absorb.axes import MOVES, above
@@ -78,17 +78,12 @@ def kept_upcasts(match: RecurrenceMatch) -> frozenset[str]:
 
 
 def _all_upcast(value: Value, ops: set[Op]) -> bool:
-    stack, seen = [value], {value}
-    while stack:
-        for user in stack.pop().users:
-            if user not in ops or (user.name == "_to_copy" and user.out.dtype == torch.float32):
-                continue
-            if user.name not in LAYOUT | PICKING or user.name == "_to_copy":
-                return False
-            fresh = [out for out in user.outs if out not in seen]
-            seen.update(fresh)
-            stack.extend(fresh)
-    return True
+    def inside(value: Value) -> list[Op]:
+        upcast = (user for user in value.users if user.name == "_to_copy" and user.out.dtype == torch.float32)
+        return list((ops & {*value.users}).difference(upcast))
+
+    moved = reach([value], lambda moved: [out for user in inside(moved) for out in user.outs])
+    return all(user.name in LAYOUT | PICKING and user.name != "_to_copy" for each in moved for user in inside(each))
 
 
 Rule = Callable[[RecurrenceMatch, Scope], "RecurrenceMatch | None"]

@@ -161,25 +161,11 @@ class Runner:
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         """The cone's result in the role's canonical order; raises CannotReduce or EvaluationError."""
-        laid = [self._lay_out(p, tensor) for p, tensor in zip(self.cone.sources, tensors, strict=True)]
-        result = self.region(laid)[0]
+        given = zip(self.cone.sources, tensors, strict=True)
+        result = self.region([source.from_canonical(tensor) for source, tensor in given])[0]
         for name, args in self.cone.bottom.steps(self.sizes):
             result = getattr(result, name)(*args)
         return result
-
-    def _lay_out(self, placement: Placement, tensor: Tensor) -> Tensor:
-        """A canonical tensor as the graph has the source."""
-        star = placement.axes.find("*")
-        apart = replace(placement, axes=placement.axes.replace("*", "HK"))
-        for index, axis in enumerate(placement.order):
-            if axis not in apart.axes:
-                tensor = tensor.narrow(index, 0, 1)
-        for name, args in apart.back_steps():
-            tensor = getattr(tensor, name)(*args)
-        if star >= 0:
-            tensor = tensor.flatten(star, star + 1)
-        sizes = [placement.value.shape[i] if c == "=" else tensor.shape[i] for i, c in enumerate(placement.axes)]
-        return tensor.expand(sizes)
 
 
 def agrees(have: Tensor, want: Tensor, *, absolute: float = 1e-14) -> bool:
