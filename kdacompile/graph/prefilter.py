@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.patterns.engine.vocabulary import CONTRACTIONS
 
-_PRODUCTS = frozenset(
-    "matmul __matmul__ linalg_matmul bmm baddbmm baddbmm_ einsum mm sum mv dot vdot inner tensordot linalg_vecdot "
-    "linalg_multi_dot".split()
+_PRODUCTS = (CONTRACTIONS - {"addmm"}) | frozenset(  # a projection with its bias is one of a weight
+    "matmul __matmul__ linalg_matmul baddbmm_ einsum sum inner tensordot linalg_vecdot linalg_multi_dot".split()
 )
 _OUTER = frozenset("mul __mul__ multiply imul addcmul addcmul_".split())
 _ALWAYS_OUTER = frozenset("outer ger".split())

@@ -311,18 +311,14 @@ def cumprod(f: Field, a: Any, dim: int, **_: Any) -> Residues:
 
 
 def matmul(f: Field, a: Any, b: Any) -> Residues:
+    """Of matrices, or of vectors: a row on the left, a column on the right."""
     a, b = f.of(a), f.of(b)
     _finite(a, b)
-    return Residues(field.matmul(a.x, b.x, f.modulus))
-
-
-def mv(f: Field, a: Any, b: Any) -> Residues:
-    _finite(a, b)
-    return Residues(field.matmul(a.x, b.x[:, None], f.modulus)[:, 0])
-
-
-def dot(f: Field, a: Any, b: Any) -> Residues:
-    return sum_(f, mul(f, a, b))
+    left = a.x[None] if a.x.dim() == 1 else a.x
+    right = b.x[:, None] if b.x.dim() == 1 else b.x
+    made = field.matmul(left, right, f.modulus)
+    made = made[..., 0] if b.x.dim() == 1 else made
+    return Residues(made[0] if a.x.dim() == 1 else made)
 
 
 def addmm(f: Field, a: Any, b: Any, c: Any, *, beta: float = 1, alpha: float = 1) -> Residues:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, INDEXED, REDUCTIONS, SOLVES
+from kdacompile.patterns.engine.vocabulary import ADDED_PRODUCTS, CONTRACTIONS, INDEXED, REDUCTIONS, SOLVES
 
 Factors = tuple[tuple[int, int], ...]
 """One dimension as a product of (captured size, size of this run)."""
@@ -142,10 +142,10 @@ def cuts(op: Op, operands: list[Operand], tails: frozenset[int]) -> list[Cut]:
         return []
     if name == "stack":
         return _align(op, operands, tails, offset=False)
-    if name in ("bmm", "mm", "mv", "dot", *SOLVES):
-        return _align_batch(operands)
-    if name in ("baddbmm", "addmm"):
+    if name in ADDED_PRODUCTS:
         return _align_added(operands, tails)
+    if name in CONTRACTIONS | SOLVES:
+        return _align_batch(operands)
     return _align(op, operands, tails, offset=name not in ("cat", "select_scatter"))
 
 
@@ -246,7 +246,7 @@ def _align_added(operands: list[Operand], tails: frozenset[int]) -> list[Cut]:
     added, one, other = operands
     cuts = [(index + 1, dim, size, end) for index, dim, size, end in _align_batch([one, other])]
     lead = map(min, one.tensor.shape[:-2], other.tensor.shape[:-2])
-    product = (*lead, one.tensor.shape[-2], other.tensor.shape[-1])
+    product = (*lead, one.tensor.shape[-2], *(other.tensor.shape[-1:] if other.tensor.dim() > 1 else ()))
     first = len(product) - len(added.dims)
     for dim, size in enumerate(added.tensor.shape):
         if size not in (1, product[first + dim]):

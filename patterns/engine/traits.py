@@ -81,11 +81,9 @@ TRAITS: dict[str, Trait] = {
     "masked_fill": Trait("select", m.masked_fill, raw=(1,)),
     "tril": Trait("select", m.tril),
     "triu": Trait("select", m.triu),
-    # products of matrices
-    **_each("bmm mm", Trait("product", m.matmul, "each")),
+    # products of matrices and vectors
+    **_each("bmm mm mv dot", Trait("product", m.matmul, "each")),
     **_each("baddbmm addmm", Trait("product", m.addmm, "added")),
-    "mv": Trait("product", m.mv, "each"),
-    "dot": Trait("product", m.dot, "each"),
     # along one dimension
     "cumsum": Trait("scan", m.cumsum),
     "cumprod": Trait("scan", m.cumprod, ""),

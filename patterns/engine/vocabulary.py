@@ -36,6 +36,10 @@ SELECTIONS = of_kind("select")
 """Operators that keep some elements and replace the others."""
 
 CONTRACTIONS = of_kind("product")
+
+ADDED_PRODUCTS = frozenset(name for name in CONTRACTIONS if TRAITS[name].linear == "added")
+"""Products that are added to their first operand."""
+
 SCANS = of_kind("scan")
 SOLVES = of_kind("solve")
 SOFTMAXES = of_kind("softmax")

@@ -14,7 +14,16 @@ from dataclasses import dataclass, field, replace
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.values import root
-from kdacompile.patterns.engine.vocabulary import ATTENTION, CONTRACTIONS, LAYOUT, RANDOM, REDUCTIONS, REGION, SOFTMAXES
+from kdacompile.patterns.engine.vocabulary import (
+    ADDED_PRODUCTS,
+    ATTENTION,
+    CONTRACTIONS,
+    LAYOUT,
+    RANDOM,
+    REDUCTIONS,
+    REGION,
+    SOFTMAXES,
+)
 from kdacompile.patterns.mla.sources import factor_of, is_matrix, is_weight, scales
 
 FAR = 64
@@ -251,7 +260,7 @@ def _depends(value: Value, known: dict[Value, bool]) -> bool:
 
 def _term(op: Op, found: Attention) -> None:
     found.terms.append(Term(op))
-    if op.name in ("baddbmm", "addmm") and op.kwargs.get("beta", 1) != 0:
+    if op.name in ADDED_PRODUCTS and op.kwargs.get("beta", 1) != 0:
         found.masks.append(Hidden(op, op.reads[0]))
         if op.kwargs.get("beta", 1) != 1:
             found.obstacles.append(Obstacle("mask", "a mask is added with a factor of its own", op))

@@ -14,7 +14,7 @@ from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.numbering import Numbering
 from kdacompile.patterns.engine.values import first_column, operand, root, turn
 from kdacompile.patterns.engine.values import is_weight as is_given_weight
-from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT, PICKING, TURNS
+from kdacompile.patterns.engine.vocabulary import ADDED_PRODUCTS, CONTRACTIONS, LAYOUT, PICKING, TURNS
 
 MOVES = LAYOUT | frozenset(
     "slice split split_with_sizes select unbind cat slice_scatter select_scatter repeat constant_pad_nd".split()
@@ -33,7 +33,7 @@ FAR = 24
 """Rearrangements in a row."""
 
 
-COMPUTED = LAYOUT | PICKING | frozenset("add sub mul div mm addmm bmm baddbmm".split())
+COMPUTED = LAYOUT | PICKING | CONTRACTIONS | {"add", "sub", "mul", "div"}
 """How weights are made of others: an adapter's product is added, 8-bit numbers are scaled."""
 
 
@@ -221,7 +221,7 @@ def project(op: Op | None) -> Projection | None:
     activation, weight = (right, left) if weights[0] else (left, right)
     if operand(weight).node is None:
         return None
-    return Projection(op, activation, weight, left.shape[-1], op.name in ("addmm", "baddbmm"))
+    return Projection(op, activation, weight, left.shape[-1], op.name in ADDED_PRODUCTS)
 
 
 def is_part(weight: Value, whole: Value) -> bool:
