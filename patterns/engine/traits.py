@@ -82,8 +82,8 @@ TRAITS: dict[str, Trait] = {
     "tril": Trait("select", m.tril),
     "triu": Trait("select", m.triu),
     # products of matrices and vectors
-    **_each("bmm mm mv dot", Trait("product", m.matmul, "each")),
-    **_each("baddbmm addmm", Trait("product", m.addmm, "added")),
+    **_each("bmm mm mv dot vdot", Trait("product", m.matmul, "each")),
+    **_each("baddbmm addmm addmv", Trait("product", m.addmm, "added")),
     # along one dimension
     "cumsum": Trait("scan", m.cumsum),
     "cumprod": Trait("scan", m.cumprod, ""),

@@ -112,6 +112,24 @@ def gdn_one_head_row_vectors(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, bet
     return out
 
 
+@spelling("delta_rule", "q k v beta", scale=1.0, layout="td", lengths=LENGTHS)
+def delta_one_head_addmv(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """What is written is what the state lacks, in one call."""
+    s = q.new_zeros(v.shape[1], k.shape[1])
+    rows: list[Tensor] = []
+    for q_t, k_t, v_t, b_t in zip(q, k, v, beta, strict=True):
+        s = s + torch.outer(torch.addmv(v_t, s, k_t, alpha=-1) * b_t, k_t)
+        rows.append(torch.mv(s, q_t))
+    return torch.stack(rows)
+
+
+@spelling("linear_attention", "q k v", scale=1.0, layout="td", lengths=LENGTHS)
+def linear_one_head_vdot(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores one by one."""
+    tokens = range(q.shape[0])
+    return torch.stack([sum(torch.vdot(q[t], k[i]) * v[i] for i in tokens if i <= t) for t in tokens])
+
+
 @spelling("linear_attention", "q k v", scale=1.0, layout="td", lengths=LENGTHS)
 def linear_one_head_parallel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.tril(q @ k.T) @ v
