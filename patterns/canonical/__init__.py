@@ -10,12 +10,23 @@ from collections.abc import Callable, Iterable
 
 from kdacompile.graph.edit import Edit, NewCalls
 from kdacompile.graph.ir import Graph
-from kdacompile.patterns.canonical import adapters, hoist, log_gates, packed, quotients, relaid, row_factors, shared
+from kdacompile.patterns.canonical import (
+    adapters,
+    hoist,
+    log_gates,
+    outer_products,
+    packed,
+    quotients,
+    relaid,
+    row_factors,
+    shared,
+)
 
 Rule = Callable[[Edit], None]
 
 RULES: tuple[Rule, ...] = (
     shared.apply,
+    outer_products.apply,
     log_gates.apply,
     relaid.apply,
     hoist.apply,

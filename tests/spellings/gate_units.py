@@ -123,6 +123,18 @@ def delta_one_head_addmv(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tenso
     return torch.stack(rows)
 
 
+@spelling("delta_rule", "q k v beta", scale=1.0, layout="td", lengths=LENGTHS)
+def delta_one_head_addr(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """Writes are updates of rank one."""
+    s = q.new_zeros(v.shape[1], k.shape[1])
+    rows: list[Tensor] = []
+    for q_t, k_t, v_t, b_t in zip(q, k, v, beta, strict=True):
+        s = torch.addr(s, b_t * (s @ k_t), k_t, alpha=-1)
+        s = torch.addr(s, b_t * v_t, k_t)
+        rows.append(s @ q_t)
+    return torch.stack(rows)
+
+
 @spelling("linear_attention", "q k v", scale=1.0, layout="td", lengths=LENGTHS)
 def linear_one_head_vdot(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Scores one by one."""
