@@ -52,7 +52,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--size", nargs="+", default=[], metavar="NAME=N", help="B T H K V, C (a chunk), BV (a value tile)"
     )
-    targets = "ascend910b, ascend910b1, ascend910_95, cuda_sm90, cpu, or here: this machine's (default: ascend910b)"
+    targets = "ascend910b (default), cuda_sm90, cpu, ...: a wrong name lists all; here: this machine's"
     plan.add_argument("--target", default="ascend910b", help=targets)
     forms = "token: the one-token step; segment: what a run of chunks does to the state"
     plan.add_argument("--form", default="chunk", choices=["chunk", "token", "segment"], help=forms)

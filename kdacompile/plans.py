@@ -50,9 +50,9 @@ def plan(
 ) -> Plan:
     """The plan of a pattern's program on a target.
 
-    ``pattern``: a name of ``python -m kdacompile support``, "mla" or "gdn_state". ``target``: ascend910b, ascend910b1,
-    ascend910_95, cuda_sm90 or cpu. ``optimise=False`` is the textbook's order of work, stage by stage, to compare with.
-    ``io``: the inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", "token" for the one-token step, or "segment" for
+    ``pattern``: a name of ``python -m kdacompile support``, "mla" or "gdn_state". ``target``: a name of
+    ``kdacompile.lowering.target.TARGETS``. ``optimise=False`` is the textbook's order of work, stage by stage, to
+    compare with. ``io``: the inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", "token" for the one-token step, or "segment" for
     what a run of chunks does to the state (its map, merged chunk after chunk). ``shape``: B, T, H (heads),
     K, V (widths), C (tokens a chunk), BV (columns a value tile); for "mla" M (heads of a tile), K (the latent's rank),
     D (shared key columns), C (cached tokens a block), and B x H is the number of tiles. ``ranks``: the plan of one of
@@ -223,7 +223,8 @@ def main(arguments: Any) -> int:
 def here() -> str:
     """The target that stands for this machine."""
     if torch.cuda.is_available():
-        return "cuda_sm90"
+        own = f"cuda_sm{''.join(map(str, torch.cuda.get_device_capability()))}"
+        return own if own in TARGETS else "cuda_sm90"
     return "ascend910b" if util.find_spec("torch_npu") else "cpu"
 
 

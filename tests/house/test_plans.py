@@ -12,6 +12,7 @@ from kdacompile import plans
 from kdacompile.__main__ import main
 from kdacompile.errors import UnknownPatternError
 from kdacompile.lowering.errors import ArgumentError
+from kdacompile.lowering.target import TARGETS
 from tests.house.samples import sample_report
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -61,7 +62,7 @@ def test_the_command_says_what_is_wrong(argv: list[str], message: str, capsys: p
     ("name", "target", "form"),
     [
         *((name, "ascend910b", "chunk") for name in plans.names()),
-        *(("mla", target, "chunk") for target in ("ascend910b1", "ascend910_95", "cuda_sm90", "cpu")),
+        *(("mla", target, "chunk") for target in TARGETS),
         ("kda", "ascend910b", "segment"),
         ("kda", "cuda_sm90", "segment"),
         ("linear_attention", "ascend910b", "segment"),

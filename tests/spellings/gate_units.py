@@ -139,7 +139,9 @@ def delta_one_head_addr(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor
 def linear_one_head_vdot(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Scores one by one."""
     tokens = range(q.shape[0])
-    return torch.stack([sum(torch.vdot(q[t], k[i]) * v[i] for i in tokens if i <= t) for t in tokens])
+    return torch.stack(
+        [sum((torch.vdot(q[t], k[i]) * v[i] for i in tokens if i <= t), torch.zeros(())) for t in tokens]
+    )
 
 
 @spelling("linear_attention", "q k v", scale=1.0, layout="td", lengths=LENGTHS)
