@@ -52,12 +52,12 @@ def plan(
 
     ``pattern``: a name of ``python -m kdacompile support``, "mla" or "gdn_state". ``target``: a name of
     ``kdacompile.lowering.target.TARGETS``. ``optimise=False`` is the textbook's order of work, stage by stage, to
-    compare with. ``io``: the inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", "token" for the one-token step, or "segment" for
-    what a run of chunks does to the state (its map, merged chunk after chunk). ``shape``: B, T, H (heads),
-    K, V (widths), C (tokens a chunk), BV (columns a value tile); for "mla" M (heads of a tile), K (the latent's rank),
-    D (shared key columns), C (cached tokens a block), and B x H is the number of tiles. ``ranks``: the plan of one of
-    so many ranks among which T tokens are cut in ``order`` (context parallelism, docs/distributed.md), with what it
-    sends: a :class:`~kdacompile.distributed.cost.ParallelPlan`.
+    compare with. ``io``: the inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", "token" for the one-token step, or
+    "segment" for what a run of chunks does to the state (its map, merged chunk after chunk). ``shape``: B, T, H
+    (heads), K, V (widths), C (tokens a chunk), BV (columns a value tile); for "mla" M (heads of a tile), K (the
+    latent's rank), D (shared key columns), C (cached tokens a block), and B x H is the number of tiles. ``ranks``: the
+    plan of one of so many ranks among which T tokens are cut in ``order`` (context parallelism, docs/distributed.md),
+    with what it sends: a :class:`~kdacompile.distributed.cost.ParallelPlan`.
 
     Raises :class:`~kdacompile.errors.UnknownPatternError`, and from ``kdacompile.lowering`` ``ArgumentError`` on a
     wrong size and ``CapacityError`` where a tile does not fit the target.
