@@ -179,6 +179,27 @@ CUDA_SM90 = Target(
         )
     },
 )
+_AMPERE = "NVIDIA A100 80GB data sheet"
+CUDA_SM80 = replace(
+    CUDA_SM90,  # the same emitted kernels
+    name="cuda_sm80",
+    title="NVIDIA Ampere (A100)",
+    groups=Figure(108, "multiprocessors", _AMPERE),
+    memories={
+        "shared": _kib(163, "CUDA C++ programming guide, compute capability 8.0, per block"),
+        "registers": _kib(256, "CUDA C++ programming guide, compute capability 8.0, per multiprocessor"),
+    },
+    rates={
+        "matrix": Figure(312e12, "FLOP/s", _AMPERE + ", bf16 without sparsity: a peak, not measured"),
+        "launch": Figure(3e-6, "s a kernel", "assumption"),
+    },
+    paths={
+        "memory": Bandwidth(
+            Figure(2.04e12, "bytes/s", _AMPERE + ": a peak, not measured"),
+            Figure(0, "bytes", "whole chip, long copies"),
+        )
+    },
+)
 CPU = Target(
     "cpu",
     "CPU (torch executor)",
@@ -188,7 +209,7 @@ CPU = Target(
     outputs="epilogue",
 )
 
-TARGETS: Mapping[str, Target] = {t.name: t for t in (ASCEND910B, ASCEND910B1, ASCEND910_95, CUDA_SM90, CPU)}
+TARGETS: Mapping[str, Target] = {t.name: t for t in (ASCEND910B, ASCEND910B1, ASCEND910_95, CUDA_SM90, CUDA_SM80, CPU)}
 _ALIASES = {"ascend": "ascend910b", "npu": "ascend910b", "cuda": "cuda_sm90"}
 
 
