@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from kdacompile import compat
 from kdacompile.capture.calls import Call, Sizes
-from kdacompile.lowering.gates import log_decay
+from kdacompile.lowering.gates import GATE_FUNCTIONS, log_decay
 from kdacompile.ops.signature import LINEAR_ATTENTION
 
 _OPERANDS = tuple(operand.name for operand in LINEAR_ATTENTION.operands)
@@ -132,5 +132,14 @@ def _draw(role: str, shape: Sequence[int], generator: torch.Generator, length: i
     normal = torch.randn(shape, generator=generator)
     if role in _FORMS:
         return normal / (1 + length) if role == "faint" else 0.5 * normal + _FORMS[role] * math.log(1 + length)
-    shut = {"g:softplus": -1.0, "g:sigmoid": -1.0, "g:logsigmoid": 1.0, "beta:logit": -1.0}.get(role, 0.0)
-    return normal * shape[-1] ** -0.5 if role in ("q", "k") else 0.5 * normal + shut * math.log(1 + length)
+    return normal * shape[-1] ** -0.5 if role in ("q", "k") else 0.5 * normal + _shut(role) * math.log(1 + length)
+
+
+def _shut(role: str) -> float:
+    """On which side of zero a gate's logit forgets next to nothing, and a write gate's is closed: 1 above, -1 below."""
+    operand, _, form = role.partition(":")
+    function = GATE_FUNCTIONS.get(form)
+    if operand != "g" or function is None:
+        return -1.0 if role == "beta:logit" else 0.0
+    forgotten = log_decay(torch.tensor([-30.0, 30.0]), 1.0, form, -1.0 if function.scale == "lower bound" else 1.0)
+    return -1.0 if forgotten[0] > forgotten[1] else 1.0

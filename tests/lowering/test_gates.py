@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import kdacompile.ops
-from kdacompile.lowering.gates import GATE_FUNCTIONS, log_decay, slopes
+from kdacompile.lowering.gates import GATE_FUNCTIONS, GateFunction, log_decay, slopes
+from kdacompile.lowering.hopper import gates as hopper_gates
+from kdacompile.lowering.triton import gates as triton_gates
 from tests.ops.cases import decay_factor, make_case
 
 ROWS = [(name, gate) for name in GATE_FUNCTIONS for gate in ("token", "channel")]
@@ -77,3 +79,33 @@ def test_in_powers_of_two(name: str) -> None:
 def test_people_are_told_of_every_function() -> None:
     documented = str(kdacompile.ops.linear_attention.__doc__)
     assert [name for name in GATE_FUNCTIONS if f'"{name}"' not in documented] == []
+
+
+def test_an_entry_is_all_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recognition, the op, its gradients and the emitted kernels know a function that only the table has."""
+    falls = "sigmoid(x) / sigmoid(-x)"  # exp(x), in the functions that formulas are written in
+    entry = GateFunction(
+        "exponential", f"-rate * {falls}", "0.0", f"-rate * {falls}", f"-rate * {falls}", parametric=True
+    )
+    monkeypatch.setitem(GATE_FUNCTIONS, entry.name, entry)
+
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor, A_log: torch.Tensor) -> torch.Tensor:
+        decay = (-(A_log[:, None] + x).exp()).exp()
+        state, rows = q.new_zeros(2, 3, 8, 4), []
+        for t in range(q.shape[1]):
+            state = state * decay[:, t, :, :, None] + k[:, t, :, :, None] * v[:, t, :, None]
+            rows.append((q[:, t, :, None] @ state).squeeze(-2))
+        return torch.stack(rows, 1)
+
+    draw = torch.Generator().manual_seed(0)
+    q, k, x = (torch.randn(2, 6, 3, 8, generator=draw) for _ in range(3))
+    given = [q, k, torch.randn(2, 6, 3, 4, generator=draw), x - 2.0, torch.zeros(3)]
+    leaves, others = ([tensor.clone().requires_grad_() for tensor in given] for _ in range(2))
+    report = kdacompile.explain(model)(*leaves)
+    assert "gate_exponential" in report.matches[0].absorbed
+    want = model(*others)
+    torch.testing.assert_close(report.result, want)
+    torch.testing.assert_close(
+        torch.autograd.grad(report.result.sum(), leaves), torch.autograd.grad(want.sum(), others)
+    )
+    assert all('FN == "exponential"' in module.source() for module in (triton_gates, hopper_gates))
