@@ -14,12 +14,12 @@ import torch
 from torch import fx
 
 from kdacompile import capture, compat, doctor
-from kdacompile.capture import open_lengths, tables, widened
+from kdacompile.capture import open_lengths, tables
 from kdacompile.containment import contain
 from kdacompile.errors import UnknownOptionError
 from kdacompile.graph import prefilter
 from kdacompile.graph.build import Tables
-from kdacompile.report import remembered
+from kdacompile.report import on_disk
 from kdacompile.report.collect import postpone
 from kdacompile.report.findings import GraphReport
 from kdacompile.search import compiler_pass
@@ -106,7 +106,7 @@ def kda(
     found = contain("looking for tables", lambda: _tables(gm, example_inputs, settings), _none, strict=settings.strict)
     analysis = Analysis(gm, settings, found)
     contain("choosing sizes to leave open", lambda: _open(analysis), _not_opened, strict=settings.strict)
-    with widened.given_up_where_refused():
+    with open_lengths.given_up_where_refused():
         return _compiled(gm, example_inputs, analysis)
 
 
@@ -143,13 +143,13 @@ def _none(reason: str) -> Tables:
 
 def _open(analysis: Analysis) -> None:
     """Does not return if the graph is to be captured once more, with other sizes open."""
-    widened.keep(analysis)
+    open_lengths.keep_if_rewritten(analysis)
     open_lengths.open_lengths(analysis)
 
 
 def _not_opened(reason: str) -> None:
     postpone(reason)
-    widened.give_up()
+    open_lengths.give_up()
 
 
 def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], analysis: Analysis) -> Callable[..., Any]:
@@ -196,7 +196,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], analysis: Analy
     run = KdaPass(settings, _earlier(settings), analysis)
     memory = contain(
         "looking for a report on disk",
-        lambda: remembered.Memory(gm, run.identity(), capture.complete(GraphReport(), gm.graph, settings).matches),
+        lambda: on_disk.KeptReport(gm, run.identity(), capture.complete(GraphReport(), gm.graph, settings).matches),
         lambda _: None,
         strict=settings.strict,
     )

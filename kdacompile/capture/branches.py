@@ -40,9 +40,9 @@ def to_visit(runs: list[Run], batch: int, length: int) -> set[Point]:
     _check_uses(runs, laws)
     comparisons = _comparisons(runs, laws)
     points = {(batch, size) for size in _remainders(runs, laws)}
-    for letter, most in (("T", FARTHEST), ("B", LARGEST_BATCH)):
-        sizes = _new_outcomes([gap for gap in comparisons if letter in _letters(gap[1])], letter, most)
-        points |= {(batch, size) if letter == "T" else (size, length) for size in sizes}
+    for axis, most in (("T", FARTHEST), ("B", LARGEST_BATCH)):
+        sizes = _new_outcomes([gap for gap in comparisons if axis in _axes(gap[1])], axis, most)
+        points |= {(batch, size) if axis == "T" else (size, length) for size in sizes}
     return points
 
 
@@ -87,11 +87,11 @@ def _forms(points: list[tuple[int, int, int]], divisors: Iterable[int]) -> Itera
     if len({length for _, length, _ in points}) < 2:
         return
     yield value
-    for letter, axis in (("T", 1), ("B", 0)):
-        other = next((point for point in points if point[axis] != points[0][axis]), None)
-        if other is not None and (value - other[2]) % (points[0][axis] - other[axis]) == 0:
-            slope = (value - other[2]) // (points[0][axis] - other[axis])
-            yield "add", ("mul", letter, slope), value - slope * points[0][axis]
+    for axis, place in (("T", 1), ("B", 0)):
+        other = next((point for point in points if point[place] != points[0][place]), None)
+        if other is not None and (value - other[2]) % (points[0][place] - other[place]) == 0:
+            slope = (value - other[2]) // (points[0][place] - other[place])
+            yield "add", ("mul", axis, slope), value - slope * points[0][place]
     for divisor in sorted(divisors):
         chunks = -(-length // divisor)
         if divisor and value % chunks == 0:
@@ -107,9 +107,9 @@ def _at(formula: Formula, batch: Any, length: Any) -> Any:
     return getattr(operator, name)(_at(left, batch, length), _at(right, batch, length))
 
 
-def _letters(formula: Formula) -> set[str]:
+def _axes(formula: Formula) -> set[str]:
     if isinstance(formula, tuple):
-        return _letters(formula[1]) | _letters(formula[2])
+        return _axes(formula[1]) | _axes(formula[2])
     return {formula} if isinstance(formula, str) and formula != OPAQUE else set()
 
 
@@ -123,14 +123,14 @@ def _growth(formula: Formula) -> tuple[int, int]:
     if not isinstance(formula, tuple):
         return 1, int(isinstance(formula, str))
     name, left, right = formula
-    if name in ("add", "sub") or (name == "mul" and not (_letters(left) and _letters(right))):
+    if name in ("add", "sub") or (name == "mul" and not (_axes(left) and _axes(right))):
         (one, rise), (other, rest) = _growth(left), _growth(right)
         period = math.lcm(one, other)
         if name == "mul":
-            return period, period // one * rise * right if _letters(left) else period // other * rest * left
+            return period, period // one * rise * right if _axes(left) else period // other * rest * left
         rise, rest = rise * period // one, rest * period // other
         return period, rise + rest if name == "add" else rise - rest
-    if name in ("floordiv", "mod") and not _letters(right) and "B" not in _letters(left) and right > 0:
+    if name in ("floordiv", "mod") and not _axes(right) and "B" not in _axes(left) and right > 0:
         period, rise = _growth(left)
         times = right // math.gcd(rise, right)
         return period * times, 0 if name == "mod" else rise * times // right
@@ -146,7 +146,7 @@ def _check_uses(runs: list[Run], laws: _Laws) -> None:
     for run in runs:
         here: dict[Any, set[int]] = {}
         for place, what, formula, value in run.uses:
-            if _letters(laws.resolved(formula)):
+            if _axes(laws.resolved(formula)):
                 raise Unliftable(f"it {what}" if " " in what else what)
             here.setdefault((place, what), set()).add(value)
         for key, values in here.items():
@@ -167,7 +167,7 @@ def _comparisons(runs: list[Run], laws: _Laws) -> set[tuple[str, Formula]]:
         here: dict[Any, set[Any]] = {}
         for place, relation, formula, value in run.comparisons:
             gap = laws.resolved(formula)
-            if _letters(gap):
+            if _axes(gap):
                 found.add((relation, gap))
                 value = gap
             here.setdefault((place, relation), set()).add(value)
@@ -179,14 +179,14 @@ def _comparisons(runs: list[Run], laws: _Laws) -> set[tuple[str, Formula]]:
     return found
 
 
-def _new_outcomes(comparisons: list[tuple[str, Formula]], letter: str, most: int) -> set[int]:
+def _new_outcomes(comparisons: list[tuple[str, Formula]], axis: str, most: int) -> set[int]:
     """Sizes at which the comparisons come out as at no smaller one, and the sizes on both sides of each change."""
     if not comparisons:
         return set()
     sizes = torch.arange(1, most + 1)
     outcomes: list[Tensor] = []
     for relation, gap in comparisons:
-        if _letters(gap) != {letter}:
+        if _axes(gap) != {axis}:
             raise Unliftable("it compares a length with a batch")
         try:
             period = _period(gap)
@@ -223,13 +223,13 @@ def _remainders(runs: list[Run], laws: _Laws) -> set[int]:
     wanted: set[int] = set()
     for formula, divisor in {quotient for run in runs for quotient in run.quotients}:
         inner = laws.resolved(formula)
-        if "B" in _letters(inner):
+        if "B" in _axes(inner):
             raise Unliftable("it divides the batch")
         try:
-            many = _period(("floordiv", inner, divisor)) if "T" in _letters(inner) else divisor
+            many = _period(("floordiv", inner, divisor)) if "T" in _axes(inner) else divisor
         except _NotAffine:
             raise Unliftable("it divides what is not affine in a length") from None
-        if "T" in _letters(inner):
+        if "T" in _axes(inner):
             if many > MOST_REMAINDERS:
                 raise Unliftable(f"it divides a length by {many}, which has more remainders than can be tried")
             wanted |= set(range(2, many + 2))

@@ -26,7 +26,7 @@ MIN_TENSORS = 3
 
 @dataclass(frozen=True)
 class TensorArg:
-    """A tensor argument: open dimensions by letter, fixed ones by size."""
+    """A tensor argument: open dimensions by their axis (B, T), fixed ones by size."""
 
     dims: tuple[Dim, ...]
     dtype: torch.dtype
@@ -179,15 +179,15 @@ class Length:
 
 def length_of(call: Call, opened: Call) -> Length:
     """The tokens of ``call``, whose open dimensions ``opened`` tells."""
-    for (_, tensor), (_, letters) in zip(call.tensors(), opened.tensors(), strict=True):
-        if "T" in letters.dims:
-            size = tensor.dims[letters.dims.index("T")]
+    for (_, tensor), (_, axes) in zip(call.tensors(), opened.tensors(), strict=True):
+        if "T" in axes.dims:
+            size = tensor.dims[axes.dims.index("T")]
             return Length(int(str(size).removeprefix("~")), isinstance(size, str))
     raise Unliftable("no argument has tokens")
 
 
 def _opened(call: Call, batch: Dim, tokens: Dim, position: int) -> Call:
-    def letter(index: int, dim: Dim) -> Dim:
+    def axis(index: int, dim: Dim) -> Dim:
         if (
             dim == batch and index == 0 and dim != 1
         ):  # first: an open batch may have as many entries as there are tokens
@@ -195,6 +195,6 @@ def _opened(call: Call, batch: Dim, tokens: Dim, position: int) -> Call:
         return "T" if dim == tokens and (index == position or isinstance(dim, str)) else dim
 
     def visit(tensor: TensorArg) -> TensorArg:
-        return replace(tensor, dims=tuple(letter(index, dim) for index, dim in enumerate(tensor.dims)))
+        return replace(tensor, dims=tuple(axis(index, dim) for index, dim in enumerate(tensor.dims)))
 
     return call.map_tensors(visit)

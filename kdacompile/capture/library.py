@@ -42,7 +42,7 @@ def open_dimensions(documented: Documented, call: Call) -> Call:
         raise Unliftable(f"it is not called with {main}")
     batch, tokens = shapes[main][0], shapes[main][position]
 
-    def letters(name: str, tensor: TensorArg) -> TensorArg:
+    def with_axes(name: str, tensor: TensorArg) -> TensorArg:
         dims, at = list(tensor.dims), documented.tokens.get(name)
         if (at is not None or name in documented.states) and dims[0] == batch != 1:
             dims[0] = "B"
@@ -52,7 +52,7 @@ def open_dimensions(documented: Documented, call: Call) -> Call:
 
     opened = Call(
         tuple(
-            (name, letters(name.removeprefix("="), item) if isinstance(item, TensorArg) else item)
+            (name, with_axes(name.removeprefix("="), item) if isinstance(item, TensorArg) else item)
             for name, item in call.arguments
         )
     )

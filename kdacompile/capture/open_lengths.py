@@ -5,18 +5,27 @@ with a decoding step, which concatenates its cache and the new token and returns
 cache. Where the graph is one that is rewritten, the length is opened at once: one graph serves all prompts, and one all
 steps. Of prompts, those through attention over a latent are looked for here; what recurrences do to theirs is the
 business of ``lift``.
+
+Where a function that may be linear attention is called in inference, the region is captured further than torch.compile
+captures it: past operators whose result's size depends on data, and for any count of chunks or pools
+(``compat.region``). Its layers are one graph then, which serves every length. A graph with nothing to rewrite is
+captured again as torch.compile does it, and so is one that the compiler behind this backend refuses. glm5_next keeps
+rows by a boolean mask, at which its first prompt would be cut into ten graphs, and from the ninth prompt on its layers
+would have used up their recompilations and run in eager mode (docs/lengths.md). This goes once torch.compile captures
+such masks by itself, which ``capture_dynamic_output_shape_ops`` switches on for a process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Generator, Iterator
 
 import torch
 from torch import fx
 
 from kdacompile import compat
 from kdacompile.capture import open_sizes
-from kdacompile.compat import sizes
+from kdacompile.compat import region, sizes
 from kdacompile.graph import prefilter
 from kdacompile.ops.definitions import mla
 from kdacompile.rewrite.fresh_caches import CONCATENATIONS
@@ -74,3 +83,29 @@ def _of_queries(graph: fx.Graph) -> Iterator[int]:
         tokens = compat.example_value(node.args[0]).shape[1]
         if isinstance(tokens, int):
             yield tokens
+
+
+# -- regions captured further ------------------------------------------------------------------------------------------
+
+
+def keep_if_rewritten(analysis: Analysis) -> None:
+    """Does not return if the graph was captured further for nothing: no function was replaced, and nothing will be."""
+    if region.is_used() and not any(map(compat.is_own_op, analysis.captured.nodes)) and not analysis.result.found:
+        raise region.capture_as_ever()
+
+
+def give_up() -> None:
+    """Does not return if the graph was captured further than torch.compile does."""
+    if region.is_used():
+        raise region.capture_as_ever()
+
+
+@contextlib.contextmanager
+def given_up_where_refused() -> Generator[None]:
+    """Errors of the compiler about a graph that was captured further have it captured again."""
+    try:
+        yield
+    except region.refusals() as error:
+        if not region.is_used():
+            raise
+        raise region.capture_as_ever() from error

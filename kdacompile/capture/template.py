@@ -59,7 +59,7 @@ def write(captured: Sequence[Captured], call: Call, numbers: Set[int], modulus: 
     head = f"def {NAME}({', '.join(f'x{index}' for index in range(len(inputs[0])))}):"
     code = [*check, *body]
     names = set(re.findall(r"\w+", " ".join(code)))
-    sizes_read = [line for letter, line in writer.sizes_from_arguments().items() if letter in names]
+    sizes_read = [line for axis, line in writer.sizes_from_arguments().items() if axis in names]
     return "\n    ".join([head, *sizes_read, *code]) + "\n"
 
 
@@ -79,9 +79,9 @@ class _Writer:
     def sizes_from_arguments(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for index, (_, tensor) in enumerate(self.call.tensors()):
-            for dim, letter in enumerate(tensor.dims):
-                if isinstance(letter, str):
-                    found.setdefault(letter, f"{letter} = x{index}.size({dim})")
+            for dim, axis in enumerate(tensor.dims):
+                if isinstance(axis, str):
+                    found.setdefault(axis, f"{axis} = x{index}.size({dim})")
         return found
 
     def line(self, row: Sequence[fx.Node]) -> str:
@@ -233,15 +233,15 @@ def _constant(row: Sequence[int], sizes: Sequence[Sizes]) -> str | None:
     return str(row[0]) if len(set(row)) == 1 else None
 
 
-def _multiple(*letters: str) -> Callable[[Sequence[int], Sequence[Sizes]], str | None]:
+def _multiple(*axes: str) -> Callable[[Sequence[int], Sequence[Sizes]], str | None]:
     def form(row: Sequence[int], sizes: Sequence[Sizes]) -> str | None:
         product = [1] * len(row)
-        for letter in letters:
-            product = [have * at.get(letter, 1) for have, at in zip(product, sizes, strict=True)]
+        for axis in axes:
+            product = [have * at.get(axis, 1) for have, at in zip(product, sizes, strict=True)]
         factor, rest = divmod(row[0], product[0])
         if rest or any(have * factor != want for have, want in zip(product, row, strict=True)):
             return None
-        return " * ".join([*letters, *([str(factor)] if factor != 1 else [])])
+        return " * ".join([*axes, *([str(factor)] if factor != 1 else [])])
 
     return form
 

@@ -193,10 +193,10 @@ def _same(one: tuple[list[Recorded], Any], other: tuple[list[Recorded], Any]) ->
 
     if len(calls) != len(others):
         return False
-    for call, twin in zip(calls, others, strict=True):
-        given = (twin.args, twin.kwargs)
-        if call.target is not twin.target or told((call.args, call.kwargs), {}) != told(given, names):
+    for call, second in zip(calls, others, strict=True):
+        given = (second.args, second.kwargs)
+        if call.target is not second.target or told((call.args, call.kwargs), {}) != told(given, names):
             return False
-        pairs = zip(tree_leaves(twin.result), tree_leaves(call.result), strict=False)
+        pairs = zip(tree_leaves(second.result), tree_leaves(call.result), strict=False)
         names |= {id(new): id(old) for new, old in pairs if isinstance(new, torch.Tensor)}
     return told(result, {}) == told(again, names)

@@ -4,7 +4,7 @@ They are kept by the environment of the region's symbols, which lives as long as
 backend and no other thread sees the change. That environment gets another class while Dynamo works with it: it is made
 by Dynamo, from the process's configuration, before anything of ours is asked.
 
-What this is worth, and when it goes: ``capture/widened.py``.
+What this is worth, and when it goes: ``capture/open_lengths.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def widen(tx: Any, cause: Callable[..., Any]) -> None:
     capturing = env.settings.allow_dynamic_output_shape_ops
     env.settings = dataclasses.replace(env.settings, allow_dynamic_output_shape_ops=True)
     env.__class__ = _wide()
-    env.cause, env.widened, env.counts_left_open = cause, not capturing, False
+    env.cause, env.captured_further, env.counts_left_open = cause, not capturing, False
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def is_used() -> bool:
     env: Any = None if frame is None else frame.output.shape_env
     if not isinstance(env, _wide()):
         return False
-    return env.counts_left_open or (env.widened and env.unbacked_symint_counter > 0)
+    return env.counts_left_open or (env.captured_further and env.unbacked_symint_counter > 0)
 
 
 def refusals() -> tuple[type[Exception], ...]:
@@ -111,7 +111,7 @@ def _wide() -> Any:
 
         cause: Callable[..., Any]
         counts_left_open: bool
-        widened: bool
+        captured_further: bool
 
         def evaluate_expr(
             self,

@@ -71,13 +71,13 @@ def _candidate(
     )
     if obstacle is not None:
         return obstacle
-    claims = bindings(tensors, output, found.scores, parts.sizes, masks)
-    claims = (claim.with_(divides=found.divides) for claim in claims)
-    found_bindings = [*islice(_with_lse(claims, lse) if lse else claims, MAX_BINDINGS)]
-    if not found_bindings:
+    all_bindings = bindings(tensors, output, found.scores, parts.sizes, masks)
+    all_bindings = (binding.with_(divides=found.divides) for binding in all_bindings)
+    taken = [*islice(_with_lse(all_bindings, lse) if lse else all_bindings, MAX_BINDINGS)]
+    if not taken:
         return Obstacle("roles", "the layout of a tensor does not fit its role", found.softmax)
     outputs = [output, found.scores, *lse]
-    return LatentCandidate(found.softmax, ops, cut, outputs, found_bindings, duplicates=again, kept=kept)
+    return LatentCandidate(found.softmax, ops, cut, outputs, taken, duplicates=again, kept=kept)
 
 
 def _lse(graph: Graph, found: Attention, masks: Masks) -> list[Value]:
@@ -97,14 +97,14 @@ def _lse(graph: Graph, found: Attention, masks: Masks) -> list[Value]:
     return made if read else []
 
 
-def _with_lse(claims: Iterator[LatentAttention], made: list[Value]) -> Iterator[LatentAttention]:
-    """Claims that say which dimension of lse is which, as that of the scores is."""
+def _with_lse(found: Iterator[LatentAttention], made: list[Value]) -> Iterator[LatentAttention]:
+    """Bindings that say which dimension of lse is which, as that of the scores is."""
     (lse,) = made
-    for claim in claims:
-        if claim.scores not in MERGED:
-            axes = "".join(axis for axis in claim.scores if axis != "S")
-            axes = axes if len(axes) == len(lse.shape) else claim.scores.replace("S", ".")
-            yield claim.with_(final_state=place("lse", lse, axes))
+    for binding in found:
+        if binding.scores not in MERGED:
+            axes = "".join(axis for axis in binding.scores if axis != "S")
+            axes = axes if len(axes) == len(lse.shape) else binding.scores.replace("S", ".")
+            yield binding.with_(final_state=place("lse", lse, axes))
 
 
 def _entering(ops: set[Op], cut: list[Value]) -> list[Value]:

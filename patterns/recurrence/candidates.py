@@ -39,8 +39,9 @@ MAX_RUNS = 3
 
 @dataclass
 class Effort:
-    """How long candidates are still looked for: ways to cut a region off, each as dear as its group is large. Where the
-    region stands between other products of activations, up to 106 ways were needed, and 25,000 operators.
+    """How long candidates are still looked for: a number of cuts whatever they cost, then as many as a budget of
+    operators pays for; a cut costs as many as its group has. Where the region stands between other products of
+    activations, up to 106 cuts were needed, and 25,000 operators.
     """
 
     ways: int = 60

@@ -197,11 +197,11 @@ def exits_of(graph: Graph, group: Group) -> list[Exit]:
             )
             if leaves:
                 sinks.setdefault(masks[op], []).append(value)
-    exits = [Exit(mask, separators(values, group.ops, mask, masks)) for mask, values in sinks.items()]
+    exits = [Exit(mask, post_dominators(values, group.ops, mask, masks)) for mask, values in sinks.items()]
     return sorted(exits, key=lambda e: -e.anchors.bit_count())
 
 
-def separators(sinks: Iterable[Value], ops: set[Op], mask: int, masks: dict[Op, int]) -> list[Value]:
+def post_dominators(sinks: Iterable[Value], ops: set[Op], mask: int, masks: dict[Op, int]) -> list[Value]:
     """Values that every path from the anchors to any of ``sinks`` runs through, earliest first."""
     sinks = list(sinks)
     inside = ancestors(sinks, lambda value: value.op not in ops)

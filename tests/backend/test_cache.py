@@ -20,7 +20,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from kdacompile import backend
-from kdacompile.report import remembered
+from kdacompile.report import on_disk
 from kdacompile.report.collect import collecting
 from kdacompile.report.findings import GraphReport
 from kdacompile.settings import Settings
@@ -165,7 +165,7 @@ def graph_of(fn: Any, *arguments: Tensor) -> fx.GraphModule:
 def test_a_report_is_kept_and_recalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     gm = graph_of(gated_delta_loop, *delta_arguments())
-    memory = remembered.Memory(gm, "v1")
+    memory = on_disk.KeptReport(gm, "v1")
     with collecting() as report:
         kept = backend.compiler_pass.run(gm, Settings())
     with inductor_config.patch(force_disable_caches=False):
@@ -181,14 +181,14 @@ def test_a_report_is_kept_and_recalled(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_report_is_only_for_its_own_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     short, long = (graph_of(gated_delta_loop, *delta_arguments(length=length)) for length in (3, 4))
-    paths = [remembered.Memory(gm, name).path for gm, name in ((short, "v1"), (long, "v1"), (short, "v2"))]
+    paths = [on_disk.KeptReport(gm, name).path for gm, name in ((short, "v1"), (long, "v1"), (short, "v2"))]
     assert len(set(paths)) == 3
 
 
 @pytest.mark.parametrize("broken", [b"{", b"\xff\xfe", b""])
 def test_a_lost_or_broken_report_is_no_error(broken: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    memory = remembered.Memory(graph_of(gated_delta_loop, *delta_arguments()), "v1")
+    memory = on_disk.KeptReport(graph_of(gated_delta_loop, *delta_arguments()), "v1")
     assert memory.recall() == []
     assert memory.path is not None
     memory.path.parent.mkdir(parents=True)
@@ -228,13 +228,13 @@ def test_a_recalled_report_names_the_lines_of_this_checkout(tmp_path: Path, monk
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "caches"))
     arguments = delta_arguments()[:4]
     one = graph_of(imported_from(tmp_path / "one" / "model.py", TEXT), *arguments)
-    memory = remembered.Memory(one, "v1")
+    memory = on_disk.KeptReport(one, "v1")
     with inductor_config.patch(force_disable_caches=False):
         memory.keep([backend.compiler_pass.run(one, Settings())])
     other = graph_of(imported_from(tmp_path / "other" / "model.py", "# edited" + 6 * "\n" + TEXT), *arguments)
-    (before,), (after,) = memory.recall(), remembered.Memory(other, "v1").recall()
+    (before,), (after,) = memory.recall(), on_disk.KeptReport(other, "v1").recall()
     with collecting() as told:
-        remembered.Memory(other, "v1").emit()
+        on_disk.KeptReport(other, "v1").emit()
     assert before.matches[0].source.startswith(str(tmp_path / "one"))
     file, line = after.matches[0].source.split(":")
     assert file == str(tmp_path / "other" / "model.py")

@@ -25,7 +25,7 @@ WITHIN = ("patterns/", "kdacompile/graph/", "kdacompile/capture/", "kdacompile/s
 BOUNDARY = {
     "kdacompile/capture/hook.py": ("consult", "consult_library", "_contained", "install"),
     "kdacompile/capture/lifting.py": ("Lifts.__init__",),
-    "kdacompile/capture/widened.py": ("given_up_where_refused", "give_up"),
+    "kdacompile/capture/open_lengths.py": ("given_up_where_refused", "give_up"),
     "kdacompile/capture/tables.py": ("Guarded.__call__",),
     "kdacompile/search/compiler_pass.py": ("run", "Analysis.__init__"),
 }

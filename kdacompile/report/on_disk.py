@@ -30,7 +30,7 @@ from kdacompile.store.disk import read_checked, write_checked
 log = logging.getLogger(__name__)
 
 
-class Memory:
+class KeptReport:
     """Where the report of one compilation is kept. Make it before the graph is rewritten."""
 
     def __init__(self, gm: fx.GraphModule, identity: str, lifted: Sequence[Match] = ()) -> None:
