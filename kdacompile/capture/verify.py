@@ -137,6 +137,8 @@ def _check_strides(have: Any, want: Any) -> None:
             raise Unliftable("a result lies in memory otherwise than the op's")
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def compare_gradients(
     fn: Function, other: Function, call: Call, roles: dict[int, str], length: int, batch: int
 ) -> None:
@@ -144,13 +146,6 @@ def compare_gradients(
 
     In inference as well: whoever trains later finds the same verdict.
     """
-    with torch.inference_mode(False), torch.enable_grad():
-        _compare_gradients(fn, other, call, roles, length, batch)
-
-
-def _compare_gradients(
-    fn: Function, other: Function, call: Call, roles: dict[int, str], length: int, batch: int
-) -> None:
     results: list[list[Tensor | None]] = []
     for run in (fn, other):
         inputs = make(call, roles, {"B": batch, "T": length}, seed=length)

@@ -51,6 +51,7 @@ from kdacompile.compat.nodes import (
     ABSORBED,
     OWN_OPS,
     attribute,
+    called,
     copy_of_graph,
     example_value,
     grad_mode_after,

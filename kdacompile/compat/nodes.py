@@ -249,15 +249,21 @@ def unlogged() -> Generator[None]:
         logger.removeFilter(of_others)
 
 
+def called(target: Any, args: Any, kwargs: Any) -> Any:
+    """What a call yields: of a function, or of its first argument's method by that name."""
+    return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+
+
 def propagate_fake(node: fx.Node, like: fx.Node) -> None:
-    """Give a node we inserted the example value its operator computes on its inputs' example values; raises what the
-    operator raises.
+    """Give a node we inserted the place in the user's code that ``like`` has, and the example value its operator
+    computes on its inputs' example values; raises what the operator raises.
     """
+    node.meta |= {key: like.meta[key] for key in _PLACE if key in like.meta}
     key = "example_value" if "example_value" in like.meta else "val"
     args = map_arg(node.args, example_value)
     kwargs = map_arg(node.kwargs, example_value)
     with _disable_current_modes(), fake_mode_of(like), unlogged():
-        if node.op == "call_method":
-            node.meta[key] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            node.meta[key] = node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta[key] = called(node.target, args, kwargs)
+
+
+_PLACE = ("stack_trace", "nn_module_stack", "source_fn_stack")

@@ -8,19 +8,21 @@ overlap. So a graph that overwrites one of them is left alone as a whole.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from kdacompile import compat
 from kdacompile.compat import local
 from kdacompile.graph.ir import Graph
 
-LARGEST = 1 << 22
-"""Blocks of memory that are compared one by one; views spread over more count as overlapping."""
+MOST_WORK = 1 << 20
+"""What is tried to find an element that two views share; views that take more count as overlapping."""
 
 
 def overwritten(functional: Graph, nodes: Iterable[fx.Node]) -> fx.Node | None:
@@ -50,49 +52,18 @@ def overwritten(functional: Graph, nodes: Iterable[fx.Node]) -> fx.Node | None:
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True unless two views of one storage have no element in common (their sizes must be fixed to tell)."""
-    if one.dtype.itemsize != other.dtype.itemsize or any(compat.free_symbols(view) for view in (one, other)):
+    if any(compat.free_symbols(view) for view in (one, other)):
         return True
-    starts = [int(view.storage_offset()) for view in (one, other)]
-    extents = [sum((n - 1) * s for n, s in _dims(view)) + 1 for view in (one, other)]
-    if one.numel() == 0 or other.numel() == 0:
-        return False
-    if starts[0] + extents[0] <= starts[1] or starts[1] + extents[1] <= starts[0]:
-        return False
-    return _share_blocks(_dims(one), _dims(other), starts, max(a + b for a, b in zip(starts, extents, strict=True)))
-
-
-def _share_blocks(one: list[tuple[int, int]], other: list[tuple[int, int]], starts: list[int], end: int) -> bool:
-    """Compare the views by blocks that both hold in one piece."""
-    run = _run(one)
-    if run != _run(other):
-        run = 1
-    outer = [[(n, s) for n, s in dims if s >= run] for dims in (one, other)]
-    unit = math.gcd(starts[1] - starts[0], *(s for dims in outer for _, s in dims))
-    if unit < run:
-        outer, unit = [one, other], 1
-    first = min(starts)
-    if (end - first) // unit >= LARGEST:
+    try:
+        return numpy.shares_memory(*map(_addresses, (one, other)), max_work=MOST_WORK)
+    except RuntimeError:  # more work than that
         return True
-    taken = torch.zeros((end - first) // unit + 1, dtype=torch.bool)
-    views = [
-        taken.as_strided([n for n, _ in dims], [s // unit for _, s in dims], (start - first) // unit)
-        for dims, start in zip(outer, starts, strict=True)
-    ]
-    views[0].fill_(True)
-    return bool(views[1].any())
 
 
-def _dims(view: torch.Tensor) -> list[tuple[int, int]]:
-    """(size, stride) of the dimensions along which a view moves, innermost first."""
-    pairs = ((int(n), int(s)) for n, s in zip(view.shape, view.stride(), strict=True))
-    return sorted(((n, s) for n, s in pairs if n > 1 and s > 0), key=lambda pair: pair[1])
-
-
-def _run(dims: list[tuple[int, int]]) -> int:
-    """How many elements lie side by side."""
-    run = 1
-    for size, stride in dims:
-        if stride != run:
-            break
-        run *= size
-    return run
+def _addresses(view: torch.Tensor) -> NDArray[Any]:
+    """An array that lies as the view does, at addresses that nobody reads."""
+    size = view.dtype.itemsize
+    steps = tuple(int(stride) * size for stride in view.stride())
+    start = (int(view.storage_offset()) + 1) * size  # no array is at address 0
+    facts = {"data": (start, True), "shape": tuple(map(int, view.shape)), "strides": steps, "typestr": f"|V{size}"}
+    return numpy.asarray(SimpleNamespace(__array_interface__={**facts, "version": 3}))

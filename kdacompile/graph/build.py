@@ -101,14 +101,14 @@ class _Replay:
         kwargs = _to_meta(map_arg(node.kwargs, self.load))
         mark = self.recorder.mark()
         try:
-            result = _call(node, args, kwargs)
+            result = compat.called(node.target, args, kwargs)
         except RuntimeError:
             # Autocast, which leaves no trace on meta tensors, makes products of mixed dtypes legal.
             wide = _widest_dtype(_tensors([args, list(kwargs.values())]))
             if wide is None:
                 raise
             self.recorder.roll_back(mark)
-            result = _call(node, _widened(args, wide), _widened(kwargs, wide))
+            result = compat.called(node.target, _widened(args, wide), _widened(kwargs, wide))
         expected = compat.example_value(node)
         known = isinstance(expected, torch.Tensor) and isinstance(result, torch.Tensor)
         if known and not _is_reshaped(node) and [self.size_of(s) for s in expected.shape] != list(result.shape):
@@ -244,12 +244,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     return [tensor for item in tree for tensor in _tensors(item)] if isinstance(tree, (list, tuple)) else []
-
-
-def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _is_reshaped(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ model's graph: those that a match reads, and those that compute results of the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -47,9 +47,6 @@ class NewCalls:
         if text not in self.known:
             op = "call_method" if isinstance(target, str) else "call_function"
             node = self.graph.create_node(op, target, given, named)  # type: ignore[arg-type]
-            for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-                if key in like.meta:
-                    node.meta[key] = like.meta[key]
             try:
                 compat.propagate_fake(node, like)
             except REPLAY_ERRORS as error:
@@ -155,12 +152,9 @@ class Edit:
         recorder, mark = self.recorder, self.recorder.mark()
         recorder.node = node
         recorder.position = max((value.op.position for value in read if value.op is not None), default=0)
-        function: Callable[..., Any] = target
-        if isinstance(target, str):
-            function = lambda first, *rest, **named: getattr(first, target)(*rest, **named)  # noqa: E731
         try:
             with torch.no_grad(), compat.no_fake_modes(), recorder:
-                result = function(*args, **kwargs)
+                result = compat.called(target, args, kwargs)
         except REPLAY_ERRORS as error:
             recorder.roll_back(mark)
             raise CannotEdit(str(error)) from error

@@ -8,18 +8,18 @@ graph where an in-place write makes an example value say what is true only later
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.compat.tracing import tree_leaves
 from kdacompile.graph.ir import Op, Value
 
 
 def wants_gradient(node: fx.Node) -> bool:
     """True if a tensor the node yields is part of a gradient's path."""
-    return any(tensor.requires_grad for tensor in _tensors(compat.example_value(node)))
+    return any(x.requires_grad for x in tree_leaves(compat.example_value(node)) if isinstance(x, torch.Tensor))
 
 
 def is_cut(ops: Iterable[Op], inputs: Iterable[Value], names: Mapping[Value, Sequence[tuple[fx.Node, int]]]) -> bool:
@@ -35,11 +35,3 @@ def is_cut(ops: Iterable[Op], inputs: Iterable[Value], names: Mapping[Value, Seq
             if not all(wants_gradient(node) for node, _ in names.get(value, ())):
                 return True
     return False
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []

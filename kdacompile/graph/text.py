@@ -115,6 +115,11 @@ def _named(value: Value) -> str:
     return "  constant" if value.const else ""
 
 
+def frames_of(trace: str) -> list[tuple[str, int]]:
+    """(file, line) of each frame of a node's stack trace, the outermost first."""
+    return [(file, int(line)) for file, line in _FRAME.findall(trace)]
+
+
 def _comment(node: Any) -> str:
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "") if isinstance(node, fx.Node) else []
+    frames = frames_of(node.meta.get("stack_trace") or "") if isinstance(node, fx.Node) else []
     return f"  # {os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else ""

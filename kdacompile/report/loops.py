@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from kdacompile.report.source import frames_of
+from kdacompile.graph.text import frames_of
 
 _LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.graph.text import frames_of
 from kdacompile.patterns.engine.placement import Placement
 
 NOTATION = frozenset({"einops", "opt_einsum"})
@@ -19,7 +20,6 @@ NOTATION = frozenset({"einops", "opt_einsum"})
 _LOCAL = re.compile(r"^[LG]\['(\w+)'\]")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]")
 _ASSIGNED = re.compile(r"\s*([A-Za-z_]\w*)\s*=[^=]")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def describe(placement: Placement) -> str:
@@ -57,11 +57,6 @@ def source_of(node: fx.Node | None) -> str:
     frames = frames_of(node.meta.get("stack_trace") or "") if node is not None else []
     own = [frame for frame in frames if NOTATION.isdisjoint(Path(frame[0]).parts)] or frames
     return f"{own[-1][0]}:{own[-1][1]}" if own else "unknown"
-
-
-def frames_of(trace: str) -> list[tuple[str, int]]:
-    """(file, line) of each frame of a node's stack trace, the outermost first."""
-    return [(file, int(line)) for file, line in _FRAME.findall(trace)]
 
 
 def first_own_line(graph: fx.Graph) -> str:

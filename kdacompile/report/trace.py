@@ -36,24 +36,9 @@ def keeping(stages: list[Stage]) -> Generator[None]:
         _kept.reset(token)
 
 
-def dynamo(graph: fx.Graph) -> None:
-    """The Dynamo graph as it came in."""
-    _stage("dynamo", lambda: text.dynamo_text(graph))
-
-
-def rewritten(graph: fx.Graph) -> None:
-    """The Dynamo graph with the ops in it."""
-    _stage("rewritten", lambda: text.dynamo_text(graph))
-
-
-def functional(graph: Graph) -> None:
-    """The functional graph that regions are found in."""
-    _stage("functional", lambda: text.to_text(graph))
-
-
-def canonical(graph: Graph) -> None:
-    """The functional graph after a canonical rule."""
-    _stage("canonical", lambda: text.to_text(graph))
+def stage(name: str, graph: Graph | fx.Graph) -> None:
+    """A graph at the stage of this name."""
+    _stage(name, lambda: text.to_text(graph) if isinstance(graph, Graph) else text.dynamo_text(graph))
 
 
 def match(found: Candidate[Any], verdict: str) -> None:

@@ -163,9 +163,6 @@ class _Chains:
             place = place.next
         with self.graph.inserting_before(place):
             new = self.graph.create_node(op, target, args, kwargs)
-        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-            if key in like.meta:
-                new.meta[key] = like.meta[key]
         compat.propagate_fake(new, like)
         self.nodes.add(new)
         return new

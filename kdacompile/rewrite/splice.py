@@ -298,9 +298,6 @@ class Splice(Generic[B]):
         return self.with_meta(new, self.match.output.value.node)
 
     def with_meta(self, new: fx.Node, like: fx.Node) -> fx.Node:
-        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-            if key in like.meta:
-                new.meta[key] = like.meta[key]
         compat.propagate_fake(new, like)
         return new
 

@@ -71,7 +71,7 @@ class Context:
         if self.known is None:
             with self.timed("functional"):
                 self.known = functional_graph(self.graph, tables=self.tables)
-            trace.functional(self.known)
+            trace.stage("functional", self.known)
         return self.known
 
     @functools.cached_property

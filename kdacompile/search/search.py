@@ -68,7 +68,7 @@ class Search:
             if self.has_recurrence:
                 self.reject(reason, first_own_line(self.graph), "transform")
             return
-        trace.dynamo(self.graph)
+        trace.stage("dynamo", self.graph)
         try:
             with deadline.within(self.context.settings.deadline):
                 self.search_all()
@@ -81,7 +81,7 @@ class Search:
             self.subclasses = [Rejection("linear_attention", reason, source_of(node), "subclass")]
         if self.found:
             self.graph.lint()
-            trace.rewritten(self.graph)
+            trace.stage("rewritten", self.graph)
 
     def search_all(self) -> None:
         """The graph as it is (adapters merged, where there is attention), with the values of tables, in other forms."""
@@ -146,7 +146,7 @@ class Search:
         with self.timed("canonicalise"):
             if not canonical.apply([rule], functional, calls):
                 return False
-        trace.canonical(functional)
+        trace.stage("canonical", functional)
         self.context.rejected.clear()  # what a group reads is written in another way
         self.applied = rules
         self.context.instances.rewritten = lambda other: canonical.apply(rules, other, calls)
