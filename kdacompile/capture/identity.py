@@ -289,13 +289,9 @@ def is_trusted(module: str) -> bool:
     return root in TRUSTED or root == "builtins" or module.startswith(TRUSTED_PARTS)
 
 
-def _version(module: str) -> str:
-    return _version_of_package(module.split(".")[0])
-
-
 @functools.cache
-def _version_of_package(root: str) -> str:
+def _version(module: str) -> str:
     try:
-        return importlib.metadata.version(root)
+        return importlib.metadata.version(module.split(".")[0])
     except importlib.metadata.PackageNotFoundError:
         return "python"  # the standard library, which comes with the bytecode's own version

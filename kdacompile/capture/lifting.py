@@ -35,6 +35,7 @@ from kdacompile.capture.probes import roles, weakened
 from kdacompile.capture.store import Verdict
 from kdacompile.patterns.engine import deadline
 from kdacompile.report.findings import Match
+from kdacompile.report.report import match_from_dict
 from kdacompile.settings import Settings
 from kdacompile.store.fingerprint import source_fingerprint
 
@@ -53,7 +54,7 @@ class Lifted:
 
     @property
     def matches(self) -> tuple[Match, ...]:
-        return tuple(map(_as_match, self.verdict.matches))
+        return tuple(match_from_dict(**match) for match in self.verdict.matches)
 
 
 class Lifts:
@@ -275,13 +276,6 @@ def _fewer_heads(call: Call) -> Call:
         return replace(tensor, dims=tuple(dims))
 
     return call.map_tensors(narrow)
-
-
-def _as_match(data: dict[str, Any]) -> Match:
-    """The reverse of ``_as_data``, after a round trip through JSON, which has no tuples."""
-    plain = dict(data)
-    absorbed, holds = tuple(plain.pop("absorbed")), tuple(plain.pop("holds"))
-    return Match(**plain, absorbed=absorbed, holds=holds)
 
 
 def _as_data(match: Match, fn: types.FunctionType) -> dict[str, Any]:

@@ -38,14 +38,10 @@ def _lifted(graph: fx.Graph) -> Iterator[Match]:
         key = _FROM.search(str(node.meta.get("stack_trace", "")))
         lifted = hook.lifts.known_by(key.group(1)) if key else None
         if lifted is not None:
-            op = _op_name(node)
+            op = str(node.target).removesuffix(".default").replace(".", "::")
             match = next((match for match in lifted.matches if match.op == op), lifted.matches[0])
             absorbed = tuple(dict.fromkeys([*match.absorbed, *node.meta.get(compat.ABSORBED, ())]))
             yield replace(match, op=op, roles=_roles(node), absorbed=absorbed, lifted=lifted.verdict.function)
-
-
-def _op_name(node: fx.Node) -> str:
-    return str(node.target).removesuffix(".default").replace(".", "::")
 
 
 def _roles(node: fx.Node) -> dict[str, str]:

@@ -105,7 +105,7 @@ class _Writer(TorchDispatchMode):
         operands = _tensors((args, kwargs))
         device = kwargs.get("device")
         if device is None:
-            device = next((x.fake_device for x in sorted(operands, key=_is_scalar)), torch.device("cpu"))
+            device = next((x.fake_device for x in sorted(operands, key=lambda x: x.dim() == 0)), torch.device("cpu"))
         if kwargs.get("device") is not None or (not operands and _takes_device(func)):
             kwargs = {**kwargs, "device": torch.device("meta")}
         with in_kernel_invocation_manager(self.fakes):
@@ -131,10 +131,6 @@ class _Writer(TorchDispatchMode):
             before = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
         for node in self.nodes[id(tensor)]:
             node.meta["val"] = self.fake(before, tensor.fake_device)
-
-
-def _is_scalar(tensor: Tensor) -> bool:
-    return tensor.dim() == 0
 
 
 def _takes_device(target: Any) -> bool:

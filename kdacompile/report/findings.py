@@ -40,8 +40,9 @@ class Match:
     def text(self, device: str = "") -> str:
         """Some lines; ``device`` is that of the plan it names."""
         lines = [f"{self.pattern} ({self.mode}) at {self.source}"]
-        error = f"max error {self.max_error:.1e}"
-        lines.append(f"    runs as {self.op}, {error}{_checked(self.checked)}{_cached(self.from_cache)}")
+        checked = f", checked {self.checked}" if self.checked else ""
+        cached = " (verdict from cache)" if self.from_cache else ""
+        lines.append(f"    runs as {self.op}, max error {self.max_error:.1e}{checked}{cached}")
         if self.lifted:
             lines.append(f"    lifted: {self.lifted} is replaced before capture, so one graph serves every length")
         if self.loop:
@@ -206,11 +207,3 @@ def merge(rejections: Iterable[Rejection]) -> list[Rejection]:
         key = replace(rejection, count=1)
         merged[key] = merged.get(key, 0) + rejection.count
     return [replace(key, count=count) for key, count in merged.items()]
-
-
-def _checked(how: str) -> str:
-    return f", checked {how}" if how else ""
-
-
-def _cached(from_cache: bool) -> str:
-    return " (verdict from cache)" if from_cache else ""

@@ -88,7 +88,7 @@ class Report(Findings):
 def graph_from_dict(graph: Mapping[str, Any]) -> GraphReport:
     """The inverse of ``dataclasses.asdict``, also after JSON has made lists of the tuples."""
     return GraphReport(
-        matches=tuple(_match_from_dict(**match) for match in graph["matches"]),
+        matches=tuple(match_from_dict(**match) for match in graph["matches"]),
         rejections=tuple(Rejection(**rejection) for rejection in graph["rejections"]),
         nodes=graph["nodes"],
         seconds=dict(graph["seconds"]),
@@ -96,7 +96,8 @@ def graph_from_dict(graph: Mapping[str, Any]) -> GraphReport:
     )
 
 
-def _match_from_dict(absorbed: Iterable[str], holds: Iterable[str] = (), **fields: Any) -> Match:
+def match_from_dict(absorbed: Iterable[str], holds: Iterable[str] = (), **fields: Any) -> Match:
+    """The inverse of ``dataclasses.asdict``, as ``graph_from_dict``."""
     return Match(absorbed=tuple(absorbed), holds=tuple(holds), **fields)
 
 

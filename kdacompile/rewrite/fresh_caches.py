@@ -25,7 +25,7 @@ def settle(graph: fx.Graph) -> bool:
     for node in graph.output_node().all_input_nodes:
         if node.op != "call_function" or node.target not in CONCATENATIONS:
             continue
-        full = [each for each in node.all_input_nodes if not _is_empty(each)]
+        full = [each for each in node.all_input_nodes if _sizes(each) != [0]]  # what caches begin as
         if len(full) != 1 or len(node.all_input_nodes) == 1:
             continue
         if compat.example_value(full[0]).dtype != compat.example_value(node).dtype:
@@ -44,11 +44,6 @@ def settle(graph: fx.Graph) -> bool:
         graph.erase_node(node)
         changed = True
     return changed
-
-
-def _is_empty(node: fx.Node) -> bool:
-    """What caches begin as: no dimensions to speak of."""
-    return _sizes(node) == [0]
 
 
 def _sizes(node: fx.Node) -> list[int | None]:

@@ -170,8 +170,9 @@ class _Chains:
     def trace(self, node: fx.Node) -> local.Trace | None:
         """What a call on DTensors does to the tensors inside; None if it is none, or ranks exchange something."""
         if node not in self.traces:
-            own = local.touches(node) and local.is_wrapped(compat.example_value(node)) and not _makes_distributed(node)
-            self.traces[node] = local.trace(node) if own else None
+            given = [compat.example_value(each) for each in node.all_input_nodes]
+            own = local.is_wrapped(compat.example_value(node)) and any(map(local.is_wrapped, given))
+            self.traces[node] = local.trace(node) if own and local.touches(node) else None
         return self.traces[node]
 
 
@@ -179,10 +180,6 @@ def _may_look_into(node: fx.Node, cut: local.Mesh) -> bool:
     """What all ranks hold is looked into for its layout only: their gradients are summed where it is made."""
     own = local.cuts(compat.example_value(node))
     return own is not None and own <= cut and (bool(own) or not cut or prefilter.name_of(node) in _LAYOUT)
-
-
-def _makes_distributed(node: fx.Node) -> bool:
-    return not any(local.is_wrapped(compat.example_value(each)) for each in node.all_input_nodes)
 
 
 def _number(size: torch.SymInt, node: fx.Node) -> fx.Node:

@@ -65,11 +65,7 @@ def bindings(
 
 
 def _oddity_of_all(choice: tuple[Placement | str, ...]) -> int:
-    return sum(map(_oddity_of, choice))
-
-
-def _oddity_of(item: Placement | str) -> int:
-    return oddity(item if isinstance(item, str) else item.axes)
+    return sum(oddity(item if isinstance(item, str) else item.axes) for item in choice)
 
 
 def _binding(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.patterns.recurrence.candidates import MOVES
 from kdacompile.patterns.recurrence.regions import Group, exits_of
-from kdacompile.patterns.recurrence.roles import RecurrenceCandidate
+from kdacompile.patterns.recurrence.roles import Recurrence, RecurrenceCandidate
 
 MAX_GROUPS = 12
 """Smaller groups tried within one."""
@@ -46,11 +46,12 @@ def inner_groups(graph: Graph, group: Group) -> Iterator[Group]:
         yield inner
 
 
-def is_layer(group: Group, candidate: RecurrenceCandidate, sizes: dict[str, int]) -> bool:
-    """True if a match of these sizes is a layer of ``group``, or one of several sequences that are only put beside each
+def is_layer(group: Group, candidate: RecurrenceCandidate, binding: Recurrence) -> bool:
+    """True if a binding that holds is a layer of ``group``, or one of several sequences that are only put beside each
     other in the end. One chunk's share of the tokens is neither: it begins with the state that other chunks leave, they
     read its keys, or they add to its result.
     """
+    sizes = binding.sizes
     wanted = Counter(sizes[axis] for axis in "BTH" if sizes[axis] > 1)
     if any(not wanted - Counter(value.shape) for value in group.exits[0].chain):
         return True

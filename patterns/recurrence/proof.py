@@ -201,11 +201,6 @@ def _first_run(candidate: RecurrenceCandidate, binding: Recurrence, runner: _Run
     return found
 
 
-def _reference(binding: Recurrence, inputs: dict[Value, Tensor]) -> tuple[Tensor, Tensor]:
-    """What the recurrence computes from the region's inputs."""
-    return _recurrence(binding, {p.role: p.to_canonical(inputs[p.value]) for p in binding.inputs.values()})
-
-
 def _recurrence(binding: Recurrence, given: dict[str, Tensor], steps: int | None = None) -> tuple[Tensor, Tensor]:
     return token_recurrence(
         given["q"],
@@ -384,7 +379,8 @@ def _probe_fully(binding: Recurrence, runner: _Runner, *, wide: bool) -> Verdict
     kinds = KINDS * (4 if wide else 1)
     for count, (kind, inputs) in enumerate(zip(kinds, probes(binding, sizes, kinds), strict=True), 1):
         results = runner(inputs)
-        want, state = _reference(binding, inputs)
+        given = {p.role: p.to_canonical(inputs[p.value]) for p in binding.inputs.values()}
+        want, state = _recurrence(binding, given)
         have = binding.output.to_canonical(results[0])
         _check_sizes(have, want)
         if count == 1 and not torch.isfinite(have).all():

@@ -49,7 +49,7 @@ class RecurrenceSpec(Spec[Group, Recurrence]):
         """Layers; what is one recurrence, as functions on trial must be, is cut off soon."""
         effort = Effort(ways=30, operators=0 if trial else 30_000)  # for all of them together
         for inner in inner_groups(graph, region):
-            yield Inner(inner, partial(_is_layer, region), effort)
+            yield Inner(inner, partial(is_layer, region), effort)
 
     def is_near(self, region: Group) -> bool:
         return len(region.anchors) > 2
@@ -79,10 +79,6 @@ class RecurrenceSpec(Spec[Group, Recurrence]):
         if found is None:
             return "the roles do not fit at other sizes"
         return found.reason if isinstance(found, Obstacle) else found
-
-
-def _is_layer(region: Group, candidate: RecurrenceCandidate, binding: Recurrence) -> bool:
-    return is_layer(region, candidate, binding.sizes)
 
 
 def _versions(graph: Graph) -> dict[Any, list[Value]]:
