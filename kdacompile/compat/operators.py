@@ -16,7 +16,7 @@ from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._python_dispatch import _disable_current_modes
 
-from kdacompile.compat.tracing import TorchDispatchMode, tree_map_only
+from kdacompile.compat.tracing import TorchDispatchMode, map_tensors, tensors_in, tree_map_only
 
 aten = torch.ops.aten
 
@@ -72,7 +72,7 @@ class _Writer(TorchDispatchMode):
             return self.add_literal(args[0])
         if func is aten.detach.default and self.is_new(args[0]):
             return args[0]
-        nodes = _map((args, kwargs), self.node_of)
+        nodes = map_tensors((args, kwargs), self.node_of)
         if torch.Tag.inplace_view in func.tags:
             self.keep_shape(args[0])
         out = self.run(func, args, kwargs)
@@ -102,7 +102,7 @@ class _Writer(TorchDispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The operator without data. Results are on the device asked for, or on that of the first operand."""
-        operands = _tensors((args, kwargs))
+        operands = tensors_in((args, kwargs))
         device = kwargs.get("device")
         if device is None:
             device = next((x.fake_device for x in sorted(operands, key=lambda x: x.dim() == 0)), torch.device("cpu"))
@@ -110,7 +110,7 @@ class _Writer(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("meta")}
         with in_kernel_invocation_manager(self.fakes):
             out = func(*args, **kwargs)
-        return _map(out, lambda tensor: self.fake(tensor, torch.device(device)))
+        return map_tensors(out, lambda tensor: self.fake(tensor, torch.device(device)))
 
     def fake(self, tensor: Tensor, device: torch.device) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else FakeTensor(self.fakes, tensor, device)
@@ -137,18 +137,3 @@ def _takes_device(target: Any) -> bool:
     """True for operators that make a tensor where they are told to."""
     arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
     return any(argument.name == "device" for argument in arguments)
-
-
-def _map(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, (list, tuple)):
-        items = [_map(item, change) for item in tree]
-        return items if isinstance(tree, list) else tuple(items)
-    return {key: _map(item, change) for key, item in tree.items()} if isinstance(tree, dict) else tree
-
-
-def _tensors(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    _map(tree, found.append)
-    return found

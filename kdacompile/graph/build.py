@@ -22,8 +22,9 @@ from torch.fx.node import map_arg
 
 from kdacompile import compat
 from kdacompile.compat import local
+from kdacompile.compat.tracing import map_tensors, tensors_in
 from kdacompile.graph.ir import Graph, Op, Value
-from kdacompile.graph.recorder import Recorder, map_tensors
+from kdacompile.graph.recorder import Recorder
 from kdacompile.patterns.engine.uniform import mark_uniform
 
 log = logging.getLogger(__name__)
@@ -74,10 +75,10 @@ class _Replay:
     def opaque(self, node: fx.Node) -> None:
         """Do not look into ``node``: it reads what it is given, yields something new, and may write its arguments."""
         graph, value_of = self.recorder.graph, self.recorder.value_of
-        read = [value_of(tensor) for arg in node.all_input_nodes for tensor in _tensors(self.env.get(arg))]
+        read = [value_of(tensor) for arg in node.all_input_nodes for tensor in tensors_in(self.env.get(arg))]
         graph.outputs.update(read)
         for arg in compat.written_arguments(node):
-            for tensor in _tensors(self.env.get(arg)):
+            for tensor in tensors_in(self.env.get(arg)):
                 self.clobber(tensor)
         try:
             self.env[node] = self.stand_in(compat.example_value(node), node)
@@ -104,7 +105,7 @@ class _Replay:
             result = compat.called(node.target, args, kwargs)
         except RuntimeError:
             # Autocast, which leaves no trace on meta tensors, makes products of mixed dtypes legal.
-            wide = _widest_dtype(_tensors([args, list(kwargs.values())]))
+            wide = _widest_dtype(tensors_in([args, list(kwargs.values())]))
             if wide is None:
                 raise
             self.recorder.roll_back(mark)
@@ -210,7 +211,7 @@ class _Replay:
         for arg in node.all_input_nodes:
             if arg.op == "placeholder":
                 self.load(arg)
-            graph.outputs.update(map(self.recorder.value_of, _tensors(self.env.get(arg))))
+            graph.outputs.update(map(self.recorder.value_of, tensors_in(self.env.get(arg))))
         for storage in self.recorder.storages:
             if storage.generation and storage.source is not None:
                 before = next(v for v in graph.inputs if v.node is storage.source)
@@ -238,12 +239,6 @@ def _mark_weights(graph: Graph) -> None:
     if any(value.param or len(value.shape) > 2 or not value.dtype.is_floating_point for value in inputs):
         for value in inputs:
             value.weight = len(value.shape) == 2
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return [tensor for item in tree for tensor in _tensors(item)] if isinstance(tree, (list, tuple)) else []
 
 
 def _is_reshaped(node: fx.Node) -> bool:

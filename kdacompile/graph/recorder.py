@@ -6,14 +6,13 @@ back to its buffer (``select_scatter`` and the like), and later reads of the buf
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kdacompile import compat
 from kdacompile.compat.schemas import declaration, operator_name, overload_name
-from kdacompile.compat.tracing import TorchDispatchMode
+from kdacompile.compat.tracing import TorchDispatchMode, map_tensors
 from kdacompile.graph.ir import Graph, Mutation, Op, Value, walk_values
 from kdacompile.patterns.engine.vocabulary import LAYOUT, MAKERS
 
@@ -287,13 +286,3 @@ def _piece_as_view(func: Any, args: tuple[Any, ...], index: int, value: Value) -
     sizes = args[1]
     start = sum(sizes[:index]) if isinstance(sizes, (list, tuple)) else index * sizes
     return (aten.slice.Tensor, (dim, start, start + value.shape[dim]), {}, (value.shape, value.dtype))
-
-
-def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return fn(tree)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tensors(item, fn) for item in tree) if not isinstance(tree, torch.Size) else list(tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(item, fn) for key, item in tree.items()}
-    return tree
