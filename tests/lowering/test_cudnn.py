@@ -122,14 +122,14 @@ def test_queries_in_one_buffer_are_not_copied(monkeypatch: pytest.MonkeyPatch) -
 
 
 DECLINED: dict[str, tuple[dict[str, Any], str]] = {
-    "fp32": ({"dtype": torch.float32}, "half precision"),
+    "fp32": ({"dtype": torch.float32}, "one dtype"),
     "mask": ({"mask": "bool"}, "mask"),
     "sinks": ({"sinks": True}, "sinks"),
     "lengths": ({"lengths": (3, 40)}, "lengths"),
     "absorbed": ({"form": "absorbed"}, "latent itself"),
     "no_weights": ({"weights": False, "form": "auto"}, "latent itself"),
     "more_queries": ({"cached": 7}, "more queries than tokens"),
-    "cpu": ({}, "not on a CUDA device"),
+    "cpu": ({}, "not on a cuda device"),
 }
 
 
