@@ -139,10 +139,8 @@ class Evaluation:
         self.raw.update(zip(item.op.outs, item.step(cut(given, item.where)), strict=False))
 
     def compute(self, item: Planned, trait: Trait, field: Field) -> list[Residues]:
-        op = item.op
-        raw = {value for place in trait.raw if place < len(op.args) for value in walk_values(op.args[place])}
-        operands = self.operands(item, field, raw)
-        if op.name == "_to_copy":
+        operands = self.operands(item, trait, field)
+        if item.op.name == "_to_copy":
             return [_numbers(operands[0])]
         if trait.meaning is None:
             if trait.kind not in ("layout", "pick", "place"):
@@ -169,8 +167,10 @@ class Evaluation:
         found = trait.meaning(field, *args, **kwargs)
         return found if isinstance(found, list) else [found]
 
-    def operands(self, item: Planned, field: Field, raw: set[Value]) -> list[Any]:
+    def operands(self, item: Planned, trait: Trait, field: Field) -> list[Any]:
         """What the operator reads: residues, and masks and indices as they are; cut down as the plan has it."""
+        args = item.op.args
+        raw = {value for place in trait.raw if place < len(args) for value in walk_values(args[place])}
         found: list[Residues | Tensor | None] = []
         for value, source in zip(item.op.reads, item.sources, strict=True):
             if value in raw:

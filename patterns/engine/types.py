@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdacompile.graph.ir import Op, Value, walk_values
+from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, Planned
 from kdacompile.patterns.engine.exact import Evaluation, exponent_of, moved
 from kdacompile.patterns.engine.field import Numbers, P, Silent
@@ -86,8 +86,7 @@ class Typing(Evaluation):
 
     def compute(self, item: Planned, trait: Trait, field: Field) -> list[Residues]:
         op = item.op
-        raw = {value for place in trait.raw if place < len(op.args) for value in walk_values(op.args[place])}
-        operands = self.operands(item, field, raw)
+        operands = self.operands(item, trait, field)
         if op.name == "_to_copy":
             return operands
         if op.name in ADDING or op.name in ("sum", "cumsum"):

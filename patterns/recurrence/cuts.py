@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from kdacompile.graph.ir import Op, Value
+from kdacompile.graph.ir import Op, Value, reach
 from kdacompile.patterns.engine.vocabulary import is_float8
 from kdacompile.patterns.recurrence.regions import is_soft
 from kdacompile.patterns.recurrence.roles import INPUTS
@@ -150,25 +150,17 @@ class _Flow:
     def latest(self) -> list[int]:
         """Once no more flow fits: the cut nearest to the targets, between what could still reach them and what not."""
         parents, readers = self.above.parents, self.above.readers
-        stack = [2 * target + 1 for target in self.above.targets]
-        reaching = [False] * (2 * len(self.cuttable))
-        for side in stack:
-            reaching[side] = True
-        while stack:
-            side = stack.pop()
+
+        def back(side: int) -> list[int]:
             value, below = divmod(side, 2)
             if below:
-                back = [] if self.cuttable[value] and self.through[value] else [side - 1]
-                back += [2 * reader for reader in readers[value] if self.units.get((value, reader), 0) > 0]
-            else:
-                back = [2 * parent + 1 for parent in parents[value]]
-                if not self.cuttable[value] or self.through[value]:
-                    back.append(side + 1)
-            for other in back:
-                if not reaching[other]:
-                    reaching[other] = True
-                    stack.append(other)
-        return [i for i, can in enumerate(self.cuttable) if can and reaching[2 * i + 1] and not reaching[2 * i]]
+                own = [] if self.cuttable[value] and self.through[value] else [side - 1]
+                return own + [2 * reader for reader in readers[value] if self.units.get((value, reader), 0) > 0]
+            own = [side + 1] if not self.cuttable[value] or self.through[value] else []
+            return own + [2 * parent + 1 for parent in parents[value]]
+
+        reaching = set(reach([2 * target + 1 for target in self.above.targets], back))
+        return [i for i, can in enumerate(self.cuttable) if can and 2 * i + 1 in reaching and 2 * i not in reaching]
 
     def _push(self, end: int, came: list[int]) -> None:
         path = [end]
