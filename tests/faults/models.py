@@ -16,7 +16,7 @@ from kdacompile.patterns.recurrence.spec import RECURRENCE
 from kdacompile.report.collect import collecting
 from kdacompile.report.report import Report
 from tests.backend.layers import Layer, gated_delta_loop, gated_linear_parallel
-from tests.backend.test_held import HEADS, SIZE, Lightning
+from tests.backend.test_module_tables import HEADS, SIZE, Lightning
 from tests.mla.spellings import RANK, ROPE, WIDTH, Naive
 
 
