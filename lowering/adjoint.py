@@ -32,8 +32,8 @@ decays, the value times its gradient::
 Only pairs of different tokens take part: the diagonal of P has no decay, and ``q dq - k dk`` over all of P would leave
 the rounding of what cancels. Without the delta term ``V' = b V``, and neither R, L, T nor K_g exists.
 
-This is not a tile program: the IR has one scan axis and one carry. The kernels are written by hand
-(``triton/backward_*.py``) and checked against autograd of the recurrence in float64.
+``adjoint_program.py`` is the same as a tile program. Kernels for GPUs are written by hand (``triton/backward_*.py``),
+and both are checked against autograd of the recurrence in float64.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ class Builder:
         self._outputs: list[Port] = []
         self._ops: list[Op] = []
         self._scalars: list[str] = []
-        self._carry: Carry | None = None
-        self._carry_ports: tuple[str, TileType, str, str] | None = None
+        self._carries: dict[bool, Carry] = {}  # by whether they walk the axis from its end
+        self._carry_ports: dict[bool, tuple[str, TileType, str, str]] = {}
         self._names: dict[str, int] = {}
 
     def input(self, name: str, type: TileType, per: Per = Per.TOKENS, heads: str = "value", fill: float = 0.0) -> Value:
@@ -32,21 +32,21 @@ class Builder:
         self._outputs.append(Port(name, value.type, per))
         self._ops.append(Op(OpKind.STORE, (value,), None, (("port", name),)))
 
-    def carry(self, name: str, type: TileType, init: str, final: str) -> Value:
-        """Declare the carry and read its value at the start of the step."""
-        if self._carry_ports is not None:
-            raise CarryError("a program has one carry", name)
-        self._carry_ports = (name, type, init, final)
+    def carry(self, name: str, type: TileType, init: str, final: str, *, reverse: bool = False) -> Value:
+        """Declare the carry and read its value at the start of the step; ``reverse``: the one that comes from the
+        step after this."""
+        if reverse in self._carry_ports:
+            raise CarryError("a program has one carry in each direction", name)
+        self._carry_ports[reverse] = (name, type, init, final)
         self._inputs.append(Port(init, type, Per.LANE))
         self._outputs.append(Port(final, type, Per.LANE))
         return self._emit(OpKind.CARRY, (), type, name, carry=name)
 
-    def step(self, value: Value, combine: Combine | None = None) -> None:
+    def step(self, value: Value, combine: Combine | None = None, *, reverse: bool = False) -> None:
         """Declare the carry's value at the end of the step."""
-        if self._carry_ports is None:
+        if reverse not in self._carry_ports:
             raise CarryError("a step without a carry", str(value))
-        name, type, init, final = self._carry_ports
-        self._carry = Carry(name, type, init, final, value, combine)
+        self._carries[reverse] = Carry(*self._carry_ports[reverse], value, combine)
 
     def cast(self, x: Value, to: DType, name: str = "") -> Value:
         """``x`` in another dtype; nothing is emitted when it has that dtype already."""
@@ -127,22 +127,29 @@ class Builder:
         """``A[i,j] = sum_d x[i,d] y[j,d] exp(g[j+1,d] + ... + g[i,d])`` for j < i (strict) or j <= i, else 0."""
         return self._op(OpKind.GATED_GRAM, (x, y, g), name, strict=strict)
 
+    def gated_dot(self, weights: Value, y: Value, g: Value, *, trans: bool = False, name: str = "") -> Value:
+        """``sum_j weights[i,j] y[j,d] exp(g[j+1,d] + ... + g[i,d])`` over j <= i, or with ``trans`` over the rows i of
+        ``weights[i,j] y[i,d]`` for every j; what is above the diagonal is not read."""
+        return self._op(OpKind.GATED_DOT, (weights, y, g), name, trans_a=trans)
+
     def unit_lower_inverse(self, x: Value, name: str = "") -> Value:
         """``(I + strict lower triangle of x)^-1``."""
         return self._op(OpKind.UNIT_LOWER_INVERSE, (x,), name)
 
     def build(self) -> Program:
-        if self._carry_ports is not None and self._carry is None:
-            raise CarryError("the carry has no step", self._carry_ports[0])
+        for reverse, (name, *_) in self._carry_ports.items():
+            if reverse not in self._carries:
+                raise CarryError("the carry has no step", name)
         program = Program(
             self._name,
             tuple(self._inputs),
             tuple(self._outputs),
             tuple(self._ops),
-            self._carry,
+            self._carries.get(False),
             self._axis,
             tuple(self._scalars),
             self._notes,
+            self._carries.get(True),
         )
         validate(program)
         return program

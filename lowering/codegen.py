@@ -16,8 +16,8 @@ from .dialects import IN_PLACE
 from .emitter import TorchEmitter
 from .errors import TileProgramError
 from .ir import Carry, Op, OpKind, Per, Program, Value
-from .schedule import DecayGroup, Node, schedule
-from .stages import Section
+from .schedule import DecayGroup, schedule
+from .stages import SCANS, Section
 
 _OWN_NAMES = ("rt", "torch", "tiles", "Rows", "decays", "s", "n", "lo", "hi")
 """Names of the generated function itself."""
@@ -63,8 +63,6 @@ class _Generator(_Torch):
         self.buffered = buffered
         self.rounding = rounding
         self.plan = schedule(program)
-        self.scan_nodes = tuple(op for op in self.plan.nodes[Section.SCAN] if isinstance(op, Op))
-        self.scan_index = len(self.plan.nodes[Section.PROLOGUE])
         self.last_use = self._last_uses()
         self.index = 0
         self.bound: dict[Value, None] = {}  # flat values with a live name, in order
@@ -75,9 +73,10 @@ class _Generator(_Torch):
         self.lines.add("def run(rt):")
         self.lines.open()
         for section in Section:
-            if section is Section.SCAN:
-                if self.program.carry is not None:
-                    self.scan(self.program.carry)
+            if section in SCANS:
+                carry = self.program.carry if section is Section.SCAN else self.program.reverse
+                if carry is not None:
+                    _Scan(self, carry, section).emit_loops()
                 self.advance()
                 continue
             for node in self.plan.nodes[section]:
@@ -91,14 +90,14 @@ class _Generator(_Torch):
     # ---- liveness of flat values
 
     def _last_uses(self) -> dict[Value, int]:
+        """By root, the place of the last node that reads it; a scan has one place."""
         last: dict[Value, int] = {}
-        order: list[Node] = [*self.plan.nodes[Section.PROLOGUE], *self.scan_nodes, *self.plan.nodes[Section.EPILOGUE]]
-        for position, node in enumerate(order):
-            index = (
-                position if position < self.scan_index else max(self.scan_index, position - len(self.scan_nodes) + 1)
-            )
-            for value in node.inputs:
-                last[self.plan.root[value]] = index
+        index = 0
+        for section in Section:
+            for node in self.plan.nodes[section]:
+                last.update(dict.fromkeys((self.plan.root[value] for value in node.inputs), index))
+                index += section not in SCANS
+            index += section in SCANS
         return last
 
     def last(self, value: Value) -> int:
@@ -179,36 +178,7 @@ class _Generator(_Torch):
 
     # ---- the scan
 
-    def scan(self, carry: Carry) -> None:
-        local = {op.result for op in self.scan_nodes}
-        read = next(op.result for op in self.scan_nodes if op.kind is OpKind.CARRY)
-        outside = {v for node in self.plan.nodes[Section.EPILOGUE] for v in node.inputs if v in local}
-        saved = [v for v in local_order(self.scan_nodes) if v in outside and v not in (read, carry.step)]
-        steps = self._split_operands(local)
-        reused = self._reused(saved)
-        fresh = [value for value in saved if value not in reused]
-        for value in fresh:
-            self._make_room(self.name(value), f"rt.slots({value.type.rows!r}, {value.type.cols!r})")
-        self._make_room(carry.name, "rt.carry_slots()")
-        self.lines.add("finals = []")
-        self.lines.add("for s, (lo, hi) in enumerate(rt.segments):")
-        with self.lines.indented():
-            slot = f", {carry.name}_n[lo + s]" if self.buffered else ""
-            self.lines.add(f"{self.name(read)} = rt.carry_init({carry.init!r}, s{slot})")
-            _Body(self, carry, read, fresh, steps, reused).loop()
-        self.lines.add(f"rt.carry_final({carry.final!r}, finals)")
-        for value in saved:
-            joined = f"{self.name(value)}_all.flatten(0, 1)" if self.buffered else f"torch.cat({self.name(value)}_n)"
-            self.define(value, self.name(reused[value]) if value in reused else joined)
-        carries = f"{carry.name}_all" if self.buffered else f"torch.stack({carry.name}_n)"
-        for value, after in ((read, False), (carry.step, True)):
-            if value in outside:
-                self.define(value, f"rt.carry_join({carries}, after={after})", owned=False)
-        if self.buffered:
-            names = [f"{name}_n" for name in (*steps.values(), carry.name)] + [f"{carry.name}_all", "finals"]
-            self.lines.add(f"del {', '.join(names)}")
-
-    def _make_room(self, name: str, slots: str) -> None:
+    def make_room(self, name: str, slots: str) -> None:
         """Slots for every step's value: preallocated, or a list to append to."""
         if self.buffered:
             self.lines.add(f"{name}_all = {slots}")
@@ -216,26 +186,82 @@ class _Generator(_Torch):
         else:
             self.lines.add(f"{name}_n = []")
 
-    def _split_operands(self, local: set[Value]) -> dict[tuple[Value, bool], str]:
+
+class _Scan:
+    """The scan of one carry: its operands cut into steps, the loops over sequences and steps, and what is kept.
+
+    The carry that walks from the end goes through sequences and steps in the opposite order; what a step finds is then
+    what the others have as the carry behind it.
+    """
+
+    def __init__(self, gen: _Generator, carry: Carry, section: Section) -> None:
+        self.gen, self.carry, self.lines = gen, carry, gen.lines
+        self.reverse = section is Section.REVERSE
+        self.nodes = tuple(op for op in gen.plan.nodes[section] if isinstance(op, Op))
+        self.local = {op.result for op in self.nodes}
+        self.read = next(op.result for op in self.nodes if op.kind is OpKind.CARRY)
+        self.outside = {v for node in gen.plan.nodes[Section.EPILOGUE] for v in node.inputs if v in self.local}
+        ends = (self.read, carry.step)
+        self.saved = [v for v in local_order(self.nodes) if v in self.outside and v not in ends]
+        self.reused = self._reused()
+        self.fresh = [value for value in self.saved if value not in self.reused]
+
+    def emit_loops(self) -> None:
+        gen, carry = self.gen, self.carry
+        steps = self._split_operands()
+        for value in self.fresh:
+            gen.make_room(gen.name(value), f"rt.slots({value.type.rows!r}, {value.type.cols!r})")
+        gen.make_room(carry.name, f"rt.carry_slots({carry.init!r})")
+        self.lines.add("finals = []")
+        sequences = "enumerate(rt.segments)"
+        sequences = f"reversed(list({sequences}))" if self.reverse else sequences
+        self.lines.add(f"for s, (lo, hi) in {sequences}:")
+        with self.lines.indented():
+            first = f", {carry.name}_n[{'hi' if self.reverse else 'lo'} + s]" if gen.buffered else ""
+            self.lines.add(f"{gen.name(self.read)} = rt.carry_init({carry.init!r}, s{first})")
+            _Body(self, steps).loop()
+        if self.reverse:
+            lists = [] if gen.buffered else [f"{name}_n" for name in (*map(gen.name, self.fresh), carry.name)]
+            for name in ("finals", *lists):
+                self.lines.add(f"{name}.reverse()")
+        self.lines.add(f"rt.carry_final({carry.final!r}, finals)")
+        self._join()
+        if gen.buffered:
+            names = [f"{name}_n" for name in (*steps.values(), carry.name)] + [f"{carry.name}_all", "finals"]
+            self.lines.add(f"del {', '.join(names)}")
+
+    def _join(self) -> None:
+        """Name what the epilogue reads of all steps."""
+        gen, name = self.gen, self.carry.name
+        for value in self.saved:
+            each = gen.name(value)
+            joined = f"{each}_all.flatten(0, 1)" if gen.buffered else f"torch.cat({each}_n)"
+            gen.define(value, gen.name(self.reused[value]) if value in self.reused else joined)
+        carries = f"{name}_all" if gen.buffered else f"torch.stack({name}_n)"
+        for value, after in ((self.read, self.reverse), (self.carry.step, not self.reverse)):
+            if value in self.outside:
+                gen.define(value, f"rt.carry_join({carries}, after={after})", owned=False)
+
+    def _split_operands(self) -> dict[tuple[Value, bool], str]:
         """Slice the flat operands of the scan, transposed where a product wants it, once and outside the loop."""
         steps: dict[tuple[Value, bool], str] = {}
-        for op in self.scan_nodes:
+        for op in self.nodes:
             for i, value in enumerate(op.inputs):
                 turned = op.kind is OpKind.DOT and i < 2 and bool(op.attr("trans_a" if i == 0 else "trans_b", False))
-                if value in local or (value, turned) in steps:
+                if value in self.local or (value, turned) in steps:
                     continue
-                steps[value, turned] = self.name(value) + ("_T" if turned else "")
-                self.lines.add(f"{steps[value, turned]}_n = rt.split({self.name(value)}{'.mT' if turned else ''})")
+                steps[value, turned] = self.gen.name(value) + ("_T" if turned else "")
+                self.lines.add(f"{steps[value, turned]}_n = rt.split({self.gen.name(value)}{'.mT' if turned else ''})")
         return steps
 
-    def _reused(self, saved: list[Value]) -> dict[Value, Value]:
+    def _reused(self) -> dict[Value, Value]:
         """Saved results that accumulate into a flat operand nobody else reads: the operand's memory becomes theirs."""
-        reused: dict[Value, Value] = {}
-        for op in self.scan_nodes:
-            if op.result in saved and op.kind is OpKind.DOT and len(op.inputs) == 3:
+        gen, reused = self.gen, dict[Value, Value]()
+        for op in self.nodes:
+            if op.result in self.saved and op.kind is OpKind.DOT and len(op.inputs) == 3:
                 acc = op.inputs[2]
-                readers = [user for user in self.plan.uses[acc] if user in self.scan_nodes]
-                if acc in self.bound and self.overwrites(acc, op) and len(readers) == 1:
+                readers = [user for user in gen.plan.uses[acc] if user in self.nodes]
+                if acc in gen.bound and gen.overwrites(acc, op) and len(readers) == 1:
                     reused[op.result] = acc
         return reused
 
@@ -243,25 +269,18 @@ class _Generator(_Torch):
 class _Body(_Torch):
     """The loop over steps."""
 
-    def __init__(
-        self,
-        gen: _Generator,
-        carry: Carry,
-        read: Value,
-        saved: list[Value],
-        steps: dict[tuple[Value, bool], str],
-        reused: dict[Value, Value],
-    ) -> None:
-        super().__init__(gen.program, gen.lines)
-        self.gen, self.carry, self.read, self.saved, self.steps, self.reused = gen, carry, read, saved, steps, reused
-        self.rounding = gen.rounding
+    def __init__(self, scan: _Scan, steps: dict[tuple[Value, bool], str]) -> None:
+        super().__init__(scan.gen.program, scan.gen.lines)
+        self.gen, self.carry, self.read, self.saved = scan.gen, scan.carry, scan.read, scan.fresh
+        self.nodes, self.reused, self.reverse, self.steps = scan.nodes, scan.reused, scan.reverse, steps
+        self.rounding = scan.gen.rounding
         self.merged = self._merged()
 
     def loop(self) -> None:
         kept = [] if self.gen.buffered else [f"{self.carry.name}_n.append({self.name(self.read)})"]
-        self.lines.add("for n in range(lo, hi):")
+        self.lines.add(f"for n in {'reversed(range(lo, hi))' if self.reverse else 'range(lo, hi)'}:")
         with self.lines.indented():
-            self.emit(self.gen.scan_nodes)
+            self.emit(self.nodes)
             self.lines.add(f"{self.name(self.read)} = {self.name(self.carry.step)}")
         for line in (*kept, f"finals.append({self.name(self.read)})"):
             self.lines.add(line)
@@ -269,10 +288,10 @@ class _Body(_Torch):
     def _merged(self) -> Value | None:
         """The accumulator of the carry's step if it may be formed in the step's own memory."""
         step = self.gen.program.producer(self.carry.step)
-        if not self.gen.buffered or step.kind not in (OpKind.DOT, OpKind.ADD) or step != self.gen.scan_nodes[-1]:
+        if not self.gen.buffered or step.kind not in (OpKind.DOT, OpKind.ADD) or step != self.nodes[-1]:
             return None
         acc = step.inputs[2] if step.kind is OpKind.DOT and len(step.inputs) == 3 else step.inputs[0]
-        made = next((op for op in self.gen.scan_nodes if op.result == acc), None)
+        made = next((op for op in self.nodes if op.result == acc), None)
         if made is None or made.kind not in IN_PLACE or acc in self.saved:
             return None
         return acc
@@ -295,7 +314,7 @@ class _Body(_Torch):
         if not self.gen.buffered:
             return ""
         if op.result in (self.carry.step, self.merged):
-            return f"{self.carry.name}_n[n + s + 1]"
+            return f"{self.carry.name}_n[n + s{'' if self.reverse else ' + 1'}]"
         return f"{self.name(op.result)}_n[n]" if op.result in self.saved else ""
 
     def on_carry(self, op: Op) -> str:

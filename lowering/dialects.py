@@ -35,7 +35,7 @@ class Dialect:
         """The expression of an op."""
         if op.kind not in self.templates:
             raise TileProgramError(f"no {self.name} text for this op", str(op))
-        attributes = {"strict": False, "reverse": False, **dict(op.attrs), **more}
+        attributes = {"strict": False, "reverse": False, "trans_a": False, **dict(op.attrs), **more}
         return self.templates[op.kind].format(*operands, **attributes)
 
 
@@ -58,6 +58,7 @@ TORCH = Dialect(
         OpKind.CUMSUM: "tiles.cumsum({0}, reverse={reverse})",
         OpKind.MASK: "tiles.lower({0}, strict={strict})",
         OpKind.EYE: "rt.eye({dim!r})",
+        OpKind.GATED_DOT: "tiles.gated_dot({0}, {1}, {2}, trans={trans_a})",
         OpKind.UNIT_LOWER_INVERSE: "tiles.unit_lower_inverse({0})",
     },
 )

@@ -93,11 +93,10 @@ class Runtime:
         """Room for one value of every step, [steps, lanes, rows, cols]."""
         return self._empty(self.layout.steps, rows, cols)
 
-    def carry_slots(self) -> Tensor:
-        """Room for the carry before every step and after the last step of every segment."""
-        carry = self.program.carry
-        assert carry is not None
-        return self._empty(self.layout.steps + len(self.segments), *carry.type.shape)
+    def carry_slots(self, init: str) -> Tensor:
+        """Room for the carry that starts as port ``init`` before every step, and after the last step of every segment
+        (or behind every step and before the first, of what walks from the end)."""
+        return self._empty(self.layout.steps + len(self.segments), *self.program.port(init).type.shape)
 
     def _empty(self, count: int, rows: Dim, cols: Dim) -> Tensor:
         assert self.scratch is not None
@@ -112,9 +111,7 @@ class Runtime:
             return init.to(self.dtype) if slot is None else slot.copy_(init)
         if slot is not None:
             return slot.zero_()
-        carry = self.program.carry
-        assert carry is not None
-        shape = (self.layout.lanes, *(self.size(dim) for dim in carry.type.shape))
+        shape = (self.layout.lanes, *(self.size(dim) for dim in self.program.port(name).type.shape))
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def carry_final(self, name: str, finals: list[Tensor]) -> None:

@@ -1,14 +1,14 @@
 """The tile-program IR: an algorithm written once, over tiles, with a scan axis and a carry.
 
-A program is a straight line of ops in single-assignment form. It describes the work of ONE lane (a batch entry and a
-value head) on ONE step of the scan axis (a chunk of the sequence); lanes are implied, steps are tied together by the
-carry:
+A program is a straight line of ops in single-assignment form. It describes the work of ONE head (a value head
+of a batch entry) on ONE step of the scan axis (a chunk of the sequence); heads are implied, steps are
+tied together by the carry:
 
     carry = (init, step, combine)
 
 ``init`` is an input port, ``step`` the value that the ops compute from this step's carry, and ``combine`` a pair of
 programs that summarise a step without knowing the carry and merge two summaries, so that a scan may be cut into
-segments.
+segments. A program may have a second carry that walks the axis from its end, as gradients do; neither reads the other.
 
 Tile shapes are symbolic (``C`` tokens of a chunk, ``K``, ``V``) or 1; elementwise ops broadcast dimensions of size 1.
 Dtypes are symbolic as well: ``io`` is what the caller hands in, ``acc`` what sums are formed in (fp32, or fp64 for
@@ -36,7 +36,7 @@ class DType(str, Enum):
 
 @dataclass(frozen=True)
 class TileType:
-    """A two-dimensional tile of one lane and one step."""
+    """A two-dimensional tile of one head and one step."""
 
     rows: Dim
     cols: Dim
@@ -51,7 +51,8 @@ class TileType:
 
 
 class OpKind(str, Enum):
-    """The tile ops. ``gated_gram`` and ``unit_lower_inverse`` are macro-ops: each target has a tuned implementation."""
+    """The tile ops. ``gated_gram``, ``gated_dot`` and ``unit_lower_inverse`` are macro-ops: each target implements them
+    in its own way."""
 
     LOAD = "load"
     STORE = "store"
@@ -74,6 +75,7 @@ class OpKind(str, Enum):
     MASK = "mask"
     DOT = "dot"
     GATED_GRAM = "gated_gram"
+    GATED_DOT = "gated_dot"
     UNIT_LOWER_INVERSE = "unit_lower_inverse"
 
 
@@ -156,7 +158,8 @@ class Combine:
 
 @dataclass(frozen=True)
 class Carry:
-    """A tile handed from step to step: starts as port ``init``, leaves as port ``final``."""
+    """A tile handed from step to step: starts as port ``init``, leaves as port ``final``; ``combine`` is how steps
+    compose, where it is known."""
 
     name: str
     type: TileType
@@ -168,7 +171,10 @@ class Carry:
 
 @dataclass(frozen=True)
 class Program:
-    """A validated tile program; build one with :class:`kdacompile.lowering.builder.Builder`."""
+    """A validated tile program; build one with :class:`kdacompile.lowering.builder.Builder`.
+
+    ``reverse`` is a second carry, handed from a step to the one before it: it starts at a sequence's end.
+    """
 
     name: str
     inputs: tuple[Port, ...]
@@ -178,6 +184,11 @@ class Program:
     axis: str = "chunk"
     scalars: tuple[str, ...] = ()
     notes: str = field(default="", compare=False)
+    reverse: Carry | None = None
+
+    @property
+    def carries(self) -> tuple[Carry, ...]:
+        return tuple(carry for carry in (self.carry, self.reverse) if carry is not None)
 
     def port(self, name: str) -> Port:
         for port in (*self.inputs, *self.outputs):
@@ -239,6 +250,16 @@ def _gram_type(types: tuple[TileType, ...], where: str) -> TileType:
     return TileType(x.rows, x.rows, DType.ACC)
 
 
+def _gated_dot_type(types: tuple[TileType, ...], where: str) -> TileType:
+    weights, y, g = types
+    _same_dtype(types, where)
+    if weights.rows != weights.cols or y.rows != weights.rows:
+        raise TileShapeError(f"weights {weights} do not fit {y}", where)
+    if g.rows != y.rows or g.cols not in (1, y.cols):
+        raise TileShapeError(f"gate {g} fits neither per token nor per channel", where)
+    return TileType(y.rows, y.cols, DType.ACC)
+
+
 _ARITY = {
     OpKind.CAST: (1, 1),
     OpKind.SCALE: (1, 1),
@@ -258,6 +279,7 @@ _ARITY = {
     OpKind.MASK: (1, 1),
     OpKind.DOT: (2, 3),
     OpKind.GATED_GRAM: (3, 3),
+    OpKind.GATED_DOT: (3, 3),
     OpKind.UNIT_LOWER_INVERSE: (1, 1),
 }
 
@@ -289,4 +311,6 @@ def infer(kind: OpKind, inputs: tuple[Value, ...], attrs: dict[str, Attr], where
         return _square(types[0], where)
     if kind is OpKind.DOT:
         return _dot_type(types, attrs, where)
+    if kind is OpKind.GATED_DOT:
+        return _gated_dot_type(types, where)
     return _gram_type(types, where)

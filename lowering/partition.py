@@ -7,12 +7,12 @@ what reads the carry but nothing waits for, and ``values``, where what is as wid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Generic, Protocol, TypeVar
 
 from .ir import Op, OpKind, Program, Value
-from .stages import Section
+from .stages import SCANS, Section
 
 
 class Node(Protocol):
@@ -30,10 +30,13 @@ N = TypeVar("N", bound=Node)
 
 
 class Flow(Generic[N]):
-    """Who makes and who reads the values of a list of nodes; ``carried``: a value and what it is in the next step."""
+    """Who makes and who reads the values of a list of nodes; ``carried``: a value and what it is in the next step.
 
-    def __init__(self, nodes: Sequence[N], carried: Mapping[Value, Value]) -> None:
+    ``reverse``: the steps of what is carried from the end."""
+
+    def __init__(self, nodes: Sequence[N], carried: Mapping[Value, Value], reverse: Collection[Value] = ()) -> None:
         self.nodes = tuple(nodes)
+        self.reverse = frozenset(reverse)
         self.made = {node.output: node for node in nodes if node.output is not None}
         self.next = dict(carried)
         self.last = {step: value for value, step in self.next.items()}
@@ -61,9 +64,10 @@ class Flow(Generic[N]):
                 found.add(node)
         return found
 
-    def awaited(self) -> set[N]:
+    def awaited(self, *, reverse: bool = False) -> set[N]:
         """What the next step's carry waits for."""
-        found = {node for node in self.nodes if node.output in self.last}
+        steps = self.reverse if reverse else self.last.keys() - self.reverse
+        found = {node for node in self.nodes if node.output in steps}
         for node in reversed(self.nodes):
             if node in found:
                 found.update(self.before(node))
@@ -80,10 +84,14 @@ class Flow(Generic[N]):
 
 
 def carried(program: Program) -> dict[Value, Value]:
-    """The value in which a program reads its carry, and the one that it becomes."""
-    if program.carry is None:
-        return {}
-    return {op.result: program.carry.step for op in program.ops if op.kind is OpKind.CARRY}
+    """The values in which a program reads its carries, and those that they become."""
+    steps = {carry.name: carry.step for carry in program.carries}
+    return {op.result: steps[str(op.attr("carry"))] for op in program.ops if op.kind is OpKind.CARRY}
+
+
+def reversed_steps(program: Program) -> tuple[Value, ...]:
+    """What the carry that walks from the end becomes."""
+    return () if program.reverse is None else (program.reverse.step,)
 
 
 def partition(
@@ -99,21 +107,35 @@ def partition(
     ``outputs``, ``values``: as in :class:`~kdacompile.lowering.target.Target`. ``joins_scan``: whether a node that
     nothing waits for belongs to the scan's nodes all the same; ``summed``: the nodes that one is computed with.
     """
-    dependent, awaited = flow.dependent(), flow.awaited()
+    dependent = flow.dependent()
+    scans = {section: flow.awaited(reverse=section is Section.REVERSE) & dependent for section in SCANS}
+
+    def joins(node: N, scan: set[N]) -> bool:
+        return node in scan or (joins_scan is not None and joins_scan(node, scan))
+
     placed: dict[N, Section] = {}
     for node in flow.nodes:
         if node not in dependent:
             placed[node] = Section.PROLOGUE
-        elif node in awaited or (joins_scan is not None and joins_scan(node, awaited & dependent)):
-            placed[node] = Section.SCAN
         else:
-            placed[node] = outputs
+            placed[node] = next((section for section, scan in scans.items() if joins(node, scan)), outputs)
+    if flow.reverse:
+        _sink(flow, placed)
     if summed is not None:
         for node in reversed(flow.nodes):
             placed.update(dict.fromkeys(summed(node), placed[node]))
     if values != "prologue":
         _keep_wide(flow, placed, inverted=values == "scan")
     return placed
+
+
+def _sink(flow: Flow[N], placed: dict[N, Section]) -> None:
+    """What only the epilogue reads is made there: behind two scans there is much of it, and it need not lie in memory
+    while they run."""
+    for node in reversed(flow.nodes):
+        readers = () if node.output is None else flow.readers(node.output)
+        if placed[node] is Section.PROLOGUE and all(placed[reader] is Section.EPILOGUE for reader in readers):
+            placed[node] = Section.EPILOGUE
 
 
 def _keep_wide(flow: Flow[N], placed: dict[N, Section], *, inverted: bool) -> None:
@@ -130,8 +152,15 @@ def _keep_wide(flow: Flow[N], placed: dict[N, Section], *, inverted: bool) -> No
 
 @cache
 def sections(program: Program, outputs: Section = Section.EPILOGUE, values: str = "prologue") -> Mapping[Op, Section]:
-    """The section of every op. The carry is read in the scan; a store goes with the outputs."""
-    ends = {OpKind.CARRY: Section.SCAN, OpKind.STORE: outputs}
-    flow = Flow([op for op in program.ops if op.kind not in ends], carried(program))
+    """The section of every op. A carry is read in its scan; a store goes with the outputs."""
+    ends = (OpKind.CARRY, OpKind.STORE)
+    flow = Flow([op for op in program.ops if op.kind not in ends], carried(program), reversed_steps(program))
     placed = partition(flow, outputs=outputs, values=values)
-    return {op: ends[op.kind] if op.kind in ends else placed[op] for op in program.ops}
+
+    def end(op: Op) -> Section:
+        if op.kind is OpKind.STORE:
+            return outputs
+        backwards = program.reverse is not None and op.attr("carry") == program.reverse.name
+        return Section.REVERSE if backwards else Section.SCAN
+
+    return {op: end(op) if op.kind in ends else placed[op] for op in program.ops}

@@ -1,7 +1,8 @@
 """Stages and buffers: a program as runs of work on one unit, and the tensors that cross between them.
 
 The coarsest split is useful to every target: **prologue** (free of the carry, all steps in parallel), **scan** (what
-the next carry waits for) and **epilogue** (reads the carry but nothing waits for it, so again all steps in parallel).
+the next carry waits for) and **epilogue** (reads the carry but nothing waits for it, so again all steps in parallel). A
+carry that walks from the end has a scan of its own, **reverse**, which neither reads the other nor is read by it.
 ``partition.py`` places ops in it, and the torch executor runs the three as they are (``schedule.py``). Where products
 and everything else live on different cores, ``lowering/plan`` cuts each of them further, by unit.
 """
@@ -26,7 +27,12 @@ VIEWS = (OpKind.TRANSPOSE, OpKind.CARRY, OpKind.STORE, OpKind.LOAD)
 class Section(str, Enum):
     PROLOGUE = "prologue"
     SCAN = "scan"
+    REVERSE = "reverse"
     EPILOGUE = "epilogue"
+
+
+SCANS = (Section.SCAN, Section.REVERSE)
+"""The sections that go step by step."""
 
 
 class Scope(str, Enum):

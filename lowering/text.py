@@ -20,9 +20,9 @@ def to_text(program: Program) -> str:
         if ops:
             lines.append(f"  {section.value}:")
             lines += [f"    {op}" for op in ops]
-    if program.carry is not None:
-        carry = program.carry
-        lines.append(f"  carry {carry.name} : {carry.type} from {carry.init}, step {carry.step}, to {carry.final}")
+    for carry in program.carries:
+        word = "carry" if carry is program.carry else "reverse carry"
+        lines.append(f"  {word} {carry.name} : {carry.type} from {carry.init}, step {carry.step}, to {carry.final}")
         if carry.combine is not None:
             for role, part in (("summary", carry.combine.summary), ("merge", carry.combine.merge)):
                 lines.append(f"  combine {role}:")

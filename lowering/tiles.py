@@ -29,6 +29,28 @@ def unit_lower_inverse(x: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(x, eye, upper=False, unitriangular=True)
 
 
+def gated_dot(weights: Tensor, y: Tensor, g: Tensor, *, trans: bool) -> Tensor:
+    """``sum_j weights[i,j] y[j,d] exp(g[j+1,d] + ... + g[i,d])`` over j <= i, or with ``trans`` the same over rows.
+
+    By halves: a row of the second and a column of the first have the decay up to the middle and the one from it.
+    Gates are summed and never subtracted.
+    """
+    rows = y.shape[1]
+    if rows == 1:
+        return weights * y
+    half = rows // 2
+    first, second = slice(half), slice(half, rows)
+    until = cumsum(g[:, first], reverse=True).exp()
+    since = cumsum(g[:, second], reverse=False).exp()
+    top, bottom = (gated_dot(weights[:, part, part], y[:, part], g[:, part], trans=trans) for part in (first, second))
+    below = weights[:, second, first]
+    if trans:
+        top = top + until * (below.mT @ (y[:, second] * since))
+    else:
+        bottom = bottom + since * (below @ (y[:, first] * until))
+    return torch.cat((top, bottom), 1)
+
+
 def row_max(x: Tensor) -> Tensor:
     """Largest of each row, but no less than the lowest finite number."""
     return x.amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).min)

@@ -18,7 +18,7 @@ def validate(program: Program) -> None:
 
     Checked: ports and values are named once; every operand is defined before it is read; every recorded type is the
     type its op infers; loads, stores and carry reads agree with their ports; every output is written exactly once;
-    the carry's init, step and final types agree, and its combine programs fit each other.
+    a carry's init, step and final types agree, its combine programs fit each other, and no step reads the other carry.
     """
     _check_ports(program)
     defined: dict[str, Value] = {}
@@ -36,8 +36,9 @@ def validate(program: Program) -> None:
         _check_type(program, op)
         defined[value.name] = value
     _check_outputs(program, stored)
-    if program.carry is not None:
-        _check_carry(program, program.carry, defined)
+    for carry in program.carries:
+        _check_carry(program, carry, defined)
+    _check_directions(program)
 
 
 def _check_ports(program: Program) -> None:
@@ -70,9 +71,10 @@ def _check_type(program: Program, op: Op) -> None:
             raise UndefinedValueError("load from an undeclared input", str(op))
         expected = port.type
     elif op.kind is OpKind.CARRY:
-        if program.carry is None or op.attr("carry") != program.carry.name:
+        carry = next((carry for carry in program.carries if carry.name == op.attr("carry")), None)
+        if carry is None:
             raise CarryError("read of an undeclared carry", str(op))
-        expected = program.carry.type
+        expected = carry.type
     else:
         expected = infer(op.kind, op.inputs, dict(op.attrs), str(op))
     if expected.shape != op.result.type.shape:
@@ -84,9 +86,9 @@ def _check_type(program: Program, op: Op) -> None:
 
 
 def _check_outputs(program: Program, stored: set[str]) -> None:
-    final = program.carry.final if program.carry is not None else None
+    final = {carry.final for carry in program.carries}
     for port in program.outputs:
-        if port.name not in stored and port.name != final:
+        if port.name not in stored | final:
             raise TileProgramError("output is never stored", str(port))
 
 
@@ -105,9 +107,21 @@ def _check_carry(program: Program, carry: Carry, defined: dict[str, Value]) -> N
         _check_combine(carry, carry.combine)
 
 
+def _check_directions(program: Program) -> None:
+    """The two carries of a program are independent, so that their scans may run in any order, or at once."""
+    needed = {carry.name: {carry.step} for carry in program.carries}
+    for op in reversed(program.ops):
+        for name, values in needed.items():
+            if op.output not in values:
+                continue
+            if op.kind is OpKind.CARRY and op.attr("carry") != name:
+                raise CarryError(f"its step reads {op.output}, which walks the other way", name)
+            values.update(op.inputs)
+
+
 def _check_combine(carry: Carry, combine: Combine) -> None:
     """``merge`` takes an earlier and a later summary, as ``x0`` and ``x1`` for every output ``x``, and returns one."""
-    if combine.summary.carry is not None or combine.merge.carry is not None:
+    if combine.summary.carries or combine.merge.carries:
         raise CarryError("combine programs have no carry of their own", carry.name)
     made = {port.name: port.type for port in combine.summary.outputs}
     merged = {port.name: port.type for port in combine.merge.outputs}
