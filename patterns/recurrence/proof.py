@@ -46,6 +46,8 @@ class _Runner:
         self.candidate = candidate
         self.region = Region(list(candidate.ops), candidate.cut, candidate.outputs)
         self.whole = False
+        self.responses: dict[frozenset[tuple[object, ...]], list[Tensor]] = {}
+        """Results for the first token's write alone, by what each input was: readings of equal sizes share them."""
 
     def tables(self) -> list[Value]:
         """Constants of the region that come with data: literals, and what a module owns."""
@@ -164,7 +166,7 @@ def _describe(binding: Recurrence) -> str:
 class _FirstRun:
     inputs: dict[Value, Tensor]
     results: list[Tensor]
-    errors: dict[tuple[frozenset[Placement], Placement], float] = field(default_factory=dict)
+    errors: dict[tuple[frozenset[Placement], Placement, bool], float] = field(default_factory=dict)
     """Of the first token, by what it depends on."""
 
 
@@ -232,18 +234,35 @@ def _decay(binding: Recurrence, given: dict[str, Tensor]) -> Tensor | None:
 def _first_token_error(binding: Recurrence, first: _FirstRun) -> float:
     """How far the first token, which no decay has touched yet, is from what the binding has it be, up to a scale.
 
-    This alone refutes most, and is worked out once for bindings that differ in what the first token does not read. 0
-    where a state is given, which decays before the first token.
+    This alone refutes most, and is worked out once for bindings that differ in what the first token does not read. A
+    state that is given decays before the first token: by a factor per head, which is fitted, where there is no gate
+    among the inputs; 0 with one.
     """
-    if binding.inputs.get("initial_state"):
+    state = binding.inputs.get("initial_state")
+    if state is not None and binding.gate != "none":
         return 0.0
     read = {role: placement for role, placement in binding.inputs.items() if role not in ("g", "rate")}
-    key = frozenset(read.values()), binding.output
+    key = frozenset(read.values()), binding.output, binding.delta and state is not None
     if key not in first.errors:
-        want, have = _corner(binding.with_(inputs=read), first.inputs, first.results, 1)
-        scale = (have * want).sum() / (want * want).sum()
-        first.errors[key] = token_error(have, want * scale)
+        own = binding.with_(inputs=read)
+        want, have = _corner(own, first.inputs, first.results, 1)
+        if state is None:
+            want = want * (have * want).sum() / (want * want).sum()
+        else:
+            empty = {**first.inputs, state.value: torch.zeros_like(first.inputs[state.value])}
+            written, _ = _corner(own, empty, first.results, 1)
+            want = _fitted_per_head(have, written, want - written)
+        first.errors[key] = token_error(have, want)
     return first.errors[key]
+
+
+def _fitted_per_head(have: Tensor, *parts: Tensor) -> Tensor:
+    """The multiples of the parts that come nearest, of all ``[B, 1, H, V]``: one number for each part and head."""
+    columns = torch.stack([part.movedim(2, 0).flatten(1) for part in parts], dim=-1)
+    wanted = have.movedim(2, 0).flatten(1)[..., None]
+    near = columns @ torch.linalg.lstsq(columns, wanted, driver="gelsd").solution
+    heads = have.movedim(2, 0)
+    return near.reshape(heads.shape).movedim(0, 2)
 
 
 def _fit(binding: Recurrence, inputs: dict[Value, Tensor], results: list[Tensor]) -> tuple[Recurrence | None, float]:
@@ -326,19 +345,32 @@ def _response(binding: Recurrence, runner: _Runner) -> Tensor | None:
     head: ``[tokens, H]``.
     """
     sizes = runner.sizes(binding, heads=True)
-    draws = {p.role: torch.ones([sizes[x] for x in AXES[p.role]], dtype=torch.float64) for p in binding.inputs.values()}
-    for role in ("k", "v", "initial_state"):
-        if role in draws and sizes["T"] > 1:
-            draws[role] = draws[role] * 0 if role == "initial_state" else _only_first(draws[role])
-        elif role in draws and role != "initial_state":
-            draws[role] = draws[role] * 0
-    results = runner({p.value: p.from_canonical(draws[p.role]) for p in binding.inputs.values()})
+    impulse = {p: _impulse(p, sizes) for p in binding.inputs.values()}
+    key = frozenset((p.value, *p.run_shape(sizes), *kind) for p, kind in impulse.items())
+    if key not in runner.responses:
+        drawn = {p.value: p.from_canonical(_drawn(p, kind[0], sizes)) for p, kind in impulse.items()}
+        runner.responses[key] = runner(drawn)
+    results = runner.responses[key]
     if sizes["T"] > 1:
         output = binding.output.to_canonical(results[0])
         return output[0, 1:, :, 0] / output[0, :1, :, 0]
-    if binding.final_state is not None and "initial_state" in draws:
+    if binding.final_state is not None and "initial_state" in binding.inputs:
         return binding.final_state.to_canonical(results[1])[:1, :, 0, 0]
     return None
+
+
+def _impulse(placement: Placement, sizes: dict[str, int]) -> tuple[str, int, bool]:
+    """What a role gets: "ones", "zeros", or ones for the first token alone, which is at one end of a dimension."""
+    role, several = placement.role, sizes["T"] > 1
+    if role in ("k", "v") and several and "T" in placement.axes:
+        return "first", placement.axes.index("T"), placement.backwards
+    nothing = role == "initial_state" if several else role in ("k", "v")
+    return "zeros" if nothing else "ones", 0, False
+
+
+def _drawn(placement: Placement, kind: str, sizes: dict[str, int]) -> Tensor:
+    ones = torch.ones([sizes[axis] for axis in AXES[placement.role]], dtype=torch.float64)
+    return _only_first(ones) if kind == "first" else ones * (kind == "ones")
 
 
 def _log_decay(response: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def ideal(table: Tensor, logs: Tensor) -> Tensor | None:
         entries = table.double() if dim is None else table.double().movedim(dim, 0)
         flat = entries[None] if dim is None else entries
         own = logs[:1] if dim is None else logs
-        for found in (_powers(flat, own), _rates(flat, own)):
+        for found in (_powers(flat, own, smallest), _rates(flat, own)):
             if found is not None and _rounds_to(flat, found, unit, smallest):
                 return found[0] if dim is None else found.movedim(0, dim)
     return None
@@ -78,12 +78,15 @@ def steps(table: Tensor, logs: Tensor) -> tuple[Tensor, int | None] | None:
     return None
 
 
-def _powers(table: Tensor, logs: Tensor) -> Tensor | None:
-    """``gamma_h ** n`` with n affine in the indices of ``table [H, ...]``; zeros stay."""
+def _powers(table: Tensor, logs: Tensor, smallest: float) -> Tensor | None:
+    """``gamma_h ** n`` with n affine in the indices of ``table [H, ...]``; zeros stay, but for powers that are smaller
+    than the dtype's ``smallest``: 0 is what they round to.
+    """
     n = _exponents(table, logs)
     if n is None:
         return None
-    return torch.where(table == 0, 0.0, (n * logs.reshape(-1, *[1] * (table.dim() - 1))).exp())
+    powers = (n * logs.reshape(-1, *[1] * (table.dim() - 1))).exp()
+    return torch.where((table == 0) & (powers >= smallest), 0.0, powers)
 
 
 def _exponents(table: Tensor, logs: Tensor) -> Tensor | None:

@@ -244,3 +244,17 @@ def test_ideal_refuses_what_is_no_table() -> None:
     assert tables.ideal(powers, logs) is not None
     for table in (wrong, powers.flip(0), powers + 1e-3, torch.rand(2, 60), -powers):
         assert tables.ideal(table, logs) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_entries_too_small_for_the_dtype_are_powers_all_the_same(dtype: torch.dtype) -> None:
+    """MiniMax's strongest head at 128 tokens: exp(-0.9 * 127). Zeros that a mask put there stay zeros."""
+    logs = torch.tensor([-0.9, -0.01], dtype=torch.float64)
+    distance = torch.arange(128)[:, None] - torch.arange(128)
+    powers = (logs[:, None, None] * distance).exp().tril()
+    rounded = powers.to(dtype)
+    assert bool((rounded[0] == 0).sum() > (powers[0] == 0).sum())  # some are gone
+    found = tables.ideal(rounded, logs)
+    assert found is not None and torch.allclose(found, powers, rtol=1e-12, atol=0.0)
+    windowed = tables.ideal(rounded.triu(-100), logs)
+    assert windowed is not None and bool((windowed[1] == powers[1].triu(-100)).all())
