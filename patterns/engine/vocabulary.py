@@ -29,6 +29,9 @@ PICKING = of_kind("pick")
 PLACING = of_kind("place")
 """Operators that put tensors side by side or into a larger one."""
 
+DATA_MOVEMENT = LAYOUT | PICKING | PLACING
+"""Operators that compute nothing: they lay out, cast, cut, join or put into a buffer."""
+
 MAKERS = of_kind("make")
 """Operators that make tensors from sizes and numbers."""
 

@@ -25,7 +25,7 @@ from kdacompile.patterns.mla.bindings import labels
 from kdacompile.patterns.mla.definition import Parts
 from kdacompile.patterns.mla.sources import (
     CACHED,
-    MOVES,
+    REARRANGEMENTS,
     Projection,
     Sources,
     climb,
@@ -331,7 +331,7 @@ def _heads_around(query: Value, found: Attention) -> int | None:
         if op.name in CONTRACTIONS:
             if _is_per_head(op.reads):
                 return _matrices(op.reads)
-        elif op.name in MOVES or scales(op):
+        elif op.name in REARRANGEMENTS or scales(op):
             stack.extend(read for read in op.reads if not read.const)
     after = _product_behind(found.product.out)
     return None if after is None else _matrices(after.reads)

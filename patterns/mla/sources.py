@@ -16,15 +16,15 @@ from kdacompile.patterns.engine.values import first_column, operand, root, turn
 from kdacompile.patterns.engine.values import is_weight as is_given_weight
 from kdacompile.patterns.engine.vocabulary import ADDED_PRODUCTS, CONTRACTIONS, LAYOUT, PICKING, TURNS
 
-MOVES = LAYOUT | frozenset(
+REARRANGEMENTS = LAYOUT | frozenset(
     "slice split split_with_sizes select unbind cat slice_scatter select_scatter repeat constant_pad_nd".split()
 )
 """How keys and values are laid out on the way to their product."""
 
-CACHED = MOVES | frozenset("index_copy index_put scatter".split())
+CACHED = REARRANGEMENTS | frozenset("index_copy index_put scatter".split())
 """The same where they are put into a cache first."""
 
-CLIMBED = MOVES & (LAYOUT | PICKING | {"repeat"})
+CLIMBED = REARRANGEMENTS & (LAYOUT | PICKING | {"repeat"})
 """Those that take elements of one tensor."""
 
 SCALES = frozenset({"mul", "div"})
@@ -104,7 +104,7 @@ class Sources:
     """What operands are made of: projections, of ``latent`` alone if it is given, the latent, and shared tensors."""
 
     def __init__(
-        self, latent: Value | None = None, moves: frozenset[str] = MOVES, numbering: Numbering | None = None
+        self, latent: Value | None = None, moves: frozenset[str] = REARRANGEMENTS, numbering: Numbering | None = None
     ) -> None:
         self.latent, self.moves, self.numbering = latent, moves, numbering or Numbering()
         self.reached: dict[Value, bool] = {}

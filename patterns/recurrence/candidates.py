@@ -17,7 +17,7 @@ from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.match import Candidate, Obstacle
 from kdacompile.patterns.engine.rounding import rounding
-from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING, PLACING, is_float8
+from kdacompile.patterns.engine.vocabulary import DATA_MOVEMENT, is_float8
 from kdacompile.patterns.recurrence.bindings import Bindings
 from kdacompile.patterns.recurrence.cuts import NoCut, Surroundings
 from kdacompile.patterns.recurrence.regions import Exit, Group, is_soft, keeps_tokens_apart
@@ -26,9 +26,6 @@ from kdacompile.patterns.recurrence.roles import RecurrenceCandidate, frames, ro
 SMALLEST_VISIBLE = 1e-2
 """Additive constants below this could hide from random probes (an eps), so a region may not hold one."""
 
-
-MOVES = LAYOUT | PICKING | PLACING
-"""What may happen to a result on its way out: it is laid out, cast, cut to length, put into a buffer of its own."""
 
 MAX_EXITS = 4
 """Exits of a group that are paired as output and final state."""
@@ -100,7 +97,7 @@ def _carried_on(exit_: Exit, *, last_first: bool) -> list[Value]:
         op = value.op
         assert op is not None
         data = [read for read in op.reads if not read.const]
-        moves = op.name in MOVES or op.name in ("mul", "div", "neg")
+        moves = op.name in DATA_MOVEMENT or op.name in ("mul", "div", "neg")
         simple = moves and len(data) == 1
         if runs and simple and data[0] is runs[-1][-1]:
             runs[-1].append(value)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kdacompile.graph.ir import Graph, Op, Value
-from kdacompile.patterns.recurrence.candidates import MOVES
+from kdacompile.patterns.engine.vocabulary import DATA_MOVEMENT
 from kdacompile.patterns.recurrence.regions import Group, exits_of
 from kdacompile.patterns.recurrence.roles import Recurrence, RecurrenceCandidate
 
@@ -63,14 +63,14 @@ def is_layer(group: Group, candidate: RecurrenceCandidate, binding: Recurrence) 
 
 def _read_by(value: Value, group: Group, ops: set[Op]) -> bool:
     """True if one of ``ops`` reads an input of the group, or a rearrangement of it."""
-    moved = [out for user in value.users if user not in group.ops and user.name in MOVES for out in user.outs]
+    moved = [out for user in value.users if user not in group.ops and user.name in DATA_MOVEMENT for out in user.outs]
     return not ops.isdisjoint(value.users) or any(_read_by(out, group, ops) for out in moved)
 
 
 def _computed_from(value: Value, ops: set[Op]) -> bool:
     """True if one of ``ops`` computes something from a result, rather than putting it somewhere."""
     users = [user for user in value.users if user in ops]
-    return any(user.name not in MOVES or any(_computed_from(out, ops) for out in user.outs) for user in users)
+    return any(user.name not in DATA_MOVEMENT or any(_computed_from(out, ops) for out in user.outs) for user in users)
 
 
 def _union(group: Group, op: Op) -> int:

@@ -14,12 +14,12 @@ from kdacompile.patterns.engine.vocabulary import AS_IS, ELEMENTWISE, LAYOUT, TU
 POINTWISE = frozenset(name for name in ELEMENTWISE if not TRAITS[name].steps)
 """What an activation is made of."""
 
-MOVES = LAYOUT | {"select", "slice"}
+SAME_DATA = LAYOUT | {"select", "slice"}
 """Operators that keep the data of their only tensor operand (select and slice: where they take all of it)."""
 
 
 def above(op: Op, axes: str, sizes: dict[str, int]) -> str | None:
-    """Axes of the only operand of one of ``MOVES``, None if they cannot be told."""
+    """Axes of the only operand of one of ``SAME_DATA``, None if they cannot be told."""
     source = op.reads[0]
     rank = len(source.shape)
     if op.name in AS_IS | {"_to_copy"} or (op.name == "slice" and source.shape == op.out.shape):

@@ -17,7 +17,7 @@ import torch
 from kdacompile.graph.ir import Op, Value, reach
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING
-from kdacompile.patterns.recurrence.absorb.axes import MOVES, above
+from kdacompile.patterns.recurrence.absorb.axes import SAME_DATA, above
 from kdacompile.patterns.recurrence.absorb.scope import HALVES, Scope
 from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 
@@ -28,7 +28,7 @@ MERGED = frozenset({"g", "dt_bias"})
 def step_up(placement: Placement, scope: Scope, sizes: dict[str, int]) -> Placement | None:
     """The placement one layout, copy or upcast further up, visible to Dynamo or not."""
     op = placement.value.op
-    if op is None or op.name not in MOVES or not scope.crosses(op):
+    if op is None or op.name not in SAME_DATA or not scope.crosses(op):
         return None
     axes = above(op, placement.axes, sizes)
     if axes is None or ("*" in axes and placement.role not in MERGED):

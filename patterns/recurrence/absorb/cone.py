@@ -20,7 +20,7 @@ from kdacompile.patterns.engine.compare import PRECISE
 from kdacompile.patterns.engine.evaluate import EvaluationError, Region
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.reduced import CannotReduce
-from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE, above, broadcast
+from kdacompile.patterns.recurrence.absorb.axes import POINTWISE, SAME_DATA, above, broadcast
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 
 MAX_VALUES = 48
@@ -87,7 +87,7 @@ def label(bottom: Placement, ops: frozenset[Op], sizes: dict[str, int]) -> dict[
             continue
         axes = found[op.out]
         for read in op.reads:
-            if op.name in MOVES:
+            if op.name in SAME_DATA:
                 text = above(op, axes, sizes)
                 if text is None:
                     return None

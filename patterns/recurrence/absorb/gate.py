@@ -23,13 +23,13 @@ from torch import Tensor
 from kdacompile.graph.ir import Value
 from kdacompile.lowering.gates import FORMS, GATE_FUNCTIONS, GateFunction, log_decay
 from kdacompile.patterns.engine.placement import Placement
-from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE
+from kdacompile.patterns.recurrence.absorb.axes import POINTWISE, SAME_DATA
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, allows, cones, holds_for, upstream
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 from kdacompile.patterns.recurrence.absorb.turning_points import points
 from kdacompile.patterns.recurrence.roles import RecurrenceMatch, in_role
 
-NAMES = MOVES | POINTWISE
+NAMES = SAME_DATA | POINTWISE
 FLAT = frozenset("zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor".split())
 SIGNS = {"": 0, "lower bound": -1, "factor": 1}
 """What gate_scale must be, as the table has it: exactly one (0), negative or positive."""
@@ -95,7 +95,7 @@ def _plausible(cone: Cone, match: RecurrenceMatch, function: GateFunction) -> bo
 
 def is_flat(value: Value) -> bool:
     """True for a constant with one value throughout: a threshold of its own per channel could hide from the probes."""
-    while value.op is not None and value.op.name in MOVES:
+    while value.op is not None and value.op.name in SAME_DATA:
         value = value.op.reads[0]
     return math.prod(value.shape) == 1 or (value.op is not None and value.op.name in FLAT)
 

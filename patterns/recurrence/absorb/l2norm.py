@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.values import number
-from kdacompile.patterns.recurrence.absorb.axes import MOVES
+from kdacompile.patterns.recurrence.absorb.axes import SAME_DATA
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, cones, holds_for
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 
-NAMES = MOVES | frozenset("mul div add sum mean pow square sqrt rsqrt reciprocal linalg_vector_norm".split())
+NAMES = SAME_DATA | frozenset("mul div add sum mean pow square sqrt rsqrt reciprocal linalg_vector_norm".split())
 ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
 LARGEST_EPS = 1e-2
 

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from kdacompile.patterns.recurrence.absorb.axes import MOVES, POINTWISE
+from kdacompile.patterns.recurrence.absorb.axes import POINTWISE, SAME_DATA
 from kdacompile.patterns.recurrence.absorb.casts import climb
 from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, cones, holds_for
 from kdacompile.patterns.recurrence.absorb.gate import ENOUGH, is_flat, may_compute
@@ -34,7 +34,7 @@ def absorb_sigmoid_beta(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch
             return None
         logit = climb(replace(beta, value=op.reads[0]), scope, match.sizes)
         return None if logit is None else match.taking("sigmoid_beta", {"beta": logit}, sigmoid_beta=True)
-    for cone in cones(beta, scope, match.sizes, MOVES | POINTWISE):
+    for cone in cones(beta, scope, match.sizes, SAME_DATA | POINTWISE):
         if may_compute(cone, "sigmoid") and _is_sigmoid(cone, match.sizes):
             return match.taking("sigmoid_beta", {"beta": cone.sources[0]}, sigmoid_beta=True)
     return None

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
-from kdacompile.patterns.engine.values import number
-from kdacompile.patterns.recurrence.absorb.axes import MOVES
+from kdacompile.patterns.engine.values import number, root
+from kdacompile.patterns.recurrence.absorb.axes import SAME_DATA
 from kdacompile.patterns.recurrence.absorb.cone import Cone
 
 MOST = 12
 """Turning points of one activation; real ones have one or two."""
 
 _COMPARISONS = frozenset("gt lt ge le eq ne maximum minimum".split())
-_SMOOTH = MOVES | frozenset(
+_SMOOTH = SAME_DATA | frozenset(
     "add sub rsub mul div neg exp exp2 log log1p sigmoid log_sigmoid_forward logaddexp where reciprocal sqrt rsqrt pow "
     "square tanh".split()
 )
@@ -155,7 +155,7 @@ class _Affine:
         op = value.op
         if op is None or (op not in self.cone.ops and not value.const):
             return None
-        if op.name in MOVES:
+        if op.name in SAME_DATA:
             return self.rate_or(op.reads[0])
         if op.name == "exp" and self.is_rate(op.reads[0]):
             return {(0, 1): 1.0}
@@ -174,6 +174,5 @@ class _Affine:
         return None if self.is_rate(value) else self(value)
 
     def is_rate(self, value: Value) -> bool:
-        while value is not self.rate and value.op is not None and value.op.name in MOVES and value.op in self.cone.ops:
-            value = value.op.reads[0]
+        value = root(value, SAME_DATA, until=lambda step: step is self.rate or step.op not in self.cone.ops)
         return self.rate is not None and value is self.rate
