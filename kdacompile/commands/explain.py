@@ -203,9 +203,23 @@ def small(config: Any) -> Any:
         if isinstance(value, list) and len(cast("list[Any]", value)) == layers:
             setattr(config, name, [value[index] for index in kept])
     config.num_hidden_layers = len(kept)
+    _mend(config, [kinds[index] for index in kept])
     for name in _EXPERT_COUNTS:
         if getattr(config, name, None) is not None:
             setattr(config, name, min(getattr(config, name), _EXPERTS))
     config.vocab_size = _VOCABULARY
     config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, 1, 2
     return config
+
+
+def _mend(config: Any, kinds: list[str]) -> None:
+    """What follows from the kinds of layers kept, and defaults of transformers that are no model."""
+    if not config.num_hidden_layers:  # a layer of LongCat's counts as two
+        config.num_hidden_layers = 2 * len(kinds)
+    if getattr(config, "hybrid_layer_ids", None) is not None:  # Zamba 2 has its layers' kinds a second time
+        config.hybrid_layer_ids = [place for place, kind in enumerate(kinds) if kind == "hybrid"]
+    if getattr(config, "num_experts_per_tok", 1) is None:  # DeepSeek V2
+        config.num_experts_per_tok = 2
+    width = getattr(config, "moe_intermediate_size", None) or 0
+    if width % 8:  # 1407 of DeepSeek V2: torch's grouped products want rows of 16 bytes
+        config.moe_intermediate_size = width + -width % 8

@@ -74,6 +74,20 @@ def test_a_transformers_model_keeps_its_widths_and_one_layer_of_each_kind() -> N
 
 
 @pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("longcat_flash", {"num_layers": 1, "num_hidden_layers": 2}),
+        ("zamba2", {"num_hidden_layers": 2, "hybrid_layer_ids": [1]}),
+        ("deepseek_v2", {"num_hidden_layers": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 1408}),
+    ],
+)
+def test_defaults_that_are_no_model_are_mended(name: str, wanted: dict[str, object]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = explain.small(transformers.AutoConfig.for_model(name))
+    assert {key: getattr(config, key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
     ("subject", "options", "problem"),
     [
         ("{file}", [], "name a function as well"),
