@@ -77,7 +77,9 @@ class Runtime:
         return chunk_decays(g, rows, cols, factor=factor, scratch=self.scratch, overwrite=overwrite)
 
     def eye(self, dim: str) -> Tensor:
-        return torch.eye(self.size(dim), dtype=self.dtype, device=self.device).unsqueeze(0)
+        size = self.size(dim)
+        eye = torch.eye(size, dtype=self.dtype, device=self.device)
+        return eye.expand(self.layout.steps * self.layout.lanes, size, size)
 
     def round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype).to(self.dtype)

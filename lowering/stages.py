@@ -147,6 +147,9 @@ def op_flops(op: Op) -> sympy.Expr:
         rows, cols = op.inputs[0].type.shape
         pairs = size(rows) * (size(rows) + (-1 if op.attr("strict", False) else 1)) / 2
         return 2 * pairs * size(cols)
+    if op.kind is OpKind.GATED_DOT:
+        rows, cols = op.result.type.shape
+        return size(rows) * (size(rows) + 1) * size(cols)
     if op.kind is OpKind.UNIT_LOWER_INVERSE:
         n = size(op.result.type.rows)
         return n * (n - 1) * (n - 2) / 3

@@ -8,7 +8,7 @@ from itertools import islice
 import sympy
 
 from ..ir import DType, OpKind
-from ..stages import Buffer, Scope, Section, Stage, Task, op_flops, size, symbol
+from ..stages import SCANS, Buffer, Scope, Section, Stage, Task, op_flops, size, symbol
 from ..target import Unit
 from .buffers import Rule, allocate, buffers, is_cheap
 from .hazards import Order
@@ -122,7 +122,7 @@ def make_stage(run: PlacedRun, found: Sequence[Buffer], graph: Graph) -> Stage:
     narrowed = [b.name for b in writes if b.dtype is DType.IO and b.scope is not Scope.PORT]
     flops = sum((task_flops(task) for task in run.tasks), sympy.Integer(0))
     moved = sum((_bytes(b) for b in (*reads, *writes) if b.layout != "lane"), sympy.Integer(0))
-    domain = ("lane",) if run.section is Section.SCAN and graph.next else ("lane", "step")
+    domain = ("lane",) if run.section in SCANS and graph.next else ("lane", "step")
     return Stage(
         run.name,
         run.section,
@@ -150,6 +150,8 @@ def task_flops(task: Task) -> sympy.Expr:
     if not task.part:
         return op_flops(task.op)
     rows, cols = task.output.type.shape
+    if task.part == "product" and task.op.kind is OpKind.GATED_DOT:
+        return 2 * size(rows) * size(rows) * size(cols)
     if task.part == "product":
         return 2 * size(rows) * size(cols) * size(task.op.inputs[0].type.cols)
     return size(rows) * size(cols)

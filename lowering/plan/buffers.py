@@ -158,7 +158,6 @@ def _ports(graph: Graph, runs: Sequence[PlacedRun], home: Mapping[Task, PlacedRu
     """The caller's tensors, with the stages that read or write them."""
     program = graph.program
     found: list[Buffer] = []
-    scan = next((run for task, run in home.items() if task.output in graph.last), None)
     for op in program.ops:
         if op.kind is OpKind.LOAD:
             port = program.port(str(op.attr("port")))
@@ -169,8 +168,8 @@ def _ports(graph: Graph, runs: Sequence[PlacedRun], home: Mapping[Task, PlacedRu
             made = graph.made.get(op.inputs[0])
             writer = "" if made is None else home[made].name
             found.append(Buffer(port.name, port.type.shape, port.type.dtype, port.per.value, Scope.PORT, writer))
-    if program.carry is not None and scan is not None:
-        carry = program.carry
+    for carry in program.carries:
+        scan = next(run for task, run in home.items() if task.output == carry.step)
         for name, sides in ((carry.init, ("", (scan.name,))), (carry.final, (scan.name, ()))):
             found.append(Buffer(name, carry.type.shape, DType.ACC, "lane", Scope.PORT, *sides))
     return found

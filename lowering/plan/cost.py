@@ -13,7 +13,7 @@ import sympy
 
 from ..decay import SUB_CHUNK
 from ..ir import OpKind
-from ..stages import Buffer, Scope, Section, Stage, Task, evaluate, size, symbol
+from ..stages import SCANS, Buffer, Scope, Section, Stage, Task, evaluate, size, symbol
 from ..target import Unit
 from .model import PlanData
 from .whole import kernel_plans
@@ -53,7 +53,7 @@ def sharing(plan: PlanData, stage: Stage) -> int:
     of each one's own where a kernel has no products. In other kernels the compiler gives each Vec core whole tiles."""
     if stage.unit is not Unit.VEC:
         return 1
-    if stage.section is Section.SCAN:
+    if stage.section in SCANS:
         return plan.target.vec_cores
     kernel = next(found for found in kernel_plans(plan) if any(stage is other for other in found.stages))
     return 1 if any(other.unit is Unit.CUBE for other in kernel.stages) else plan.target.vec_cores

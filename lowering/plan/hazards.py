@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from ..stages import Buffer, Section, Stage, Task
+from ..stages import SCANS, Buffer, Stage, Task
 from ..target import Unit
 from .split import Graph, PlacedRun
 
@@ -26,7 +26,7 @@ def slots(runs: Sequence[PlacedRun | Stage]) -> int:
     loaded = {run.unit: {v for r in runs if r.unit is run.unit for t in r.tasks for v in t.inputs} for run in runs}
     shared = loaded.get(Unit.CUBE, set()) & loaded.get(Unit.VEC, set()) - made
     once = sum(run.unit is Unit.CUBE for run in runs) == 1 < len(runs)
-    return 2 if runs[0].section is not Section.SCAN and once and not shared else 1
+    return 2 if runs[0].section not in SCANS and once and not shared else 1
 
 
 class Order:
@@ -35,7 +35,7 @@ class Order:
     def __init__(self, graph: Graph, runs: Sequence[PlacedRun]) -> None:
         self.graph = graph
         self._slots = slots(runs) if runs else 1
-        self.steps = _WINDOW if runs and runs[0].section is Section.SCAN and graph.next else 1
+        self.steps = _WINDOW if runs and runs[0].section in SCANS and graph.next else 1
         self._ahead = {task: run.shift.get(task.name, 0) for run in runs for task in run.tasks}
         self.period = sum(len(run.tasks) for run in runs)
         self._index: dict[tuple[Task, int], int] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import ArgumentError
 from ..ir import DType, Program
-from ..stages import Buffer, Scope, Section, Stage
+from ..stages import SCANS, Buffer, Scope, Section, Stage
 from ..target import Target
 from .capacity import Need
 from .fold import Carried
@@ -92,17 +92,14 @@ class PlanData:
 
     @property
     def workspaces(self) -> tuple[Buffer, ...]:
-        """What crosses units inside the scan."""
-        return tuple(
-            b
-            for b in self.buffers
-            if b.scope is Scope.WORKSPACE and any(b.producer == s.name for s in self.section(Section.SCAN))
-        )
+        """What crosses units inside the scans."""
+        names = {stage.name for section in SCANS for stage in self.section(section)}
+        return tuple(b for b in self.buffers if b.scope is Scope.WORKSPACE and b.producer in names)
 
     @property
     def in_memory(self) -> tuple[Buffer, ...]:
         """What has addresses in the scan's workspace: what crosses units, and operands Cube makes for itself."""
-        names = {stage.name for stage in self.section(Section.SCAN)}
+        names = {stage.name for section in SCANS for stage in self.section(section)}
         return tuple(b for b in self.buffers if b.addresses and b.producer in names)
 
     @property

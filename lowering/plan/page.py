@@ -58,6 +58,8 @@ def _pictures(plan: PlanData, naive: PlanData | None) -> list[str]:
         span = max(slow.end, played.end)
         drawn.append(timeline_svg(naive, slow, span=span))
     drawn.append(timeline_svg(plan, played, span=span))
+    if plan.section(Section.REVERSE):
+        drawn.append(timeline_svg(plan, timeline(plan, _CHUNKS, section=Section.REVERSE), span=span))
     if plan.section(Section.SCAN):
         drawn.append(groups_svg(plan, schedule(plan)))
     return drawn

@@ -102,7 +102,7 @@ def _title(sheet: _Sheet, plan: PlanData, played: Timeline) -> None:
         0,
         34,
         f"{plan.handovers} hand-overs a {plan.step} (arrows), {plan.meeting} {_meeting_bytes(plan):,} bytes "
-        f"(by address); the scan of one core group as modelled, {steps}",
+        f"(by address); the {played.section.value} of one core group as modelled, {steps}",
         "soft",
     )
     sheet.y = 46

@@ -8,7 +8,7 @@ from functools import cache
 
 from ..errors import ArgumentError
 from ..ir import Combine, DType, Program
-from ..stages import Buffer, Scope, Section
+from ..stages import SCANS, Buffer, Scope, Section
 from ..target import Target, target_of
 from .assemble import make_stage, name_runs, order_scan, workspaces
 from .buffers import Rule, allocate, buffers
@@ -56,6 +56,8 @@ def _planned(scan: Folded, target: Target, options: Options, io: str, sizes: tup
         options = replace(options, outputs=target.outputs)
     if options.values == "auto":
         options = replace(options, values=target.values)
+    if scan.program.reverse is not None:  # what reads both carries stands behind both scans
+        options = replace(options, outputs="epilogue")
     choices = ("scan", "epilogue") if options.outputs == "auto" else (options.outputs,)
     plans = [_fitted(legal, target, replace(options, outputs=o), bound, io) for o in choices]
     best = min(plans, key=lambda p: (p.handovers, p.tensor_bytes))
@@ -102,7 +104,7 @@ def _plan(folded: Folded, target: Target, options: Options, sizes: Mapping[str, 
     for section, inside in by_section.items():
         if not options.hoist:
             cut[section] = in_order(inside)
-        elif section is Section.SCAN and graph.next:
+        elif section in SCANS and graph.next:
             cut[section] = arrange(graph, inside, pipeline=options.pipeline, lookahead=options.lookahead)
         else:
             cut[section] = fewest_runs(graph, inside)
@@ -120,7 +122,7 @@ def _plan(folded: Folded, target: Target, options: Options, sizes: Mapping[str, 
     if streamed:
         found = [_streamed(buffer, streamed) for buffer in found]
         stages = tuple(make_stage(run, found, graph) for run in runs)
-    inner = cut[Section.SCAN]
+    inner = [cut[section] for section in SCANS]
     return Plan(
         program=program,
         target=target,
@@ -129,11 +131,11 @@ def _plan(folded: Folded, target: Target, options: Options, sizes: Mapping[str, 
         io=io,
         stages=stages,
         buffers=tuple(found),
-        handovers=hand_overs(inner),
-        lower_bound=circuit_bound(graph, by_section[Section.SCAN]),
+        handovers=sum(map(hand_overs, inner)),
+        lower_bound=sum(circuit_bound(graph, by_section[section]) for section in SCANS),
         meeting_bytes=total,
         floor_bytes=floor,
-        period=sum(len(run.tasks) for run in inner),
+        period=sum(len(run.tasks) for run in cut[Section.SCAN]),
         needs=tuple(on_chip),
         carried=tuple(graph.next.items()),
     )
@@ -158,7 +160,7 @@ def _with_addresses(
 ) -> tuple[list[Buffer], int, int]:
     """Addresses for the workspaces of every section (each has its own kernel, so each starts at 0).
 
-    Returns the buffers, the bytes of the scan's workspace and the bytes no assignment could go below.
+    Returns the buffers, the bytes of the scans' workspaces and the bytes no assignment could go below.
     """
     total = floor = 0
     addressed: dict[str, Buffer] = {}
@@ -167,6 +169,6 @@ def _with_addresses(
         mine = workspaces(found, inside)
         placed, bytes, least = allocate(mine, Order(graph, inside), sizes, widths, reuse=reuse)
         addressed.update({b.name: b for b in placed})
-        if section is Section.SCAN:
-            total, floor = bytes, least
+        if section in SCANS:
+            total, floor = total + bytes, floor + least
     return [b if b.lifetime is None else addressed[b.name] for b in found], total, floor

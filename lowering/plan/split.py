@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..ir import OpKind, Program
-from ..partition import Flow, carried, partition
+from ..partition import Flow, carried, partition, reversed_steps
 from ..stages import Section, Task
 from ..target import Unit
 from .fold import Carried
@@ -49,7 +49,7 @@ class Graph(Flow[Task]):
     """The tasks of a program and who reads what of them; the carry's value comes from the step before."""
 
     def __init__(self, program: Program, tasks: Sequence[Task], folded: Carried = ()) -> None:
-        super().__init__(tasks, {**dict(folded), **carried(program)})
+        super().__init__(tasks, {**dict(folded), **carried(program)}, reversed_steps(program))
         self.program = program
         self.tasks = self.nodes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..stages import Buffer, Scope, Section, Stage, Task
+from ..stages import SCANS, Buffer, Scope, Section, Stage, Task
 from .cost import crossing_seconds, section_seconds, sharing, task_seconds, transfer_seconds
 from .model import PlanData
 
@@ -23,11 +23,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The scan of one core group. ``period`` is the time between steps once it runs evenly."""
+    """A scan of one core group. ``period`` is the time between steps once it runs evenly."""
 
     events: tuple[Event, ...]
     steps: int
     period: float
+    section: Section = Section.SCAN
 
     def lane(self, name: str) -> tuple[Event, ...]:
         return tuple(event for event in self.events if event.lane == name)
@@ -37,23 +38,24 @@ class Timeline:
         return max((event.end for event in self.events), default=0.0)
 
 
-def timeline(plan: PlanData, steps: int = 4, *, sync: float | None = None) -> Timeline:
-    """Play ``steps`` steps of the scan: each unit does its tasks in order, each as soon as what it reads is there.
+def timeline(plan: PlanData, steps: int = 4, *, sync: float | None = None, section: Section = Section.SCAN) -> Timeline:
+    """Play ``steps`` steps of a scan: each unit does its tasks in order, each as soon as what it reads is there.
 
     A hand-over costs the tile's way through memory and ``sync`` seconds (by default the target's figure).
     """
     wait = sync if sync is not None else (plan.target.rates["sync"].value if "sync" in plan.target.rates else 0.0)
-    return _Player(plan, steps, wait).play()
+    return _Player(plan, steps, wait, section).play()
 
 
 class _Player:
     """When every unit is free and every task of every step has ended, as far as the scan has been played."""
 
-    def __init__(self, plan: PlanData, steps: int, wait: float) -> None:
-        self.plan, self.steps, self.wait = plan, steps, wait
-        self.stages = plan.section(Section.SCAN)
+    def __init__(self, plan: PlanData, steps: int, wait: float, section: Section) -> None:
+        self.plan, self.steps, self.wait, self.section = plan, steps, wait, section
+        self.stages = plan.section(section)
         self.home = {task: stage for stage in self.stages for task in stage.tasks}
-        self.crossing = {b.name: b for b in plan.in_memory}
+        names = {stage.name for stage in self.stages}
+        self.crossing = {b.name: b for b in plan.in_memory if b.producer in names}
         self.free: dict[str, float] = {}
         self.ended: dict[tuple[str, int], float] = {}
         self.events: list[Event] = []
@@ -71,10 +73,11 @@ class _Player:
                     if step < self.steps:
                         self.run(stage, task, step)
         self.show_buffers()
-        last = next(iter(self.next.values()), "")
+        made = {task.name for task in self.home}
+        last = next((name for name in self.next.values() if name in made), "")
         finished = [self.ended[last, n] for n in range(self.steps) if (last, n) in self.ended]
         period = finished[-1] - finished[-2] if len(finished) > 1 else max(self.free.values(), default=0.0)
-        return Timeline(tuple(self.events), self.steps, period)
+        return Timeline(tuple(self.events), self.steps, period, self.section)
 
     def run(self, stage: Stage, task: Task, step: int) -> None:
         unit = stage.unit.value
@@ -167,7 +170,11 @@ def schedule(plan: PlanData) -> Schedule:
     outer = [section_seconds(plan, section) for section in (Section.PROLOGUE, Section.EPILOGUE)]
     sync = plan.target.rates["sync"].value if "sync" in plan.target.rates else 0.0
     tiles = plan.tiles
-    scans = [timeline(plan, sync=price).period * tiles for price in (0.0, sync, 2 * sync)]
+    both = [section for section in SCANS if plan.section(section)]
+    scans = [
+        sum(timeline(plan, sync=price, section=section).period for section in both) * tiles
+        for price in (0.0, sync, 2 * sync)
+    ]
     low, high = (_whole(groups, lanes, steps, sum(outer), scan) for scan in (scans[0], scans[2]))
     return Schedule(groups, steps, outer[0], scans[1], outer[1], low, high)
 

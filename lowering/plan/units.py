@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..decay import SUB_CHUNK
+from ..errors import TileProgramError
 from ..ir import Attr, DType, Op, OpKind, Program, TileType, Value, infer
 from ..stages import Task
 from ..target import Target, Unit
@@ -46,6 +47,9 @@ def tasks(program: Program, target: Target, *, whole: bool = False) -> tuple[Tas
             continue
         if target.split and op.kind is OpKind.GATED_GRAM:
             found += _gram_parts(program, op, shared)
+            continue
+        if target.split and op.kind is OpKind.GATED_DOT:
+            found += _weighted_parts(program, op, shared)
             continue
         if target.split and target.narrows and op.kind is OpKind.UNIT_LOWER_INVERSE and not whole:
             found += _inverse_parts(op)
@@ -113,6 +117,20 @@ def _gram_parts(program: Program, op: Op, shared: dict[tuple[Value, Value], Valu
     return parts
 
 
+def _weighted_parts(program: Program, op: Op, shared: dict[tuple[Value, Value], Value]) -> list[Task]:
+    """``gated_dot`` with a gate per token: Vec puts the decays to the weights, once for both directions, and Cube
+    multiplies. A gate per channel decays every column of a product differently, and has no split yet."""
+    weights, y, gate = (narrow_source(program, v) for v in op.inputs)
+    if gate.type.cols != 1:
+        raise TileProgramError("no split of pairs that a gate per channel decays", str(op))
+    parts: list[Task] = []
+    if (weights, gate) not in shared:
+        decayed = Value(f"{weights.name}_decayed", replace(weights.type, dtype=DType.IO))
+        parts.append(Task(op, Unit.VEC, (weights, gate), decayed, "decayed"))
+        shared[weights, gate] = decayed
+    return [*parts, Task(op, Unit.CUBE, (shared[weights, gate], y), op.result, "product")]
+
+
 def _inverse_parts(op: Op) -> list[Task]:
     """``unit_lower_inverse``: Vec inverts the diagonal blocks of one fractal by forward substitution, and negates what
     is below them; Cube joins two neighbours x and y into ``[[x, 0], [y l x, y]]``, level by level, in their own place.
@@ -155,6 +173,8 @@ class _Legaliser:
         for op in self.program.ops:
             if op.kind is OpKind.DOT:
                 self.new[op.result] = self.dot(op)
+            elif op.kind is OpKind.CAST and (known := self.narrowed.get(self.new[op.inputs[0]])) is not None:
+                self.new[op.result] = known  # a product has it so already
             elif op.kind is OpKind.MUL and (scaled := self.scaled_inverse(op)) is not None:
                 self.new[op.result] = scaled
             elif op.kind in (OpKind.ADD, OpKind.SUB) and (total := self.sum(op)) is not None:
@@ -167,10 +187,11 @@ class _Legaliser:
                 self.new[op.output] = made
             if op.result in operands:  # narrowed where it is made, by the unit that made it
                 self.narrow_down(self.new[op.result])
-        carry = self.program.carry
-        if carry is not None:
-            carry = replace(carry, step=self.new[carry.step])
-        program = replace(self.program, ops=tuple(self.ops), carry=carry)
+        carry, reverse = (
+            None if carry is None else replace(carry, step=self.new[carry.step])
+            for carry in (self.program.carry, self.program.reverse)
+        )
+        program = replace(self.program, ops=tuple(self.ops), carry=carry, reverse=reverse)
         program = replace(program, ops=_live(program))
         validate(program)
         return program
@@ -306,7 +327,7 @@ def _product_name(op: Op) -> str:
 
 
 def _live(program: Program) -> tuple[Op, ...]:
-    needed = set() if program.carry is None else {program.carry.step}
+    needed = {carry.step for carry in program.carries}
     kept: list[Op] = []
     for op in reversed(program.ops):
         if op.output is None or op.output in needed or op.kind is OpKind.CARRY:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..stages import Buffer, Scope, Section, Stage
+from ..ir import OpKind
+from ..stages import SCANS, Buffer, Scope, Section, Stage
 from ..target import Unit
 from .hazards import slots
 from .model import PlanData
@@ -62,7 +63,7 @@ def whole_handovers(plan: PlanData) -> int:
 
 def outer_handovers(plan: PlanData) -> int:
     """Those outside the scan, where steps are independent and hide them behind each other."""
-    return sum(kernel.handovers for kernel in kernel_plans(plan) if kernel.name != Section.SCAN.value)
+    return sum(kernel.handovers for kernel in kernel_plans(plan) if kernel.name not in SCANS)
 
 
 def whole_bytes(plan: PlanData) -> int:
@@ -76,7 +77,7 @@ def _kernel(plan: PlanData, name: str, stages: Sequence[Stage]) -> KernelPlan:
     crossing = [b for b in inside if {unit[name] for name in b.consumers if name in unit} - {unit[b.producer]}]
     in_tensors = _in_tensors(stages)
     passing = [b for b in inside if b.lifetime is not None and b.name not in in_tensors and unit.keys() & b.consumers]
-    if stages[0].section is not Section.SCAN:  # what Vec leaves for another kernel, Cube gets by itself
+    if stages[0].section not in SCANS:  # what Vec leaves for another kernel, Cube gets by itself
         passing += [b for b in crossing if b.scope is Scope.TENSOR and unit[b.producer] is Unit.VEC]
     return KernelPlan(name, tuple(stages), _handovers(stages, crossing), tuple(crossing), tuple(passing))
 
@@ -84,7 +85,7 @@ def _kernel(plan: PlanData, name: str, stages: Sequence[Stage]) -> KernelPlan:
 def _in_tensors(stages: Sequence[Stage]) -> set[str]:
     """Gram matrices with a gate per channel: what is below the diagonal blocks is put beside them, in their tensor."""
     tasks = [task for stage in stages for task in stage.tasks if task.part == "product"]
-    return {task.name for task in tasks if task.op.inputs[2].type.cols != 1}
+    return {task.name for task in tasks if task.op.kind is OpKind.GATED_GRAM and task.op.inputs[2].type.cols != 1}
 
 
 def _handovers(stages: Sequence[Stage], crossing: Sequence[Buffer]) -> int:
