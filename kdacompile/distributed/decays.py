@@ -22,6 +22,8 @@ def decays(call: Call, sequences: Sequences, fragments: int) -> tuple[Tensor, Te
     batch, tokens, heads, keys = *call.q.shape[:2], call.v.shape[2], call.q.shape[3]
     dtype, length, device = call.state_dtype, tokens // fragments, call.q.device
     entering = sequences.enters.any(1)  # [fragments]
+    if sequences.bounds is None:  # known on the host, and all but a first fragment; a copy would have to be waited for
+        entering = torch.arange(fragments, device=device) >= int(not entering[0])
     last = entering.new_full((fragments,), length, dtype=torch.int64)
     if sequences.bounds is not None:
         lengths = sequences.bounds.diff().unflatten(0, (fragments, -1))

@@ -80,7 +80,7 @@ class Fragments:
 
 @dataclass(frozen=True)
 class Sequences:
-    """How sequences lie in the fragments of one rank: bool tensors ``[fragments, N]``.
+    """How sequences lie in the fragments of one rank: bool tensors ``[fragments, N]``, for rows of a batch on the CPU.
 
     ``starts``: the first token is in the fragment. ``ends``: the last is. ``enters``: the sequence comes from the
     fragment before. ``leaves``: it goes on in the next one. A sequence without tokens starts and ends in the one place
@@ -94,12 +94,12 @@ class Sequences:
     bounds: Tensor | None = None
 
 
-def rows(fragments: Fragments, rank: int, device: torch.device, cuts: int = 1) -> Sequences:
+def rows(fragments: Fragments, rank: int, cuts: int = 1) -> Sequences:
     """Sequences that are rows of a batch, N = 1 standing for all: each runs through every fragment.
 
     With ``cuts``, through as many parts of each: the bool tensors are ``[fragments cuts, N]``.
     """
-    numbers = (_numbers(fragments, rank, device) * cuts + torch.arange(cuts, device=device)).flatten().unsqueeze(1)
+    numbers = torch.tensor([[number * cuts + cut] for number in fragments.held_by(rank) for cut in range(cuts)])
     first, last = numbers == 0, numbers == fragments.count * cuts - 1
     return Sequences(starts=first, ends=last, enters=~first, leaves=~last)
 

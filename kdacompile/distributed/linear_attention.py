@@ -97,19 +97,18 @@ def forward(call: ParallelCall) -> tuple[Tensor, ...]:
     local = _local(call)
     found = local.first_pass()
     a, written = local.crossing_maps(found)
-    initial = local.initial[0] if call.cu_seqlens is None else None
     if call.steps:
         readers = local.readers()
-        entering = entering_by_steps(a, written, initial, call.group)
+        entering = entering_by_steps(a, written, call.group)
     else:
         sent = collectives.start_gather(torch.cat([a, written], -1), call.group, call.ranks)
         readers = local.readers()  # while the maps are on their way
         every = _in_order(sent(), call)
         a, written = every[..., : a.shape[-1]].contiguous(), every[..., a.shape[-1] :]
-        entering = maps.entering(a, written, initial, local.held)
+        entering = maps.entering(a, written, local.held)
     entering = local.entering_runs(found, entering)
     o, final = local.outputs(found, entering)
-    part = torch.where(local.mask(local.sequences.ends), final, 0).sum(0)
+    part = local.keep(local.sequences.ends, final).sum(0)
     return o, part, entering, a, found.own, readers
 
 
@@ -122,8 +121,8 @@ def backward(*arguments: Tensor | None, wanted: list[bool], **options: Any) -> l
     if grad_o is None:
         grad_o = torch.zeros_like(call.v)
     sequences = local.sequences
-    ending = None if grad_final is None else torch.where(local.mask(sequences.ends), grad_final, 0)
-    asked = local.asked(grad_o, ending, local.states(entering), own, readers)
+    ending = None if grad_final is None else local.keep(sequences.ends, grad_final.unsqueeze(0))
+    asked = local.asked(grad_o, ending, local.states(entering.detach()), own, readers)
     of_fragments = local.asked_of_fragments(own, asked)
     if call.steps:
         onward = leaving_by_steps(a, of_fragments, call.group)
@@ -131,13 +130,13 @@ def backward(*arguments: Tensor | None, wanted: list[bool], **options: Any) -> l
         every = _in_order(collectives.start_gather(of_fragments, call.group, call.ranks)(), call)
         onward = maps.leaving(a, every, local.held)
     onward = local.leaving_runs(own, asked, onward)
-    leaving = torch.where(local.mask(sequences.leaves), onward, 0 if ending is None else ending)
+    leaving = local.keep(sequences.leaves, onward, ending)
     found = local.gradients(leaving, wanted)
     place = [operand.name for operand in LINEAR_ATTENTION.operands].index("initial_state")
     if not wanted[place]:
         return found
     before = sum(want and x is not None for x, want in zip(inputs[:place], wanted[:place], strict=True))
-    initial = torch.where(local.mask(sequences.starts), local.by_run(found[before]), 0).sum(0)
+    initial = local.keep(sequences.starts, local.by_run(found[before])).sum(0)
     found[before] = initial.to(inputs[place].dtype)
     return found
 

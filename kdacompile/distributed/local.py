@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,10 +46,10 @@ class Local(ABC):
     def __init__(self, call: ParallelCall) -> None:
         self.call, self.fragments = call, call.fragments
         rank = dist.get_rank(group_of(call.group))
-        self.held, self.cuts = self.fragments.held_by(rank), max(call.cuts, 1)
+        self.held, self.cuts, self.packed = self.fragments.held_by(rank), max(call.cuts, 1), call.cu_seqlens is not None
         self.count = len(self.held) * self.cuts
         if call.cu_seqlens is None:
-            self.sequences: Sequences = rows(self.fragments, rank, call.q.device, self.cuts)
+            self.sequences: Sequences = rows(self.fragments, rank, self.cuts)
         else:
             here = call.q.shape[1]
             bounds = call.cu_seqlens.to(call.q.device)
@@ -91,84 +91,77 @@ class Local(ABC):
     @property
     def starts(self) -> Tensor:
         """The states before runs in which sequences start; 0 elsewhere."""
-        return torch.where(self.mask(self.sequences.starts), self.initial, 0)
+        return self.keep(self.sequences.starts, self.initial)
 
     def crossing_maps(self, found: Found) -> maps.Map:
         """What each fragment does to a state that crosses it, and what it leaves to the next one."""
         leaves = self.sequences.leaves
         through = (self.sequences.enters & leaves).any(1, keepdim=True)
-        a, written = torch.where(self.mask(through), found.own, 0), self.crossing(leaves, found.written)
+        a, written = self.keep(through, found.own), self.crossing(leaves, found.written)
         if self.cuts == 1:
             return a, written
-        every = self._in_fragments(a), self._in_fragments(written)
-        total = every[0][:, 0], every[1][:, 0]
-        for run in range(1, self.cuts):
-            total = maps.after((every[0][:, run], every[1][:, run]), total)
+        fine = maps.folding_dtype(a.device)
+        runs = list(zip(self._by_cut(a).to(fine), self._by_cut(written).to(fine), strict=True))
+        total = reduce(lambda before, run: maps.after(run, before), runs)
         return total[0].to(a.dtype), total[1].to(written.dtype)
 
     def entering_runs(self, found: Found, entering: Tensor) -> Tensor:
         """The states that enter runs, from those that enter fragments."""
         if self.cuts == 1:
             return entering
-        own, written = self._in_fragments(found.own), self._in_fragments(found.written)
-        states = [entering.to(own.dtype)]
-        for run in range(self.cuts - 1):
-            states.append(maps.apply(own[:, run], states[-1]) + written[:, run])
-        return torch.stack(states, 1).flatten(0, 1).to(entering.dtype)
+        own, written = self._by_cut(found.own), self._by_cut(found.written)
+        return maps.entering(own, written, range(self.cuts), entering).transpose(0, 1).flatten(0, 1)
 
     def asked_of_fragments(self, own: Tensor, asked: Tensor) -> Tensor:
         """What is asked of the states that enter fragments, from what is asked of those that enter runs."""
-        return asked if self.cuts == 1 else self._backwards(own, asked, None)[:, 0].to(asked.dtype)
+        return asked if self.cuts == 1 else maps.leaving(self._by_cut(own), self._by_cut(asked), (-1,))[0]
 
     def leaving_runs(self, own: Tensor, asked: Tensor, onward: Tensor) -> Tensor:
         """The gradients of the states that leave runs, from those of the states that leave fragments."""
         if self.cuts == 1:
             return onward
-        before = self._backwards(own, asked, onward)
-        states = torch.cat([before[:, 1:], onward.unsqueeze(1).to(before.dtype)], 1)
-        return states.flatten(0, 1).to(onward.dtype)
+        found = maps.leaving(self._by_cut(own), self._by_cut(asked), range(self.cuts), onward)
+        return found.transpose(0, 1).flatten(0, 1)
 
-    def _backwards(self, own: Tensor, asked: Tensor, onward: Tensor | None) -> Tensor:
-        """``[fragments, cuts, ..]``: the gradients of the states that enter runs."""
-        own, asked = self._in_fragments(own), self._in_fragments(asked)
-        found: list[Tensor] = []
-        behind = onward
-        for run in reversed(range(self.cuts)):
-            here = asked[:, run]
-            behind = here if behind is None else maps.pull_back(own[:, run], behind.to(here.dtype)) + here
-            found.append(behind)
-        return torch.stack(found[::-1], 1)
-
-    def _in_fragments(self, x: Tensor) -> Tensor:
-        """``[runs, ..]`` as ``[fragments, cuts, ..]``, in the dtype of folds."""
-        return x.to(maps.folding_dtype(x.device)).unflatten(0, (-1, self.cuts))
+    def _by_cut(self, x: Tensor) -> Tensor:
+        """``[runs, ..]`` as ``[cuts, fragments, ..]``."""
+        return x.unflatten(0, (-1, self.cuts)).transpose(0, 1)
 
     def states(self, entering: Tensor) -> Tensor:
         """The states before each run's first token: a sequence's own, or what enters."""
-        come = torch.where(self.mask(self.sequences.enters), entering, 0)
-        return torch.where(self.mask(self.sequences.starts), self.initial, come)
+        come = entering if not self.packed else self.keep(self.sequences.enters, entering)
+        return self.keep(self.sequences.starts, self.initial, come)
 
     def by_sequence(self, states: Tensor) -> Tensor:
         """``[runs, N, ..]`` in the order of the op's sequences: a row's runs lie beside each other."""
-        states = states if self.call.cu_seqlens is not None else states.transpose(0, 1)
+        states = states if self.packed else states.transpose(0, 1)
         return states.flatten(0, 1)
 
     def by_run(self, states: Tensor) -> Tensor:
-        if self.call.cu_seqlens is not None:
+        if self.packed:
             return states.unflatten(0, (self.count, -1))
         return states.unflatten(0, (-1, self.count)).transpose(0, 1)
 
     def crossing(self, chosen: Tensor, states: Tensor) -> Tensor:
         """The states that cross a bound of the run: of every row, or of the one packed sequence that does."""
-        if self.call.cu_seqlens is not None:
+        if self.packed:
             runs = torch.arange(self.count, device=states.device)
             states = states[runs, chosen.int().argmax(1)].unsqueeze(1)
             chosen = chosen.any(1, keepdim=True)
-        return torch.where(self.mask(chosen), states, 0)
+        return self.keep(chosen, states)
 
-    @staticmethod
-    def mask(chosen: Tensor) -> Tensor:
-        return chosen[..., None, None, None]
+    def keep(self, chosen: Tensor, states: Tensor, other: Tensor | None = None) -> Tensor:
+        """``states`` ``[runs | 1, N, ..]`` where chosen, else ``other``, or 0. Of rows it is known here which are."""
+        if self.packed:
+            return torch.where(chosen[..., None, None, None], states, 0 if other is None else other)
+        flags = chosen.flatten().tolist()
+        states = states.expand(len(flags), *states.shape[1:])
+        if all(flags):
+            return states
+        other = torch.zeros_like(states) if other is None else other
+        if not any(flags):
+            return other
+        return torch.stack([yes if flag else no for flag, yes, no in zip(flags, states, other, strict=True)])
 
     def op_gradients(
         self, grad_o: Tensor, grad_final: Tensor | None, states: Tensor, wanted: Sequence[bool]
@@ -214,7 +207,8 @@ class Readers(Local):
             return Found(written, own.contiguous())
         starts = self.starts
         unit = torch.eye(keys, dtype=starts.dtype, device=call.q.device)
-        columns = torch.where(self.mask(self.sequences.enters), unit, 0).expand(*starts.shape[:2], heads, keys, keys)
+        unit = unit.expand(*starts.shape[:2], heads, keys, keys)
+        columns = self.keep(self.sequences.enters, unit)
         o, final = self._run(torch.cat([starts, columns], -1), more=keys)
         self._rows, self._readers = o[..., :values], o[..., values:]
         own = self.crossing(self.sequences.enters, final[..., values:]).contiguous()
@@ -233,7 +227,7 @@ class Readers(Local):
                 o.baddbmm_(p, state.to(p.dtype))
         fine = maps.folding_dtype(entering.device)
         come = maps.apply(found.own.to(fine), entering.to(fine)).to(entering.dtype)
-        final = found.written + torch.where(self.mask(self.sequences.enters), come, 0)
+        final = found.written + self.keep(self.sequences.enters, come)
         return self._rows.to(self.call.out_dtype).contiguous(), final
 
     def asked(self, grad_o: Tensor, ending: Tensor | None, states: Tensor, own: Tensor, readers: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ would be rounded to TF32 wherever the user allowed it for the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,25 +36,39 @@ def is_diagonal(a: Tensor, state: Tensor) -> bool:
     return a.shape[-1] == 1 and state.shape[-2] != 1
 
 
-def entering(maps: Tensor, written: Tensor, initial: Tensor | None, wanted: Sequence[int]) -> Tensor:
+def entering(maps: Tensor, written: Tensor, wanted: Sequence[int], first: Tensor | None = None) -> Tensor:
     """The states that enter the ``wanted`` of G runs that follow each other, their numbers in order.
 
-    maps ``[G, .., K, K | 1]``, written ``[G, .., K, V]``, initial ``[.., K, V]`` or None for zeros.
+    maps ``[G, .., K, K | 1]``, written ``[G, .., K, V]``; first: what enters the first one, or None for nothing.
     """
-    fine, first = folding_dtype(written.device), written[0] if initial is None else initial
-    states = [torch.zeros_like(first, dtype=fine) if initial is None else first.to(fine)]
-    for a, b in zip(maps[: wanted[-1]], written[: wanted[-1]], strict=True):
-        states.append(apply(a.to(fine), states[-1]) + b.to(fine))
-    return torch.stack([states[number] for number in wanted]).to(written.dtype)
+    return torch.stack(_folded(apply, maps.unbind(), written.unbind(), first, wanted))
 
 
-def leaving(maps: Tensor, asked: Tensor, wanted: Sequence[int]) -> Tensor:
-    """The gradients of the states that leave the ``wanted`` of G runs; asked ``[G, .., K, V]`` is ``dS_0`` of each."""
-    fine, behind = folding_dtype(asked.device), wanted[0] + 1
-    grads = [torch.zeros_like(asked[0], dtype=fine)]
-    for a, b in zip(reversed(maps[behind:].unbind()), reversed(asked[behind:].unbind()), strict=True):
-        grads.append(pull_back(a.to(fine), grads[-1]) + b.to(fine))
-    return torch.stack([grads[len(asked) - 1 - number] for number in wanted]).to(asked.dtype)
+def leaving(maps: Tensor, asked: Tensor, wanted: Sequence[int], last: Tensor | None = None) -> Tensor:
+    """The gradients of the states that leave the ``wanted`` of G runs, number -1 the one before all; asked
+    ``[G, .., K, V]`` is ``dS_0`` of each.
+
+    last: the gradient of what leaves the last one, or None for nothing.
+    """
+    steps = [len(asked) - 1 - number for number in reversed(wanted)]
+    return torch.stack(_folded(pull_back, maps.unbind()[::-1], asked.unbind()[::-1], last, steps)[::-1])
+
+
+def _folded(
+    function: Callable[[Tensor, Tensor], Tensor],
+    maps: Sequence[Tensor],
+    added: Sequence[Tensor],
+    first: Tensor | None,
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    """``x`` before the wanted steps of ``x -> function(map, x) + added``; the step from no x is no operation."""
+    fine = folding_dtype(added[0].device)
+    states = [first]
+    for a, b in zip(maps[: wanted[-1]], added[: wanted[-1]], strict=True):
+        x = states[-1]
+        states.append(b if x is None else function(a.to(fine), x.to(fine)) + b.to(fine))
+    found = [states[number] for number in wanted]
+    return [torch.zeros_like(added[0]) if x is None else x.to(added[0].dtype) for x in found]
 
 
 def after(later: Map, earlier: Map) -> Map:

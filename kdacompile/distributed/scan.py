@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kdacompile.compat.groups import group_of
-from kdacompile.distributed.maps import Map, after, apply, folding_dtype, is_diagonal
+from kdacompile.distributed.maps import Map, after, folding_dtype, is_diagonal
 
 
-def entering_by_steps(a: Tensor, written: Tensor, initial: Tensor | None, group: str) -> Tensor:
+def entering_by_steps(a: Tensor, written: Tensor, group: str) -> Tensor:
     """The state that enters each of this rank's fragments; a ``[fragments, .., K, K | 1]``, written ``[.., K, V]``."""
     found = _walk(list(zip(a, written, strict=True)), group, up=True)
-    return torch.stack([b if initial is None else apply(a, initial) + b for a, b in found]).to(written.dtype)
+    return torch.stack([b for _, b in found]).to(written.dtype)
 
 
 def leaving_by_steps(a: Tensor, asked: Tensor, group: str) -> Tensor:

@@ -74,8 +74,8 @@ def test_folding_is_the_composition_of_maps_forward_and_back() -> None:
     chain = [state]
     for i in range(5):
         chain.append(a[i] @ chain[-1] + b[i])
-    torch.testing.assert_close(list(maps.entering(a, b, first, range(5))), chain[:-1])
-    torch.testing.assert_close(maps.entering(a, b, first, (1, 3)), torch.stack([chain[1], chain[3]]))
+    torch.testing.assert_close(list(maps.entering(a, b, range(5), first)), chain[:-1])
+    torch.testing.assert_close(maps.entering(a, b, (1, 3), first), torch.stack([chain[1], chain[3]]))
     asked = torch.randn_like(b)
     total = torch.stack([(x * weight).sum() for x, weight in zip(chain, asked, strict=False)]).sum()
     expected = torch.autograd.grad(total, chain[1:-1])
