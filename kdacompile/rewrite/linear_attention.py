@@ -27,6 +27,8 @@ class LinearAttentionSplice(Splice[Recurrence]):
             others = {role: placement for role, placement in match.inputs.items() if role != "v"}
             args: dict[str, fx.Node | None] = {role: self.canonical(item) for role, item in others.items()}
             args["v"] = v
+            if match.binding.writes > 1:
+                self.spread(args)
             args["g"] = self.gate(args.get("g"), args.pop("rate", None), v)
             for role in ("beta", "initial_state"):  # all requests may start from one state (a parameter)
                 given = args.get(role)
@@ -43,6 +45,9 @@ class LinearAttentionSplice(Splice[Recurrence]):
                     wide = None if bonus is None else compat.example_value(bonus).dtype  # rounded once, as the sum
                     call = self.call(LINEAR_ATTENTION, args, v, wide, chunk_size=0, **self.layout())
                 result = self.getitem(call, 0, like)
+                if match.binding.writes > 1:
+                    each = self.method(result, "unflatten", 1, (-1, match.binding.writes))
+                    result = self.method(each, "select", 2, -1)
                 if bonus is not None:
                     read = self.method(result, "narrow", 1, 0, self.size(v, 1))
                     result = self.with_meta(self.graph.call_function(operator.add, (read, bonus)), like)
@@ -54,6 +59,7 @@ class LinearAttentionSplice(Splice[Recurrence]):
 
     def canonical(self, placement: Placement) -> fx.Node:
         node = super().canonical(placement)
+        node = self.method(node, "flatten", 1, 2) if "R" in placement.order else node
         return self.method(node, "to", torch.float32) if placement.role in self.match.upcast else node
 
     def expanded(self, node: fx.Node, like: fx.Node, axes: str) -> fx.Node:
@@ -101,12 +107,29 @@ class LinearAttentionSplice(Splice[Recurrence]):
         args["q"] = self.padded(q, 0, 1)
         args["k"], args["v"] = self.padded(k, 1, 0), self.padded(v, 1, 0)
         if g is not None:
-            args["g"] = self.padded(g, 1, 0, 1.0 if self.match.binding.gate_fn == "factor" else 0.0)
+            args["g"] = self.padded(g, 1, 0, self.no_decay)
         return own if self.match.binding.scale == 1.0 else self.method(own, "mul", self.match.binding.scale)
 
-    def padded(self, node: fx.Node, before: int, after: int, filler: float = 0.0) -> fx.Node:
-        """``node`` with tokens of ``filler`` put in front of it or behind it."""
-        behind = (0, 0) * (_rank(node) - 2)
+    @property
+    def no_decay(self) -> float:
+        return 1.0 if self.match.binding.gate_fn == "factor" else 0.0
+
+    def spread(self, args: dict[str, fx.Node | None]) -> None:
+        """A token of the op for each of several writes: the first decays, the last reads::
+
+        q    0  ..  0  q_1    0  ..  0  q_2 ..        g    g_1  0  ..  0    g_2  0  ..  0 ..
+        """
+        more, q, g = self.match.binding.writes - 1, args["q"], args.get("g")
+        assert q is not None
+        if g is not None:
+            every = self.method(g, "expand", -1, self.size(q, 1), -1, -1)
+            each = self.padded(self.method(every, "unsqueeze", 2), 0, more, self.no_decay, dim=2)
+            args["g"] = self.method(each, "flatten", 1, 2)
+        args["q"] = self.method(self.padded(self.method(q, "unsqueeze", 2), more, 0, dim=2), "flatten", 1, 2)
+
+    def padded(self, node: fx.Node, before: int, after: int, filler: float = 0.0, dim: int = 1) -> fx.Node:
+        """``node`` with ``filler`` put in front of it or behind it, tokens by default."""
+        behind = (0, 0) * (_rank(node) - 1 - dim)
         new = self.graph.call_function(torch.nn.functional.pad, (node, [*behind, before, after]), {"value": filler})
         return self.with_meta(new, self.match.output.value.node)
 
@@ -163,6 +186,7 @@ class LinearAttentionSplice(Splice[Recurrence]):
     def layout(self) -> dict[str, str]:
         """Which order of dimensions the result has in memory, where the op is asked for one."""
         order = self.memory_order(self.match.output, compat.example_value(self.match.output.value.node))
+        order = order.replace("N", "T")
         return {"o_layout": order} if self.keep_strides and order != AXES["o"] else {}
 
     def place_state(self, state: fx.Node, final: Placement) -> None:

@@ -14,13 +14,21 @@ from itertools import count, groupby, islice
 from typing import NamedTuple
 
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.engine.axes import labelings, oddity
+from kdacompile.patterns.engine.axes import oddity
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.gates import Units
 from kdacompile.patterns.recurrence.regions import is_anchor
-from kdacompile.patterns.recurrence.roles import AXES, BROADCAST, INPUTS, Recurrence, labelings_of, place
+from kdacompile.patterns.recurrence.roles import (
+    INPUTS,
+    Recurrence,
+    labelings_of,
+    labelings_of_shape,
+    place,
+    with_writes,
+)
 
 MAIN = frozenset({"q", "k", "v"})
+ALIKE = str.maketrans({"V": "K", "G": "H", "N": "T", "R": None})
 APART = {"u": {"beta", "rate"}, "beta": {"u"}, "rate": {"u"}}
 """Roles that no recurrence has beside a role."""
 MAX_BINDINGS = 240
@@ -34,7 +42,7 @@ def _gate_kind(placement: Placement | None, sizes: dict[str, int]) -> str:
         return "none"
     if "K" in placement.axes and sizes["K"] > 1:
         return "channel"
-    if "T" in placement.axes or "B" in placement.axes:
+    if set("TNB") & set(placement.axes):
         return "token"
     per_head = "H" in placement.axes and "." not in placement.axes.split("H")[0]
     return "head" if per_head or sizes["T"] > 1 else "token"
@@ -45,13 +53,13 @@ class Bindings:
     for: a proof often takes one of the first, and a region like another that was proven needs none.
     """
 
-    def __init__(self, cut: Sequence[Value], output: Value, state: Value | None, region: set[Op]) -> None:
+    def __init__(self, cut: Sequence[Value], output: Value, state: Value | None, region: set[Op], writes: int) -> None:
         self.cut = cut
         self.units = Units(region)
         self.gates = {value: bool(self.units(value)) for value in cut}
         self.readings = [
             (cost, partial)
-            for cost, partial in _readings(output, state)
+            for cost, partial in _readings(output, state, writes)
             if _may_lead_on(cut, self.gates, set(), partial.sizes)
         ]
         found = islice(self._by_penalty(), MAX_BINDINGS)
@@ -113,11 +121,13 @@ class _Partial(NamedTuple):
     """Tensors of the cut that have a role."""
 
 
-def _readings(output: Value, state: Value | None) -> Iterator[tuple[int, _Partial]]:
-    """Every reading of the results, with its penalty."""
+def _readings(output: Value, state: Value | None, writes: int) -> Iterator[tuple[int, _Partial]]:
+    """Every reading of the results with so many writes a token, with its penalty."""
     for axes, sizes in labelings_of(output, "o", {}):
-        start = place("o", output, axes)
         odd = oddity(axes) + (0 if "V" in axes else 3)  # one head of V columns before V heads of one column
+        if writes > 1:
+            axes, sizes = with_writes(axes, sizes, writes)
+        start = place("o", output, axes)
         if state is None:
             yield odd, _Partial((), (start,), sizes)
             continue
@@ -139,7 +149,7 @@ def _with_one_more(partial: _Partial, cut: Sequence[Value], gates: dict[Value, b
             cost = oddity(axes) + (2 if role == "g" and not gates[value] else 0)
             taken = (*partial.inputs, place(role, value, axes))
             yield cost, _Partial(taken, partial.ends, known, partial.seen + 1)
-            if role == "g" and not gates[value] and "beta" not in used and "K" not in axes:
+            if role == "g" and not gates[value] and "beta" not in used and not {"K", "N"} & {*axes}:
                 both = (*taken, place("beta", value, axes))  # a step size: dt
                 yield cost, _Partial(both, partial.ends, known, partial.seen + 1)
 
@@ -164,7 +174,7 @@ def _may_lead_on(values: Sequence[Value], gates: dict[Value, bool], used: set[st
 def _fitting_roles(
     shape: tuple[int, ...], uniform: frozenset[int], sizes: tuple[tuple[str, int], ...]
 ) -> frozenset[str]:
-    return frozenset(role for role in INPUTS if labelings(shape, uniform, AXES[role], sizes, BROADCAST.get(role, "")))
+    return frozenset(role for role in INPUTS if labelings_of_shape(shape, uniform, role, sizes))
 
 
 def _open_roles(is_gate: bool, used: set[str]) -> list[str]:
@@ -194,11 +204,11 @@ def _complete(
         return
     if "rate" in by_role and "g" not in by_role:
         return
-    bonus = "u" in by_role
-    if bonus and (sizes.get("T", 1) == 1 or sizes.get("G", 1) != sizes.get("H", 1)):
+    bonus, several = "u" in by_role, "R" in sizes
+    if bonus and (several or sizes.get("T", 1) == 1 or sizes.get("G", 1) != sizes.get("H", 1)):
         return  # a step reads the old state: the op has no part in that
     main = (by_role["q"], by_role["k"], by_role["v"], ends[0])
-    orders = {p.axes.replace("V", "K").replace("G", "H").replace(".", "") for p in main}
+    orders = {p.axes.translate(ALIKE).replace(".", "") for p in main}
     penalty += len(orders) - 1
     gate, factor = by_role.get("g"), by_role.get("rate")
     rates = units(gate.value, factor and factor.value) if gate else [1.0]
@@ -213,7 +223,7 @@ def _complete(
                 output=output,
                 final_state=final,
                 sizes={**dict.fromkeys("BTHGKV", 1), **sizes},
-                gate="token" if bonus and kind == "head" else kind,
+                gate="token" if (bonus or several) and kind == "head" else kind,
                 gate_fn=form,
                 delta=delta,
                 gate_rate=rate,

@@ -21,7 +21,7 @@ from kdacompile.patterns.engine.vocabulary import DATA_MOVEMENT, is_float8
 from kdacompile.patterns.recurrence.bindings import Bindings
 from kdacompile.patterns.recurrence.cuts import NoCut, Surroundings
 from kdacompile.patterns.recurrence.regions import Exit, Group, is_soft, keeps_tokens_apart
-from kdacompile.patterns.recurrence.roles import RecurrenceCandidate, frames, role_test
+from kdacompile.patterns.recurrence.roles import RecurrenceCandidate, frames, role_test, writes_of
 
 SMALLEST_VISIBLE = 1e-2
 """Additive constants below this could hide from random probes (an eps), so a region may not hold one."""
@@ -66,15 +66,19 @@ def candidates(group: Group, effort: Effort | None = None) -> Iterator[Recurrenc
 
 def _candidates(group: Group, effort: Effort) -> Iterator[RecurrenceCandidate | Obstacle]:
     tried: set[tuple[int, ...]] = set()
-    for out_exit, state_exit in _exit_pairs(group.exits):
+    ends = [item.chain[-1] for item in group.exits[:MAX_EXITS] if item.chain]
+    everything = Surroundings(ends, group.ops)
+    free = {everything.values[i] for i in everything.free}
+    pairs = list(_exit_pairs(group.exits))
+    for values, (out_exit, state_exit) in [*((None, pair) for pair in pairs), *((free, pair) for pair in pairs)]:
         for output in _carried_on(out_exit, last_first=False):
             for state in _carried_on(state_exit, last_first=True) if state_exit else [None]:
-                for cut in _cuts(group, output, state, effort):
-                    key = (output.index, state.index if state else 0, *(value.index for value in cut))
+                for writes, cut in _cuts(group, output, state, effort, values):
+                    key = (writes, output.index, state.index if state else 0, *(value.index for value in cut))
                     if key in tried:
                         continue
                     tried.add(key)
-                    yield from read_region(group, cut, output, state)
+                    yield from read_region(group, cut, output, state, writes)
 
 
 def _exit_pairs(exits: list[Exit]) -> Iterator[tuple[Exit, Exit | None]]:
@@ -111,8 +115,12 @@ def _sizes(value: Value) -> Counter[int]:
     return Counter(size for dim, size in enumerate(value.shape) if size != 1 and dim not in value.uniform)
 
 
-def _cuts(group: Group, output: Value, state: Value | None, effort: Effort) -> Iterator[list[Value]]:
-    """Minimum cuts for each size K could have, then the same pushed towards the region."""
+def _cuts(
+    group: Group, output: Value, state: Value | None, effort: Effort, several: set[Value] | None
+) -> Iterator[tuple[int, list[Value]]]:
+    """Writes a token, and minimum cuts for each size K could have, then the same pushed towards the region: one write,
+    or ``several``, of which these values could be the keys.
+    """
     sizes = _sizes(output)
     if sum(sizes.values()) > 4:
         return
@@ -121,30 +129,46 @@ def _cuts(group: Group, output: Value, state: Value | None, effort: Effort) -> I
     offsets = _offsets(targets, group)
     ways = [(True, True, ()), (True, False, ()), (False, False, ()), *([(True, True, offsets)] if offsets else [])]
     above: dict[Collection[Op], Surroundings] = {}
-    tried: set[tuple[Collection[Op], tuple[int, ...]]] = set()
-    for usual, key_size in product((True, False), _key_sizes(group, sizes, state)):
-        readings = frames(output, state, key_size, usual=usual)
+    tried: set[tuple[int, Collection[Op], tuple[int, ...]]] = set()
+    key_sizes = _key_sizes(group, sizes, state)
+    if several is None:
+        ways_to_read = [(1, usual, key_size) for usual, key_size in product((True, False), key_sizes)]
+    else:
+        ways_to_read = list(_several(several, output, state, key_sizes))
+    for writes, usual, key_size in ways_to_read:
+        readings = frames(output, state, key_size, usual=usual, writes=writes)
         has_role = role_test(readings)
         for raw_state, grouped, barriers in ways[: len(ways) if usual else 1] if readings else ():
             if not effort.take(group):
                 return
             if barriers not in above:
                 above[barriers] = Surroundings(targets, group.ops, barriers)
-            eligible = _eligible(sizes, key_size, has_role, raw_state=raw_state, grouped=grouped)
+            more = Counter({size for known in readings for size in (known["T"], writes)} if writes > 1 else ())
+            eligible = _eligible(sizes, key_size, has_role, more, raw_state=raw_state, grouped=grouped)
             cuttable = above[barriers].cuttable(eligible)
-            if (barriers, cuttable) in tried:  # another size or reading need not make another value a role
+            if (writes, barriers, cuttable) in tried:  # another size or reading need not make another value a role
                 continue
-            tried.add((barriers, cuttable))
+            tried.add((writes, barriers, cuttable))
             try:
                 cut, late = above[barriers].minimum_cut(cuttable)
             except NoCut:
                 continue
             pushed = (_pushed(cut, group, eligible, past_gates=past) for past in (False, True))
             for variant in (cut, *pushed, late):
-                key = tuple(value.index for value in variant)
+                key = (writes, *(value.index for value in variant))
                 if key not in seen:
                     seen.add(key)
-                    yield variant
+                    yield writes, variant
+
+
+def _several(
+    values: set[Value], output: Value, state: Value | None, key_sizes: list[int]
+) -> Iterator[tuple[int, bool, int]]:
+    """Several writes a token, as far as tensors above the region have as many."""
+    for key_size in key_sizes:
+        readings = frames(output, state, key_size, usual=True)
+        for writes in dict.fromkeys(writes for sizes in readings for writes in writes_of(values, sizes)):
+            yield writes, True, key_size
 
 
 def _offsets(targets: list[Value], group: Group) -> frozenset[Op]:
@@ -158,18 +182,25 @@ def _offsets(targets: list[Value], group: Group) -> frozenset[Op]:
 
 
 def _eligible(
-    sizes: Counter[int], key_size: int, has_role: Callable[[Value], bool], *, raw_state: bool, grouped: bool
+    sizes: Counter[int],
+    key_size: int,
+    has_role: Callable[[Value], bool],
+    more: Counter[int],
+    *,
+    raw_state: bool,
+    grouped: bool,
 ) -> Callable[[Value], bool]:
     """Values that could have a role: by their sizes, and because some reading of the results allows one.
 
-    ``raw_state``: a decayed state is no state (one-token steps); ``grouped``: keys may have a divisor of the heads.
+    ``raw_state``: a decayed state is no state (one-token steps); ``grouped``: keys may have a divisor of the heads;
+    ``more``: sizes of several writes a token.
     """
     allowed = sizes + Counter([key_size])
     step = sum(sizes.values()) < 4
     known: dict[tuple[tuple[int, ...], frozenset[int]], bool] = {}
 
     def fits(value: Value) -> bool:
-        odd = list((_sizes(value) - allowed).elements())
+        odd = list((_sizes(value) - allowed - more).elements())
         if odd and not (grouped and len(odd) == 1 and odd[0] and any(size % odd[0] == 0 for size in sizes)):
             return False
         return has_role(value)
@@ -224,7 +255,7 @@ def _pushed(cut: list[Value], group: Group, eligible: Callable[[Value], bool], *
 
 
 def read_region(
-    group: Group, cut: list[Value], output: Value, state: Value | None
+    group: Group, cut: list[Value], output: Value, state: Value | None, writes: int
 ) -> Iterator[RecurrenceCandidate | Obstacle]:
     stop = set(cut)
     outputs = [output] if state is None else [output, state]
@@ -232,7 +263,7 @@ def read_region(
     anchor = next((anchor for anchor in group.anchors if anchor in ops), None)
     if anchor is None:
         return
-    found = Bindings(cut, output, state, ops)
+    found = Bindings(cut, output, state, ops, writes)
     if found:
         obstacle = _obstacle(ops, group, outputs) or rounding(ops & group.ops, ops, cut, outputs)
         yield obstacle or Candidate(anchor, ops, cut, outputs, found, core=ops & group.ops)

@@ -10,8 +10,13 @@ With a bonus u in R^K (RWKV-5 and 6) each token reads the state before its own u
 
     o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t
 
+With n writes a token (gated DeltaProduct) the state decays before the first of them and is read after the last::
+
+    S_t = (I - b_tn k_tn k_tn^T) .. (I - b_t1 k_t1 k_t1^T) diag(exp g_t) S_{t-1} + what is written
+
 Sources: Kimi Linear (arXiv 2510.26692, eq. 1), Gated DeltaNet (arXiv 2412.06464, eq. 10), GLA (arXiv 2312.06635, eq.
-3), Mamba-2 (arXiv 2405.21060, eq. 16), RetNet (arXiv 2307.08621, eq. 6), RWKV-6 (arXiv 2404.05892, eq. 16).
+3), Mamba-2 (arXiv 2405.21060, eq. 16), RetNet (arXiv 2307.08621, eq. 6), RWKV-6 (arXiv 2404.05892, eq. 16),
+DeltaProduct (arXiv 2502.10297, eq. 3).
 
 This file is the oracle of every proof, kernel and test.
 """
@@ -33,14 +38,16 @@ def token_recurrence(
     bonus: Tensor | None = None,
     delta: bool,
     scale: float = 1.0,
+    writes: int = 1,
     steps: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence in float64.
 
     Shapes: q, k ``[B, T, H, K]``; v ``[B, T, HV, V]`` with HV a multiple of H (value head ``h`` reads key head
     ``h // (HV // H)``); decay, the *factor* ``exp(g)`` in [0, 1], any shape that broadcasts to ``[B, T, HV, K]``;
-    beta broadcasts to ``[B, T, HV]``; initial_state ``[B, HV, K, V]``; bonus broadcasts to ``[HV, K]``. ``steps`` stops
-    after that many tokens.
+    beta broadcasts to ``[B, T, HV]``; initial_state ``[B, HV, K, V]``; bonus broadcasts to ``[HV, K]``. With ``writes``
+    per token, k, v and beta have ``writes * T`` rows, a token's one after the other. ``steps`` stops after that many
+    tokens.
     Returns o ``[B, steps, HV, V]`` and the state after the last token, both float64.
     """
     batch, length, _, width = q.shape
@@ -48,29 +55,34 @@ def token_recurrence(
 
     def per_token(x: Tensor) -> tuple[Tensor, ...]:
         """``[B, T, h, D]`` as a ``[B * HV, 1, D]`` for every token."""
-        x = x[:, :steps].double().repeat_interleave(value_heads // x.shape[2], dim=2)
+        x = x.double().repeat_interleave(value_heads // x.shape[2], dim=2)
         return x.permute(1, 0, 2, 3).reshape(-1, batch * value_heads, 1, x.shape[3]).unbind(0)
 
-    queries, keys, values = per_token(scale * q.double()), per_token(k), per_token(v)
-    factors = None if decay is None else per_token(decay.expand(batch, length, value_heads, width))
-    weights = None if beta is None else per_token(beta.expand(batch, length, value_heads).unsqueeze(3))
+    steps = length if steps is None else min(steps, length)
+    rows = steps * writes
+    queries, keys, values = per_token(scale * q[:, :steps].double()), per_token(k[:, :rows]), per_token(v[:, :rows])
+    factors = None if decay is None else per_token(decay.expand(batch, length, value_heads, width)[:, :steps])
+    weights = (
+        None if beta is None else per_token(beta.expand(batch, length * writes, value_heads).unsqueeze(3)[:, :rows])
+    )
     state = v.new_zeros(batch, value_heads, width, v.shape[3], dtype=torch.float64)
     if initial_state is not None:
         state = state + initial_state.double()
     state = state.flatten(0, 1)
     own = None if bonus is None else bonus.double().expand(value_heads, width).repeat(batch, 1).unsqueeze(1)
     outputs = []
-    for t, (query, key, write) in enumerate(zip(queries, keys, values, strict=True)):
+    for row, (key, write) in enumerate(zip(keys, values, strict=True)):
+        t, turn = divmod(row, writes)
         if own is not None:
-            outputs.append(query @ state + (query * own * key).sum(-1, keepdim=True) * write)
-        if factors is not None:
+            outputs.append(queries[t] @ state + (queries[t] * own * key).sum(-1, keepdim=True) * write)
+        if factors is not None and turn == 0:
             state = state * factors[t].mT
         if delta:
             write = write - key @ state
         if weights is not None:
-            write = write * weights[t]
+            write = write * weights[row]
         state = torch.addcmul(state, key.mT, write)  # the outer product of key and write
-        if own is None:
-            outputs.append(query @ state)
+        if own is None and turn == writes - 1:
+            outputs.append(queries[t] @ state)
     o = torch.stack(outputs).view(-1, batch, value_heads, v.shape[3]).transpose(0, 1) if outputs else v[:, :0].double()
     return o, state.unflatten(0, (batch, value_heads))

@@ -29,7 +29,7 @@ from kdacompile.patterns.engine.field import P, R, Silent, matmul
 from kdacompile.patterns.engine.meanings import Field, Residues, cumprod, powers
 from kdacompile.patterns.engine.types import FREE, LINEAR, Typing
 from kdacompile.patterns.recurrence import tables
-from kdacompile.patterns.recurrence.roles import Recurrence
+from kdacompile.patterns.recurrence.roles import Recurrence, rows
 
 CHUNK = 64
 
@@ -51,8 +51,12 @@ def recurrence(
     """o ``[N, T, V]`` and the final state ``[N, K, V]`` modulo P.
 
     q, k ``[N, T, K]``, v ``[N, T, V]``, decay (a factor, nowhere zero) ``[N, T, K or 1]``, beta ``[N, T, 1]``, state
-    ``[N, K, V]``, bonus ``[N, 1, K]``; all modulo P.
+    ``[N, K, V]``, bonus ``[N, 1, K]``; all modulo P. Where k, v and beta have more rows than q, they are several writes
+    a token.
     """
+    writes = k.shape[1] // q.shape[1]
+    if writes > 1:  # tokens of one write each, most of which nobody reads and none but the first decays
+        q, decay = _apart(q, writes, 0, -1), None if decay is None else _apart(decay, writes, 1, 0)
     outputs: list[Tensor] = []
     numbers = Field(P, field.Numbers())
     for start in range(0, q.shape[1], CHUNK):
@@ -79,7 +83,14 @@ def recurrence(
             seen = seen + torch.diag_embed(own.sum(-1) % P)
         outputs.append((matmul(reads, state, P) + matmul(seen, write, P)) % P)
         state = (state + matmul(divided.mT, write, P)) % P * last % P
-    return torch.cat(outputs, 1), state
+    return torch.cat(outputs, 1)[:, writes - 1 :: writes], state
+
+
+def _apart(x: Tensor, writes: int, filler: int, place: int) -> Tensor:
+    """One row of ``x`` a token as one a write, ``filler`` but in one place."""
+    every = x.new_full((x.shape[0], x.shape[1], writes, x.shape[2]), filler)
+    every[:, :, place] = x
+    return every.flatten(1, 2)
 
 
 class Check:
@@ -153,10 +164,10 @@ class Check:
     def reference(self, inputs: dict[Value, dict[int, Tensor]], exponents: Field) -> tuple[Tensor, Tensor]:
         """o ``[B, T, H, V]`` and the final state ``[B, H, K, V]``."""
         sizes, binding = self.sizes, self.binding
-        given = {p.role: {m: p.to_canonical(x) for m, x in inputs[p.value].items()} for p in binding.inputs.values()}
-        batch, length, heads = sizes["B"], sizes["T"], sizes["H"]
+        given = {p.role: {m: rows(p, x) for m, x in inputs[p.value].items()} for p in binding.inputs.values()}
+        batch, heads = sizes["B"], sizes["H"]
 
-        def per_head(x: Tensor) -> Tensor:
+        def per_head(x: Tensor, length: int = sizes["T"]) -> Tensor:
             """``[B, T, h, D]`` as ``[B H, T, D]``."""
             x = x.expand(batch, length, -1, -1).repeat_interleave(heads // x.shape[2] if x.shape[2] > 1 else 1, 2)
             return x.expand(-1, -1, heads, -1).transpose(1, 2).reshape(batch * heads, length, -1)
@@ -167,16 +178,16 @@ class Check:
         if "initial_state" in given:
             state = given["initial_state"][P].expand(batch, -1, -1, -1).reshape(state.shape)
         o, last = recurrence(
-            per_head(given["q"][P]),
+            per_head(given["q"][P], binding.tokens),
             per_head(given["k"][P]),
             per_head(given["v"][P]),
-            None if decay is None else per_head(decay),
+            None if decay is None else per_head(decay, binding.tokens),
             None if beta is None else per_head(beta),
             state,
             delta=binding.delta,
             bonus=given["u"][P].expand(heads, sizes["K"]).repeat(batch, 1)[:, None] if "u" in given else None,
         )
-        return o.view(batch, heads, length, -1).transpose(1, 2), last.view(batch, heads, sizes["K"], -1)
+        return o.view(batch, heads, binding.tokens, -1).transpose(1, 2), last.view(batch, heads, sizes["K"], -1)
 
     def decay(self, given: dict[str, dict[int, Tensor]], exponents: Field) -> Tensor | None:
         """The decay factor modulo P, ``[B, T, H, K]`` or with ones."""

@@ -52,7 +52,7 @@ def is_layer(group: Group, candidate: RecurrenceCandidate, binding: Recurrence) 
     read its keys, or they add to its result.
     """
     sizes = binding.sizes
-    wanted = Counter(sizes[axis] for axis in "BTH" if sizes[axis] > 1)
+    wanted = Counter(size for size in (sizes["B"], binding.tokens, sizes["H"]) if size > 1)
     if any(not wanted - Counter(value.shape) for value in group.exits[0].chain):
         return True
     others = group.ops - candidate.ops

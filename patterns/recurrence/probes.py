@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.placement import Placement
-from kdacompile.patterns.recurrence.roles import AXES, Recurrence
+from kdacompile.patterns.recurrence.roles import Recurrence
 
 SCALES = {"huge": 2.0**40, "tiny": 2.0**-40}
 """What v and the state, or queries alone, are multiplied with: outputs are too, be the factor as far off as this."""
@@ -43,8 +43,10 @@ def _draw(
     placement: Placement, binding: Recurrence, sizes: dict[str, int], kind: str, generator: torch.Generator
 ) -> Tensor:
     role = placement.role
-    shape = [sizes[axis] if axis in placement.axes else 1 for axis in AXES[role]]
-    full = [sizes[axis] for axis in AXES[role]]
+    order = placement.order.replace("NR", "T")
+    axes = placement.axes + ("T" if "R" in placement.axes else "")
+    shape = [sizes[axis] if axis in axes else 1 for axis in order]
+    full = [sizes[axis] for axis in placement.order]
     noise = torch.randn(shape, generator=generator, dtype=torch.float64)
     pick = torch.rand(shape, generator=generator, dtype=torch.float64)
     if role == "rate" or (role == "g" and binding.inputs.get("rate")):
@@ -72,7 +74,7 @@ def _draw(
     elif kind == "graded" and role == "v":
         noise = noise * 10.0 ** (16.0 * pick[..., :1, :1] - 8.0)
     noise = noise * _factor(role, kind, binding, sizes)
-    return noise.expand(full)
+    return (noise.unflatten(1, (-1, sizes["R"])) if "R" in placement.order else noise).expand(full)
 
 
 def _factor(role: str, kind: str, binding: Recurrence, sizes: dict[str, int]) -> float | Tensor:
@@ -84,7 +86,7 @@ def _factor(role: str, kind: str, binding: Recurrence, sizes: dict[str, int]) ->
     if kind == "later" and role == "initial_state":
         return 0.0
     if kind == "later" and role == "v":
-        later = torch.arange(sizes["T"]) >= sizes["T"] // 2
+        later = torch.arange(sizes["T"]) >= binding.tokens // 2 * binding.writes
         return (later.double() * LATER).view(1, -1, 1, 1)
     if kind != "scaled keys" or (binding.delta and "beta" not in binding.inputs):
         return 1.0

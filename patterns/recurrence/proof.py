@@ -27,7 +27,7 @@ from kdacompile.patterns.engine.vocabulary import LAYOUT
 from kdacompile.patterns.recurrence import exact, tables
 from kdacompile.patterns.recurrence.definition import token_recurrence
 from kdacompile.patterns.recurrence.probes import KINDS, probes
-from kdacompile.patterns.recurrence.roles import AXES, Recurrence, RecurrenceCandidate
+from kdacompile.patterns.recurrence.roles import AXES, READ, Recurrence, RecurrenceCandidate, rows
 
 ALIKE = 1e-2
 """Relative error of the first token up to which a binding is looked at further: what it lacks may be a decay."""
@@ -144,11 +144,13 @@ def _judge(
     first = _first_run(candidate, binding, runner, drawn)
     inputs, results = first.inputs, first.results
     least = float("inf")
-    for turned in (binding, binding.backwards()) if binding.sizes["T"] > 1 else (binding,):
+    several = binding.writes > 1
+    for turned in (binding, binding.backwards()) if binding.sizes["T"] > 1 and not several else (binding,):
         start = _first_token_error(turned, first)
         fitted, error = _fit(turned, inputs, results) if start < ALIKE else (None, start)
         least = min(least, error)
-        if fitted is None and turned.gate == "none" and "u" not in turned.inputs and start < ALIKE:
+        constant = turned.gate == "none" and "u" not in turned.inputs and not several
+        if fitted is None and constant and start < ALIKE:
             fitted, runner = _with_constant_decay(turned, runner)
         if fitted is not None:
             return _probe_fully(fitted, runner, wide=wide)
@@ -212,6 +214,7 @@ def _recurrence(binding: Recurrence, given: dict[str, Tensor], steps: int | None
         given.get("beta"),
         given.get("initial_state"),
         bonus=given.get("u"),
+        writes=binding.writes,
         delta=binding.delta,
         scale=binding.scale,
         steps=steps,
@@ -281,18 +284,19 @@ def _fit(binding: Recurrence, inputs: dict[Value, Tensor], results: list[Tensor]
 
 
 def _corner(
-    binding: Recurrence, inputs: dict[Value, Tensor], results: list[Tensor], steps: int
+    binding: Recurrence, inputs: dict[Value, Tensor], results: list[Tensor], tokens: int
 ) -> tuple[Tensor, Tensor]:
     """The first tokens of the first and the last request, in the first and the last head and in four columns: as the
     recurrence and the region have them.
 
     A wrong binding of a model's real sizes can make the state very large; this is all of it that most need.
     """
-    whole = {p.role: replace(p, backwards=False).to_canonical(inputs[p.value]) for p in binding.inputs.values()}
+    whole = {p.role: rows(replace(p, backwards=False), inputs[p.value]) for p in binding.inputs.values()}
     have = replace(binding.output, backwards=False).to_canonical(results[0])
-    _check_sizes(have, whole["v"].expand(*whole["q"].shape[:2], -1, -1))
+    _check_sizes(have, whole["v"][:, : binding.tokens].expand(*whole["q"].shape[:2], -1, -1))
 
-    def cut(data: Tensor, order: str) -> Tensor:
+    def cut(data: Tensor, role: str) -> Tensor:
+        order, steps = AXES[role], tokens if role in READ else tokens * binding.writes
         for axis in "BGH":  # the last value head reads the last key head
             dim, last = order.find(axis), data.shape[order.find(axis)] - 1
             data = data[(slice(None),) * dim + (slice(None, None, last),)] if dim >= 0 < last else data
@@ -301,10 +305,10 @@ def _corner(
             return data
         return data[:, -steps:].flip(1) if binding.output.backwards else data[:, :steps]
 
-    given = {role: cut(data, AXES[role]) for role, data in whole.items()}
+    given = {role: cut(data, role) for role, data in whole.items()}
     heads = have.shape[2]
     small = binding.with_(decay=binding.decay[: heads : max(1, heads - 1)])
-    return _recurrence(small, given, steps)[0], cut(have, AXES["o"])
+    return _recurrence(small, given, tokens)[0], cut(have, "o")
 
 
 def _check_sizes(have: Tensor, want: Tensor) -> None:
@@ -411,14 +415,14 @@ def _probe_fully(binding: Recurrence, runner: _Runner, *, wide: bool) -> Verdict
     kinds = KINDS * (4 if wide else 1)
     for count, (kind, inputs) in enumerate(zip(kinds, probes(binding, sizes, kinds), strict=True), 1):
         results = runner(inputs)
-        given = {p.role: p.to_canonical(inputs[p.value]) for p in binding.inputs.values()}
+        given = {p.role: rows(p, inputs[p.value]) for p in binding.inputs.values()}
         want, state = _recurrence(binding, given)
         have = binding.output.to_canonical(results[0])
         _check_sizes(have, want)
         if count == 1 and not torch.isfinite(have).all():
             return Verdict(None, float("inf"), "not finite on ordinary inputs")
         if kind == "later":
-            have, want = have[:, : sizes["T"] // 2], want[:, : sizes["T"] // 2]
+            have, want = have[:, : binding.tokens // 2], want[:, : binding.tokens // 2]
         errors = [token_error(have, want)] if torch.isfinite(have).any() else [0.0]
         if binding.final_state is not None and kind != "later":
             last = binding.final_state.to_canonical(results[1])

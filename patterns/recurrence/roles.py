@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import isclose, log
 
+from torch import Tensor
+
 from kdacompile.graph.ir import Value
-from kdacompile.patterns.engine.axes import labelings, oddity
+from kdacompile.patterns.engine.axes import Sizes, labelings, oddity
 from kdacompile.patterns.engine.compare import PRECISE
 from kdacompile.patterns.engine.match import Binding, Candidate, Match
 from kdacompile.patterns.engine.placement import Placement
@@ -29,19 +32,35 @@ AXES = {
 }
 """The recurrence's own order of dimensions, per role. G counts key heads (H is a multiple of it); ``rate`` is a
 factor of the log gate per head (Mamba-2's A, where g = dt * A), ``u`` the bonus with which a token reads its own write
-(RWKV-5 and 6), and the state as it was before."""
+(RWKV-5 and 6), and the state as it was before.
+
+Where a token has several writes (DeltaProduct), N counts tokens, R the writes of one, and T = N R all of them."""
+
+READ = ("q", "g", "o")
+"""Roles with one row a token, however many writes it has. Those of k, v and beta are in a dimension of their own, or
+one after the other."""
+
+MAX_WRITES = 16
+"""Writes a token may have."""
 
 # Dimensions a role may lack although they are larger than one: the tensor is then the same all along them.
 BROADCAST = {"g": "BTHK", "beta": "H", "initial_state": "B", "u": "HK"}
 
 
 def place(role: str, value: Value, axes: str) -> Placement:
-    return Placement(role, value, axes, AXES[role])
+    tokens = "NR" if "R" in axes else "N" if "N" in axes else "T"
+    return Placement(role, value, axes, AXES[role].replace("T", tokens))
 
 
 def in_role(placement: Placement, role: str) -> Placement:
     """The same tensor in another role."""
     return replace(placement, role=role, order=AXES[role])
+
+
+def rows(placement: Placement, tensor: Tensor) -> Tensor:
+    """The graph's tensor in the role's own order, the writes of all tokens one after the other."""
+    own = placement.to_canonical(tensor)
+    return own.flatten(1, 2) if "R" in placement.order else own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +94,15 @@ class Recurrence(Binding):
         """How many tensors must be permuted: where heads or batch are one, each can be taken for the other."""
         return sum(placement.permuted for placement in (*self.inputs.values(), *self.ends))
 
+    @property
+    def writes(self) -> int:
+        """Writes a token: more than one are DeltaProduct's."""
+        return self.sizes.get("R", 1)
+
+    @property
+    def tokens(self) -> int:
+        return self.sizes["T"] // self.writes
+
     def backwards(self) -> Recurrence:
         """The same binding with the last token first."""
         inputs = {role: replace(placement, backwards=True) for role, placement in self.inputs.items()}
@@ -88,7 +116,7 @@ class Recurrence(Binding):
         options = self.qk_l2norm_eps, self.output.backwards
         written = "*" in "".join(placement.axes for placement in self.inputs.values()) or "A_log" in self.inputs
         fixed = (self.sizes["H"], self.sizes["K"]) if written else ()
-        return self.assignment(), gate, options, fixed, self.sizes["T"] == 1
+        return self.assignment(), gate, options, fixed, self.writes, self.sizes["T"] == 1
 
     def same_as(self, other: Binding) -> bool:
         """Decays read off rounded tables come out slightly different at each length, a fitted scale by rounding."""
@@ -107,13 +135,46 @@ def labelings_of(value: Value, role: str, sizes: dict[str, int]) -> Sequence[tup
     """Axes for each dimension of ``value`` in ``role`` that agree with the sizes known so far, and all sizes."""
     if 0 in value.shape:
         return ()
-    return labelings(value.shape, value.uniform, AXES[role], tuple(sizes.items()), BROADCAST.get(role, ""))
+    return labelings_of_shape(value.shape, value.uniform, role, tuple(sizes.items()))
+
+
+@lru_cache(maxsize=1 << 14)
+def labelings_of_shape(
+    shape: tuple[int, ...], uniform: frozenset[int], role: str, sizes: Sizes
+) -> Sequence[tuple[str, dict[str, int]]]:
+    orders, optional = [AXES[role]], BROADCAST.get(role, "")
+    if any(axis == "N" for axis, _ in sizes):
+        tokens = ("N",) if role in READ else ("T", "NR")
+        orders = [AXES[role].replace("T", each) for each in (tokens if "T" in AXES[role] else "T")]
+        optional = optional.replace("T", "N")
+    return [found for order in orders for found in labelings(shape, uniform, order, sizes, optional)]
+
+
+def with_writes(axes: str, sizes: dict[str, int], writes: int) -> tuple[str, dict[str, int]]:
+    """A reading of the output, with so many writes a token."""
+    tokens = sizes.get("T", 1)
+    return axes.replace("T", "N"), {**sizes, "N": tokens, "R": writes, "T": tokens * writes}
+
+
+def writes_of(values: Iterable[Value], sizes: dict[str, int]) -> list[int]:
+    """How many writes a token could have: some of the values could be the keys, others their values."""
+    tokens = sizes.get("T", 1)
+    shapes = {(value.shape, value.uniform) for value in values}
+    each = {size for shape, _ in shapes for size in shape}
+    found = {size // tokens for size in each if size % tokens == 0} | each
+
+    def fits(role: str, writes: int) -> bool:
+        known = tuple(with_writes("", sizes, writes)[1].items())
+        every = (labelings_of_shape(shape, uniform, role, known) for shape, uniform in shapes)
+        return any("T" in axes or "R" in axes for found in every for axes, _ in found)
+
+    return [n for n in sorted(found) if 1 < n <= MAX_WRITES and fits("k", n) and fits("v", n)]
 
 
 INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "rate", "u")
 
 
-def frames(output: Value, state: Value | None, key_size: int, *, usual: bool) -> list[dict[str, int]]:
+def frames(output: Value, state: Value | None, key_size: int, *, usual: bool, writes: int = 1) -> list[dict[str, int]]:
     """Sizes of the axes, K included, under the readings of the results that come nearest to what people write, or
     under all others.
     """
@@ -125,7 +186,8 @@ def frames(output: Value, state: Value | None, key_size: int, *, usual: bool) ->
             for axes, known in labelings_of(state, "final_state", sizes)
         ]
     least = min((odd for odd, _ in found), default=0)
-    return [{**sizes, "K": sizes.get("K", key_size)} for odd, sizes in found if (odd == least) == usual]
+    near = [{**sizes, "K": sizes.get("K", key_size)} for odd, sizes in found if (odd == least) == usual]
+    return near if writes == 1 else [with_writes("", sizes, writes)[1] for sizes in near]
 
 
 def role_test(readings: Sequence[dict[str, int]]) -> Callable[[Value], bool]:

@@ -75,7 +75,9 @@ class RecurrenceSpec(Spec[Group, Recurrence]):
         group = next((group for group in regions if output is not None and output.op in group.ops), None)
         if group is None or output is None:
             return "there is no such region at other sizes"
-        found = next(read_region(group, [value for value in cut if value is not None], output, state), None)
+        likely = next(iter(candidate.bindings), None)
+        writes = 1 if likely is None else likely.writes
+        found = next(read_region(group, [value for value in cut if value is not None], output, state, writes), None)
         if found is None:
             return "the roles do not fit at other sizes"
         return found.reason if isinstance(found, Obstacle) else found

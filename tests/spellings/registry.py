@@ -27,6 +27,8 @@ from kdacompile.patterns.recurrence.definition import token_recurrence
 PATTERNS = ("kda", "gated_delta_rule", "delta_rule", "gla", "simple_gla", "retention", "linear_attention")
 DELTA = frozenset({"kda", "gated_delta_rule", "delta_rule"})
 CHANNEL = frozenset({"kda", "gla"})
+WRITTEN = frozenset({"k", "v", "beta", "beta_logit"})
+"""Arguments of writes, of which a token may have several."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Spelling:
     constant_decay: tuple[float, ...] = ()  # a decay per head that the spelling carries itself
     strongest_gate: float = -3.0  # log gate drawn from (strongest, 0); factored forms need a mild one
     groups: int = 1  # value heads per key head
+    writes: int = 1  # writes a token: k, v and beta have so many rows for each
+    apart: bool = False  # those in a dimension of their own, after the tokens
     returns_state: bool = False
     in_place: bool = False  # the state argument is overwritten and not returned
     state_dtype: torch.dtype | None = None  # dtype of a given state where it differs from q's
@@ -97,8 +101,9 @@ class Spelling:
             q, k, v = q.flip(1), k.flip(1), v.flip(1)
             decay, beta = (x if x is None or x.dim() < 2 else x.flip(1) for x in (decay, beta))
         bonus, state = given.get("u"), given.get("state")
-        o, state = token_recurrence(q, k, v, decay, beta, state, bonus=bonus, delta=self.delta, scale=scale)
-        return self._lay_out("v", o.flip(1) if self.backwards else o), state
+        options: dict[str, Any] = {"delta": self.delta, "scale": scale, "writes": self.writes}
+        o, state = token_recurrence(q, k, v, decay, beta, state, bonus=bonus, **options)
+        return self._lay_out("o", o.flip(1) if self.backwards else o), state
 
     def read(self, outputs: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
         """Split what ``fn`` returned into the output and the final state in ``[B, HV, K, V]``, if it gives one."""
@@ -154,6 +159,8 @@ class Spelling:
             return x.transpose(-1, -2).contiguous() if self.state_layout == "vk" else x
         if x.dim() < 3:
             return x
+        if self.apart and name in WRITTEN:
+            x = x.unflatten(1, (-1, self.writes))
         if self.layout == "td":
             return x[0, :, 0]
         if self.layout == "bhdt":
@@ -167,6 +174,8 @@ class Spelling:
             return x.transpose(-1, -2) if self.state_layout == "vk" else x
         if name in {"gamma", "log_gamma", "a", "a_log", "dt_bias", "u"}:
             return x
+        if self.apart and name in WRITTEN:
+            return x.flatten(1, 2)
         if self.layout == "td":
             return x[None, :, None]
         if self.layout == "bhdt":
@@ -190,11 +199,12 @@ class _Draw:
     def __call__(self, name: str) -> Tensor:
         tokens = (self.batch, self.length, self.value_heads)
         gate = (*tokens, self.k_dim) if self.s.pattern in CHANNEL else tokens
+        rows = self.length * (self.s.writes if name in WRITTEN else 1)
         if name in {"q", "c", "k", "b"}:
-            x = self._normal(self.batch, self.length, self.heads, self.k_dim)
+            x = self._normal(self.batch, rows, self.heads, self.k_dim)
             return x if name in {"q", "c"} else x / x.norm(dim=-1, keepdim=True)
         if name in {"v", "x"}:
-            return self._normal(*tokens, self.v_dim)
+            return self._normal(self.batch, rows, self.value_heads, self.v_dim)
         if name in {"g", "g2", "w", "alpha"}:
             log_gate = self.s.strongest_gate * self._uniform(*gate)
             return {"g": log_gate, "g2": log_gate / math.log(2.0), "w": -log_gate, "alpha": log_gate.exp()}[name]
@@ -202,7 +212,7 @@ class _Draw:
             gamma = 0.6 + 0.39 * self._uniform(self.value_heads)
             return gamma if name == "gamma" else gamma.log()
         if name in {"beta", "dt"}:
-            return self._uniform(*tokens)
+            return self._uniform(self.batch, rows, self.value_heads)
         if name == "a":
             return -0.1 - self._uniform(self.value_heads)
         if name == "a_log":
@@ -214,7 +224,7 @@ class _Draw:
         if name == "state":
             return self._normal(self.batch, self.value_heads, self.k_dim, self.v_dim)
         if name == "beta_logit":
-            return self._normal(*tokens)
+            return self._normal(self.batch, rows, self.value_heads)
         if name == "gate_logit":
             return self._normal(*gate)
         raise KeyError(name)

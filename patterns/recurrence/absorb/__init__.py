@@ -35,6 +35,8 @@ WITH_BONUS: tuple[Rule, ...] = (absorb_casts, absorb_scale)
 def absorb(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch:
     """The match with everything upstream taken over that the op can do itself, as far as ``scope`` goes."""
     rules = RULES if "u" not in match.inputs else WITH_BONUS
+    if match.binding.writes > 1:  # a filler in the place of a logit would decay
+        rules = tuple(rule for rule in rules if rule is not absorb_gate)
     applied = True
     while applied:
         applied = False
