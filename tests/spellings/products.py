@@ -126,7 +126,7 @@ def product_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> 
     return product_chunks_of(q, k, v, g, beta, 8)
 
 
-variant("product_loop", "head_gate_strong", product_loop, strongest_gate=-1000.0, lengths=(6,))
+variant("product_loop", "strong_gate", product_loop, strongest_gate=-1000.0, lengths=(6,))
 
 
 # -- near misses ------------------------------------------------------------------------------------------------------
