@@ -182,7 +182,9 @@ class Edit:
             return
         before = old.op
         if new in self.taken and before is not None:  # another value is that already: this one is a tensor of its own
-            new = self.call(torch.clone, self.taken[new], like=old.node or before.node)
+            new = self.taken[new]
+            while new in self.taken.values():  # and so are those that were made before it
+                new = self.call(torch.clone, new, like=old.node or before.node)
         op = new.op
         if op is None or before is None or (old.shape, old.dtype) != (new.shape, new.dtype):
             raise CannotEdit("a value cannot be defined as another one of other sizes")

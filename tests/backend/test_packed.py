@@ -38,7 +38,27 @@ def emptied_where_a_sequence_begins(q: Tensor, k: Tensor, v: Tensor, gate: Tenso
     return out
 
 
-@pytest.mark.parametrize(("fn", "pattern"), [(one_list, "simple_gla"), (emptied_where_a_sequence_begins, "delta_rule")])
+def each_token_is_taken_anew(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    """Three nodes are one token of k: each of them becomes a tensor of its sequence."""
+    rows: list[Tensor] = []
+    s = empty()
+    for t in range(q.shape[1]):
+        s = empty() if t in STARTS else s
+        old = read(s, k[:, t])
+        s = s - k[:, t, ..., None] * (logit[:, t, :, None] * old)[..., None, :]
+        s = s + k[:, t][..., None] * (logit[:, t, :, None] * v[:, t])[..., None, :]
+        rows.append(read(s, q[:, t]))
+    return torch.stack(rows, 1)
+
+
+PACKED = [
+    (one_list, "simple_gla"),
+    (emptied_where_a_sequence_begins, "delta_rule"),
+    (each_token_is_taken_anew, "delta_rule"),
+]
+
+
+@pytest.mark.parametrize(("fn", "pattern"), PACKED)
 @pytest.mark.parametrize("grad", [False, True])
 def test_each_sequence_is_recognised(fn: Callable[..., Tensor], pattern: str, grad: bool) -> None:
     ours, expected, report = explained(fn, grad)
