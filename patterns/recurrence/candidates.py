@@ -266,6 +266,8 @@ def read_region(
     found = Bindings(cut, output, state, ops, writes)
     if found:
         obstacle = _obstacle(ops, group, outputs) or rounding(ops & group.ops, ops, cut, outputs)
+        if obstacle and writes > 1:  # much that is no recurrence reads as several writes: nobody's near miss
+            return
         yield obstacle or Candidate(anchor, ops, cut, outputs, found, core=ops & group.ops)
 
 
