@@ -96,9 +96,9 @@ def _run(cases: Sequence[Case], timeout: float, write: Callable[[Results], None]
             described, contender, out = job.arguments
             measured = json.loads(Path(out).read_text()) if Path(out).exists() else {}
             for case in json.loads(described):
-                failed = {"failure": _reason(outcome), "stderr": list(outcome.stderr)}
+                failed = {"failure": outcome.reason, "stderr": list(outcome.stderr)}
                 results[case["name"]][contender] = measured.get(case["name"], failed)
-            print(f"{job.name}: {outcome.failure or 'done'}", file=sys.stderr, flush=True)
+            print(f"{job.name}: {outcome.reason if outcome.failure else 'done'}", file=sys.stderr, flush=True)
             write(results)
 
         Relay(min(_READY_SECONDS, timeout), timeout).run(_waves(jobs), done)
@@ -113,13 +113,6 @@ def _waves(jobs: Sequence[Job]) -> list[list[Job]]:
     size = 3 * (os.cpu_count() or 1)
     parts = (without, tuning, tuned)
     return [part[start : start + size] for part in parts for start in range(0, len(part), size)]
-
-
-def _reason(outcome: Outcome) -> str:
-    """The last line of a traceback says more than an exit status."""
-    if outcome.failure is not None and outcome.failure.startswith("exit") and outcome.stderr:
-        return outcome.stderr[-1]
-    return outcome.failure or "no figures"
 
 
 def _versions() -> dict[str, str | None]:

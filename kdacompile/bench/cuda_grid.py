@@ -213,7 +213,7 @@ def run(json_path: Path, timeout: float) -> int:
             jobs.append(Job(" ".join(line), _MODULE, (*line, out), "fla"))
 
         def done(job: Job, outcome: Outcome) -> None:
-            print(f"grid, {job.name}: {outcome.failure or 'done'}", file=sys.stderr, flush=True)
+            print(f"grid, {job.name}: {outcome.reason if outcome.failure else 'done'}", file=sys.stderr, flush=True)
             out = Path(job.arguments[-1])
             found = json.loads(out.read_text()) if out.exists() else []
             with writing:
@@ -232,17 +232,22 @@ def run(json_path: Path, timeout: float) -> int:
 
 
 def main(row: str, norm: str, gate: str, out: str) -> None:
-    """One process: get ready, wait, measure; what is there is written after every cell."""
+    """One process: get ready, wait, measure; what is there is written after every cell.
+
+    The longest prompts are left for its turn: those of all processes at once do not fit the device's memory.
+    """
     from kdacompile import ops
 
     own = [cell for cell in cells() if (cell.row, cell.norm, cell.gate) == (row, norm, gate)]
-    for cell in own:
+    for cell in (cell for cell in own if cell.length <= PEERS_AT[1]):
         given = operands(cell)
         peer = peer_of(cell, given)
         with torch.no_grad():
             ops.linear_attention(**given)
             if peer is not None:
                 peer()
+        del given, peer
+    torch.cuda.empty_cache()
     wait_for_turn()
     timings: list[Timing] = []
     for cell in own:

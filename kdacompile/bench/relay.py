@@ -41,6 +41,13 @@ class Outcome:
     failure: str | None
     stderr: Sequence[str] = ()
 
+    @property
+    def reason(self) -> str:
+        """The last line of a traceback says more than an exit status."""
+        if self.failure is not None and self.failure.startswith("exit") and self.stderr:
+            return self.stderr[-1]
+        return self.failure or "no figures"
+
 
 class Relay:
     """Runs waves of jobs; seconds allowed for getting ready and for the rest."""

@@ -58,8 +58,7 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
         def done(job: Job, outcome: Outcome) -> None:
             name, who, out = job.arguments
             found = json.loads(Path(out).read_text()) if Path(out).exists() else {}
-            last = outcome.stderr[-1] if outcome.stderr else "no figures"
-            for length, figures in found.items() or [(str(MEASURED), {"failure": outcome.failure or last})]:
+            for length, figures in found.items() or [(str(MEASURED), {"failure": outcome.reason})]:
                 label = f"{name}-t{length}"
                 described: Figures = {"name": label, "length": int(length), "train": True, "results": {}}
                 case = cases.setdefault(label, described)

@@ -12,9 +12,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import torch
-from numpy.typing import NDArray
 from torch import fx
 
 from kdacompile import compat
@@ -55,15 +53,19 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     if any(compat.free_symbols(view) for view in (one, other)):
         return True
     try:
-        return numpy.shares_memory(*map(_addresses, (one, other)), max_work=MOST_WORK)
+        import numpy  # torch runs without it
+    except ImportError:
+        return True
+    try:
+        return numpy.shares_memory(*(numpy.asarray(_addresses(view)) for view in (one, other)), max_work=MOST_WORK)
     except RuntimeError:  # more work than that
         return True
 
 
-def _addresses(view: torch.Tensor) -> NDArray[Any]:
-    """An array that lies as the view does, at addresses that nobody reads."""
+def _addresses(view: torch.Tensor) -> SimpleNamespace:
+    """What numpy makes an array of that lies as the view does, at addresses that nobody reads."""
     size = view.dtype.itemsize
     steps = tuple(int(stride) * size for stride in view.stride())
     start = (int(view.storage_offset()) + 1) * size  # no array is at address 0
     facts = {"data": (start, True), "shape": tuple(map(int, view.shape)), "strides": steps, "typestr": f"|V{size}"}
-    return numpy.asarray(SimpleNamespace(__array_interface__={**facts, "version": 3}))
+    return SimpleNamespace(__array_interface__={**facts, "version": 3})

@@ -79,6 +79,7 @@ def test_workers_are_timed_alone_and_failures_have_reasons(tmp_path: Path) -> No
     assert outcomes["late"].failure == "not ready after 2 s"
     assert outcomes["broken"].failure == "exit status 3"
     assert list(outcomes["broken"].stderr) == ["broken on purpose"]
+    assert outcomes["broken"].reason == "broken on purpose" and outcomes["late"].reason == "not ready after 2 s"
     turns = [tuple(map(float, line.split()[:2])) for line in out.read_text().splitlines()]
     (_, first_end), (second_start, _) = sorted(turns)
     assert first_end <= second_start
