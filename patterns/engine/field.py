@@ -38,6 +38,9 @@ SMOOTH = (2, 3, 5, 7, 11, 13)
 MANY = 1 << 15
 """Different numbers of one constant that are still read one by one."""
 
+SMALL = 16
+"""Whole numbers up to here are alone with their residues: what shares one with them is not read."""
+
 GONE = {torch.float64: -746.0, torch.float32: -104.0}
 """From here down the exponential of a number is zero, in this dtype and all the more in narrower ones."""
 
@@ -58,6 +61,8 @@ class Numbers:
     """
 
     rough: set[float] = field(default_factory=set[float])
+    taken: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    """Which literal a residue stands for, by modulus."""
 
     def excuse(self) -> str:
         """Which literals could be to blame for a difference; none if none could: what is all but one is not rounded."""
@@ -65,9 +70,25 @@ class Numbers:
         return "the numbers " + ", ".join(f"{number:.9g}" for number in found[:3]) if found else ""
 
     def read(self, number: float, modulus: int) -> int:
-        """A literal: what it obviously stands for (1 / 3, 1e-10, 128 ** -0.5, log 2), else its digits exactly."""
+        """A literal: what it obviously stands for (1 / 3, 1e-10, 128 ** -0.5, log 2), else its digits exactly.
+
+        Raises Silent where its residue is that of another number: of a small whole one, or of a literal read before.
+        """
+        residue = self._residue(number, modulus)
+        _same(self.taken.setdefault((residue, modulus), number), number, modulus)
+        return residue
+
+    def _residue(self, number: float, modulus: int) -> int:
+        """The same of a number among many, some of which may meet by chance."""
         if not math.isfinite(number):
             raise Silent(f"the number {number}")
+        residue = self._digits(number, modulus)
+        whole = residue if residue <= modulus // 2 else residue - modulus
+        if abs(whole) <= SMALL:
+            _same(float(whole), number, modulus)
+        return residue
+
+    def _digits(self, number: float, modulus: int) -> int:
         if number == int(number):
             return int(number) % modulus
         found = _meaning(abs(number))
@@ -82,21 +103,25 @@ class Numbers:
 
     def tensor(self, data: Tensor, modulus: int) -> Tensor:
         """A constant's numbers. NaN, which nobody wrote yet, is something different everywhere."""
-        if not data.is_floating_point():
-            return data.to(torch.int64) % modulus
-        whole = data == data.trunc()
-        if bool((whole & (data.abs() < 2.0**53)).all()):
-            return data.to(torch.int64) % modulus
-        shape, flat = data.shape, data.double().reshape(-1)
+        numbers = data.double() if data.is_floating_point() else data.to(torch.int64)
+        if bool(((numbers == numbers.trunc()) & (numbers.abs() < modulus // 2)).all()):
+            return numbers.to(torch.int64) % modulus
+        shape, flat = data.shape, numbers.double().reshape(-1)
         kinds, which = flat.nan_to_num(nan=math.inf).unique(return_inverse=True)
         if len(kinds) > MANY:
             raise Silent("a constant of too many different numbers")
         unwritten = flat.isnan()
         kinds = torch.where(kinds == math.inf, 0.0, kinds) if bool(unwritten.any()) else kinds
-        read = torch.tensor([self.read(number, modulus) for number in kinds.tolist()], dtype=torch.int64)[which]
+        read = torch.tensor([self._residue(number, modulus) for number in kinds.tolist()], dtype=torch.int64)[which]
         if bool(unwritten.any()):
             read = torch.where(unwritten, random(read.shape, modulus, torch.Generator().manual_seed(17)), read)
         return read.reshape(shape)
+
+
+def _same(other: float, number: float, modulus: int) -> None:
+    """Two numbers of one residue are one number, up to rounding."""
+    if abs(other - number) > 2.0**-46 * abs(number):
+        raise Silent(f"the number {number:.17g}, which is {other:.17g} modulo {modulus}")
 
 
 @lru_cache(maxsize=1 << 14)
@@ -147,6 +172,9 @@ def _value(number: Fraction, root: int, exponent: int, modulus: int) -> int:
 
 
 def fraction(numerator: int, denominator: int, modulus: int) -> int:
+    """Raises Silent where the denominator is nothing modulo ``modulus``."""
+    if denominator % modulus == 0:
+        raise Silent(f"a number with the denominator {denominator}")
     return numerator * pow(denominator, -1, modulus) % modulus
 
 

@@ -72,6 +72,9 @@ class Field:
 Rule = Callable[..., "Residues | list[Residues]"]
 
 
+DEGREE = 1 << 20
+"""The largest power that is read."""
+
 A_LOGARITHM = "a logarithm in something other than a sum"
 
 
@@ -178,14 +181,22 @@ def pow_(f: Field, base: Any, exponent: Any) -> Residues:
     if isinstance(exponent, (int, float)):
         if exponent != int(exponent):
             raise Silent(f"a power of {exponent:g}")
+        _low(abs(exponent))
         base = f.of(base)
         _finite(base)
         return Residues(field.power(base.x, int(exponent), f.modulus))
     if isinstance(exponent, Tensor) and bool((exponent == exponent.trunc()).all()):
+        _low(float(exponent.double().abs().max()) if exponent.numel() else 0)
         base = f.of(base)
         _finite(base)
         return Residues(powers(base.x, exponent.to(torch.int64), f.modulus))
     raise Silent("powers that a tensor gives")
+
+
+def _low(degree: float) -> None:
+    """No power that a random number would mistake for another: ``x ** P == x`` modulo P."""
+    if degree > DEGREE:
+        raise Silent(f"a power of degree {degree:g}")
 
 
 def powers(base: Tensor, exponent: Tensor, modulus: int) -> Tensor:

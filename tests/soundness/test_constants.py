@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kdacompile.report.collect import collecting
+from tests.compare import relative_error
 from tests.soundness.programs import matched, refused, tokens
 
 T = 400
@@ -72,3 +74,27 @@ def test_decays_that_round(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_decays_within_their_rounding(dtype: torch.dtype) -> None:
     matched(lambda q, k, v: decayed(q, k, v, -0.05 * torch.arange(T, dtype=dtype)), given(), "retention")
+
+
+def retained(q: Tensor, k: Tensor, v: Tensor, rate: float, dtype: torch.dtype) -> Tensor:
+    place = torch.arange(q.shape[1])
+    decay = (rate ** (place[:, None] - place).to(dtype)).tril()
+    return (((q.transpose(1, 2) @ k.transpose(1, 2).mT) * decay) @ v.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_a_rate_that_is_an_argument(dtype: torch.dtype) -> None:
+    """``0.9 ** n`` of whole n is a table in float32, whatever q is: the op has the power itself, in q's float64, and of
+    each call's own rate.
+    """
+    torch._dynamo.reset()
+    compiled = torch.compile(retained, backend="kda", options={"kda.inner": "eager"})
+    found = tokens(20)
+    q, k, v = (found[name].double() for name in ("q", "k", "v"))
+    with collecting() as report:
+        for rate in (0.9, 0.5, 0.7, 1.0, 0.9, 0.0):
+            result = compiled(q, k, v, rate, dtype)
+            assert relative_error(result, retained(q, k, v, rate, torch.float64)) < 1e-14, rate
+            assert relative_error(result, retained(q, k, v, rate, dtype)) < 1e-6, rate
+    assert {match.checked for match in report.matches} == {"exactly"}, str(report)
+    assert [match.pattern for match in report.matches][:3] == ["retention"] * 3, str(report)

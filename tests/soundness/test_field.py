@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kdacompile.patterns.engine import field
-from kdacompile.patterns.engine.field import Numbers, P, R, matmul
+from kdacompile.patterns.engine.field import Numbers, P, R, Silent, matmul
+from kdacompile.patterns.engine.meanings import Field, Residues, pow_
 from kdacompile.patterns.recurrence.exact import recurrence
 
 
@@ -69,6 +70,27 @@ def test_literals_stand_for_what_they_mean() -> None:
     read(math.pi / 7)
     assert numbers.rough == {math.pi / 7}
     assert read(1.0 + 1e-12) != 1 and read(1e-300) != 0
+
+
+@pytest.mark.parametrize("modulus", [P, R])
+def test_literals_that_are_another_number_modulo_the_prime_are_not_read(modulus: int) -> None:
+    nothing = (modulus, -3.0 * modulus, modulus * 2.0**-71, 1.0 / modulus)
+    for number in (*nothing, modulus + 1.0, 1.0 + modulus * 2.0**-52, modulus - 5.0):
+        with pytest.raises(Silent):
+            Numbers().read(number, modulus)
+        with pytest.raises(Silent):
+            Numbers().tensor(torch.tensor([0.5, number], dtype=torch.float64), modulus)
+    with pytest.raises(Silent):
+        Numbers().tensor(torch.tensor([modulus + 1]), modulus)
+    numbers = Numbers()
+    numbers.read(0.1, modulus)
+    with pytest.raises(Silent):
+        numbers.read(0.1 + modulus, modulus)  # 2147024879.1
+    assert numbers.read(0.35, modulus) == numbers.read(0.05 * 7, modulus)
+    table = torch.tensor([-1e9, 0.25, torch.finfo(torch.float32).min])
+    assert numbers.tensor(table, modulus).tolist() == [numbers.read(float(number), modulus) for number in table]
+    with pytest.raises(Silent):
+        pow_(Field(modulus, numbers), Residues(draw(3, modulus=modulus)), float(modulus))  # Fermat: x ** P == x
 
 
 @pytest.mark.parametrize("delta", [True, False])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kdacompile.patterns.engine.field import P
 from tests.fuzz.yardstick import difference
 from tests.soundness.programs import explained, matched, refused, tokens
 
@@ -54,6 +55,8 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "a key of its own": lambda s, k, e, v: s + (k + 1e-10 * k * k) @ e,
     "an error cubed": lambda s, k, e, v: s + k @ (e + 1e-18 * e * e * e),
     "a state that leaks": lambda s, k, e, v: s * (1 - 1e-11) + k @ e,
+    "nothing modulo the field's prime": lambda s, k, e, v: s + k @ e + s * s * (P * 2.0**-71),
+    "the prime as a tensor": lambda s, k, e, v: s + k @ e + s * s * torch.tensor(P) * 2.0**-71,
     "addcdiv value": lambda s, k, e, v: torch.addcdiv(s + k @ e, s, 2 + k * k, value=1e-12),
 }
 
