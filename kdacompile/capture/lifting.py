@@ -213,7 +213,7 @@ def captures(
             failure = WrongLayout(f"it does not run on stand-ins: {error}")
             continue
         try:
-            return captured, template.write(captured, call, numbers)
+            return captured, template.write(captured, call, numbers, seen=list(known.values()))
         except Unliftable as error:
             failure = error
     assert failure is not None
@@ -261,12 +261,14 @@ def _modulus(tried: list[int], taken: list[int], numbers: AbstractSet[int]) -> i
 
 
 def _fewer_heads(call: Call) -> Call:
-    """The call with as few heads as keep the ratio between key and value heads: comparing stays cheap."""
+    """The call with as few heads as keep the ratio between key and value heads: comparing stays cheap. Never with one
+    head in the place of several: its stride would tell nothing.
+    """
     tensors = [tensor for _, tensor in call.tensors() if "T" in tensor.dims and len(tensor.dims) > 2]
     where = 3 - tensors[0].dims.index("T")
     heads = {tensor.dims[where] for tensor in tensors if where < len(tensor.dims)}
     common = math.gcd(*(head for head in heads if isinstance(head, int)))
-    divisor = common // 2 if common % 2 == 0 else common
+    divisor = common // next((least for least in range(2, common) if common % least == 0), common or 1)
     if divisor < 2:
         return call
 

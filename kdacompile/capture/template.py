@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -38,10 +38,17 @@ _PLAIN = (torch.dtype, torch.memory_format, torch.layout)
 _Found = tuple[Sizes, Layout]
 
 
-def write(captured: Sequence[Captured], call: Call, numbers: Set[int], modulus: int | None = None) -> str:
+def write(
+    captured: Sequence[Captured],
+    call: Call,
+    numbers: Set[int],
+    modulus: int | None = None,
+    seen: Iterable[Captured] = (),
+) -> str:
     """Python source of ``replacement(*tensors)``; raises ``Unliftable`` if the graphs are not one function.
 
-    ``numbers``: what the function may take for a chunk. ``modulus``: it takes only lengths divisible by that.
+    ``numbers``: what the function may take for a chunk. ``modulus``: it takes only lengths divisible by that. ``seen``:
+    the function at other sizes, where its graph need not be the same: whole chunks show no gap behind the last token.
     """
     graphs, sizes = [each.graph for each in captured], [each.sizes for each in captured]
     live = [[node for node in graph.nodes if node.op != "placeholder"] for graph in graphs]
@@ -53,7 +60,7 @@ def write(captured: Sequence[Captured], call: Call, numbers: Set[int], modulus: 
         writer.name(row, f"x{index}")
     *rows, results = zip(*live, strict=True)
     body = [writer.line(row) for row in rows]
-    body += writer.layouts(results, [each.layouts for each in captured])
+    body += writer.layouts(results, [*captured, *(each for each in seen if each not in captured)])
     body.append(writer.line(results))
     check = [f"assert T % {modulus} == 0"] if modulus else []
     head = f"def {NAME}({', '.join(f'x{index}' for index in range(len(inputs[0])))}):"
@@ -98,11 +105,13 @@ class _Writer:
         self.name(row, f"v{self.lines}")
         return f"{self.names[first]} = {self.callee(first, args, kwargs)}"
 
-    def layouts(self, results: Sequence[fx.Node], wanted: Sequence[Sequence[Layout | None]]) -> Iterator[str]:
+    def layouts(self, results: Sequence[fx.Node], known: Sequence[Captured]) -> Iterator[str]:
         """Lay results out in memory as the function does: its caller may take views that need it."""
         leaves = zip(*(tree_leaves(node.args[0]) for node in results), strict=True)
-        for row, found in zip(leaves, zip(*wanted, strict=True), strict=True):
-            layouts = [(at, layout) for at, layout in zip(self.sizes, found, strict=True) if layout is not None]
+        if len({len(each.layouts) for each in known}) != 1:
+            raise Unliftable("how many results it has differs with the length")
+        for row, found in zip(leaves, zip(*(each.layouts for each in known), strict=True), strict=True):
+            layouts = [(each.sizes, layout) for each, layout in zip(known, found, strict=True) if layout is not None]
             if not layouts or _of_input(row[0]) or (made := self.laid_out(self.names[row[0]], layouts)) is None:
                 continue
             self.lines += 1
