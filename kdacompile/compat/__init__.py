@@ -90,6 +90,7 @@ from kdacompile.compat.symbols import (
     backed_hints,
     free_symbols,
     guarded_with,
+    has_steps,
     in_range,
     is_number,
     is_one,

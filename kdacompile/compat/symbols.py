@@ -82,6 +82,14 @@ def arithmetic_of(size: Any) -> tuple[set[int], str]:
     return numbers, ""
 
 
+def has_steps(number: Any) -> bool:
+    """True for a symbolic number that is no polynomial of sizes: it may stay what it is from one size to another."""
+    if not isinstance(number, (torch.SymInt, torch.SymFloat)):
+        return False
+    expr = sympy.sympify(number.node.expr)
+    return any(symbol_is_type(symbol, SymT.SIZE) for symbol in expr.free_symbols) and not expr.is_polynomial()
+
+
 def is_unbacked(symbol: Any) -> bool:
     return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
 

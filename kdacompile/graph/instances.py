@@ -13,13 +13,15 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph.build import Tables, functional_graph
-from kdacompile.graph.ir import Graph
+from kdacompile.graph.ir import Graph, reach
 from kdacompile.graph.laws import NotAffine
 from kdacompile.graph.turns import Turns
+from kdacompile.patterns.engine.vocabulary import DATA_MOVEMENT, MAKERS
 
 Sizes = dict[Any, int]
 """A value for each symbol."""
@@ -28,6 +30,11 @@ Ties = Mapping[Any, Any]
 """Symbols that have the size of another one."""
 
 NO_TIES: Ties = {}
+
+_SIZED = (DATA_MOVEMENT | MAKERS - {"full", "full_like", "new_full", "scalar_tensor"}) | frozenset(
+    "reshape narrow flatten unflatten pad roll chunk tensor_split repeat_interleave tile tril triu rand randn".split()
+)
+"""Calls whose numbers are sizes and places."""
 
 FARTHEST = 4096
 """The largest number in a region's code beyond which another instance is still tried."""
@@ -196,11 +203,11 @@ def _near(env: Any, hints: Sizes, wanted: Sizes, tied: Ties) -> Sizes | None:
 def _diagonally(options: list[list[int]]) -> Iterator[tuple[int, ...]]:
     """All combinations, those that take early options of every symbol first."""
     longest = max(map(len, options), default=0)
-    for reach in range(1, longest + 1):
-        cut = [choice[:reach] for choice in options]
+    for ends in range(1, longest + 1):
+        cut = [choice[:ends] for choice in options]
         for picked in itertools.product(*cut):
             if any(
-                len(choice) >= reach and choice[reach - 1] == size for choice, size in zip(options, picked, strict=True)
+                len(choice) >= ends and choice[ends - 1] == size for choice, size in zip(options, picked, strict=True)
             ):
                 yield picked
 
@@ -230,9 +237,35 @@ def computed_with(nodes: Iterable[fx.Node]) -> set[int]:
     """
     found: set[int] = set()
     for node in nodes:
+        if (number := _stepwise_factor(node)) is not None:
+            raise CannotInstantiate(f"values are computed with {number}, which changes in steps")
         for size in compat.symbolic_sizes(compat.example_value(node)):
             numbers, unknown = compat.arithmetic_of(size)
             if unknown:
                 raise CannotInstantiate(f"a number is made of a size by {unknown}")
             found |= {number for number in numbers if number >= 2}
     return found
+
+
+def _stepwise_factor(node: fx.Node) -> str | None:
+    """A number made of sizes that stands in the node's values and may be one and the same wherever it is looked at, but
+    is not everywhere: min(length, 64) / 64, or the sum of that many ones.
+    """
+    name = getattr(node.target, "__name__", str(node.target)).strip("_")
+    made = compat.example_value(node)
+    if node.op not in ("call_function", "call_method") or not isinstance(made, torch.Tensor):
+        return None
+    given = [compat.example_value(arg) for arg in [*node.args, *node.kwargs.values()] if isinstance(arg, fx.Node)]
+    numbers = [] if name in _SIZED else given
+    if _is_constant(node) and not any(map(compat.has_steps, made.shape)):
+        numbers = [*numbers, *(size for each in given if isinstance(each, torch.Tensor) for size in each.shape)]
+    return next((str(number) for number in numbers if compat.has_steps(number)), None)
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """True if the node follows from sizes and literals alone."""
+    above = reach([node], lambda each: each.all_input_nodes)
+    return not any(
+        each.op in ("placeholder", "get_attr") and isinstance(compat.example_value(each), torch.Tensor)
+        for each in [node, *above]
+    )

@@ -109,6 +109,34 @@ def test_what_is_not_known_at_other_lengths(name: str) -> None:
     assert all(agreed), [str(match) for match in report.matches]
 
 
+STEPWISE: dict[str, Callable[[Tensor], Tensor | float]] = {
+    "the smaller of two": lambda x: min(x.shape[2], 64) / 64,
+    "whole parts": lambda x: x.shape[2] // 64,
+    "a power": lambda x: 2.0 ** (min(x.shape[2], 64) - 64),
+    "a tensor of one number": lambda x: torch.tensor(x.shape[2] // 64, dtype=x.dtype),
+    "filled": lambda x: torch.full((1, 1, 1, 1), x.shape[2] // 64, dtype=x.dtype),
+    "counted ones": lambda x: torch.ones(x.shape[2] // 64).sum(),
+    "a mean of some": lambda x: torch.ones(64)[: min(x.shape[2], 64)].sum() / 64,
+    "a mask": lambda x: torch.arange(x.shape[2])[:, None] < (x.shape[2] // 64) * 10**6,
+    "the last position": lambda x: torch.arange(64)[: min(x.shape[2], 64)][-1] / 63,
+}
+"""Factors that are 1 at 75 tokens and at every length near it."""
+
+
+@pytest.mark.parametrize("name", STEPWISE)
+def test_a_factor_that_changes_in_steps(name: str) -> None:
+    factor = STEPWISE[name]
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        past = (q @ k.transpose(-1, -2)).tril(-1) @ (v * factor(v))
+        return (past + (q * k).sum(-1, keepdim=True) * v).transpose(1, 2)
+
+    calls = [delta_arguments(1, length)[:3] for length in (75, 8, 200)]
+    agreed, report = at_each(fn, calls, every(3, 1))
+    assert all(agreed), [str(match) for match in report.matches]
+
+
 OPEN: dict[str, Callable[..., Tensor]] = {
     "causal": attention(lambda i, j: i >= j),
     "causal in halves": attention(lambda i, j: i + 0.5 > j),
