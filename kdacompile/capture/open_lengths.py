@@ -89,13 +89,8 @@ def _of_queries(graph: fx.Graph) -> Iterator[int]:
 
 
 def keep_if_rewritten(analysis: Analysis) -> None:
-    """Does not return if the graph was captured further for nothing (no function was replaced, and nothing will be), or
-    if a result would lie in memory otherwise than the function's where there is a single chunk.
-    """
-    if not region.is_used():
-        return
-    result = analysis.result
-    if result.restrided or not (result.found or any(map(compat.is_own_op, analysis.captured.nodes))):
+    """Does not return if the graph was captured further for nothing: no function was replaced, and nothing will be."""
+    if region.is_used() and not any(map(compat.is_own_op, analysis.captured.nodes)) and not analysis.result.found:
         raise region.capture_as_ever()
 
 

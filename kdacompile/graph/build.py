@@ -114,20 +114,7 @@ class _Replay:
         known = isinstance(expected, torch.Tensor) and isinstance(result, torch.Tensor)
         if known and not _is_reshaped(node) and [self.size_of(s) for s in expected.shape] != list(result.shape):
             raise ValueError("the replay disagrees with Dynamo's own shape")
-        if known and self.lies_otherwise(expected, result):
-            self.recorder.graph.restrided.add(node)
         return result
-
-    def lies_otherwise(self, expected: torch.Tensor, result: torch.Tensor) -> bool:
-        """Whether strides that Dynamo gives for open sizes are not what they come to at these."""
-        if expected.layout != torch.strided or not any(map(compat.free_symbols, expected.stride())):
-            return False
-        try:
-            steps = [self.size_of(step) for step in expected.stride()]
-        except compat.NoHint:
-            return False
-        pairs = zip(result.shape, steps, result.stride(), strict=True)
-        return result.numel() > 0 and any(size > 1 and one != other for size, one, other in pairs)
 
     def load(self, node: fx.Node) -> Any:
         if node not in self.env:

@@ -113,16 +113,6 @@ class Instances:
         if turns is not None:
             raise CannotInstantiate("the region decides something at too many sizes to try them all")
 
-    def at_counts_of_one(self, node: fx.Node) -> Iterator[Graph]:
-        """Graphs in which numbers that the sizes of ``node`` are divided by go into them once."""
-        env = compat.shape_env(self.nodes)
-        hints = compat.backed_hints(env)
-        symbols = compat.free_symbols(compat.example_value(node)) & hints.keys()
-        for number in sorted(computed_with([node]) if symbols else ()):
-            sizes = _near(env, hints, dict.fromkeys(symbols, number), NO_TIES)
-            if sizes is not None:
-                yield self.at(sizes)
-
     def at(self, sizes: Sizes) -> Graph:
         key = tuple(sorted((str(symbol), size) for symbol, size in sizes.items()))
         if key not in self.known:

@@ -101,8 +101,6 @@ class Graph:
     """What a call that nobody looked into yields -> what it reads."""
     dead: set[Any] = field(default_factory=set)
     """Dynamo nodes none of whose results is read."""
-    restrided: set[Any] = field(default_factory=set)
-    """Dynamo nodes whose results have other strides at these sizes than Dynamo gives for open ones."""
     calls: Any = None
     """Calls that canonical rules have added (``edit.NewCalls``); None as long as there are none."""
     names: dict[Value, list[tuple[Any, int]]] = field(default_factory=dict)

@@ -28,14 +28,11 @@ Complete = Callable[[GraphReport, fx.Graph, Settings], GraphReport]
 
 
 class Result(NamedTuple):
-    """What came of a graph: the graph to go on with, whether something in it was rewritten, and the report; whether a
-    result that was replaced lies otherwise at some sizes than the graph says.
-    """
+    """What came of a graph: the graph to go on with, whether something in it was rewritten, and the report."""
 
     graph: fx.Graph
     found: bool
     report: GraphReport
-    restrided: bool = False
 
 
 class Analysis:
@@ -67,7 +64,7 @@ class Analysis:
             search.run()
         if localised and not search.found:
             graph = compat.copy_of_graph(self.captured)
-        return Result(graph, search.found, search.report(), search.context.restrided)
+        return Result(graph, search.found, search.report())
 
     def is_of(self, gm: fx.GraphModule) -> bool:
         """Whether this is about just this graph. Passes that ran since it was worked out may have changed it."""
@@ -89,7 +86,7 @@ def run(
 
     def attempt() -> GraphReport:
         known = analysis if analysis is not None and analysis.is_of(gm) else Analysis(gm, settings)
-        graph, found, report, _ = known.result
+        graph, found, report = known.result
         report = complete(report, graph, settings) if complete is not None else report
         if (report.matches and fresh_caches.settle(graph)) or found:
             gm.graph = graph

@@ -6,7 +6,6 @@ What differs between patterns is in their ``Spec``; this is the same for all.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
@@ -17,9 +16,8 @@ from typing import Any, Generic, TypeVar
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.compat.region import is_used as is_captured_further
 from kdacompile.graph.build import Tables, functional_graph
-from kdacompile.graph.instances import NO_TIES, CannotInstantiate, Instances, Sizes, Ties
+from kdacompile.graph.instances import NO_TIES, Instances, Sizes, Ties
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
 from kdacompile.graph.turns import Turns
 from kdacompile.patterns import canonical
@@ -57,8 +55,6 @@ class Context:
         """Regions that were rejected, with the reasons: the same region is not searched twice."""
         self.known: Graph | None = None
         """The functional graph, until a splice changes the graph."""
-        self.restrided = False
-        """A result that was replaced lies otherwise at some sizes than the graph says."""
         self.tables: Tables = {}
         self.rely_on({})
 
@@ -259,9 +255,7 @@ class Matching(Generic[R, B]):
         with self.timed("rewrite"):
             try:
                 splice = self.splice(self.context.graph, graph, match, keep_strides=not self.context.trial)
-                target = splice.check()
-                self.context.restrided |= self.is_restrided(graph, splice)
-                op = splice.apply(target)
+                op = splice.apply(splice.check())
             except CannotSplice as error:
                 return Rejection(name, error.reason, source, error.code)
         self.context.known = None
@@ -271,20 +265,6 @@ class Matching(Generic[R, B]):
         found = findings.Match(name, match.mode, source, roles, match.max_error, op, match.absorbed, holds=holds)
         self.matches.append(replace(found, loop=_loop(match), checked=match.shown))
         return None
-
-    def is_restrided(self, graph: Graph, splice: Splice[B]) -> bool:
-        """Whether what the op takes the place of lies otherwise at some sizes than the captured graph says.
-
-        Where counts of chunks are left open, a reshape that copies may be a view of a single chunk.
-        """
-        if self.context.trial or not is_captured_further():
-            return False
-        nodes = {node for value in splice.redirected for node, _ in splice.names(value)}
-        others = (other for node in nodes for other in self.context.instances.at_counts_of_one(node))
-        try:
-            return any(nodes & each.restrided for each in itertools.chain([graph], others))
-        except CannotInstantiate:  # it cannot be told
-            return True
 
     def relied_on(self, match: Match[B]) -> tuple[str, ...]:
         """Inputs of the graph whose values the match takes for constants."""
