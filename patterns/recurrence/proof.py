@@ -263,6 +263,8 @@ def _fitted_per_head(have: Tensor, *parts: Tensor) -> Tensor:
     """The multiples of the parts that come nearest, of all ``[B, 1, H, V]``: one number for each part and head."""
     columns = torch.stack([part.movedim(2, 0).flatten(1) for part in parts], dim=-1)
     wanted = have.movedim(2, 0).flatten(1)[..., None]
+    if not (columns.isfinite().all() and wanted.isfinite().all()):
+        return have  # nothing can be fitted, so nothing is refuted here
     near = columns @ torch.linalg.lstsq(columns, wanted, driver="gelsd").solution
     heads = have.movedim(2, 0)
     return near.reshape(heads.shape).movedim(0, 2)
