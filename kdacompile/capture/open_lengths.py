@@ -89,7 +89,11 @@ def _of_queries(graph: fx.Graph) -> Iterator[int]:
 
 
 def keep_if_rewritten(analysis: Analysis) -> None:
-    """Does not return if the graph was captured further for nothing: no function was replaced, and nothing will be."""
+    """Does not return if the graph was captured further for nothing: no function was replaced, and nothing will be. Nor
+    if torch has assumed a size that it could not tell, which may be wrong when the graph runs.
+    """
+    if region.is_used() and any(map(compat.is_assumption, analysis.captured.nodes)):
+        raise region.capture_as_ever()
     if region.is_used() and not any(map(compat.is_own_op, analysis.captured.nodes)) and not analysis.result.found:
         raise region.capture_as_ever()
 

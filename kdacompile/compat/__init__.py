@@ -92,6 +92,7 @@ from kdacompile.compat.symbols import (
     guarded_with,
     has_steps,
     in_range,
+    is_assumption,
     is_number,
     is_one,
     is_unbacked,

@@ -90,6 +90,18 @@ def has_steps(number: Any) -> bool:
     return any(symbol_is_type(symbol, SymT.SIZE) for symbol in expr.free_symbols) and not expr.is_polynomial()
 
 
+def is_assumption(node: fx.Node) -> bool:
+    """True for an assertion that a size known only when the graph runs equals one of the call's: torch writes it where
+    two tensors must fit, and it fails where one of them is broadcast (a last row, cut from a chunk, by torch 2.11).
+    """
+    if node.target is not torch.ops.aten._assert_scalar.default or not isinstance(node.args[0], fx.Node):
+        return False
+    claim = example_value(node.args[0])
+    symbols = free_symbols(claim)
+    mixed = any(map(is_unbacked, symbols)) and not all(map(is_unbacked, symbols))
+    return mixed and isinstance(claim, torch.SymBool) and isinstance(claim.node.expr, sympy.Eq)
+
+
 def is_unbacked(symbol: Any) -> bool:
     return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
 

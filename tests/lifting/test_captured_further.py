@@ -94,3 +94,25 @@ def test_a_compiler_that_refuses_gets_what_torch_compile_captures(monkeypatch: p
     graphs, breaks = counted(lifted, (80,), backend="kda", options={"kda.inner": "eager"})
     assert breaks > 0
     assert graphs > 1
+
+
+def last_row_of_a_chunk(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> Tensor:
+    s, rows = q.new_zeros(q.shape[0], q.shape[1], q.shape[3], v.shape[3]), list[Tensor]()
+    for qc, kc, vc, ac in zip(*(x.chunk(q.shape[2] // 4, dim=2) for x in (q, k, v, a)), strict=True):
+        through = ac.cumprod(dim=2)
+        rows.append(qc * through @ s + (qc * through @ (kc / through).mT).tril() @ vc)
+        s = ac.prod(dim=2).unsqueeze(-1) * s + (kc * (through[:, :, -1:] / through)).mT @ vc
+    return torch.cat(rows, dim=2)
+
+
+def test_no_size_is_assumed_that_fails_when_the_graph_runs() -> None:
+    """torch 2.11 asserts that a chunk's last row, in a region captured further, is as long as the chunk."""
+
+    def called(*given: Tensor) -> Tensor:
+        return last_row_of_a_chunk(*given)
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, a = (torch.rand(1, 1, 8, width, generator=generator) for width in (8, 8, 6, 8))
+    run = torch.compile(called, backend="kda", options={"kda.inner": "eager"}, dynamic=True)
+    with torch.no_grad():
+        assert relative_error(run(q, k, v, a), called(q, k, v, a)) <= 1e-5
