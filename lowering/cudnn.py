@@ -19,14 +19,7 @@ class CudnnAttention(ExpandedAttention):
     name = "cudnn"
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
+    kernels = cudnn
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> bool:
         return cudnn.takes(q, k, v, causal=causal)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        return cudnn.attention(q, k, v, causal=causal, scale=scale)
-
-    def attend_gradients(
-        self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return cudnn.attention_gradients(grad_o, q, k, v, o, lse, causal=causal, scale=scale)

@@ -13,7 +13,7 @@ gradients are those of the two calls too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,28 +22,33 @@ from .run_attention import Attention
 from .scratch import Scratch
 
 
+class Kernels(Protocol):
+    """A module of ``compat``, whose functions call a fused attention of torch's."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """q ``[B, H, T, K]``, k ``[B, H, S, K]``, v ``[B, H, S, V]``; o ``[B, H, T, V]`` and lse ``[B, H, T]``."""
+        ...
+
+    def attention_gradients(
+        self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of q, k and v."""
+        ...
+
+
 class ExpandedAttention:
     """No more queries than the cache has tokens (or no causality), all of one dtype, no masks.
 
-    A subclass says which tensors its kernels take, and calls them for o ``[B, H, T, V]`` and lse ``[B, H, T]``.
+    A subclass says which kernels these are, and which tensors they take.
     """
 
     name: ClassVar[str]
     device: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]]
+    kernels: ClassVar[Kernels]
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> bool:
         """Whether the kernels take tensors of these sizes, dtypes and strides."""
-        raise NotImplementedError
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """q ``[B, H, T, K]``, k ``[B, H, S, K]``, v ``[B, H, S, V]``."""
-        raise NotImplementedError
-
-    def attend_gradients(
-        self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of q, k and v."""
         raise NotImplementedError
 
     def declines(self, call: Attention) -> str | None:
@@ -71,7 +76,7 @@ class ExpandedAttention:
         scratch.once()  # torch's operators allocate what they return
         q, k, v = expanded(call, scratch)
         results = [
-            self.attend(q, k[:, :, part], v[:, :, part], causal=causal, scale=call.scale)
+            self.kernels.attention(q, k[:, :, part], v[:, :, part], causal=causal, scale=call.scale)
             for part, causal in _parts(call)
         ]
         o, lse = results[0] if len(results) == 1 else _merged(*results)
@@ -84,7 +89,9 @@ class ExpandedAttention:
         q, k, v = expanded(call, Scratch())
         o, grad_o = (x.to(q.dtype).contiguous().transpose(1, 2) for x in (o, grad_o))
         grads = [
-            self.attend_gradients(grad_o, q, k[:, :, part], v[:, :, part], o, lse, causal=causal, scale=call.scale)
+            self.kernels.attention_gradients(
+                grad_o, q, k[:, :, part], v[:, :, part], o, lse, causal=causal, scale=call.scale
+            )
             for part, causal in _parts(call)
         ]
         of_q, of_k, of_v = zip(*grads, strict=True)

@@ -245,8 +245,7 @@ def _gram_type(types: tuple[TileType, ...], where: str) -> TileType:
     _same_dtype(types, where)
     if x.cols != y.cols or x.rows != y.rows:
         raise TileShapeError(f"rows {x} and columns {y} differ", where)
-    if g.rows != x.rows or g.cols not in (1, x.cols):
-        raise TileShapeError(f"gate {g} fits neither per token nor per channel", where)
+    _gate_fits(g, x, where)
     return TileType(x.rows, x.rows, DType.ACC)
 
 
@@ -255,9 +254,13 @@ def _gated_dot_type(types: tuple[TileType, ...], where: str) -> TileType:
     _same_dtype(types, where)
     if weights.rows != weights.cols or y.rows != weights.rows:
         raise TileShapeError(f"weights {weights} do not fit {y}", where)
-    if g.rows != y.rows or g.cols not in (1, y.cols):
-        raise TileShapeError(f"gate {g} fits neither per token nor per channel", where)
+    _gate_fits(g, y, where)
     return TileType(y.rows, y.cols, DType.ACC)
+
+
+def _gate_fits(g: TileType, rows: TileType, where: str) -> None:
+    if g.rows != rows.rows or g.cols not in (1, rows.cols):
+        raise TileShapeError(f"gate {g} fits neither per token nor per channel", where)
 
 
 _ARITY = {

@@ -246,10 +246,11 @@ def _stepwise_factor(node: fx.Node) -> str | None:
     if node.op not in ("call_function", "call_method") or not isinstance(made, torch.Tensor):
         return None
     given = [compat.example_value(arg) for arg in [*node.args, *node.kwargs.values()] if isinstance(arg, fx.Node)]
-    numbers = [] if name in _SIZED else given
-    if _is_constant(node) and not any(map(compat.has_steps, made.shape)):
-        numbers = [*numbers, *(size for each in given if isinstance(each, torch.Tensor) for size in each.shape)]
-    return next((str(number) for number in numbers if compat.has_steps(number)), None)
+    if name not in _SIZED and (found := list(filter(compat.has_steps, given))):
+        return str(found[0])
+    sizes = [size for each in given if isinstance(each, torch.Tensor) for size in each.shape if compat.has_steps(size)]
+    lost = sizes and not any(map(compat.has_steps, made.shape)) and _is_constant(node)
+    return str(sizes[0]) if lost else None
 
 
 def _is_constant(node: fx.Node) -> bool:

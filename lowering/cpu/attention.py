@@ -16,17 +16,10 @@ class FlashAttention(ExpandedAttention):
     name = "flash"
     device = "cpu"
     dtypes = (torch.float32,)
+    kernels = flash
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> bool:
         return v.shape[-1] <= k.shape[-1]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        return flash.attention(q, k, v, causal=causal, scale=scale)
-
-    def attend_gradients(
-        self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return flash.attention_gradients(grad_o, q, k, v, o, lse, causal=causal, scale=scale)
 
 
 FLASH = FlashAttention()

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-import kdacompile
 from kdacompile.report.collect import collecting
-from tests.compare import copies, worst_error
+from tests.compare import worst_error
 from tests.spellings.bonus import bonus_without_decay, rwkv6_chunks, rwkv6_loop
 from tests.spellings.registry import REGISTRY
-from tests.spellings.test_recognised import gradients
+from tests.spellings.test_recognised import check_gradients
 
 EAGER: dict[str, Any] = {"kda.inner": "eager"}
 
@@ -20,13 +19,7 @@ EAGER: dict[str, Any] = {"kda.inner": "eager"}
 @pytest.mark.parametrize("name", ["rwkv6_products", "rwkv5_loop"])
 def test_gradients(name: str) -> None:
     """Of the bonus too, which the op does not know."""
-    torch._dynamo.reset()
-    spelling = REGISTRY[name]
-    inputs = tuple(x.requires_grad_() for x in spelling.make_inputs(seed=3))
-    own, theirs = copies(inputs), copies(inputs)
-    report = kdacompile.explain(spelling.fn, options={"kda.lift": False})(*own)
-    assert [match.pattern for match in report.matches] == [spelling.pattern], str(report)
-    assert worst_error(gradients(report.result, own), gradients(spelling.fn(*theirs), theirs)) <= 1e-4
+    check_gradients(name)
 
 
 def test_a_loop_is_lifted() -> None:

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-import kdacompile
 from kdacompile.patterns.recurrence.definition import token_recurrence
 from kdacompile.report.collect import collecting
-from tests.compare import copies, worst_error
+from tests.compare import worst_error
 from tests.spellings.products import product_chunks, product_loop, spread
 from tests.spellings.registry import REGISTRY
-from tests.spellings.test_recognised import gradients
+from tests.spellings.test_recognised import check_gradients
 
 EAGER: dict[str, Any] = {"kda.inner": "eager"}
 
@@ -28,13 +27,7 @@ def test_the_definition_is_the_gated_delta_rule_read_every_second_token() -> Non
 
 @pytest.mark.parametrize("name", ["product_step", "product_apart", "product_gate_per_channel", "product_chunks"])
 def test_gradients(name: str) -> None:
-    torch._dynamo.reset()
-    spelling = REGISTRY[name]
-    inputs = tuple(x.requires_grad_() for x in spelling.make_inputs(seed=3))
-    own, theirs = copies(inputs), copies(inputs)
-    report = kdacompile.explain(spelling.fn, options={"kda.lift": False})(*own)
-    assert [match.pattern for match in report.matches] == [spelling.pattern], str(report)
-    assert worst_error(gradients(report.result, own), gradients(spelling.fn(*theirs), theirs)) <= 1e-4
+    check_gradients(name)
 
 
 @pytest.mark.parametrize("fn", [product_loop, product_chunks])

@@ -15,7 +15,7 @@ from kdacompile.report.report import Report
 from tests.compare import copies, relative_error, tensors, worst_error
 from tests.spellings import NEAR_MISSES, PATTERNS, SPELLINGS
 from tests.spellings.near_misses import NearMiss
-from tests.spellings.registry import Spelling
+from tests.spellings.registry import REGISTRY, Spelling
 
 # Two lengths per spelling by default; all of them (three more minutes) on request.
 ALL_LENGTHS = os.environ.get("KDACOMPILE_TEST_ALL_LENGTHS") == "1"
@@ -89,6 +89,17 @@ def gradients(result: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     outputs = [x for x in tensors(result) if x.requires_grad]
     loss = torch.stack([(x * torch.randn(x.shape, generator=generator)).sum() for x in outputs]).sum()
     return torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+
+
+def check_gradients(name: str) -> None:
+    """A spelling that is matched where its loop is captured has eager's gradients."""
+    torch._dynamo.reset()
+    spelling = REGISTRY[name]
+    inputs = tuple(x.requires_grad_() for x in spelling.make_inputs(seed=3))
+    own, theirs = copies(inputs), copies(inputs)
+    report = kdacompile.explain(spelling.fn, options={"kda.lift": False})(*own)
+    assert [match.pattern for match in report.matches] == [spelling.pattern], str(report)
+    assert worst_error(gradients(report.result, own), gradients(spelling.fn(*theirs), theirs)) <= 1e-4
 
 
 @pytest.mark.parametrize("miss", NEAR_MISSES, ids=lambda m: m.name)
