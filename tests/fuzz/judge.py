@@ -1,7 +1,8 @@
 """One program, eager and under this backend: are results, overwritten arguments, strides and gradients eager's?
 
 In float64 the rewritten program differs from eager by rounding alone, so the bound is 1e-9, and what an edit adds is
-seen from there on; in float32 the program in float64 says how far eager itself is off. A program that rounds to a
+seen from there on; in float32 the program in float64 says how far eager itself is off. Where that is not enough, eager
+is run with other roundings: a program whose results they move is compared by so much. A program that rounds to a
 narrower dtype on its way may be computed with other roundings: it is compared with the program without them, from which
 it may be a few times as far as eager is. Where eager has no finite number the recurrence may have one.
 """
@@ -23,7 +24,7 @@ from torch import Tensor
 from kdacompile.report.collect import collecting
 from tests.compare import copies, tensors
 from tests.fuzz.recipes import Recipe, forget, load
-from tests.fuzz.yardstick import Narrowest, apart, from_exact, unrounded
+from tests.fuzz.yardstick import Narrowest, Shaken, apart, from_exact, unrounded
 
 BOUND = {"float64": 1e-9, "float32": 5e-5}
 SLOPES = 1e-5
@@ -32,12 +33,16 @@ do where one key is seen, are rounding alone.
 """
 FARTHER = 4.0
 """Times eager's own distance from the program without its roundings."""
+SHAKES = 3
+"""Times that eager is run with other roundings."""
 HOPELESS = 0.1
 """That far from it, eager's numbers say nothing."""
 ROUNDINGS, HARDLY = 80, 0.02
 """Up to so many roundings, and so much, constants are what they stand for: ``0.9 ** n`` in float32 is that power."""
 UNKNOWN = -1.0
-UNSTABLE = "float32 and float64 differ by more than a hundredth in eager mode"
+DECIDED = 1e-2
+"""Rounding that moves eager's results so far decides them."""
+UNSTABLE = "rounding moves eager's results by more than a hundredth"
 SECONDS = 60
 """What one program may take."""
 
@@ -225,6 +230,11 @@ class Judge:
                 continue
             if alike is False or allowed == UNKNOWN:
                 return UNSTABLE
+            moved = self._moved(recipe, index, what, other)
+            if moved > DECIDED:
+                return UNSTABLE
+            if error <= FARTHER * moved:
+                continue
             return f"call {index}: {what} differ by {error:.1e} (allowed {max(bound, allowed):.1e})"
         return _strides(ours, plain)
 
@@ -258,9 +268,18 @@ class Judge:
             return 0.0
         double, single = (plain, getattr(run, what)) if recipe.dtype == "float64" else (getattr(run, what), plain)
         between = apart([x.double() for x in single], [x.double() for x in double])
-        if between > 1e-2:
+        if between > DECIDED:
             return UNKNOWN
         return between * (2e-7 if recipe.dtype == "float64" else 10)
+
+    def _moved(self, recipe: Recipe, index: int, what: str, plain: list[Tensor]) -> float:
+        """How far other roundings move a call of eager's."""
+        program, dtype, farthest = load(recipe.text, recipe.dtype, self.folder), getattr(torch, recipe.dtype), 0.0
+        for seed in range(SHAKES):
+            with Shaken(dtype, seed):
+                run = _run(program, _copies(recipe.arguments(recipe.calls[index])), recipe.gradients)
+            farthest = max(farthest, apart(getattr(run, what), plain, SLOPES if what == "gradients" else None))
+        return farthest
 
     def _unrounded(self, recipe: Recipe, index: int, *, constants: bool) -> Outcome | None:
         """A call in float64 throughout; None where it does not run so."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kdacompile.rewrite import linear_attention
 from tests.fuzz import bases, scripts
@@ -19,6 +20,7 @@ from tests.fuzz.judge import Judge
 from tests.fuzz.mutations import Mutation, edited, numbered
 from tests.fuzz.recipes import Call, Recipe, recipe
 from tests.fuzz.shrink import shrunk
+from tests.fuzz.yardstick import Shaken, apart
 
 SEED, PROGRAMS = 15, 6
 
@@ -78,6 +80,28 @@ def test_wrong_numbers_are_seen_made_smaller_and_written_out(tmp_path: Path) -> 
     scripts.write(small, judge(small), path)
     ran = subprocess.run([sys.executable, str(path)], text=True, capture_output=True, check=False)
     assert ran.returncode == 0 and "relative error" in ran.stdout and "simple_gla" in ran.stdout, ran.stderr
+
+
+def test_other_roundings_move_what_is_badly_conditioned() -> None:
+    x = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def moved(fn: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        with Shaken(torch.float64, 0):
+            found = fn(x)
+        return apart([found], [fn(x)])
+
+    assert 1e-17 < moved(lambda x: x * 3 + 1) < 1e-15
+    assert moved(lambda x: (x + 1e12) - 1e12) > 1e-6
+    assert moved(lambda x: torch.arange(64).double().clamp(max=1)) == 0.0, "a mask stays one"
+
+
+def test_gradients_of_a_softmax_that_cancel_are_rounding() -> None:
+    scores = torch.tensor([[0.3, 900.7]], dtype=torch.float64)
+    grad, seen = torch.tensor([[0.1, 0.7]], dtype=torch.float64), scores.softmax(-1)
+    backward = torch.ops.aten._softmax_backward_data
+    with Shaken(torch.float64, 0):
+        found = backward(grad * 1.5, seen, -1, torch.float64)
+    assert backward(grad * 1.5, seen, -1, torch.float64).abs().max() == 0 and 0 < found.abs().max() < 1e-15
 
 
 def _walk(text: str) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -82,6 +83,36 @@ class Narrowest(TorchDispatchMode):
             if x.is_floating_point():
                 self.eps = max(self.eps, torch.finfo(x.dtype).eps)
         return result
+
+
+class Shaken(TorchDispatchMode):
+    """Monte Carlo arithmetic (Parker, 1997): what an operator returns in ``dtype`` is off by one rounding more, at
+    random, wherever it is no whole number: those are mostly exact, masks and positions among them. How far results move
+    is what the rounding of operators may do to them. A softmax is taken apart, as its steps round too: the gradients
+    of one that sees a single key cancel exactly only in torch's order of them.
+    """
+
+    APART = get_decompositions([torch.ops.aten._softmax, torch.ops.aten._softmax_backward_data])
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.rng = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.APART:
+            with self:
+                return self.APART[func](*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for x in tensors(result):
+                if x.dtype == self.dtype:
+                    self.shake(x)
+        return result
+
+    def shake(self, x: Tensor) -> None:
+        noise = torch.rand(x.shape, generator=self.rng, dtype=torch.float64).to(x.dtype) * 2 - 1
+        x.copy_(torch.where(x == x.round(), x, x + x * noise * torch.finfo(x.dtype).eps))
 
 
 class Unrounded(TorchDispatchMode):
