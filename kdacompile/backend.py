@@ -25,7 +25,7 @@ from kdacompile.report.findings import GraphReport
 from kdacompile.search import compiler_pass
 from kdacompile.search.compiler_pass import Analysis
 from kdacompile.settings import Settings, parse
-from kdacompile.store.fingerprint import source_fingerprint
+from kdacompile.store.disk import source_fingerprint
 
 log = logging.getLogger(__name__)
 

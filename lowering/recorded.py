@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kdacompile.compat.launches import launch, launch_stream
-from kdacompile.compat.streams import current_device
+from kdacompile.compat.launches import current_device, launch, launch_stream
 
 from .replay import Described, Place, Program, program_of
 from .scratch import Scratch, shares_memory

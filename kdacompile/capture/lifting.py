@@ -37,7 +37,7 @@ from kdacompile.patterns.engine import deadline
 from kdacompile.report.findings import Match
 from kdacompile.report.report import match_from_dict
 from kdacompile.settings import Settings
-from kdacompile.store.fingerprint import source_fingerprint
+from kdacompile.store.disk import source_fingerprint
 
 _FILENAME = "<kdacompile lift {key}>"
 

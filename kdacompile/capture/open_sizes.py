@@ -19,8 +19,7 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.compat import sizes
 from kdacompile.settings import Settings
-from kdacompile.store.disk import read_checked, write_checked
-from kdacompile.store.fingerprint import source_fingerprint
+from kdacompile.store.disk import read_checked, source_fingerprint, write_checked
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kdacompile.compat.streams import current_stream
-
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], stream: int | None) -> None:
     """A compiled kernel on its grid and a stream; None leaves the stream, and telling of the launch, to Triton."""
@@ -112,3 +110,13 @@ def _passed(at: int, kind: Any, value: Any, descriptors: Iterator[Any]) -> list[
 @functools.cache
 def _runtime() -> Any:
     return import_module("triton").knobs.runtime  # not at the top: the package is optional
+
+
+def current_stream(device: int) -> int:
+    """The handle of a device's current stream."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def current_device() -> int:
+    """The number of this thread's current CUDA device, once CUDA has been used."""
+    return torch._C._cuda_getDevice()

@@ -4,7 +4,7 @@ The recurrence is linear in the state, so a fragment maps it affinely, ``S_out =
 
 1. A pass that finds (A, B) of this rank's fragments (:mod:`.local`, :mod:`.two_passes`).
 2. One all-gather of the maps, and a fold: the state S that enters each fragment. Between many ranks the maps are
-   composed in steps instead (:mod:`.scan`).
+   composed in steps instead (:func:`.maps.entering_by_steps`).
 3. The outputs, which S has a part in.
 
 The backward asks first what the outputs ask of the state that came in, ``dS_in = A^T dS_out + B'``. One all-gather of
@@ -25,7 +25,7 @@ from torch import Tensor
 from kdacompile.distributed import collectives, maps
 from kdacompile.distributed.fragments import Fragments
 from kdacompile.distributed.local import Local, Readers
-from kdacompile.distributed.scan import entering_by_steps, leaving_by_steps
+from kdacompile.distributed.maps import entering_by_steps, leaving_by_steps
 from kdacompile.distributed.two_passes import TwoPasses
 from kdacompile.lowering import cuda as kernels
 from kdacompile.lowering.calls import Call
@@ -40,8 +40,8 @@ from kdacompile.ops.signature import LINEAR_ATTENTION
 class ParallelCall(Call):
     """The operand table of the op: a rank's tokens, the bounds and states of whole sequences.
 
-    ``total``: T of all ranks together, or 0 where it need not be known. ``steps``: see :mod:`.scan`. The final state is
-    this rank's part: the sum over ranks is the state.
+    ``total``: T of all ranks together, or 0 where it need not be known. ``steps``: see
+    :func:`.maps.entering_by_steps`. The final state is this rank's part: the sum over ranks is the state.
     """
 
     _: KW_ONLY

@@ -7,18 +7,16 @@ reach what no captured graph can express (``cu_seqlens``, both state layouts, pa
 
 from __future__ import annotations
 
-from kdacompile.ops import cpu, cuda, errors, npu
+from kdacompile.ops import devices, errors
 from kdacompile.ops.functional import linear_attention, linear_attention_step
 from kdacompile.ops.mla_functional import mla, mla_decode, mla_schedule
 
 __all__ = [
-    "cpu",
-    "cuda",
+    "devices",
     "errors",
     "linear_attention",
     "linear_attention_step",
     "mla",
     "mla_decode",
     "mla_schedule",
-    "npu",
 ]

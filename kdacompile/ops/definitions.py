@@ -18,16 +18,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kdacompile.ops import autograd, kernels, mla_cut, mla_kernels
+from kdacompile.lowering.calls import Call
+from kdacompile.lowering.run_attention import Attention
+from kdacompile.ops import autograd, kernels, mla_cut
+from kdacompile.ops.checks import check_layout
 from kdacompile.ops.dispatch import DispatchKey, Kernel, Shortcut, privateuse1_device
 from kdacompile.ops.errors import VmapError
-from kdacompile.ops.fakes import backward_fake_of, fake_of
 from kdacompile.ops.signature import (
     LINEAR_ATTENTION,
     LINEAR_ATTENTION_STEP,
     LINEAR_ATTENTION_STEP_,
     MLA,
+    O_DIMENSIONS,
     Signature,
 )
 
@@ -129,10 +133,46 @@ def _refuse_vmap(op: Any) -> Kernel:
     return vmap
 
 
+# -- fakes ------------------------------------------------------------------------------------------------------------
+
+
+def fake_of(signature: Signature) -> Kernel:
+    """The fake of an op."""
+
+    def fake(*tensors: Tensor | None, o_layout: str = O_DIMENSIONS, **options: Any) -> Any:
+        call: Call | Attention = signature.checked(tensors, options, symbolic=True)
+        check_layout(o_layout)
+        (shape, dtype), *others = call.results
+        o = _empty_o(call.q, shape, dtype, o_layout)
+        return (
+            (o, *(call.q.new_empty(shape, dtype=dtype) for shape, dtype in others)) if len(signature.results) > 1 else o
+        )
+
+    return fake
+
+
+def backward_fake_of(signature: Signature) -> Kernel:
+    """The fake of its backward op: one contiguous gradient for each wanted operand."""
+
+    def fake(*tensors: Tensor | None, wanted: list[bool], **options: Any) -> list[Tensor]:
+        inputs = signature.of_backward(tensors)[1]
+        return [x.new_empty(x.shape) for x, want in zip(inputs, wanted, strict=False) if want and x is not None]
+
+    return fake
+
+
+def _empty_o(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, o_layout: str) -> Tensor:
+    if o_layout == O_DIMENSIONS:
+        return like.new_empty(shape, dtype=dtype)
+    order = [O_DIMENSIONS.index(letter) for letter in o_layout]
+    o = like.new_empty([shape[i] for i in order], dtype=dtype)
+    return o.permute([o_layout.index(letter) for letter in O_DIMENSIONS])
+
+
 linear_attention = functional(LINEAR_ATTENTION, kernels.run_sequence, kernels.backward_kernel_of(LINEAR_ATTENTION))
 linear_attention_step = functional(
     LINEAR_ATTENTION_STEP, kernels.run_step, kernels.backward_kernel_of(LINEAR_ATTENTION_STEP)
 )
 linear_attention_step_ = _in_place(LINEAR_ATTENTION_STEP_, kernels.run_inplace_step, linear_attention_step)
-mla = functional(MLA, mla_kernels.run_mla, mla_kernels.mla_backward_kernel)
+mla = functional(MLA, kernels.run_mla, kernels.mla_backward_kernel)
 mla_schedule = _define(mla_cut.NAME, mla_cut.SCHEMA, mla_cut.composite, mla_cut.fake)

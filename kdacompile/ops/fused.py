@@ -1,21 +1,91 @@
-"""Serving the semantic ops on a device that has fused kernels, with the device-independent ones for the rest."""
+"""Serving the semantic ops on a device that has fused kernels, with the device-independent ones for the rest.
+
+Kernels that fail are not asked again; calls like earlier ones only launch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
+from kdacompile.containment import contain
 from kdacompile.lowering.adjoint import GradientKernels
+from kdacompile.lowering.attention_calls import AttentionGradients, AttentionImplementation
 from kdacompile.lowering.calls import Call, Implementation
 from kdacompile.lowering.operands import operands as operands_of
-from kdacompile.lowering.recorded import Operands, Results
+from kdacompile.lowering.recorded import Memory, Operands, Results
+from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch, shares_memory
 from kdacompile.ops import definitions, kernels
 from kdacompile.ops.dispatch import Kernel
-from kdacompile.ops.serving import Serving
-from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_, Signature
+from kdacompile.ops.kernels import gradients_of, mla_backward_kernel, run_mla
+from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_, MLA, Signature
+
+T = TypeVar("T")
+
+
+class Named(Protocol):
+    name: str
+
+
+K = TypeVar("K", bound=Named)
+
+
+class Serving:
+    """``remember``: whether the kernels do everything through their scratch memory, so that calls like earlier ones
+    only launch.
+    """
+
+    def __init__(self, *, remember: bool) -> None:
+        self._memory = Memory() if remember else None
+        self._failed: set[str] = set()
+        """Kernels that met an error of ours: not asked again."""
+
+    def launched(
+        self,
+        run: Callable[[Scratch, Operands, dict[str, Any]], Results],
+        operands: Operands,
+        options: dict[str, Any],
+        *,
+        multiplied: Sequence[Tensor] = (),
+        written: int | None = None,
+    ) -> Results:
+        """``run``, or what it did for operands like these before.
+
+        ``multiplied``: operands of matrix products, which round as the user asked torch for where they are fp32;
+        ``written``: the operand that it writes into.
+        """
+        if self._memory is None:
+            return run(Scratch(), operands, options)
+        single = torch.float32 in {x.dtype for x in multiplied} if multiplied else False
+        precision = torch.get_float32_matmul_precision() if single else None
+        decides = (run.__name__, precision, *options.items())
+        return self._memory.run(decides, operands, lambda scratch: run(scratch, operands, options), written)
+
+    def chosen(self, choose: Callable[[], K | None], what: str = "") -> K | None:
+        """What takes a call; None after an error of ours, too. ``what``: for ``attempted``."""
+        found = contain("choosing a kernel", choose, lambda _: None)
+        return None if found is None or what + found.name in self._failed else found
+
+    def attempted(
+        self, kernels: K | None, run: Callable[[K], T], scratch: Scratch | None = None, what: str = ""
+    ) -> T | None:
+        """What the kernels give; None without any and after an error of ours: nothing but fresh tensors has been
+        written then. ``what`` they are asked for: those that fail at one thing may do at another.
+        """
+        if kernels is None:
+            return None
+
+        def fail(_: str) -> None:
+            self._failed.add(what + kernels.name)
+            if scratch is not None:
+                scratch.once()
+
+        return contain(f"running the {what}{kernels.name} kernels", lambda: run(kernels), fail)
+
 
 Choose = Callable[[Call], Implementation | None]
 ChooseGradients = Callable[[Call], GradientKernels | None]
@@ -116,3 +186,50 @@ class FusedKernels(Serving):
 def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
     """What a kernel is compiled for of an operand."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+
+
+# -- latent attention -------------------------------------------------------------------------------------------------
+
+ChooseAttention = Callable[[Attention], AttentionImplementation | None]
+ChooseAttentionGradients = Callable[[Attention], AttentionGradients | None]
+
+
+class FusedAttention(Serving):
+    """The kernels of ``kdacompile::mla`` and its gradients, over what ``choose`` and ``gradients`` find for a call."""
+
+    def __init__(
+        self, choose: ChooseAttention, gradients: ChooseAttentionGradients | None = None, *, remember: bool = False
+    ) -> None:
+        super().__init__(remember=remember)
+        self._choose, self._gradients = choose, gradients
+
+    def serve(self, device: str) -> None:
+        """Register on a device's dispatch key ("CUDA", "PrivateUse1")."""
+        definitions.add_kernel(MLA.name, device, self.attention)
+        definitions.add_kernel(MLA.backward_name, device, self.backward)
+
+    def attention(self, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """``kdacompile::mla``."""
+        o, lse = self.launched(self._attention, operands, options, multiplied=operands[:1])
+        return o, lse
+
+    def _attention(self, scratch: Scratch, operands: Operands, options: dict[str, Any]) -> Results:
+        call: Attention = MLA.checked(operands, options)
+        if 0 in (call.q.numel(), call.latent.numel(), call.width):
+            return run_mla(call)
+        chosen = self.chosen(lambda: self._choose(call))
+        return self.attempted(chosen, lambda it: it.run(call, scratch), scratch) or run_mla(call)
+
+    def backward(self, *arguments: Any, wanted: list[bool], **options: Any) -> list[Tensor]:
+        """``kdacompile::mla_backward``."""
+        choose, ((grad_o, grad_lse, o, lse), operands) = self._gradients, MLA.of_backward(arguments)
+        if grad_o is not None and grad_lse is None and grad_o.numel() and choose is not None:
+            call = Attention(*operands, **options, out_dtype=o.dtype)
+
+            def gradients(chosen: AttentionGradients) -> list[Tensor]:
+                return gradients_of(call, wanted, lambda names: chosen.gradients(call, o, lse, grad_o, names))
+
+            found = self.attempted(self.chosen(lambda: choose(call)), gradients)
+            if found is not None:
+                return found
+        return mla_backward_kernel(*arguments, wanted=wanted, **options)

@@ -19,8 +19,7 @@ from torch import Tensor
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.operands import Operand, operands, options
 from kdacompile.lowering.run_attention import Attention
-from kdacompile.ops.checks import check_bounds, check_sequence, check_step, check_writable
-from kdacompile.ops.mla_checks import check_cache, check_mla
+from kdacompile.ops.checks import check_bounds, check_cache, check_mla, check_sequence, check_step, check_writable
 
 OF_THE_OUTPUT = ("out_dtype", "o_layout")
 """Options that gradients do not depend on."""

@@ -6,6 +6,7 @@ byte for byte, and if nobody but its owner, who is this user or root, could have
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -13,6 +14,8 @@ import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 log = logging.getLogger(__name__)
 
@@ -104,3 +107,20 @@ def _may_be_anothers(about: os.stat_result) -> bool:
 def _digest(path: Path, content: bytes) -> str:
     """Of the name as well: a whole file under another's name is not what was written there."""
     return hashlib.sha256(path.name.encode() + b"\n" + content).hexdigest()
+
+
+@functools.cache
+def source_fingerprint() -> str:
+    """A hash of every file that decides what is rewritten and how it runs, and of torch's version."""
+    import kdacompile
+    from kdacompile import lowering, patterns
+
+    digest = hashlib.sha256()
+    for package in (kdacompile, patterns, lowering):
+        root = Path(str(package.__file__)).parent
+        for path in sorted(root.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(str(path.relative_to(root)).encode())
+                digest.update(path.read_bytes())
+    digest.update(torch.__version__.encode())
+    return digest.hexdigest()

@@ -17,7 +17,7 @@ from kdacompile.lowering.ascend.npu import EmittedAttention
 from kdacompile.lowering.errors import CapacityError
 from kdacompile.lowering.target import ASCEND910_95, ASCEND910B, TARGETS
 from kdacompile.lowering.verify import relative_error
-from kdacompile.ops.mla_fused import FusedAttention
+from kdacompile.ops.fused import FusedAttention
 from tests.ascend.cases import CORES
 from tests.ascend.damage import NOTHING, ORDERS, RACE, WAIT, damage_is_caught
 from tests.ascend.layout import TEMPORARIES, on_chip, within_capacity

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from kdacompile.store.fingerprint import source_fingerprint
+from kdacompile.store.disk import source_fingerprint
 from tests.fuzz import table
 from tests.fuzz.worker import FAILED, Row, rows_of
 

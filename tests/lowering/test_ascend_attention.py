@@ -20,7 +20,7 @@ from kdacompile.lowering.ascend.launch import Launch
 from kdacompile.lowering.ascend.npu import EmittedAttention, choose_attention
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
-from kdacompile.ops import npu
+from kdacompile.ops import devices
 from tests.lowering.test_ascend import GOLDENS
 
 CORES = 20
@@ -172,4 +172,4 @@ def test_dispatch() -> None:
     assert EmittedAttention().declines(call()) == "triton-ascend is not installed"
     assert EmittedAttention(lambda launch: None, CORES).declines(call()) is None
     assert choose_attention(call()) is None  # not on an NPU
-    assert npu.choose_attention is choose_attention
+    assert devices.npu.choose_attention is choose_attention

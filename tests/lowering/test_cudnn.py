@@ -16,8 +16,8 @@ from kdacompile.compat import cudnn
 from kdacompile.lowering.cudnn import CudnnAttention
 from kdacompile.lowering.run_attention import Attention, run_attention
 from kdacompile.lowering.scratch import Scratch
-from kdacompile.ops.mla_fused import FusedAttention
-from kdacompile.ops.mla_kernels import mla_backward_kernel
+from kdacompile.ops.fused import FusedAttention
+from kdacompile.ops.kernels import mla_backward_kernel
 from kdacompile.patterns.mla.oracle import latent_attention
 from tests.compare import relative_error
 from tests.ops.mla_cases import OPERANDS, make_mla

@@ -10,7 +10,7 @@ import torch
 from kdacompile.compat import flash
 from kdacompile.lowering.cpu.attention import FLASH, choose_attention
 from kdacompile.lowering.run_attention import Attention
-from kdacompile.ops.mla_kernels import mla_backward_kernel
+from kdacompile.ops.kernels import mla_backward_kernel
 from tests.compare import relative_error
 from tests.lowering.test_cudnn import NAMES, call_of, reference
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering.cuda import choose, choose_attention
-from kdacompile.ops.fused import FusedKernels
-from kdacompile.ops.mla_fused import FusedAttention
+from kdacompile.ops.fused import FusedAttention, FusedKernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kdacompile.doctor import version_of
-from kdacompile.store.fingerprint import source_fingerprint
+from kdacompile.store.disk import source_fingerprint
 from tests.matrix.cells import Cell, Row
 
 HEADER = f"{'model':<17}{'T':>6} {'numbers':<8}{'what':<9}{'layers':>7}{'breaks':>8}{'error':>10}{'ratio':>7}{'s':>8}"

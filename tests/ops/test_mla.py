@@ -14,7 +14,7 @@ from kdacompile.lowering.attention_calls import absorb, heads_through
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.ops import errors
-from kdacompile.ops.mla_fused import FusedAttention
+from kdacompile.ops.fused import FusedAttention
 from kdacompile.patterns.mla.oracle import latent_attention
 from tests.ops.mla_cases import OPERANDS, MlaCase, make_mla
 
