@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from kdacompile import __version__
-from kdacompile.commands import doctor
+from kdacompile.commands import console, doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a pipe on Windows has no arrows
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command == "plan" and arguments.write and not arguments.table:
+        parser.error("--write goes with --table")
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()  # here, where a pipe that nobody reads any more is no traceback
+    except KeyboardInterrupt:
+        print("kdacompile: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # kdacompile plan | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kdacompile", description="A torch.compile backend for linear attention.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -28,8 +50,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_argument("--suite", default="cpu", help="cpu, lengths, cuda, mla, train or parallel (default: cpu)")
     bench.add_argument("--case", action="append", help="only cases whose name contains this; may be repeated")
     bench.add_argument("--json", type=Path, default=Path("bench.json"), help="where the figures go")
-    bench.add_argument("--timeout", type=float, default=1800, help="seconds allowed per contender (default: 1800)")
-    return _run(parser.parse_args(argv))
+    bench.add_argument("--timeout", type=_positive, default=1800, help="seconds allowed per contender (default: 1800)")
+    return parser
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"must be a number greater than 0, got {text!r}")
+    return number
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def _add_explain(explain: argparse.ArgumentParser) -> None:
@@ -37,7 +75,7 @@ def _add_explain(explain: argparse.ArgumentParser) -> None:
     explain.add_argument(
         "--tensor", action="append", default=[], metavar="NAME=SHAPE", help="a random argument: q=1x64x4x32:bf16"
     )
-    explain.add_argument("--tokens", type=int, default=128, help="length of a model's prompt (default: 128)")
+    explain.add_argument("--tokens", type=_count, default=128, help="length of a model's prompt (default: 128)")
     explain.add_argument("--device", default="cpu", help="where it runs (default: cpu)")
     explain.add_argument("--no-time", action="store_true", help="do not call it again to estimate what is gained")
     explain.add_argument("--train", action="store_true", help="with gradients, as in training")
@@ -58,7 +96,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--form", default="chunk", choices=["chunk", "token", "segment"], help=forms)
     plan.add_argument("--naive", action="store_true", help="the textbook's order, to compare with")
     plan.add_argument("--io", default="bf16", help="dtype of the inputs: bf16, fp16, fp32 (default: bf16)")
-    plan.add_argument("--ranks", type=int, help="tokens are cut among so many ranks: what one computes and sends")
+    plan.add_argument("--ranks", type=_count, help="tokens are cut among so many ranks: what one computes and sends")
     plan.add_argument("--order", default="zigzag", choices=["contiguous", "zigzag"], help="with --ranks: which tokens")
     plan.add_argument("--json", action="store_true", help="stages, buffers and cost for a program to read")
     plan.add_argument("--html", type=Path, help="write a page with the picture there")
@@ -71,35 +109,44 @@ def _run(arguments: argparse.Namespace) -> int:
     # Each command imports what it needs, and doctor must work where torch does not.
     if arguments.command == "doctor":
         return doctor.main(as_json=arguments.json)
-    from kdacompile.errors import KdaError
-    from kdacompile.lowering.errors import LoweringError
-
     try:
-        if arguments.command == "explain":
-            from kdacompile.commands import explain
-
-            return explain.main(arguments)
-        if arguments.command == "support":
-            from kdacompile.commands import support
-
-            return support.main(as_json=arguments.json)
-        if arguments.command == "overhead":
-            from kdacompile.bench import overhead
-
-            return overhead.main(arguments.program)
-        if arguments.command == "plan":
-            from kdacompile import plans
-
-            return plans.main(arguments)
-        from kdacompile.bench import harness
-
-        return harness.main(arguments.suite, arguments.case, arguments.json, arguments.timeout)
+        from kdacompile.errors import KdaError
+        from kdacompile.lowering.errors import LoweringError
+    except (ImportError, RuntimeError, OSError) as error:
+        print(f"kdacompile: import torch fails: {error}; `kdacompile doctor` says more", file=sys.stderr)
+        return 2
+    try:
+        for option in ("html", "svg", "json", "write"):
+            if isinstance(path := getattr(arguments, option, None), Path):
+                console.check_writable(path)  # now, not after minutes of work
+        return _chosen(arguments)
+    except BrokenPipeError:
+        raise
     except (KdaError, LoweringError, OSError) as error:
         print(f"kdacompile: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("kdacompile: stopped", file=sys.stderr)
-        return 130
+
+
+def _chosen(arguments: argparse.Namespace) -> int:
+    if arguments.command == "explain":
+        from kdacompile.commands import explain
+
+        return explain.main(arguments)
+    if arguments.command == "support":
+        from kdacompile.commands import support
+
+        return support.main(as_json=arguments.json)
+    if arguments.command == "overhead":
+        from kdacompile.bench import overhead
+
+        return overhead.main(arguments.program)
+    if arguments.command == "plan":
+        from kdacompile import plans
+
+        return plans.main(arguments)
+    from kdacompile.bench import harness
+
+    return harness.main(arguments.suite, arguments.case, arguments.json, arguments.timeout)
 
 
 if __name__ == "__main__":

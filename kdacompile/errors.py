@@ -112,6 +112,12 @@ class MissingDependencyError(KdaError, ImportError):
     template = "{what} needs {package}: pip install {install}"
 
 
+class OutputError(KdaError, OSError):
+    """A file that a command was told to write and cannot."""
+
+    template = "cannot write {path}: {problem}"
+
+
 class BenchError(KdaError, RuntimeError):
     """A benchmark that could not be run as asked."""
 

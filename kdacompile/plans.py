@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from kdacompile import lowering
-from kdacompile.errors import UnknownPatternError
+from kdacompile.errors import OutputError, UnknownPatternError
 from kdacompile.lowering.attention import decode_program
 from kdacompile.lowering.ir import Combine, Program
 from kdacompile.lowering.linear_attention import linear_attention_program
@@ -96,10 +96,10 @@ def names() -> list[str]:
 
 
 def _program(pattern: str, form: str, *, naive: bool) -> Program | Combine:
-    if pattern == MLA:
-        return decode_program()
-    if pattern == STATE_KERNEL:
-        return gdn_state_program()
+    if pattern in (MLA, STATE_KERNEL):
+        if form != "chunk":
+            raise lowering.ArgumentError(f"{pattern} has one form; {form!r} is one of linear attention")
+        return decode_program() if pattern == MLA else gdn_state_program()
     row = next((row for row in FAMILY if row.name == pattern), None)
     if row is None:
         raise UnknownPatternError(pattern=pattern, known=", ".join(names()))
@@ -191,12 +191,12 @@ def parse_sizes(words: Sequence[str]) -> dict[str, int]:
 
 def main(arguments: Any) -> int:
     """``python -m kdacompile plan``; ``arguments`` as parsed in ``__main__``."""
-    for path in (arguments.html, arguments.svg):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
     if arguments.table:
         if arguments.write:
-            arguments.write.write_text(with_table(arguments.write.read_text()))
+            document = arguments.write.read_text(encoding="utf-8")
+            if not all(mark in document for mark in (_BEGIN, _END)):
+                raise OutputError(path=arguments.write, problem=f"it has no lines {_BEGIN.strip()} and {_END}")
+            arguments.write.write_text(with_table(document), encoding="utf-8")
         else:
             print(table())
         return 0
@@ -214,9 +214,9 @@ def main(arguments: Any) -> int:
     if arguments.html:
         alone = arguments.naive or form == "token" or arguments.ranks is not None
         naive = None if alone else plan(pattern, target, optimise=False, io=io, form=form, **sizes)
-        arguments.html.write_text(found.to_html(naive))
+        arguments.html.write_text(found.to_html(naive), encoding="utf-8")
     if arguments.svg:
-        arguments.svg.write_text(found.to_svg())
+        arguments.svg.write_text(found.to_svg(), encoding="utf-8")
     return 0
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from kdacompile import backend, compat
 from kdacompile.capture import hook
+from kdacompile.errors import BenchError
 from kdacompile.settings import Settings
 
 MOST = 0.05  # of the first call
@@ -243,12 +244,13 @@ def measure(fn: Callable[..., Any], arguments: tuple[Tensor, ...]) -> Figures:
 
 def main(only: str = "") -> int:
     """Measure every program whose name begins so and print the table; exit status 1 where a mark is missed."""
+    chosen = {name: make for name, make in PROGRAMS.items() if name.startswith(only)}
+    if not chosen:
+        raise BenchError(detail=f"no program begins with {only!r}; there are {', '.join(PROGRAMS)}")
     print(_HEADER)
     missed = 0
     # Once a process, the backend reads its own sources for the caches' keys; the first program pays for that.
-    for name, make in PROGRAMS.items():
-        if not name.startswith(only):
-            continue
+    for name, make in chosen.items():
         torch.manual_seed(0)
         figures = measure(*make())
         function = "Inductor's own" if figures.same_function else "WRAPPED"

@@ -98,6 +98,23 @@ def _here(text: str) -> str:
     return text.replace(f"{Path.cwd()}{os.sep}", "")
 
 
+def check_writable(path: Path) -> None:
+    """Make the folder of a file that a command writes at its end.
+
+    Raises :class:`~kdacompile.errors.OutputError` where that file cannot be written.
+    """
+    from kdacompile.errors import OutputError  # it imports torch, and doctor may not
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(path=path, problem=f"its folder cannot be made ({error.strerror})") from error
+    if path.is_dir():
+        raise OutputError(path=path, problem="it is a folder: name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OutputError(path=path, problem="no permission")
+
+
 def draw_report(report: Report, path: Path) -> None:
     """What :func:`show_report` shows at a terminal, as SVG: ``path``, and beside it ``NAME-dark.svg``.
 
@@ -110,7 +127,6 @@ def draw_report(report: Report, path: Path) -> None:
         from kdacompile.errors import MissingDependencyError  # it imports torch, and doctor may not
 
         raise MissingDependencyError(what="--svg", package="rich", install="'kdacompile[cli]'") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
     themes = {path: terminal_theme.DEFAULT_TERMINAL_THEME}
     themes[path.with_name(f"{path.stem}-dark{path.suffix}")] = terminal_theme.SVG_EXPORT_THEME
     for target, theme in themes.items():

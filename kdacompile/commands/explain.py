@@ -4,15 +4,17 @@ Three kinds of subject:
 
 - ``model.py:attention --tensor q=1x64x4x32 --tensor k=1x64x4x32:bf16``: a function of a file, called with random
   tensors by name (normally distributed; zeros and ones for bool and int64);
-- ``model.py:make``: a function without parameters that returns a callable and the tuple of its arguments;
+- ``model.py:make``: a function without parameters that returns a callable and the tuple, or dict, of its arguments;
 - ``kimi_linear``: a transformers model type. Its configuration keeps every width, but has one layer of each kind, few
   experts and a small vocabulary, and its weights are random: what matches depends on none of that.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 import traceback
@@ -20,7 +22,7 @@ import warnings
 import webbrowser
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -44,8 +46,11 @@ _VOCABULARY, _EXPERTS = 1024, 16
 _LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _LIBRARIES = tuple(
-    str(Path(folder).resolve()) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+    f"{place}{os.sep}"
+    for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+    for place in (folder, folder.resolve())
 )
 
 Call = tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]
@@ -55,11 +60,13 @@ def main(arguments: Any) -> int:
     """``arguments`` as parsed in ``__main__``. Exit status 1 where nothing matched, 130 where somebody stopped it."""
     torch.manual_seed(0)
     fn, args, kwargs = subject(arguments.subject, arguments.tensor, arguments.tokens, arguments.device)
-    doing, blame = console.progress("capturing, matching and checking"), _Told(arguments.subject, "calling it raises")
+    doing = console.progress("capturing, matching and checking")
+    blame = _Told(arguments.subject, "calling it raises", again=lambda: fn(*args, **kwargs))
     with collecting() as report:
         try:
             with torch.set_grad_enabled(arguments.train), warnings.catch_warnings(), blame, doing:
                 warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # what it thinks of the model's libraries
+                logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # tracebacks of sizes that differ
                 report = explain(fn, timed=not arguments.no_time)(*args, **kwargs)
         except KeyboardInterrupt:  # what was found until then is in the outer report
             report.title, stopped = f"{arguments.subject}, stopped", True
@@ -73,7 +80,6 @@ def main(arguments: Any) -> int:
         console.draw_report(report, arguments.svg)
     if arguments.html or arguments.open:
         page = arguments.html or Path("kdacompile-report.html")
-        page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(report.to_html(), encoding="utf-8")
         print(f"written to {page}", file=sys.stderr)
         if arguments.open:
@@ -105,22 +111,37 @@ def subject(name: str, tensors: Sequence[str], tokens: int, device: str) -> Call
 
 
 def _from_file(path: Path, function: str, tensors: Sequence[str], device: str) -> Call:
+    subject = f"{path}:{function}"
     fn = getattr(_module(path), function, None)
     if not callable(fn):
-        raise SubjectError(subject=f"{path}:{function}", problem=f"{path} has no function {function!r}")
+        raise SubjectError(subject=subject, problem=f"{path} has no function {function!r}")
+    if inspect.isclass(fn):
+        problem = f"it is a class: name a function that returns an instance, {function}(...), and its arguments"
+        raise SubjectError(subject=subject, problem=problem)
+    signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
+    wanted = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind not in _VARIADIC]
+    hint = " ".join(f"--tensor {name}=1x64x4x32" for name in wanted)
     if tensors:
-        return fn, (), dict(_tensor(text, device) for text in tensors)
-    wanted = [p.name for p in inspect.signature(fn).parameters.values() if p.default is p.empty]
+        given = dict(_tensor(text, device) for text in tensors)
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            raise SubjectError(
+                subject=subject, problem=f"{error}; what it must be given: {hint or 'no tensor by name'}"
+            ) from error
+        return fn, (), given
     if wanted:
-        hint = " ".join(f"--tensor {name}=1x64x4x32" for name in wanted)
-        raise SubjectError(subject=f"{path}:{function}", problem=f"it has parameters: give their shapes ({hint})")
-    with _Told(f"{path}:{function}", "it raises"):
+        raise SubjectError(subject=subject, problem=f"it has parameters: give their shapes ({hint})")
+    with _Told(subject, "it raises"):
         made = fn()
-    if not (isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2 and callable(made[0])):
-        raise SubjectError(
-            subject=f"{path}:{function}", problem="it must return a callable and the tuple of its arguments"
-        )
-    return made[0], tuple(made[1]), {}
+    match made:
+        case (called, list() | tuple() as args) if callable(called):
+            return called, tuple(cast("Sequence[Any]", args)), {}
+        case (called, dict() as kwargs) if callable(called):
+            return called, (), cast("dict[str, Any]", kwargs)
+        case _:
+            problem = "it must return a callable and the tuple, or dict, of its arguments"
+            raise SubjectError(subject=subject, problem=problem)
 
 
 def _module(path: Path) -> ModuleType:
@@ -137,24 +158,39 @@ def _module(path: Path) -> ModuleType:
 
 
 class _Told:
-    """An exception of the subject's own code as a :class:`SubjectError` that names its line."""
+    """An exception of the subject's own code as a :class:`SubjectError` that names its line.
 
-    def __init__(self, subject: str, what: str) -> None:
-        self.subject, self.what = subject, what
+    ``again`` does the same without a compiler: if it raises too, its exception is the clearer one.
+    """
+
+    def __init__(self, subject: str, what: str, again: Callable[[], object] | None = None) -> None:
+        self.subject, self.what, self.again = subject, what, again
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None or isinstance(error, KdaError) or not isinstance(error, Exception):
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, SystemExit):
+            raise SubjectError(subject=self.subject, problem=f"it ends the process with status {error.code}")
+        if not isinstance(error, Exception) or isinstance(error, KdaError):
             return
-        frames = traceback.extract_tb(trace)
-        own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
-        text = str(error).strip().splitlines() or [""]
-        place = f" at {own[-1].filename}:{own[-1].lineno}"
-        raise SubjectError(
-            subject=self.subject, problem=f"{self.what} {type(error).__name__}: {text[0]}{place}"
-        ) from error
+        try:
+            if self.again is not None:
+                self.again()
+        except Exception as plain:  # noqa: BLE001 - whatever the subject raises
+            error = plain
+        text = (str(error).strip().splitlines() or [""])[0]
+        problem = f"{self.what} {type(error).__name__}: {text}{_place(error)}"
+        raise SubjectError(subject=self.subject, problem=problem) from error
+
+
+def _place(error: Exception) -> str:
+    """The last line of the subject's own code, if there is one."""
+    if isinstance(error, SyntaxError):
+        return f" at {error.filename}:{error.lineno}" if error.filename else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _tensor(text: str, device: str) -> tuple[str, Tensor]:
@@ -162,12 +198,16 @@ def _tensor(text: str, device: str) -> tuple[str, Tensor]:
     name, _, shape_and_dtype = text.partition("=")
     shape, _, dtype_name = shape_and_dtype.partition(":")
     dtype = _DTYPES.get(dtype_name or "fp32")
-    if dtype is None or not all(size.isdecimal() for size in shape.split("x")):
+    if dtype is None or not name.isidentifier() or not all(size.isdecimal() for size in shape.split("x")):
         raise SubjectError(subject=text, problem=f"tensors are written like q=1x64x4x32:bf16 ({', '.join(_DTYPES)})")
     sizes = [int(size) for size in shape.split("x")]
-    if not dtype.is_floating_point:
-        return name, torch.randint(0, 2, sizes, device=device).to(dtype)
-    return name, torch.randn(sizes, device=device).to(dtype)
+    try:
+        random = (
+            torch.randn(sizes, device=device) if dtype.is_floating_point else torch.randint(2, sizes, device=device)
+        )
+    except RuntimeError as error:  # more than there is memory
+        raise SubjectError(subject=text, problem=str(error).strip().splitlines()[0]) from error
+    return name, random.to(dtype)
 
 
 # -- a transformers model ---------------------------------------------------------------------------------------------
@@ -182,7 +222,7 @@ def _from_transformers(name: str, tokens: int, device: str) -> Call:
         ) from error
     transformers.logging.set_verbosity_error()  # it warns that kernels are missing which kdacompile replaces
     if name not in transformers.CONFIG_MAPPING:
-        raise SubjectError(subject=name, problem="neither FILE.py:FUNCTION nor a model type of transformers")
+        raise SubjectError(subject=name, problem=_no_model_type(name, list(transformers.CONFIG_MAPPING)))
     try:
         config = small(transformers.AutoConfig.for_model(name).get_text_config())
         with torch.device(device):
@@ -192,6 +232,13 @@ def _from_transformers(name: str, tokens: int, device: str) -> Call:
         raise SubjectError(subject=name, problem=f"{problem}; build it in a file, and name FILE.py:FUNCTION") from error
     print(f"{type(model).__name__}: {config.num_hidden_layers} layers, random weights", file=sys.stderr)
     return model, (torch.randint(3, _VOCABULARY, (1, tokens), device=device),), {"use_cache": False}
+
+
+def _no_model_type(name: str, known: Sequence[str]) -> str:
+    last = name.rpartition("/")[2].lower().replace("-", "_")  # of a repository of weights
+    near = difflib.get_close_matches(last, known, n=3) or [each for each in known if last.startswith(each)][:3]
+    meant = f"; did you mean {' or '.join(near)}?" if near else "; config.json of a model names its model_type"
+    return f"neither FILE.py:FUNCTION nor a model type of transformers{meant}"
 
 
 def small(config: Any) -> Any:

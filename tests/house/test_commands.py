@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -30,6 +33,15 @@ def made():
 
 def nothing(x):
     return x + 1
+
+def named():
+    x = torch.randn(1, 6, 2, 4)
+    return gla, dict(q=x, k=x + 1, v=x + 2, g=x)
+
+def no_pair(): return gla
+def no_arguments(): return gla, None
+def ends(): raise SystemExit("enough")
+class Model(torch.nn.Module): pass
 '''
 SHAPES = [word for name in "qkvg" for word in ("--tensor", f"{name}=1x6x2x4")]
 
@@ -48,8 +60,11 @@ def test_a_function_is_called_with_tensors_of_the_shapes_given(file: Path, capsy
     assert f"{file}:" in printed
 
 
-def test_a_function_that_makes_its_call_needs_no_shapes(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", f"{file}:made", "--json"]) == 0
+@pytest.mark.parametrize("function", ["made", "named"])
+def test_a_function_that_makes_its_call_needs_no_shapes(
+    file: Path, capsys: pytest.CaptureFixture[str], function: str
+) -> None:
+    assert main(["explain", f"{file}:{function}", "--json", "--no-time"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [match["pattern"] for graph in report["graphs"] for match in graph["matches"]] == ["gla"]
 
@@ -95,18 +110,93 @@ def test_defaults_that_are_no_model_are_mended(name: str, wanted: dict[str, obje
         ("{file}:gla", [], "--tensor q=1x64x4x32"),
         ("{file}:gla", ["--tensor", "q=1xx4"], "tensors are written like"),
         ("{file}:gla", ["--tensor", "q=1x4:int3"], "tensors are written like"),
+        ("{file}:gla", ["--tensor", "=1x4"], "tensors are written like"),
+        ("{file}:gla", ["--tensor", "q=1x6x2x4"], "missing a required argument: 'k'"),
+        ("{file}:gla", [*SHAPES, "--tensor", "z=3"], "unexpected keyword argument 'z'"),
+        ("{file}:gla", ["--tensor", "q=99999999x99999999"], "memory"),
+        ("{file}:gla", [*SHAPES[:-1], "g=1x7x3x5"], "RuntimeError: The size of tensor a (5) must match"),
+        ("{file}:no_pair", [], "a callable and the tuple"),
+        ("{file}:no_arguments", [], "a callable and the tuple"),
+        ("{file}:ends", [], "ends the process with status enough"),
+        ("{file}:Model", [], "name a function that returns an instance"),
+        ("{file}:made", ["--html", "{file}/page.html"], "its folder cannot be made"),
+        ("{file}:made", ["--svg", "."], "it is a folder"),
         ("nowhere.py:gla", [], "there is no such file"),
         ("no_such_model", [], "neither FILE.py:FUNCTION nor a model type"),
+        ("moonshotai/Kimi-Linear", [], "did you mean kimi_linear?"),
         ("kimi_linear", ["--tensor", "q=1"], "--tensor is for functions of a file"),
     ],
 )
 def test_what_cannot_be_run_is_one_line_without_a_traceback(
     file: Path, capsys: pytest.CaptureFixture[str], subject: str, options: list[str], problem: str
 ) -> None:
-    assert main(["explain", subject.format(file=file), *options]) == 2
+    assert main(["explain", subject.format(file=file), *(option.format(file=file) for option in options)]) == 2
     printed = capsys.readouterr().err
     assert problem in printed
-    assert "Traceback" not in printed
+    assert "Traceback" not in printed and "kdacompile/" not in printed.replace(str(file.parent), "")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["explain", "kimi_linear", "--tokens", "0"], "--tokens: must be a whole number of at least 1"),
+        (["explain", "kimi_linear", "--tokens", "many"], "--tokens: must be a whole number of at least 1"),
+        (["plan", "kda", "--ranks", "-2"], "--ranks: must be a whole number of at least 1"),
+        (["plan", "kda", "--write", "page.md"], "--write goes with --table"),
+        (["bench", "--timeout", "0"], "--timeout: must be a number greater than 0"),
+    ],
+)
+def test_an_option_that_says_nothing_is_refused(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["plan", "nope"], "the patterns are kda"),
+        (["plan", "kda", "--target", "nope"], "known are ascend910b"),
+        (["plan", "kda", "--size", "T"], "written like T=8192"),
+        (["plan", "kda", "--size", "Z=3"], "not a size of kda"),
+        (["plan", "kda", "--size", "K=100000"], "A smaller chunk"),
+        (["plan", "kda", "--io", "int8"], "io must be one of"),
+        (["plan", "mla", "--form", "segment"], "mla has one form"),
+        (["plan", "gdn_state", "--form", "token"], "gdn_state has one form"),
+        (["plan", "--table", "--write", "{folder}/absent.md"], "No such file"),
+        (["plan", "--table", "--write", "{folder}/unmarked.md"], "it has no lines <!-- plans -->"),
+        (["overhead", "nope"], "no program begins with 'nope'"),
+        (["bench", "--suite", "nope"], "there are cpu"),
+        (["bench", "--case", "nope"], "it has kda-chunk"),
+        (["bench", "--json", "{folder}/unmarked.md/figures.json"], "its folder cannot be made"),
+    ],
+)
+def test_a_command_that_cannot_be_done_says_why(
+    words: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "unmarked.md").write_text("# A page")
+    assert main([word.format(folder=tmp_path) for word in words]) == 2
+    printed = capsys.readouterr().err
+    assert problem in printed and "Traceback" not in printed
+
+
+def test_without_torch_a_command_says_so(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from kdacompile.__main__ import main; sys.exit(main(['plan']))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 2 and "import torch fails" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_a_pipe_that_nobody_reads_is_no_error() -> None:
+    """``kdacompile doctor | head -0``, with an encoding that lacks arrows, as a pipe has on Windows."""
+    command = [sys.executable, "-m", "kdacompile", "doctor"]
+    environment = {**os.environ, "PYTHONIOENCODING": "cp1252"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+        assert process.wait(timeout=60) == 1 and said == b""
 
 
 def test_an_exception_of_the_subject_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
