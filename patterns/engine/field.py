@@ -4,7 +4,10 @@ Every number a region holds is drawn twice, modulo ``P`` for what is added and m
 stands in an exponent; ``P = 2 R + 1`` and both are prime, so that ``exp(x) = BASE ** x`` turns sums modulo ``R`` into
 products modulo ``P``, and one may divide in both. Nothing is small here, nothing is far and nothing is rounded: a
 polynomial of degree d that is not zero is zero at a random point with a chance of d / R (Schwartz and Zippel), which is
-1e-6 for a thousand tokens.
+2e-6 for a thousand tokens.
+
+A multiple of the prime is nothing, so no program may know it: each process draws one of 2,503. What it is cannot change
+what is accepted but for such a chance: equal functions are equal modulo every prime.
 
 2, 3, 5, 7, 11 and 13 are squares modulo both, and -1 is not: each square has one root that is a square itself, so that
 ``K ** -0.5`` and ``K ** -0.25`` are numbers here with ``(K ** -0.25) ** 2 == K ** -0.5``.
@@ -13,6 +16,7 @@ polynomial of degree d that is not zero is zero at a random point with a chance 
 from __future__ import annotations
 
 import math
+import secrets
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -20,16 +24,36 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-P = 2147024879
+STEP = 240240
+"""16 * 3 * 5 * 7 * 11 * 13: what is left of P and of R after a division by it says what is a square modulo them."""
+
+CLASSES = (16799, 63839, 82319, 109199, 129359, 147839, 174719, 238559, 240239)
+"""What is left of every P as above."""
+
+
+def draw() -> int:
+    """A modulus of values between 2^30 and 2^31."""
+    while True:
+        found = (secrets.randbelow((1 << 30) // STEP - 1) + (1 << 30) // STEP + 1) * STEP + secrets.choice(CLASSES)
+        if _prime(found // 2) and _prime(found):
+            return found
+
+
+def _prime(n: int) -> bool:
+    """Of n = 3 (mod 4) below 4,759,123,141 (Miller and Rabin; Jaeschke 1993)."""
+    return all(pow(base, n // 2, n) in (1, n - 1) for base in (2, 7, 61))
+
+
+P = draw()
 """Modulus of values."""
 
-R = 1073512439
+R = P // 2
 """Modulus of exponents: (P - 1) / 2."""
 
-BASE = 1234567890**2 % P
+BASE = (secrets.randbelow(P - 3) + 2) ** 2 % P
 """What ``exp(1)`` is: a square, so that its powers repeat after R."""
 
-LN2 = 987654321
+LN2 = secrets.randbelow(R - 3) + 2
 """What the natural logarithm of two is modulo R: ``exp2(x) = exp(LN2 x)``, and nothing else is known about it."""
 
 SMOOTH = (2, 3, 5, 7, 11, 13)
@@ -37,9 +61,6 @@ SMOOTH = (2, 3, 5, 7, 11, 13)
 
 MANY = 1 << 15
 """Different numbers of one constant that are still read one by one."""
-
-SMALL = 16
-"""Whole numbers up to here are alone with their residues: what shares one with them is not read."""
 
 GONE = {torch.float64: -746.0, torch.float32: -104.0}
 """From here down the exponential of a number is zero, in this dtype and all the more in narrower ones."""
@@ -61,8 +82,6 @@ class Numbers:
     """
 
     rough: set[float] = field(default_factory=set[float])
-    taken: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
-    """Which literal a residue stands for, by modulus."""
 
     def excuse(self) -> str:
         """Which literals could be to blame for a difference; none if none could: what is all but one is not rounded."""
@@ -72,20 +91,13 @@ class Numbers:
     def read(self, number: float, modulus: int) -> int:
         """A literal: what it obviously stands for (1 / 3, 1e-10, 128 ** -0.5, log 2), else its digits exactly.
 
-        Raises Silent where its residue is that of another number: of a small whole one, or of a literal read before.
+        Raises Silent for what is no number, and for one that is nothing modulo the prime.
         """
-        residue = self._residue(number, modulus)
-        _same(self.taken.setdefault((residue, modulus), number), number, modulus)
-        return residue
-
-    def _residue(self, number: float, modulus: int) -> int:
-        """The same of a number among many, some of which may meet by chance."""
         if not math.isfinite(number):
             raise Silent(f"the number {number}")
         residue = self._digits(number, modulus)
-        whole = residue if residue <= modulus // 2 else residue - modulus
-        if abs(whole) <= SMALL:
-            _same(float(whole), number, modulus)
+        if residue == 0 != number:
+            raise Silent(f"the number {number:.17g}, which is nothing modulo {modulus}")
         return residue
 
     def _digits(self, number: float, modulus: int) -> int:
@@ -112,16 +124,10 @@ class Numbers:
             raise Silent("a constant of too many different numbers")
         unwritten = flat.isnan()
         kinds = torch.where(kinds == math.inf, 0.0, kinds) if bool(unwritten.any()) else kinds
-        read = torch.tensor([self._residue(number, modulus) for number in kinds.tolist()], dtype=torch.int64)[which]
+        read = torch.tensor([self.read(number, modulus) for number in kinds.tolist()], dtype=torch.int64)[which]
         if bool(unwritten.any()):
             read = torch.where(unwritten, random(read.shape, modulus, torch.Generator().manual_seed(17)), read)
         return read.reshape(shape)
-
-
-def _same(other: float, number: float, modulus: int) -> None:
-    """Two numbers of one residue are one number, up to rounding."""
-    if abs(other - number) > 2.0**-46 * abs(number):
-        raise Silent(f"the number {number:.17g}, which is {other:.17g} modulo {modulus}")
 
 
 @lru_cache(maxsize=1 << 14)

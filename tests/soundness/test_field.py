@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import runpy
 
 import pytest
 import torch
@@ -24,6 +25,17 @@ def test_the_primes() -> None:
     assert P % 4 == R % 4 == 3  # so that -1 is no square
     assert pow(field.BASE, R, P) == 1 and field.BASE != 1
     assert all(pow(base, P - 1, P) == 1 and pow(base, R - 1, R) == 1 for base in range(2, 40))
+
+
+def test_every_process_draws_its_own_primes() -> None:
+    """Any of them serves, and there are many: what a program multiplies by is nothing modulo hardly any of them."""
+    drawn = {field.draw() for _ in range(40)}
+    assert len(drawn) > 20
+    for p in drawn:
+        assert 1 << 30 < p < 1 << 31
+        assert all(pow(prime, m // 2, m) == 1 for prime in field.SMOOTH for m in (p, p // 2))
+        assert all(pow(base, p - 1, p) == pow(base, p // 2 - 1, p // 2) == 1 for base in range(2, 40))
+    assert len({(own["P"], own["BASE"]) for own in (runpy.run_path(field.__file__) for _ in range(3))}) == 3
 
 
 def test_exponentials_turn_sums_into_products() -> None:
@@ -73,20 +85,13 @@ def test_literals_stand_for_what_they_mean() -> None:
 
 
 @pytest.mark.parametrize("modulus", [P, R])
-def test_literals_that_are_another_number_modulo_the_prime_are_not_read(modulus: int) -> None:
-    nothing = (modulus, -3.0 * modulus, modulus * 2.0**-71, 1.0 / modulus)
-    for number in (*nothing, modulus + 1.0, 1.0 + modulus * 2.0**-52, modulus - 5.0):
+def test_literals_that_are_nothing_modulo_the_prime_are_not_read(modulus: int) -> None:
+    for number in (modulus, -3.0 * modulus, modulus * 2.0**-71, 1.0 / modulus):
         with pytest.raises(Silent):
             Numbers().read(number, modulus)
         with pytest.raises(Silent):
             Numbers().tensor(torch.tensor([0.5, number], dtype=torch.float64), modulus)
-    with pytest.raises(Silent):
-        Numbers().tensor(torch.tensor([modulus + 1]), modulus)
     numbers = Numbers()
-    numbers.read(0.1, modulus)
-    with pytest.raises(Silent):
-        numbers.read(0.1 + modulus, modulus)  # 2147024879.1
-    assert numbers.read(0.35, modulus) == numbers.read(0.05 * 7, modulus)
     table = torch.tensor([-1e9, 0.25, torch.finfo(torch.float32).min])
     assert numbers.tensor(table, modulus).tolist() == [numbers.read(float(number), modulus) for number in table]
     with pytest.raises(Silent):

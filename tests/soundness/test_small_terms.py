@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdacompile.patterns.engine.field import P
+from kdacompile.patterns.engine import field
 from tests.fuzz.yardstick import difference
 from tests.soundness.programs import explained, matched, refused, tokens
 
@@ -48,6 +48,11 @@ def read(state: Tensor, query: Tensor, value: Tensor) -> Tensor:
     return query @ state
 
 
+P = next(prime for prime in iter(field.draw, 0) if prime != field.P)
+"""A prime that another process draws: nothing in this one knows it."""
+
+HALVES = P >> 16, P & 0xFFFF
+
 STEPS: dict[str, Callable[..., Tensor]] = {
     "add alpha": lambda s, k, e, v: (s + k @ e).add(s * s, alpha=1e-10),
     "addcmul value": lambda s, k, e, v: torch.addcmul(s + k @ e, s, s, value=1e-12),
@@ -57,6 +62,9 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "a state that leaks": lambda s, k, e, v: s * (1 - 1e-11) + k @ e,
     "nothing modulo the field's prime": lambda s, k, e, v: s + k @ e + s * s * (P * 2.0**-71),
     "the prime as a tensor": lambda s, k, e, v: s + k @ e + s * s * torch.tensor(P) * 2.0**-71,
+    "the prime put together": lambda s, k, e, v: s + k @ e + s * s * (HALVES[0] * 65536.0 + HALVES[1]) * 2.0**-71,
+    "the prime from two terms": lambda s, k, e, v: s + k @ e + (s * HALVES[0] * 65536 + s * HALVES[1]) * s * 2.0**-71,
+    "what is one modulo the prime": lambda s, k, e, v: (s + k @ e) * (1 + P * 2.0**-52),
     "addcdiv value": lambda s, k, e, v: torch.addcdiv(s + k @ e, s, 2 + k * k, value=1e-12),
 }
 
