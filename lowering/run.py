@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from kdacompile.compat.dispatcher import is_functorch_wrapped_tensor
+from kdacompile.containment import contain
 
 from .calls import RECURRENT, Call
-from .cpu import run_recurrence, runs_recurrence
+from .cpu import Launch, bounds_of, prepare_recurrence
 from .errors import ArgumentError
 from .executor import Executable
 from .gates import FORMS
@@ -68,8 +69,9 @@ def run_linear_attention(call: Call, scratch: Scratch | None = None) -> tuple[Te
         return _nothing(call)
     functional = is_any_watched(call.recurrent)
     chunk = choose_chunk(call.chunk_size, length, call.q.device)
-    if not functional and scratch is None and runs_recurrence(call.q):
-        return run_recurrence(call)
+    launch = None if functional or scratch else _launch_on_cpu(call)
+    if launch is not None:
+        return launch()
     scratch = None if functional else scratch or Scratch()
     return _run(call, "chunk", chunk, scratch)
 
@@ -81,9 +83,18 @@ def run_linear_attention_step(call: Call, *, overwrite: bool = False) -> tuple[T
     """
     _check(call)
     functional = is_any_watched(call.recurrent)
-    if not functional and runs_recurrence(call.q):
-        return run_recurrence(call, overwrite=overwrite)
+    launch = None if functional else _launch_on_cpu(call, overwrite=overwrite)
+    if launch is not None:
+        return launch()
     return _run(call, "token", 1, None if functional else Scratch())
+
+
+def _launch_on_cpu(call: Call, *, overwrite: bool = False) -> Launch | None:
+    """The C kernel on its arguments; None where it does not run such calls, and after an error of ours."""
+    if call.q.device.type != "cpu":
+        return None
+    bounds = bounds_of(call)  # wrong ones are the caller's error
+    return contain("choosing a kernel", lambda: prepare_recurrence(call, bounds, overwrite=overwrite), lambda _: None)
 
 
 def _check(call: Call) -> None:

@@ -8,6 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kdacompile.containment import contain
+
 from .calls import RECURRENT, Call
 from .cpu import run_recurrence_backward, runs_backward
 from .run import is_any_watched, run_linear_attention, run_linear_attention_step
@@ -23,10 +25,17 @@ def run_linear_attention_backward(
     :func:`run_linear_attention_step`. On a CPU this is the C kernel, if the machine can compile it; else the executor,
     differentiated by ``torch.func.vjp``.
     """
-    if call.q.numel() and not is_any_watched((*grads, *call.recurrent)) and runs_backward(call.q):
-        found = zip(RECURRENT, run_recurrence_backward(grads, call), strict=True)
-        return {name: grad for name, grad in found if grad is not None and name in wanted}
-    return _through_executor(grads, call, wanted, step)
+    found = None
+    if call.q.numel() and not is_any_watched((*grads, *call.recurrent)):
+        found = contain("computing gradients", lambda: _on_cpu(grads, call), lambda _: None)
+    if found is None:
+        return _through_executor(grads, call, wanted, step)
+    named = zip(RECURRENT, found, strict=True)
+    return {name: grad for name, grad in named if grad is not None and name in wanted}
+
+
+def _on_cpu(grads: Sequence[Tensor | None], call: Call) -> Sequence[Tensor | None] | None:
+    return run_recurrence_backward(grads, call) if runs_backward(call.q) else None
 
 
 def _through_executor(

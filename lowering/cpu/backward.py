@@ -64,7 +64,7 @@ def runs_backward(q: Tensor) -> bool:
 def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> Gradients:
     """Gradients of q, k, v, g, beta and the initial state (None for what is None), all in q's dtype.
 
-    ``grads`` are those of the results of :func:`run_recurrence`, None for zeros.
+    ``grads`` are those of the results of :func:`prepare_recurrence`, None for zeros.
     """
     grad_o, grad_state = grads
     kernel = _kernel(call.q.dtype)

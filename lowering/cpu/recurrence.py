@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -23,6 +24,8 @@ _TASK_ELEMENTS = 1 << 16  # state elements times tokens worth waking a thread fo
 # struct problem of the source: operands (pointer and strides), pointers, sizes, scale and norm_eps
 _PROBLEM = struct.Struct("@20q 4q 7q 2d")
 _NOTHING = (0, 0, 0, 0)
+
+Launch = Callable[[], tuple[Tensor, Tensor]]
 
 
 class _Kernel(Loop):
@@ -46,24 +49,25 @@ def _kernel(dtype: torch.dtype) -> _Kernel | None:
 
 
 def runs_recurrence(q: Tensor) -> bool:
-    """Whether :func:`run_recurrence` takes keys like ``q`` on this machine; the first question compiles the kernel."""
+    """Whether :func:`prepare_recurrence` takes keys like ``q`` here; the first question compiles the kernel."""
     width = q.shape[-1]
     fits = q.device.type == "cpu" and width % _ROWS == 0 and 0 < width <= MAX_KEY_WIDTH
     return fits and _kernel(q.dtype) is not None
 
 
-def run_recurrence(call: Call, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:
-    """As :func:`kdacompile.lowering.run_linear_attention`, on plain tensors and without gradients.
+def prepare_recurrence(call: Call, bounds: Tensor | None, *, overwrite: bool = False) -> Launch | None:
+    """What computes as :func:`kdacompile.lowering.run_linear_attention`, on plain tensors and without gradients; None
+    where the kernel does not run such calls here. Nothing that the caller has is written before it is called.
 
-    ``overwrite``: the final state takes the place of ``initial_state`` where that is contiguous memory of its own.
+    ``bounds``: of :func:`bounds_of`; ``overwrite``: the final state takes the place of ``initial_state`` where that is
+    contiguous memory of its own.
     """
-    kernel = _kernel(call.q.dtype)
-    assert kernel is not None  # the caller asked runs_recurrence
+    kernel = _kernel(call.q.dtype) if runs_recurrence(call.q) else None
+    if kernel is None:
+        return None
     batch, length, key_heads, key_width = call.q.shape
     heads, value_width = call.v.shape[2:]
-    bounds = bounds_of(call)
     sequences = batch if bounds is None else len(bounds) - 1
-    # Every tensor is held by a name until the kernel is done: it is given addresses.
     q, k, v, decay, beta = in_rows(call.q), in_rows(call.k), in_rows(call.v), decay_of(call), call.beta
     initial_state = call.initial_state
     if initial_state is not None:
@@ -90,8 +94,13 @@ def run_recurrence(call: Call, *, overwrite: bool = False) -> tuple[Tensor, Tens
         call.scale,
         call.qk_l2norm_eps,
     )
-    kernel(problem, sequences * heads, batch * length // max(1, sequences), key_width, value_width)
-    return out, final
+    held = q, k, v, decay, beta, initial_state, bounds, out, final  # the kernel has their addresses
+
+    def launch() -> tuple[Tensor, Tensor]:
+        kernel(problem, sequences * heads, batch * length // max(1, sequences), key_width, value_width)
+        return held[-2:]
+
+    return launch
 
 
 def bounds_of(call: Call) -> Tensor | None:

@@ -6,7 +6,6 @@ import functools
 import os
 import signal
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,11 @@ import kdacompile
 
 ROOT = Path(str(kdacompile.__file__)).parent.parent
 
-WITHIN = ("patterns/", "kdacompile/graph/", "kdacompile/capture/", "kdacompile/search/", "kdacompile/rewrite/")
-"""Where errors are raised: everything that recognises, proves, lifts and rewrites."""
+WITHIN = (
+    "patterns/", "kdacompile/graph/", "kdacompile/capture/", "kdacompile/search/", "kdacompile/rewrite/",
+    "lowering/cpu/", "lowering/expanded.py",
+)  # fmt: skip
+"""Where errors are raised: everything that recognises, proves, lifts and rewrites, and chooses a kernel of the CPU."""
 
 BOUNDARY = {
     "kdacompile/capture/hook.py": ("consult", "consult_library", "_contained", "install"),
@@ -28,9 +30,11 @@ BOUNDARY = {
     "kdacompile/capture/open_lengths.py": ("given_up_where_refused", "give_up"),
     "kdacompile/capture/tables.py": ("Guarded.__call__",),
     "kdacompile/search/compiler_pass.py": ("run", "Analysis.__init__"),
+    "lowering/cpu/compiler.py": ("Loop.run",),
+    "lowering/cpu/recurrence.py": ("_Kernel.__call__", "bounds_of", "prepare_recurrence.<locals>.launch"),
 }
-"""Functions that make the boundary, or are called outside of it: when the package is imported, and to
-get back to plain torch.
+"""Functions that make the boundary, or are called outside of it: when the package is imported, to get back to plain
+torch, to check what a caller gives, and where a kernel has been chosen and runs, since it may write.
 """
 
 Moment = Literal["entry", "exit"]
@@ -65,6 +69,11 @@ class Fault:
     def number(self) -> int:
         return 1 if self.moment == "entry" else self.calls
 
+    @property
+    def boundary(self) -> str:
+        """Where, whichever call it is: how often a function is called may differ from one run to the next."""
+        return f"{self.moment} of {self.place}"
+
     def __str__(self) -> str:
         return f"{self.moment} {self.number} of {self.place}"
 
@@ -75,11 +84,13 @@ def place_of(code: CodeType) -> Place | None:
     filename = code.co_filename
     if not filename.startswith(str(ROOT)):
         return None
-    file = filename[len(str(ROOT)) + 1 :].replace("kdacompile/patterns/", "patterns/")  # where it is installed
+    file = filename[len(str(ROOT)) + 1 :]
+    if file.startswith(("kdacompile/patterns/", "kdacompile/lowering/")):  # where they are installed
+        file = file.removeprefix("kdacompile/")
     if not file.startswith(WITHIN):
         return None
     name = code.co_qualname if sys.version_info >= (3, 11) else code.co_name
-    return None if name.split(".<locals>")[0] in BOUNDARY.get(file, ()) else Place(file, name)
+    return None if {name, name.split(".<locals>")[0]} & set(BOUNDARY.get(file, ())) else Place(file, name)
 
 
 @contextmanager
@@ -139,41 +150,47 @@ def injected(fault: Fault) -> Generator[list[str]]:
         yield raised
 
 
-def in_children(faults: Sequence[Fault], attempt: Callable[[], str], processes: int) -> dict[Fault, str]:
-    """What ``attempt`` says with each of these faults. It is run once: at every boundary a child of this process takes
-    over from there, raises, and tells what came of it. So what happens before the boundary is shared, and what comes
-    after runs without the watch. A fault that is not reached is left out; a child that dies is "DIED".
+def in_children(
+    faults: Sequence[Fault], attempt: Callable[[], str], processes: int, tell: Callable[[Fault, str], None]
+) -> None:
+    """``tell`` what ``attempt`` says with each of these faults, as soon as it is known. ``attempt`` is run once: at
+    every boundary a child of this process takes over from there, raises, and tells what came of it. So what happens
+    before the boundary is shared, and what comes after runs without the watch. "DIED": a child told nothing;
+    "unreached": the call of a function that was meant did not come.
     """
     mine: list[Fault] = []
-    reached: list[Fault] = []
-    alive = 0
+    children: dict[int, Fault] = {}
+    unreached = set(faults)
+
+    def wait() -> None:
+        child, status = os.wait()
+        fault = children.pop(child)
+        if status:
+            tell(fault, f"DIED with status {status}")
 
     def strike(fault: Fault) -> None:
-        nonlocal alive
-        reached.append(fault)
-        if alive == processes:
-            os.wait()
-            alive -= 1
-        if os.fork():
-            alive += 1
+        unreached.discard(fault)
+        if len(children) == processes:
+            wait()
+        if child := os.fork():
+            children[child] = fault
             return
         signal.alarm(_PATIENCE)
         sys.unraisablehook = lambda _: None  # Python says so where it drops an error: in a generator that is closed
         mine.append(fault)
         raise Injected(str(fault))
 
-    with tempfile.TemporaryFile("a+") as told:
-        try:
-            with striking(faults, strike):
-                result = attempt()
-            if mine:
-                told.write(f"{faults.index(mine[0])} {' '.join(result.split())}\n")
-                told.flush()
-        finally:
-            if mine:
-                os._exit(0)
-        for _ in range(alive):
-            os.wait()
-        told.seek(0)
-        lines = dict(line.rstrip().split(" ", 1) for line in told)
-    return {fault: lines.get(str(faults.index(fault)), "DIED") for fault in reached}
+    status = 1
+    try:
+        with striking(faults, strike):
+            result = attempt()
+        if mine:
+            tell(mine[0], result)
+            status = 0
+    finally:
+        if mine:
+            os._exit(status)
+    while children:
+        wait()
+    for fault in sorted(unreached, key=str):
+        tell(fault, "unreached")

@@ -17,8 +17,8 @@ from tests.faults.inject import Fault, boundaries, injected
 from tests.faults.models import MODELS, Case
 
 STAGES = {
-    "layers": ("kdacompile/capture/", "kdacompile/search/", "patterns/recurrence/"),
-    "latent": ("kdacompile/graph/", "patterns/engine/", "patterns/mla/"),
+    "layers": ("kdacompile/capture/", "kdacompile/search/", "patterns/recurrence/", "lowering/cpu/recurrence.py"),
+    "latent": ("kdacompile/graph/", "patterns/engine/", "patterns/mla/", "lowering/expanded.py"),
     "cached": ("kdacompile/capture/tables.py", "patterns/canonical/", "kdacompile/rewrite/splice.py"),
 }
 
