@@ -67,7 +67,8 @@ def mla(
         form: "auto", "absorbed" or "expanded".
         out_dtype: dtype of o; default q's.
         context_parallel: q, q_rope, latent and k_rope hold this rank's tokens of longer sequences, see
-            :class:`kdacompile.distributed.ContextParallel`; prefill alone, without mask, lengths and pages.
+            :class:`kdacompile.distributed.ContextParallel`; prefill alone, without lengths and pages;
+            the mask has this rank's queries for its T rows, and all ranks' tokens, in their order, for its S columns.
 
     Returns:
         o ``[B, T, H, V]`` (``[B, T, H, R]`` without weights), and with ``return_lse`` lse ``[B, H, T]`` in float32

@@ -187,14 +187,40 @@ def _convolve(tensors: dict[str, Tensor], context: Any, bounds: Sequence[int] | 
 def latent_attention(ranks: Ranks) -> None:
     for order in ("contiguous", "zigzag"):
         for causal in (True, False):
-            tensors = {
-                "q": random(2, TOKENS, 3, 4), "q_rope": random(2, TOKENS, 3, 2), "latent": random(2, TOKENS, 5),
-                "k_rope": random(2, TOKENS, 2), "w_uk": random(3, 4, 5), "w_uv": random(3, 6, 5),
-            }  # fmt: skip
             compare(
                 lambda x, c, causal=causal: _latent(x, c, causal),
-                tensors, ("q", "q_rope", "latent", "k_rope"), ContextParallel(order=order),
+                latents(), ("q", "q_rope", "latent", "k_rope"), ContextParallel(order=order),
             )  # fmt: skip
+
+
+def latent_attention_of_documents(ranks: Ranks) -> None:
+    """Masks: packed documents that cross ranks, causal within themselves; padding, one row for all; numbers to add."""
+    number = torch.bucketize(torch.arange(TOKENS), torch.tensor(BOUNDS[1:]), right=True)
+    documents = (number[:, None] == number[None]).tril()[None, None]
+    padding = (torch.arange(TOKENS) >= torch.tensor([[0], [5]]))[:, None, None]
+    for mask, causal in ((documents, False), (documents, True), (padding, False), (random(2, 3, TOKENS, TOKENS), True)):
+        for order in ("contiguous", "zigzag"):
+            context = ContextParallel(order=order)
+            tensors = latents() | ({"mask": mask} if mask.is_floating_point() else {})
+
+            def call(x: dict[str, Tensor], c: Any, mask: Tensor = mask, causal: bool = causal) -> tuple[Tensor, Tensor]:
+                whole = x.get("mask", mask)
+                rows = whole if c is None or whole.shape[2] == 1 else c.shard(whole, 2)
+                return _latent({**x, "mask": rows}, c, causal)
+
+            compare(call, tensors, ("q", "q_rope", "latent", "k_rope"), context)
+    short = latents()
+    mine = {n: context.shard(x) if n in ("q", "q_rope", "latent", "k_rope") else x for n, x in short.items()}
+    with pytest.raises(ContextParallelError, match="columns of all tokens"):
+        _latent({**mine, "mask": documents[..., : TOKENS // 2, : TOKENS // 2]}, context, False)
+
+
+def latents() -> dict[str, Tensor]:
+    """Operands of MLA with weights, of all tokens."""
+    return {
+        "q": random(2, TOKENS, 3, 4), "q_rope": random(2, TOKENS, 3, 2), "latent": random(2, TOKENS, 5),
+        "k_rope": random(2, TOKENS, 2), "w_uk": random(3, 4, 5), "w_uv": random(3, 6, 5),
+    }  # fmt: skip
 
 
 def _latent(tensors: dict[str, Tensor], context: Any, causal: bool) -> tuple[Tensor, Tensor]:
