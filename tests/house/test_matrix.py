@@ -14,10 +14,10 @@ pytest.importorskip("transformers")
 
 from tests.matrix.__main__ import Pool, Worker, parse, units, wanted
 from tests.matrix.cells import Cell, Row, judge
-from tests.matrix.record import Record, line, markdown
+from tests.matrix.record import Record, how_shown, line, markdown
 
 CELL = Cell("mamba2", 100, "fp32", "prefill", "eager")
-GOOD = Row(CELL, matched=2, breaks_added=0, error=1e-7, ratio=None, seconds=1.0)
+GOOD = Row(CELL, matched=2, breaks_added=0, error=1e-7, ratio=None, seconds=1.0, checked=("exactly",) * 2)
 BF16 = replace(GOOD, cell=replace(CELL, numbers="bf16"), error=1e-2, ratio=1.1)
 UPCAST = replace(BF16, cell=replace(CELL, numbers="bf16-up"))
 
@@ -53,6 +53,11 @@ def test_a_record_gives_back_what_was_added_with_the_same_code(tmp_path: Path) -
     changed = Record(record.path)
     changed.code += "x"
     assert changed.rows() == {}
+
+
+def test_matches_are_counted_by_how_they_were_shown() -> None:
+    probed = replace(GOOD, checked=("exactly", "by probes (aten.erf)"))
+    assert how_shown([GOOD, probed]) == "3 of 4 matches shown exactly; 1 by probes (aten.erf)"
 
 
 def test_a_process_that_dies_costs_one_cell(tmp_path: Path) -> None:

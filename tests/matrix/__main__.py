@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.matrix.cells import INNERS, LENGTHS, MODES, NUMBERS, Cell, Row
-from tests.matrix.record import HEADER, Record, line, markdown
+from tests.matrix.record import HEADER, Record, how_shown, line, markdown
 from tests.models.zoo import CASES
 
 _TICK = 0.5  # seconds between two looks at the workers
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.markdown:
         args.markdown.write_text(markdown(rows) + "\n")
     passed = sum(not row.problems for row in rows)
-    print(f"{passed} of {len(rows)} cells pass")
+    print(f"{passed} of {len(rows)} cells pass; {how_shown(rows)}")
     return 0 if passed == len(rows) else 1
 
 

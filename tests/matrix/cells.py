@@ -78,12 +78,13 @@ class Row:
     error: float  # fp32: ours against eager; bf16: ours against fp64
     ratio: float | None  # bf16: our error over eager's
     seconds: float  # the first call: capture, proof, compile, run
+    checked: tuple[str, ...] = ()  # how each match was shown: "exactly", or "by probes" and what stood in the way
     problems: tuple[str, ...] = ()
 
     @classmethod
     def failed(cls, cell: Cell, problem: str) -> Row:
         """A cell that gave no numbers."""
-        return cls(cell, 0, 0, float("nan"), None, 0.0, (problem,))
+        return cls(cell, 0, 0, float("nan"), None, 0.0, problems=(problem,))
 
 
 def measure(cell: Cell) -> Row:
@@ -113,7 +114,7 @@ def _measure(cell: Cell) -> Row:
         ratio = error / max(relative_error(eager, exact), 1e-12)
     matched = sum((m.pattern, m.mode) == (case.pattern, MODES[cell.what]) for m in report.matches)
     breaks = graphs - _graphs_alone(cell.model, cell.what, cell.length)
-    row = Row(cell, matched, breaks, error, ratio, seconds)
+    row = Row(cell, matched, breaks, error, ratio, seconds, tuple(m.checked for m in report.matches))
     problems = list(judge(row, sum(m.pattern != "mla" for m in report.matches)))
     if matched < case.layers:
         problems += [str(rejection) for rejection in report.rejections]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -61,8 +62,8 @@ class Record:
 
 
 def _row(fields: dict[str, Any]) -> Row:
-    rest = {key: value for key, value in fields.items() if key not in ("cell", "problems")}
-    return Row(cell=Cell(**fields["cell"]), problems=tuple(fields["problems"]), **rest)
+    lists = {name: tuple(fields[name]) for name in ("checked", "problems")}
+    return Row(**{**fields, **lists, "cell": Cell(**fields["cell"])})
 
 
 def line(row: Row) -> str:
@@ -90,6 +91,13 @@ def markdown(rows: Iterable[Row]) -> str:
         figures = (_worst(group, "fp32"), _worst(group, "bf16"), _worst(group, "bf16-up"))
         lines.append(_table_line((model, group[0].cell.case.pattern, what, lengths, passed, *figures)))
     return "\n".join(lines)
+
+
+def how_shown(rows: Iterable[Row]) -> str:
+    """How many matches were shown exactly, and what stood in the way of the others."""
+    counts = Counter(checked for row in rows for checked in row.checked)
+    others = [f"{count} {checked}" for checked, count in counts.most_common() if checked != "exactly"]
+    return "; ".join([f"{counts['exactly']} of {counts.total()} matches shown exactly", *others])
 
 
 def _table_line(fields: Iterable[str]) -> str:
