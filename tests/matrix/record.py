@@ -62,7 +62,7 @@ class Record:
 
 
 def _row(fields: dict[str, Any]) -> Row:
-    lists = {name: tuple(fields[name]) for name in ("checked", "problems")}
+    lists: dict[str, Any] = {name: tuple(fields[name]) for name in ("checked", "problems")}
     return Row(**{**fields, **lists, "cell": Cell(**fields["cell"])})
 
 
