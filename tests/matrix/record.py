@@ -62,8 +62,9 @@ class Record:
 
 
 def _row(fields: dict[str, Any]) -> Row:
-    lists: dict[str, Any] = {name: tuple(fields[name]) for name in ("checked", "problems")}
-    return Row(**{**fields, **lists, "cell": Cell(**fields["cell"])})
+    fields |= {name: tuple(fields[name]) for name in ("checked", "problems")}
+    cell = Cell(**fields.pop("cell"))
+    return Row(cell, **fields)
 
 
 def line(row: Row) -> str:
