@@ -42,6 +42,28 @@ class AttentionGradients(Protocol):
         ...
 
 
+def not_expanded(call: Attention, name: str, *, without: Sequence[str]) -> str | None:
+    """Why kernels for keys and values of every head, which know no operands of ``without``, are not for a call."""
+    if call.w_uk is None or call.w_uv is None or call.absorbed:
+        return "heads attend to the latent itself"
+    given = next((operand for operand in without if getattr(call, operand) is not None), None)
+    if given is not None:
+        return f"{name} is called without {given}"
+    return "causal, and there are more queries than tokens" if call.causal and call.q.shape[1] > call.width else None
+
+
+def joined(first: Tensor, second: Tensor, dim: int) -> Tensor:
+    """Both side by side; where they lie side by side already, as they lie."""
+    step = first.stride(dim)
+    adjacent = second.data_ptr() == first.data_ptr() + first.shape[dim] * step * first.element_size()
+    same = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    if not (adjacent and same and first.stride() == second.stride()):
+        return torch.cat([first, second], dim)
+    shape = list(first.shape)
+    shape[dim] += second.shape[dim]
+    return first.as_strided(shape, first.stride(), first.storage_offset())
+
+
 Attend = Callable[[Attention, Scratch], tuple[Tensor, Tensor]]
 
 
