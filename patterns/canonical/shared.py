@@ -11,7 +11,7 @@ from __future__ import annotations
 from kdacompile import compat
 from kdacompile.graph.edit import Edit
 from kdacompile.graph.ir import Graph, Op, map_values
-from kdacompile.patterns.engine.numbering import Numbering
+from kdacompile.patterns.engine.values import Numbering
 
 NONLINEAR = frozenset(
     "exp exp2 sigmoid softplus log_sigmoid_forward sigmoid_backward tanh rsqrt sqrt linalg_vector_norm".split()

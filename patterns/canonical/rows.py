@@ -1,0 +1,252 @@
+"""Rows: what the turns of a loop make alike, one value per turn.
+
+They are found from two ends. From pieces of a tensor downwards: operators that differ only in the piece they read. From
+the ``stack`` or ``cat`` that gathers rows, or the buffer they are assigned to, upwards: operators that differ only in
+the row they work on, until a row is made by another kind (the product with the state). ``rules`` tell which operators
+can be one for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from kdacompile.graph.ir import Graph, Op, Value, map_values, reach
+from kdacompile.patterns.canonical import rules
+from kdacompile.patterns.canonical.pieces import Gathered, Piece, gathered, piece_of
+from kdacompile.patterns.engine.values import Numbering
+from kdacompile.patterns.engine.vocabulary import LAYOUT
+
+
+@dataclass(eq=False)
+class Rows:
+    """One value per turn of the loop: made alike of other rows, pieces of one tensor, or neither."""
+
+    count: int
+    members: dict[int, Value] = field(default_factory=dict[int, Value])
+    """By turn."""
+    parts: dict[Value, Rows] = field(default_factory=dict["Value", "Rows"])
+    """What the first of them reads -> the rows it is the first of."""
+    piece: Piece | None = None
+    early: bool = False
+    """Found from pieces: they do not depend on the loop."""
+    behind: int | None = None
+    """Of slices: the dimension that they are cut along, counted from the right."""
+
+    @property
+    def values(self) -> list[Value]:
+        return [self.members[turn] for turn in range(self.count)]
+
+    @property
+    def op(self) -> Op | None:
+        """What makes the first of them."""
+        return self.members[0].op
+
+    @property
+    def line(self) -> fx.Node:
+        return line_of(value.op for value in self.members.values() if value.op is not None)
+
+    def walk(self) -> Iterator[Rows]:
+        """These and the rows they are made of, as far as the loop makes them."""
+        yield self
+        for part in () if self.early else self.parts.values():
+            yield from part.walk()
+
+    def before_loop(self) -> bool:
+        """True for what does not depend on the loop."""
+        return self.early or (bool(self.parts) and all(part.before_loop() for part in self.parts.values()))
+
+
+@dataclass(eq=False)
+class Sink:
+    """A value that gathers rows, and how."""
+
+    value: Value
+    how: Gathered
+    rows: Rows
+
+    def made(self) -> list[Rows]:
+        """The rows of it that operators of the loop make."""
+        return [rows for rows in self.rows.walk() if rows.parts and not rows.early]
+
+    def worth_it(self) -> bool:
+        """True if something is sunk that no region holds row by row: it needs more than reads and numbers."""
+        for rows in self.made():
+            op = rows.op
+            mixed = any(part.before_loop() for part in rows.parts.values())
+            if op is not None and (rules.is_activation(op) or mixed or (op.name == "div" and len(rows.parts) > 1)):
+                return True
+        return False
+
+    def inside(self) -> set[Op]:
+        """The operators whose work is done otherwise."""
+        return {*self.how.ops, *(value.op for rows in self.made() for value in rows.values if value.op is not None)}
+
+
+class Loops:
+    """The rows of a graph: ``wanted`` are those to be worked on before the loop, ``sinks`` gather those to be worked on
+    behind it.
+    """
+
+    def __init__(self, graph: Graph, fixed: AbstractSet[fx.Node] = frozenset()) -> None:
+        """``fixed``: nodes that share memory with something the graph writes."""
+        self.graph, self.fixed = graph, fixed
+        self.early: dict[Any, Rows] = {}
+        """Rows found from pieces, by what makes them."""
+        self.late: dict[tuple[Value, ...], Rows | None] = {}
+        """Rows looked for from where they are gathered."""
+        self.member: dict[Value, tuple[Rows, int]] = {}
+        """Which of the early rows a value is in, and its turn."""
+        self.numbering = Numbering(everything=True)
+        self.same: dict[int, Value] = {}
+        """The first value of each number."""
+
+        for op in graph.ops:
+            for value in op.outs:
+                self.same.setdefault(self.numbering.of(value), value)
+                if not self.is_fixed(value):
+                    self.read(op, value)
+        for rows in self.early.values():
+            if rows.piece is None and 0 in rows.members and rows.op is not None:
+                rows.parts = {read: self.member[read][0] for read in rows.op.reads if read in self.member}
+        found = [self.sink(op.out) for op in graph.ops if len(op.outs) == 1]
+        self.sinks = [sink for sink in found if sink is not None and sink.worth_it()]
+        needed = self.needed()
+        self.wanted = [rows for rows in self.early.values() if rows in needed]
+
+    @property
+    def worth_it(self) -> bool:
+        return bool(self.wanted or self.sinks)
+
+    def is_fixed(self, value: Value) -> bool:
+        return value.node is not None and value.node in self.fixed
+
+    def inside(self) -> set[Op]:
+        """Operators whose work is done otherwise, or was done before."""
+        sunk = {op for sink in self.sinks for op in sink.inside()}
+        again = [value for op in self.graph.ops for value in op.outs if self.first_of(value) is not value]
+        values = [*self.member, *again, *map(self.first_of, again)]
+        return sunk | {value.op for value in values if value.op is not None}
+
+    def first_of(self, value: Value) -> Value:
+        """The first value that is the same by construction."""
+        return self.same.get(self.numbering.of(value), value)
+
+    # -- from pieces downwards --------------------------------------------------------------------------------------
+    def read(self, op: Op, value: Value) -> None:
+        members = [read for read in dict.fromkeys(op.reads) if read in self.member]
+        piece = piece_of(value) if not members else None
+        if piece is not None:
+            if piece.count > 1 and not self.is_fixed(piece.source):
+                key = ("piece", self.numbering.of(piece.source), piece.dim, piece.count, piece.width)
+                behind = piece.dim - len(value.shape) if piece.width else None
+                self.join(value, key, piece.index, Rows(piece.count, piece=piece, behind=behind, early=True))
+            return
+        places = [self.member[read] for read in members]
+        counts, behind = ({getattr(rows, name) for rows, _ in places} for name in ("count", "behind"))
+        if value is not op.out or len({turn for _, turn in places}) != 1 or len(counts) != 1:
+            return
+        if not any(map(self.is_fixed, op.reads)) and rules.batched(op, members) is not None:
+            kept = behind.pop() if len(behind) == 1 and _stays(op, members) else None
+            text = tuple(str(map_values(tree, self.label)) for tree in (op.args, op.kwargs))
+            self.join(value, (op.target, text), places[0][1], Rows(counts.pop(), behind=kept, early=True))
+
+    def label(self, value: Value) -> str:
+        """What stands for an operand in an operator's text: the rows it is in, or its number."""
+        return f"<{id(self.member[value][0])}>" if value in self.member else f"%{self.numbering.of(value)}"
+
+    def join(self, value: Value, key: Any, turn: int, new: Rows) -> None:
+        rows = self.early.setdefault(key, new)
+        rows.members.setdefault(turn, value)
+        self.member[value] = rows, turn
+
+    def moves(self, rows: Rows) -> bool:
+        """False for rows that lack one, or one of which leaves the graph: they are left in the loop."""
+        return len(rows.members) == rows.count and self.graph.outputs.isdisjoint(rows.members.values())
+
+    def needed(self) -> set[Rows]:
+        """Early rows that no region can hold one by one, the pointwise ones that follow them, and what all these are
+        computed from.
+        """
+        active, spread, exponentials = set[Rows](), set[Rows](), set[Rows]()
+        for rows in self.early.values():
+            op = rows.op if rows.piece is None and self.moves(rows) else None
+            if op is None:
+                continue
+            pointwise = rules.is_pointwise(op) or op.name == "_to_copy"
+            below = not (active | spread).isdisjoint(rows.parts.values())
+            if below and op.name == "expand":
+                spread.add(rows)
+            if (below and pointwise) or rules.is_activation(op) or rules.is_offset(op):
+                active.add(rows)
+            if op.name in rules.EXPONENTIALS:
+                exponentials.add(rows)
+        if len(exponentials) > 1:  # a region has one, the gate's: another is a weight of its own
+            active |= exponentials
+        active |= {rows for sink in self.sinks for rows in sink.rows.walk() if rows.early}
+        return set(reach(active, lambda rows: rows.parts.values()))
+
+    # -- from what gathers them upwards -----------------------------------------------------------------------------
+    def sink(self, value: Value) -> Sink | None:
+        how = gathered(value)
+        if how is None or (how.made and self.is_fixed(value)):
+            return None
+        rows = self.rows(how.rows)
+        return None if rows is None else Sink(value, how, rows)
+
+    def rows(self, values: tuple[Value, ...]) -> Rows | None:
+        """None where they can be read nowhere in the model's graph, as they are."""
+        if values not in self.late:
+            found = self.pieces(values) or self.calls(values)
+            readable = all(value.node is not None and not self.is_fixed(value) for value in values)
+            self.late[values] = found or (_rows(values) if readable else None)
+        return self.late[values]
+
+    def pieces(self, values: tuple[Value, ...]) -> Rows | None:
+        """The early rows that these are, in order."""
+        rows, _ = self.member.get(values[0], (None, 0))
+        if any(self.member.get(value) != (rows, turn) for turn, value in enumerate(values)):
+            return None
+        return rows if rows is not None and len(values) == rows.count else None
+
+    def calls(self, values: tuple[Value, ...]) -> Rows | None:
+        """The same operator in every turn, on the same but for rows; None if it cannot be one call."""
+        ops = [value.op for value in values if value.op is not None and value is value.op.out]
+        if len(set(ops)) < len(values) or len({_text(op) for op in ops}) > 1:
+            return None
+        columns = dict.fromkeys(zip(*(op.reads for op in ops), strict=True))
+        varying = [column for column in columns if len(set(map(self.numbering.of, column))) > 1]
+        if not varying or any(self.is_fixed(read) for op in ops for read in op.reads):
+            return None
+        first, pieces = ops[0], [column[0] for column in varying]
+        ranks = {len(value.shape) for value in (first.out, *pieces)}  # a sum may read more than a row
+        if (len(ranks) > 1 and first.name not in LAYOUT) or rules.batched(first, pieces) is None:
+            return None
+        parts = {column[0]: self.rows(column) for column in varying}
+        known = {value: part for value, part in parts.items() if part is not None}
+        return _rows(values, known) if len(known) == len(parts) else None
+
+
+def _rows(values: tuple[Value, ...], parts: dict[Value, Rows] | None = None) -> Rows:
+    return Rows(len(values), dict(enumerate(values)), parts or {})
+
+
+def _stays(op: Op, members: list[Value]) -> bool:
+    """Whether the dimensions of what an operator yields are those of what it reads."""
+    return op.name not in LAYOUT and all(read.shape == op.out.shape for read in members)
+
+
+def _text(op: Op) -> str:
+    """The operator, its operands by their place among those it reads."""
+    places = {value: f"<{place}>" for place, value in enumerate(op.reads)}
+    args, kwargs = (map_values(tree, lambda value: places.get(value)) for tree in (op.args, op.kwargs))
+    return f"{op.target} {args} {kwargs}"
+
+
+def line_of(ops: Iterable[Op]) -> fx.Node:
+    """A node that stands for the line of code of operators."""
+    return next(op.node for op in ops if op.node is not None)
