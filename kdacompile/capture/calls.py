@@ -50,17 +50,8 @@ class TensorArg:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Extra positional (``kind`` "*") or keyword (``kind`` "**") arguments."""
-
-    kind: str
-    names: tuple[str, ...]
-    items: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
 class Call:
-    """The arguments by parameter name: ``TensorArg``, ``Group`` or a plain value each.
+    """The arguments by name, each a ``TensorArg`` or a plain value; those of ``*args`` and ``**kwargs`` among them.
 
     A name with "=" in front goes by keyword.
     """
@@ -69,47 +60,24 @@ class Call:
 
     def tensors(self) -> list[tuple[str, TensorArg]]:
         """Tensor arguments in order, by name."""
-        return [(name, item) for name, item in self._leaves() if isinstance(item, TensorArg)]
+        return [(name, item) for name, item in self.arguments if isinstance(item, TensorArg)]
 
     def numbers(self) -> set[int]:
         """Whole numbers among the plain values: chunk sizes, for one."""
-        plain = [item for _, item in self._leaves()]
+        plain = [item for _, item in self.arguments]
         return {abs(item) for item in plain if isinstance(item, int) and not isinstance(item, bool)}
-
-    def _leaves(self) -> Iterator[tuple[str, Any]]:
-        for name, item in self.arguments:
-            if isinstance(item, Group):
-                yield from ((f"{name}.{key}", part) for key, part in zip(item.names, item.items, strict=True))
-            else:
-                yield name, item
 
     def bind(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The call's (args, kwargs) with ``tensors`` for the tensor arguments."""
         given = iter(tensors)
+        filled = [(name, next(given) if isinstance(item, TensorArg) else item) for name, item in self.arguments]
+        named = {name[1:]: item for name, item in filled if name.startswith("=")}
+        return [item for name, item in filled if not name.startswith("=")], named
 
-        def fill(item: Any) -> Any:
-            return next(given) if isinstance(item, TensorArg) else item
-
-        args: list[Any] = []
-        named: dict[str, Any] = {}
-        for name, item in self.arguments:
-            if isinstance(item, Group) and item.kind == "**":
-                named.update({key: fill(part) for key, part in zip(item.names, item.items, strict=True)})
-            elif isinstance(item, Group):
-                args.extend(map(fill, item.items))
-            elif name.startswith("="):
-                named[name[1:]] = fill(item)
-            else:
-                args.append(fill(item))
-        return args, named
-
-    def map_tensors(self, change: Callable[[TensorArg], TensorArg]) -> Call:
-        def visit(item: Any) -> Any:
-            if isinstance(item, TensorArg):
-                return change(item)
-            return replace(item, items=tuple(map(visit, item.items))) if isinstance(item, Group) else item
-
-        return Call(tuple((name, visit(item)) for name, item in self.arguments))
+    def map_tensors(self, change: Callable[[str, TensorArg], TensorArg]) -> Call:
+        """The call with every tensor, given by name, replaced."""
+        changed = ((n, change(n.removeprefix("="), x) if isinstance(x, TensorArg) else x) for n, x in self.arguments)
+        return Call(tuple(changed))
 
     @property
     def text(self) -> str:
@@ -194,7 +162,7 @@ def _opened(call: Call, batch: Dim, tokens: Dim, position: int) -> Call:
             return "B"
         return "T" if dim == tokens and (index == position or isinstance(dim, str)) else dim
 
-    def visit(tensor: TensorArg) -> TensorArg:
+    def visit(_: str, tensor: TensorArg) -> TensorArg:
         return replace(tensor, dims=tuple(axis(index, dim) for index, dim in enumerate(tensor.dims)))
 
     return call.map_tensors(visit)

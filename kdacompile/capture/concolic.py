@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kdacompile.capture.identity import LONGEST_TABLE, Identity, is_trusted
-from kdacompile.compat.tracing import tree_map_only
+from kdacompile.compat.operators import tree_map_only
 
 Formula = Any
 """A number; ("read", place, dim, turn) for a size that was asked for; (operator, formula, formula); or OPAQUE."""

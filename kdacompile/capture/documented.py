@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kdacompile.capture.calls import Call, Group, TensorArg
+from kdacompile.capture.calls import Call, TensorArg
 from kdacompile.capture.errors import Unliftable
 
 
@@ -30,7 +30,8 @@ class Arguments:
         source: dict[str, str] = {}
         tensors: dict[str, TensorArg] = {}
 
-        def add(name: str, item: Any) -> None:
+        for given, item in call.arguments:
+            name = given.removeprefix("=")
             if isinstance(item, TensorArg):
                 source[name] = f"x{len(tensors)}"
                 tensors[name] = item
@@ -38,13 +39,6 @@ class Arguments:
                 raise Unliftable(f"{name} is not an argument of linear attention")
             else:
                 source[name] = _literal(item)
-
-        for name, item in call.arguments:
-            if isinstance(item, Group):
-                for key, part in zip(item.names, item.items, strict=True):
-                    add(key, part)
-            else:
-                add(name.removeprefix("="), item)
         return cls(source, tensors, {name: index for index, name in enumerate(tensors)})
 
     def refuse(self, known: frozenset[str]) -> None:

@@ -17,13 +17,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kdacompile import compat
-from kdacompile.capture import library, open_sizes, refusals
-from kdacompile.capture.calls import MIN_TENSORS, Call, Group, describe
+from kdacompile.capture import library, open_lengths, refusals
+from kdacompile.capture.calls import MIN_TENSORS, Call, describe
 from kdacompile.capture.documented import Documented
 from kdacompile.capture.errors import Unliftable
 from kdacompile.capture.identity import Identity, has_loop, identify, is_trusted
 from kdacompile.capture.lifting import Lifted, Lifts
-from kdacompile.capture.store import Verdict
 from kdacompile.compat import dynamo, sizes
 from kdacompile.containment import contain
 from kdacompile.errors import KdaError
@@ -95,7 +94,7 @@ def _contained(fn: Any, site: dynamo.CallSite, look: Look) -> Any:
 
 def _replacement(fn: Any, site: dynamo.CallSite) -> Replacement | None:
     if site.begins_region() and (settings := _settings(site)) is not None:
-        open_sizes.recall(settings)
+        open_lengths.recall(settings)
     if library.of(fn) is not None:
         return _library_replacement(fn, site)
     if not isinstance(fn, types.FunctionType) or not _plausible(fn.__code__) or is_trusted(str(fn.__module__)):
@@ -156,7 +155,7 @@ def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, ten
     if _lengths_vary():
         site.widen_region(fn)
     identity = _identity(fn)
-    found = _proven(lifts.find(fn, identity, call, settings, lengths_vary=_lengths_vary()))
+    found = lifts.find(fn, identity, call, settings, lengths_vary=_lengths_vary())
     _check_length(found, tensors, site)
     _open_length(found, tensors, site, settings)
     _guard(identity, site)
@@ -166,19 +165,13 @@ def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, ten
 def _find_library(
     documented: Documented, fn: Any, site: dynamo.CallSite, settings: Settings, tensors: list[Any]
 ) -> Lifted:
-    found = _proven(lifts.find_library(fn, documented, _call(fn, site, tensors, documented=True), settings))
+    found = lifts.find_library(fn, documented, _call(fn, site, tensors, documented=True), settings)
     if not found.matches:  # a convolution: whether linear attention follows is not known yet
         return found
     if _lengths_vary():
         site.widen_region(fn)
     _open_length(found, tensors, site, settings)
     return found
-
-
-def _proven(found: Lifted | Verdict) -> Lifted:
-    if isinstance(found, Lifted):
-        return found
-    raise Unliftable(found.reason)
 
 
 def _identity(fn: types.FunctionType) -> Identity:
@@ -217,10 +210,9 @@ def _call(fn: Any, site: dynamo.CallSite, tensors: list[Any], *, documented: boo
     arguments: list[tuple[str, Any]] = []
     for name, given in bound.arguments.items():
         if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
-            items = tuple(read(name, item) for item in given)
-            arguments.append((name, Group("*", tuple(map(str, range(len(items)))), items)))
+            arguments += [(f"{name}.{place}", read(name, item)) for place, item in enumerate(given)]
         elif kinds[name] is inspect.Parameter.VAR_KEYWORD:
-            arguments.append((name, Group("**", tuple(given), tuple(read(key, item) for key, item in given.items()))))
+            arguments += [(f"={key}", read(key, item)) for key, item in given.items()]
         else:
             arguments.append((f"={name}" if kinds[name] in by_name else name, read(name, given)))
     return Call(tuple(arguments))
@@ -250,7 +242,7 @@ def _open_length(found: Lifted, tensors: list[Any], site: dynamo.CallSite, setti
     example = site.example(tensors[index])
     length = 1 if example is None else example.shape[dim]
     if _lengths_vary() and not isinstance(length, torch.SymInt) and length > 1:
-        open_sizes.open_up(site.inputs_of_size(length), settings)
+        open_lengths.open_up(site.inputs_of_size(length), settings)
 
 
 def _guard(identity: Identity, site: dynamo.CallSite) -> None:

@@ -50,12 +50,7 @@ def open_dimensions(documented: Documented, call: Call) -> Call:
             dims[at] = "T"
         return replace(tensor, dims=tuple(dims))
 
-    opened = Call(
-        tuple(
-            (name, with_axes(name.removeprefix("="), item) if isinstance(item, TensorArg) else item)
-            for name, item in call.arguments
-        )
-    )
+    opened = call.map_tensors(with_axes)
     if any(isinstance(dim, str) and dim not in ("B", "T") for _, tensor in opened.tensors() for dim in tensor.dims):
         raise Unliftable("a size besides batch and length is symbolic")
     return opened

@@ -65,43 +65,45 @@ class Lifts:
 
     def find(
         self, fn: types.FunctionType, identity: Identity, call: Call, settings: Settings, *, lengths_vary: bool
-    ) -> Lifted | Verdict:
-        """The replacement for ``fn`` under ``call``, or the verdict that says why there is none.
+    ) -> Lifted:
+        """The replacement for ``fn`` under ``call``; raises ``Unliftable`` where there is none.
 
         ``lengths_vary``: calls of other lengths will follow, so that it is worth proving for a short one, too.
         """
         reason = "no layout of its arguments fits"
         for opened in open_dimensions(call):
             key = _key(identity, opened, settings)
-            if key not in self.known:
-                if not (lengths_vary or store.has(key) or _pays(call, opened, identity)):
-                    return Verdict(fn.__qualname__, source_of(fn), reason="a length this short is captured faster")
-                self.known[key] = _settle(
-                    key,
-                    fn.__qualname__,
-                    source_of(fn),
-                    settings.deadline,
-                    functools.partial(prove, fn, identity, opened, settings),
-                )
-            found = self.known[key]
-            if isinstance(found, Lifted) or not found.wrong_layout:
+            if not (key in self.known or lengths_vary or store.has(key) or _pays(call, opened, identity)):
+                raise Unliftable("a length this short is captured faster")
+            attempt = functools.partial(prove, fn, identity, opened, settings)
+            found = self.settled(key, fn.__qualname__, source_of(fn), settings.deadline, attempt)
+            if isinstance(found, Lifted):
                 return found
             reason = found.reason
-        return Verdict(fn.__qualname__, source_of(fn), reason=reason)
+            if not found.wrong_layout:
+                break
+        raise Unliftable(reason)
 
-    def find_library(
-        self, fn: Callable[..., Any], documented: Documented, call: Call, settings: Settings
-    ) -> Lifted | Verdict:
-        """The replacement for a library's function, told by its documented signature."""
+    def find_library(self, fn: Callable[..., Any], documented: Documented, call: Call, settings: Settings) -> Lifted:
+        """The replacement for a library's function, told by its documented signature; raises ``Unliftable``."""
         opened = library.open_dimensions(documented, call)
         text = "\n".join([library.version(fn), opened.text, repr(settings.disable), source_fingerprint()])
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
+
+        def attempt() -> Verdict:
+            return library.prove(fn, documented, opened, lambda text: load("draft", Verdict("", "", text)).run)
+
+        found = self.settled(key, library.name_of(fn), library.source_of(fn), settings.deadline, attempt)
+        if isinstance(found, Lifted):
+            return found
+        raise Unliftable(found.reason)
+
+    def settled(
+        self, key: str, name: str, source: str, seconds: float, attempt: Callable[[], Verdict]
+    ) -> Lifted | Verdict:
+        """What is known, the verdict on disk, or a new one."""
         if key not in self.known:
-
-            def prove() -> Verdict:
-                return library.prove(fn, documented, opened, lambda text: load("draft", Verdict("", "", text)).run)
-
-            self.known[key] = _settle(key, library.name_of(fn), library.source_of(fn), settings.deadline, prove)
+            self.known[key] = _settle(key, name, source, seconds, attempt)
         return self.known[key]
 
     def known_by(self, key: str) -> Lifted | None:
@@ -272,7 +274,7 @@ def _fewer_heads(call: Call) -> Call:
     if divisor < 2:
         return call
 
-    def narrow(tensor: TensorArg) -> TensorArg:
+    def narrow(_: str, tensor: TensorArg) -> TensorArg:
         at = where if "T" in tensor.dims else min(1, len(tensor.dims) - 1)
         dims = [d // divisor if i == at and d in heads and isinstance(d, int) else d for i, d in enumerate(tensor.dims)]
         return replace(tensor, dims=tuple(dims))

@@ -18,12 +18,10 @@ import torch
 from torch import fx
 
 from kdacompile.capture.calls import Call, Sizes
-from kdacompile.capture.dead_writes import aliased
-from kdacompile.capture.draft import Captured, Layout
+from kdacompile.capture.draft import Captured, Layout, aliased
 from kdacompile.capture.errors import Unliftable
 from kdacompile.capture.verify import LARGEST_CHUNK
-from kdacompile.compat.schemas import declaration, is_operator, operator_name, overload_name
-from kdacompile.compat.tracing import tree_leaves
+from kdacompile.compat.operators import declaration, is_operator, operator_name, overload_name, tree_leaves
 
 NAME = "replacement"
 

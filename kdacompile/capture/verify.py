@@ -20,7 +20,7 @@ from kdacompile.capture.concolic import Concolic, Point
 from kdacompile.capture.draft import RUN_ERRORS, bound
 from kdacompile.capture.errors import NeverRuns, Unliftable
 from kdacompile.capture.probes import make
-from kdacompile.compat.tracing import tree_flatten, tree_leaves
+from kdacompile.compat.operators import tree_flatten, tree_leaves
 from kdacompile.patterns.engine import deadline
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
