@@ -12,11 +12,11 @@ need them. Each has one reason, and goes once its thread at pytorch/pytorch (or 
 - ``sizes``: sizes opened while a graph is captured; ``mark_dynamic`` needs the caller's tensors. No thread.
 - ``region``: graphs captured past boolean masks, see there. #114220, #163123 (it is so for ``fullgraph=True``).
 - ``local``: what a call on DTensors does to a rank's tensors, which DTensor does not tell. No thread.
-- ``operators``: writing down a function's operators at a fifth of the cost of ``make_fx``. No thread.
-- ``tracing``: dispatch modes and nested arguments, private by their path alone. #65761 (``torch.utils.pytree``).
-- ``schemas``: an operator's declaration. #65997 asked for overloads, its pull request left accessors for later.
+- ``operators``: writing down a function's operators at a fifth of the cost of ``make_fx``. No thread. Beside it
+  dispatch modes and nested arguments, private by their path alone, #65761 (``torch.utils.pytree``), and an operator's
+  declaration: #65997 asked for overloads, its pull request left accessors for later.
 - ``dispatcher``: the ops' kernels call each other below autograd, with one way through Python. #177109, #139500.
-- ``streams``, ``launches``: launches of compiled kernels. triton-lang/triton#10140.
+- ``launches``: launches of compiled kernels. triton-lang/triton#10140.
 - ``cudnn``: attention with its log-sum-exp. No thread.
 - ``groups``: process groups by the names that operators hold. No thread.
 - ``accepted``: says when torch is none of the versions tested.

@@ -2,21 +2,23 @@
 
 ``make_fx`` on fake tensors gives the same graph, and follows symbolic sizes, gradients and constants on the way. A
 function that goes row by row or token by token calls thousands of operators: here one takes a fifth of the time.
+
+Torch has no public way to ask an ``OpOverload`` for its declaration or its overload's name: ``_schema`` and
+``_overloadname`` have been the same in torch 2.11 to 2.14, and long before.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.utils._python_dispatch import _disable_current_modes
-
-from kdacompile.compat.tracing import TorchDispatchMode, map_tensors, tensors_in, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 
@@ -137,3 +139,46 @@ def _takes_device(target: Any) -> bool:
     """True for operators that make a tensor where they are told to."""
     arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
     return any(argument.name == "device" for argument in arguments)
+
+
+__all__ = ["TorchDispatchMode", "map_tensors", "tensors_in", "tree_flatten", "tree_leaves", "tree_map_only"]
+
+
+def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """Arguments with each tensor replaced; what is called for every operator, so no pytree, and a shape is a list."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if isinstance(tree, (list, tuple)):
+        items = [map_tensors(item, fn) for item in tree]
+        return tuple(items) if isinstance(tree, tuple) and not isinstance(tree, torch.Size) else items
+    return {key: map_tensors(item, fn) for key, item in tree.items()} if isinstance(tree, dict) else tree
+
+
+def tensors_in(tree: Any) -> list[Any]:
+    """The tensors among arguments."""
+    found: list[Any] = []
+    map_tensors(tree, found.append)
+    return found
+
+
+OpOverload = torch._ops.OpOverload
+
+
+def is_operator(target: Any) -> TypeGuard[torch._ops.OpOverload]:
+    """True for one overload of an operator, such as ``aten.add.Tensor``."""
+    return isinstance(target, OpOverload)
+
+
+def declaration(op: Any) -> Any:
+    """The declaration: ``name``, ``arguments``, ``returns``, ``is_mutable``."""
+    return op._schema
+
+
+def operator_name(op: Any) -> str:
+    """``aten::add`` of ``aten.add.Tensor``."""
+    return op._schema.name
+
+
+def overload_name(op: Any) -> str:
+    """``Tensor`` of ``aten.add.Tensor``."""
+    return op._overloadname

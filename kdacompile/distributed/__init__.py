@@ -6,7 +6,7 @@ recognised models are sharded as any other (docs/distributed.md).
 
 from __future__ import annotations
 
-from kdacompile.distributed.context import ContextParallel
 from kdacompile.distributed.convolution import causal_conv1d
+from kdacompile.distributed.fragments import ContextParallel
 
 __all__ = ["ContextParallel", "causal_conv1d"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.distributed.collectives import gather
-from kdacompile.distributed.context import ContextParallel
+from kdacompile.distributed.fragments import ContextParallel
 from kdacompile.lowering.operands import tensors
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.ops import definitions

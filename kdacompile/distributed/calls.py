@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kdacompile.distributed import linear_attention as parallel
 from kdacompile.distributed.collectives import exchange, gather, sum_over_ranks
-from kdacompile.distributed.context import ContextParallel
+from kdacompile.distributed.fragments import ContextParallel
 from kdacompile.ops import definitions
 from kdacompile.ops.errors import ContextParallelError
 from kdacompile.ops.signature import LINEAR_ATTENTION

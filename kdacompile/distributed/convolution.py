@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kdacompile.distributed.collectives import gather
-from kdacompile.distributed.context import ContextParallel
+from kdacompile.distributed.fragments import ContextParallel
 from kdacompile.ops.errors import ContextParallelError, OptionError, RankError, SizeError
 
 ACTIVATIONS = {None: lambda y: y, "silu": F.silu, "swish": F.silu}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kdacompile.distributed.context import GATHERED
+from kdacompile.distributed.fragments import GATHERED
 from kdacompile.lowering.plan import Plan
 from kdacompile.lowering.plan.cost import total_flops
 from kdacompile.lowering.stages import evaluate

@@ -20,11 +20,12 @@ from kdacompile.compat.groups import group_of
 from kdacompile.compat.local import is_wrapped
 from kdacompile.distributed import calls
 from kdacompile.distributed.attention import parallel_mla
-from kdacompile.distributed.context import ContextParallel, Key
 from kdacompile.distributed.convolution import causal_conv1d
+from kdacompile.distributed.fragments import ContextParallel, Key
 from kdacompile.graph.prefilter import name_of
 from kdacompile.ops.errors import ContextParallelError
-from kdacompile.ops.signature import LINEAR_ATTENTION, O_DIMENSIONS
+from kdacompile.ops.kernels import in_layout
+from kdacompile.ops.signature import LINEAR_ATTENTION
 from kdacompile.report.findings import Rejection
 from kdacompile.report.source import source_of
 
@@ -34,13 +35,11 @@ def _context(key: Key) -> ContextParallel:
     return ContextParallel(group_of(group), order, total or None, method, steps, check=False)
 
 
-def attend(*operands: Tensor | None, key: Key, o_layout: str = O_DIMENSIONS, **options: Any) -> tuple[Tensor, Tensor]:
+@in_layout
+def attend(*operands: Tensor | None, key: Key, **options: Any) -> tuple[Tensor, Tensor]:
     """``kdacompile::linear_attention`` on tokens of all ranks."""
     o, state = calls.linear_attention(operands, options, _context(key), final_state=True)
     assert state is not None
-    if o_layout != O_DIMENSIONS:
-        order = [O_DIMENSIONS.index(letter) for letter in o_layout]
-        o = o.permute(order).contiguous().permute([o_layout.index(letter) for letter in O_DIMENSIONS])
     return o, state
 
 

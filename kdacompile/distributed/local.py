@@ -23,7 +23,7 @@ from kdacompile.distributed.fragments import Sequences, packed, rows
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.run import l2norm
 from kdacompile.ops import definitions
-from kdacompile.ops.semantics import prepared_gate
+from kdacompile.ops.kernels import prepared_gate
 from kdacompile.ops.signature import LINEAR_ATTENTION
 
 if TYPE_CHECKING:

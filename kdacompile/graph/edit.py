@@ -15,10 +15,9 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from kdacompile import compat
-from kdacompile.graph.build import REPLAY_ERRORS, drop_unread
+from kdacompile.graph.build import REPLAY_ERRORS, drop_unread, mark_uniform
 from kdacompile.graph.ir import Graph, Op, Value, ancestors, map_values, walk_values
 from kdacompile.graph.recorder import Recorder
-from kdacompile.patterns.engine.uniform import mark_uniform
 from kdacompile.patterns.engine.values import Moves, moves
 from kdacompile.patterns.engine.vocabulary import LAYOUT, MAKERS
 

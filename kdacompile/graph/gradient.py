@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.compat.tracing import tree_leaves
+from kdacompile.compat.operators import tree_leaves
 from kdacompile.graph.ir import Op, Value
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from kdacompile.compat.schemas import operator_name
+from kdacompile.compat.operators import operator_name
 
 X = TypeVar("X", bound=Hashable)
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.graph.ir import reach
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS
 
 _PRODUCTS = (CONTRACTIONS - {"addmm"}) | frozenset(  # a projection with its bias is one of a weight
@@ -113,18 +114,13 @@ def _source(node: fx.Node) -> fx.Node:
 def _is_projected(latent: fx.Node, names: Mapping[fx.Node, str], projections: Collection[fx.Node]) -> bool:
     if _source(latent).op == "placeholder":
         return not _is_weight(latent)
-    stack, seen = [latent], set[fx.Node]()
-    while stack and len(seen) < _FAR:
-        node = stack.pop()
-        if node in projections:
-            return True
+
+    def onward(node: fx.Node) -> list[fx.Node]:
         activations = [each for each in node.all_input_nodes if not _is_weight(each)]
         name = names.get(node, "")
-        if node in seen or name in _MIXES or (name in _SUMS and len(activations) > 1):
-            continue
-        seen.add(node)
-        stack += activations
-    return False
+        return [] if name in _MIXES or (name in _SUMS and len(activations) > 1) else activations
+
+    return any(node in projections for node in reach([latent], onward, _FAR))
 
 
 def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from kdacompile import compat
-from kdacompile.compat.schemas import declaration, operator_name, overload_name
-from kdacompile.compat.tracing import TorchDispatchMode, map_tensors
+from kdacompile.compat.operators import TorchDispatchMode, declaration, map_tensors, operator_name, overload_name
 from kdacompile.graph.ir import Graph, Mutation, Op, Value, walk_values
 from kdacompile.patterns.engine.vocabulary import LAYOUT, MAKERS
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.compat.schemas import is_operator, operator_name
+from kdacompile.compat.operators import is_operator, operator_name
 from kdacompile.graph.ir import Graph, Op, Value
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

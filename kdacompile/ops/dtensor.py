@@ -64,7 +64,7 @@ class _Sharded:
 
     def _over_ranks(self, operands: Sequence[Any]) -> Any:
         """o of this rank's tokens, and its part of the final state."""
-        from kdacompile.distributed.context import GATHERED  # imported late: torch.distributed is slow
+        from kdacompile.distributed.fragments import GATHERED  # imported late: torch.distributed is slow
         from kdacompile.distributed.linear_attention import op
 
         group, options = self.mesh.get_group(self.cut.index(TOKENS)), dict(self.options)

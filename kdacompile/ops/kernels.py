@@ -8,7 +8,7 @@ the compiler does not know of.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from kdacompile import lowering
 from kdacompile.lowering.attention_backward import run_attention_backward
 from kdacompile.lowering.calls import RECURRENT, Call
+from kdacompile.lowering.gates import FORMS, log_decay
 from kdacompile.lowering.operands import given, operands, tensors
 from kdacompile.lowering.run_attention import Attention, run_attention
-from kdacompile.ops import semantics
 from kdacompile.ops.checks import check_layout
 from kdacompile.ops.dispatch import Kernel, differentiation
 from kdacompile.ops.errors import PagedCacheError
@@ -59,19 +59,19 @@ def in_layout(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tup
 
 def run_sequence(call: Call) -> tuple[Tensor, Tensor]:
     """``kdacompile::linear_attention`` of a checked call."""
-    o, state = lowering.run_linear_attention(semantics.prepared(call.with_bounds_at_hand()))
+    o, state = lowering.run_linear_attention(prepared(call.with_bounds_at_hand()))
     return o.to(call.out_dtype).contiguous(), state.contiguous()
 
 
 def run_step(call: Call) -> tuple[Tensor, Tensor]:
     """``kdacompile::linear_attention_step`` of a checked call."""
-    o, state = lowering.run_linear_attention_step(semantics.prepared(call))
+    o, state = lowering.run_linear_attention_step(prepared(call))
     return o.to(call.out_dtype).contiguous(), state.contiguous()
 
 
 def run_inplace_step(call: Call) -> Tensor:
     """``kdacompile::linear_attention_step_``: the new state is rounded to the state's dtype, o is computed first."""
-    o, new_state = lowering.run_linear_attention_step(semantics.prepared(call), overwrite=True)
+    o, new_state = lowering.run_linear_attention_step(prepared(call), overwrite=True)
     # Whoever overwrites the state has read everything else before, inputs that share memory with the state too.
     if call.initial_state is not None and new_state is not call.initial_state:
         call.initial_state.copy_(new_state)
@@ -101,18 +101,18 @@ def gradients(grads: OptionalTensors, call: Call, wanted: Sequence[bool], *, ste
     if all(grad is None for grad in grads):
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in primals.values()]
 
-    def prepared(*values: Tensor) -> tuple[Tensor, ...]:
+    def front(*values: Tensor) -> tuple[Tensor, ...]:
         changed = replace(call, **dict(zip(primals, values, strict=True)))
-        return tuple(x for x in semantics.prepared_operands(changed).values() if x is not None)
+        return tuple(x for x in prepared_operands(changed).values() if x is not None)
 
     names = [name for name in RECURRENT if getattr(call, name) is not None]
     asked |= {"g"} if asked & {"A_log", "dt_bias"} else set()
     with differentiation():
-        values, pull_back, *_ = torch.func.vjp(prepared, *primals.values())
+        values, pull_back, *_ = torch.func.vjp(front, *primals.values())
         inputs = dict(zip(names, values, strict=True))
         with torch.no_grad():
-            recurrence = semantics.recurrence(call, inputs).with_bounds_at_hand()
-            found = lowering.run_linear_attention_backward(grads, recurrence, asked, step=step)
+            alone = recurrence(call, inputs).with_bounds_at_hand()
+            found = lowering.run_linear_attention_backward(grads, alone, asked, step=step)
             pulled = pull_back(
                 tuple(found[name] if name in found else x.new_zeros(x.shape) for name, x in inputs.items())
             )
@@ -161,3 +161,69 @@ def gradients_of(
     likes = {name: x for name, x in given(call).items() if name in asked}
     gradients = compute(list(likes))
     return [gradients[name].to(like.dtype).contiguous() for name, like in likes.items()]
+
+
+# -- before the recurrence --------------------------------------------------------------------------------------------
+# The op takes tensors as a model has them. What follows brings them into the form the lowering runs, in this order: one
+# compute dtype (float64 if q, k or v is float64, else float32), gate activation, sigmoid of beta. l2norm of q and k and
+# the recurrence itself are :mod:`kdacompile.lowering`'s. Nothing here is in place, and nothing reads a value on the
+# host, so ``torch.func.vjp`` differentiates it (the backward ops do) and CUDA graphs capture it.
+# The gate functions are those of the table in :mod:`kdacompile.lowering.gates`.
+
+
+def log_gate(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, *, gate: str, gate_fn: str, gate_scale: float
+) -> Tensor:
+    """The log decay that g stands for; a factor passes through, its logarithm is the lowering's business."""
+    if gate_fn in FORMS:
+        return g
+    rate: Tensor | float = 1.0
+    if A_log is not None:
+        rate = A_log.exp()
+        if gate == "channel":
+            rate = rate.unsqueeze(-1)  # [HV] against g's [B, T, HV, K]
+    return log_decay(g if dt_bias is None else g + dt_bias, rate, gate_fn, gate_scale)
+
+
+def prepared(call: Call) -> Call:
+    """The call of the recurrence itself, as the lowering takes it."""
+    return recurrence(call, prepared_operands(call))
+
+
+def recurrence(call: Call, operands: Mapping[str, Any]) -> Call:
+    """The same, of operands that are prepared."""
+    return call.having({**operands, **_APPLIED, "gate_fn": "factor" if call.gate_fn == "factor" else "log"})
+
+
+_APPLIED = {"A_log": None, "dt_bias": None, "sigmoid_beta": False}
+
+
+def prepared_operands(call: Call) -> dict[str, Any]:
+    """What the lowering takes, by name in the order of ``RECURRENT``: one dtype, gates and beta as they are used."""
+    dtype, beta, state = call.state_dtype, call.beta, call.initial_state
+    if beta is not None:
+        beta = _cast(beta, dtype)
+        beta = torch.sigmoid(beta) if call.sigmoid_beta else beta
+    return {
+        "q": _cast(call.q, dtype),
+        "k": _cast(call.k, dtype),
+        "v": _cast(call.v, dtype),
+        "g": prepared_gate(call, dtype),
+        "beta": beta,
+        "initial_state": None if state is None else _cast(state, dtype),
+    }
+
+
+def prepared_gate(call: Call, dtype: torch.dtype) -> Tensor | None:
+    """The log gate; under ``factor`` the factor, whose logarithm is the lowering's business."""
+    if call.g is None:
+        return None
+    A_log = None if call.A_log is None else _cast(call.A_log, dtype)
+    dt_bias = None if call.dt_bias is None else _cast(call.dt_bias, dtype)
+    return log_gate(
+        _cast(call.g, dtype), A_log, dt_bias, gate=call.gate, gate_fn=call.gate_fn, gate_scale=call.gate_scale
+    )  # fmt: skip
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)  # asking is cheaper than a cast that does nothing

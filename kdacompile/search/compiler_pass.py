@@ -19,7 +19,7 @@ from kdacompile.report.collect import emit, postponed
 from kdacompile.report.findings import GraphReport, internal
 from kdacompile.report.report import enforce
 from kdacompile.report.source import first_own_line
-from kdacompile.rewrite import fresh_caches, local
+from kdacompile.rewrite import local, strides
 from kdacompile.search.search import Search
 from kdacompile.settings import Settings
 
@@ -88,7 +88,7 @@ def run(
         known = analysis if analysis is not None and analysis.is_of(gm) else Analysis(gm, settings)
         graph, found, report = known.result
         report = complete(report, graph, settings) if complete is not None else report
-        if (report.matches and fresh_caches.settle(graph)) or found:
+        if (report.matches and strides.settle(graph)) or found:
             gm.graph = graph
         return report
 

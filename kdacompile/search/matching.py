@@ -17,9 +17,8 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph.build import Tables, functional_graph
-from kdacompile.graph.instances import NO_TIES, Instances, Sizes, Ties
+from kdacompile.graph.instances import NO_TIES, Instances, Sizes, Ties, Turns
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
-from kdacompile.graph.turns import Turns
 from kdacompile.patterns import canonical
 from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.match import B, Candidate, Match, Obstacle, Verdict

@@ -19,8 +19,7 @@ from kdacompile.patterns import canonical
 from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.match import Code
 from kdacompile.patterns.mla.spec import LATENT_ATTENTION
-from kdacompile.patterns.recurrence.calls import CALLS
-from kdacompile.patterns.recurrence.spec import RECURRENCE
+from kdacompile.patterns.recurrence.spec import CALLS, RECURRENCE
 from kdacompile.report import trace
 from kdacompile.report.findings import GraphReport, Rejection
 from kdacompile.report.source import first_own_line, source_of

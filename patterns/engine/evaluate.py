@@ -14,7 +14,8 @@ the region must be run whole. So does a constant that varies along one, but wher
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,3 +282,38 @@ def _reduced(op: Op, operands: list[Operand], tails: frozenset[int]) -> tuple[St
         sizes = expand_sizes(operands[0], op.out.shape)
         return lambda tensors: [tensors[0].expand(sizes)], []
     return _call(op), cuts(op, operands, tails)
+
+
+# -- two computations of one function ---------------------------------------------------------------------------------
+
+TOLERANCE = 1e-8
+"""Relative error per token, in float64, up to which two computations count as the same function."""
+
+PRECISE = 1e-12
+"""The same where nothing but numbers speaks for them. Spellings of one function differ by 1e-13 at most, and by 2e-12
+under strong gates, which make what is left of a number small.
+"""
+
+
+def token_error(have: Tensor, want: Tensor) -> float:
+    """Largest relative error of a token [B, T, ...] where ``have`` is finite; tokens far below the rest count less."""
+    finite = torch.isfinite(have)
+    if not finite.any():
+        return float("inf")
+    gap = torch.where(finite, have - want, 0.0).flatten(2).norm(dim=-1)
+    size = want.flatten(2).norm(dim=-1)
+    floor = 1e-6 * size.square().mean().sqrt() + 1e-30
+    return float((gap / (size + floor)).max())
+
+
+@contextmanager
+def one_thread() -> Generator[None]:
+    """Probes are many small operators: waking other threads for each costs more than it brings, tenfold on a busy
+    machine.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

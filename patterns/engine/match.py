@@ -7,12 +7,13 @@ it. The check turns it into a *verdict*. A binding that holds, with what stands 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.placement import Placement
+from kdacompile.patterns.engine.vocabulary import LAYOUT
 
 Code = Literal[
     "alias",  # a buffer or a view of the region is read or written elsewhere
@@ -201,3 +202,24 @@ class Match(Generic[B]):
         """This, with ``what`` absorbed."""
         absorbed = self.absorbed if what in self.absorbed else (*self.absorbed, what)
         return replace(self.moved_up(inputs, **options), absorbed=absorbed)
+
+
+def rounding(
+    casts: Iterable[Op], ops: Collection[Op], inputs: Iterable[Value], outputs: Sequence[Value]
+) -> Obstacle | None:
+    """The first of ``casts`` that rounds between the steps of the region ``ops``: to fewer bits than any of ``inputs``
+    has, or to as many in another dtype.
+    """
+    dtypes = {value.dtype for value in inputs if value.dtype.is_floating_point}
+    least = min((dtype.itemsize for dtype in dtypes), default=0)
+    for op in casts:
+        dtype = op.out.dtype
+        if op.name != "_to_copy" or op.out.const or dtype.itemsize > least or dtype in dtypes:
+            continue
+        value = op.out
+        while value not in outputs:
+            users = [user for user in value.users if user in ops]
+            if len(users) != 1 or users[0].name not in LAYOUT:
+                return Obstacle("rounding", f"the region rounds to {dtype} between its steps", op)
+            value = users[0].out
+    return None

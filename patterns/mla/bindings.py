@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby, islice, product
 
 from kdacompile.graph.ir import Value
-from kdacompile.patterns.engine.axes import labelings, oddity
-from kdacompile.patterns.engine.placement import Placement
+from kdacompile.patterns.engine.placement import Placement, labelings, oddity
 from kdacompile.patterns.mla.definition import MASKS, WEIGHTS, Hiding, LatentAttention, order_of, place
 from kdacompile.patterns.mla.masks import Masks, aligned
 

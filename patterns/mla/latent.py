@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.match import Obstacle
-from kdacompile.patterns.engine.numbering import Numbering
-from kdacompile.patterns.engine.values import operand, root
+from kdacompile.patterns.engine.values import Numbering, operand, root
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, LAYOUT
 from kdacompile.patterns.mla.attention import Attention, Term
 from kdacompile.patterns.mla.bindings import labels

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine import deadline
-from kdacompile.patterns.engine.compare import PRECISE, TOLERANCE, one_thread, token_error
-from kdacompile.patterns.engine.evaluate import EvaluationError, Region
+from kdacompile.patterns.engine.evaluate import PRECISE, TOLERANCE, EvaluationError, Region, one_thread, token_error
 from kdacompile.patterns.engine.exact import Drawn, Evaluation
 from kdacompile.patterns.engine.field import P, R, Silent, inverse, random
 from kdacompile.patterns.engine.match import Verdict

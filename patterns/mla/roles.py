@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from itertools import islice
 
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
-from kdacompile.patterns.engine.match import Obstacle
-from kdacompile.patterns.engine.numbering import Numbering
-from kdacompile.patterns.engine.rounding import rounding
-from kdacompile.patterns.engine.values import first_column, has_node, root
+from kdacompile.patterns.engine.match import Obstacle, rounding
+from kdacompile.patterns.engine.values import Numbering, first_column, has_node, root
 from kdacompile.patterns.engine.vocabulary import ATTENTION, LAYOUT
 from kdacompile.patterns.mla.attention import Attention
 from kdacompile.patterns.mla.bindings import MERGED, bindings, labels

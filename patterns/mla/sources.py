@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.engine.numbering import Numbering
-from kdacompile.patterns.engine.values import first_column, operand, root, turn
+from kdacompile.patterns.engine.values import Numbering, first_column, operand, root, turn
 from kdacompile.patterns.engine.values import is_weight as is_given_weight
 from kdacompile.patterns.engine.vocabulary import ADDED_PRODUCTS, CONTRACTIONS, LAYOUT, PICKING, TURNS
 

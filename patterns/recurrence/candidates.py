@@ -15,8 +15,7 @@ import torch
 from kdacompile.graph.ir import Op, Value, ancestors
 from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
-from kdacompile.patterns.engine.match import Candidate, Obstacle
-from kdacompile.patterns.engine.rounding import rounding
+from kdacompile.patterns.engine.match import Candidate, Obstacle, rounding
 from kdacompile.patterns.engine.vocabulary import DATA_MOVEMENT, is_float8
 from kdacompile.patterns.recurrence.bindings import Bindings
 from kdacompile.patterns.recurrence.cuts import NoCut, Surroundings

@@ -9,10 +9,11 @@ state. Exits are told apart by which anchors they depend on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kdacompile.graph.ir import Graph, Op, Value, ancestors
+from kdacompile.graph.ir import Graph, Op, Value, ancestors, reach
+from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.values import is_weight, root
 from kdacompile.patterns.engine.vocabulary import (
     CONTRACTIONS,
@@ -219,3 +220,60 @@ def post_dominators(sinks: Iterable[Value], ops: set[Op], mask: int, masks: dict
             result.append(op.out)
         furthest = max(furthest, reach)
     return result
+
+
+# -- near misses that never become a region ---------------------------------------------------------------------------
+# Such an operator splits what would otherwise be one group, so no candidate shows up. The report should still say why
+# the model's linear attention was left alone, and where.
+
+BLOCKERS = frozenset(
+    "tanh clamp clamp_min clamp_max maximum minimum where masked_fill nan_to_num round floor ceil trunc sign "
+    "abs".split()
+)
+"""Pointwise operators with a threshold or a saturation, as found in variants of the recurrence."""
+
+
+Blocks = Callable[[Op], bool]
+
+
+def find_blockers(graph: Graph) -> Iterator[Obstacle]:
+    """The first blocker of each kind that stands between two anchors."""
+    for op, place in _between(graph, _is_blocker):
+        yield Obstacle("operator", f"a non-linearity {place} ({op.name}), which probes cannot judge", op)
+
+
+def find_unknown(graph: Graph) -> Iterator[Obstacle]:
+    """The first operator of each kind between two anchors that the vocabulary lacks."""
+    for op, place in _between(graph, _is_unknown):
+        yield Obstacle("operator", f"an unknown operator {place} ({op.name})", op)
+
+
+def _between(graph: Graph, blocks: Blocks) -> Iterator[tuple[Op, str]]:
+    """The first of each kind of operators that block, between two anchors, and where it acts."""
+
+    def passable(op: Op) -> bool:
+        return not op.out.const and (is_soft(op) or blocks(op))
+
+    def below(op: Op) -> list[Op]:
+        return [user for value in op.outs for user in value.users if passable(user)]
+
+    def above(op: Op) -> list[Op]:
+        return [value.op for value in op.reads if value.op is not None and passable(value.op)]
+
+    anchors = [op for op in graph.ops if is_anchor(op)]
+    after, before = (set(reach([op for each in anchors for op in way(each)], way)) for way in (below, above))
+    between = [op for op in graph.ops if blocks(op) and op in after and op in before]
+    for name in dict.fromkeys(op.name for op in between):
+        turns = [op for op in between if op.name == name]
+        repeats = any(op in turns for op in reach(below(turns[0]), below))  # a loop carries on what the first one made
+        yield turns[0], "on the state" if repeats else "between products of activations"
+
+
+def _is_blocker(op: Op) -> bool:
+    return op.name in BLOCKERS and not op.out.const and not is_soft(op) and op.out.dtype.is_floating_point
+
+
+def _is_unknown(op: Op) -> bool:
+    """Of operators that keep a shape: others (norms, convolutions) are no part of a recurrence."""
+    like_an_operand = any(read.shape == op.out.shape for read in op.reads)
+    return op.name not in REGION and not op.out.const and like_an_operand and op.out.dtype.is_floating_point

@@ -10,10 +10,9 @@ from math import isclose, log
 from torch import Tensor
 
 from kdacompile.graph.ir import Value
-from kdacompile.patterns.engine.axes import Sizes, labelings, oddity
-from kdacompile.patterns.engine.compare import PRECISE
+from kdacompile.patterns.engine.evaluate import PRECISE
 from kdacompile.patterns.engine.match import Binding, Candidate, Match
-from kdacompile.patterns.engine.placement import Placement
+from kdacompile.patterns.engine.placement import Placement, Sizes, labelings, oddity
 from kdacompile.patterns.recurrence.family import pattern_of
 
 AXES = {

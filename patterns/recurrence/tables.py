@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kdacompile.patterns.engine.compare import PRECISE
+from kdacompile.patterns.engine.evaluate import PRECISE
 
 ROUNDINGS = 4
 """Units of the dtype's rounding (half its spacing) by which an entry may be off, for each e-fold of its exponent."""

@@ -15,7 +15,7 @@ from kdacompile.explainer import explain
 from kdacompile.lowering.cpu import backward, compiler, recurrence
 from kdacompile.ops import fused, linear_attention
 from kdacompile.report.report import Report
-from kdacompile.rewrite import fresh_caches
+from kdacompile.rewrite import strides
 from kdacompile.rewrite.linear_attention import LinearAttentionSplice
 from kdacompile.search.matching import Matching
 from tests.backend.layers import delta_arguments, gated_delta_loop, gated_linear_parallel
@@ -45,7 +45,7 @@ def explained(options: dict[str, Any] | None = None) -> Report:
 PLACES = [
     (Matching, "judge"),
     (LinearAttentionSplice, "erase"),  # the op is in the graph by then
-    (fresh_caches, "settle"),
+    (strides, "settle"),
     (tables, "find"),
 ]
 

@@ -13,7 +13,7 @@ import kdacompile
 from kdacompile.bench.overhead import PROGRAMS
 from kdacompile.capture import hook, lifting
 from kdacompile.graph.ir import Value
-from kdacompile.patterns.engine.verdicts import Verdicts
+from kdacompile.patterns.engine.spec import Verdicts
 from kdacompile.patterns.recurrence import proof as region
 from kdacompile.patterns.recurrence.cuts import Surroundings
 from kdacompile.patterns.recurrence.spec import RECURRENCE

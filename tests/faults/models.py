@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from kdacompile.capture import hook, lifting, refusals
 from kdacompile.patterns.mla.spec import LATENT_ATTENTION
-from kdacompile.patterns.recurrence.calls import CALLS
-from kdacompile.patterns.recurrence.spec import RECURRENCE
+from kdacompile.patterns.recurrence.spec import CALLS, RECURRENCE
 from kdacompile.report.collect import collecting
 from kdacompile.report.report import Report
 from tests.backend.layers import Layer, gated_delta_loop, gated_linear_parallel

@@ -17,7 +17,7 @@ from kdacompile.lowering.operands import tensors
 from kdacompile.lowering.run import l2norm
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.verify import relative_error
-from kdacompile.ops import semantics
+from kdacompile.ops import kernels
 from kdacompile.patterns.recurrence.definition import token_recurrence
 
 pytestmark = pytest.mark.skipif(
@@ -83,7 +83,7 @@ def expect(call: Call) -> tuple[Tensor, Tensor]:
     q, k = l2norm(q, call.qk_l2norm_eps), l2norm(k, call.qk_l2norm_eps)
     decays = v.new_ones(*v.shape[:3], 1)
     if g is not None:
-        gates = semantics.log_gate(g, A_log, dt_bias, gate=call.gate, gate_fn=call.gate_fn, gate_scale=call.gate_scale)
+        gates = kernels.log_gate(g, A_log, dt_bias, gate=call.gate, gate_fn=call.gate_fn, gate_scale=call.gate_scale)
         gates = gates.expand(*v.shape[:3]) if call.gate == "head" else gates
         decays = gates if call.gate_fn == "factor" else gates.exp()
         decays = decays if call.gate == "channel" else decays.unsqueeze(-1)

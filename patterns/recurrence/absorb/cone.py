@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value, ancestors
-from kdacompile.patterns.engine.compare import PRECISE
-from kdacompile.patterns.engine.evaluate import EvaluationError, Region
+from kdacompile.patterns.engine.evaluate import PRECISE, EvaluationError, Region
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.reduced import CannotReduce
 from kdacompile.patterns.recurrence.absorb.axes import POINTWISE, SAME_DATA, above, broadcast
