@@ -132,7 +132,7 @@ class Edit:
     def named(self, value: Value, like: fx.Node) -> fx.Node:
         """The node that yields a value: the model's, or new calls where it has none (a view within another call)."""
         if value.node in self.fixed:
-            raise CannotEdit("a value is overwritten in the model's graph")
+            return self.last_write(value)
         if value.node is not None:
             return value.node
         if value not in self.unnamed:
@@ -146,6 +146,14 @@ class Edit:
                 node = self.calls.call(name, (node, *rest), {}, like)
             self.unnamed[value] = node
         return self.unnamed[value]
+
+    def last_write(self, value: Value) -> fx.Node:
+        """The node of the last write to an input, which yields its final value: nothing overwrites that."""
+        writes = {mutation.node for mutation in self.functional.mutations}
+        names = [name for name, _ in self.functional.names[value] if name in writes]
+        if value not in self.functional.written or not names:
+            raise CannotEdit("a value is overwritten in the model's graph")
+        return names[0]
 
     def recorded(self, node: fx.Node, target: Any, args: Any, kwargs: Any, read: list[Value]) -> Value:
         recorder, mark = self.recorder, self.recorder.mark()

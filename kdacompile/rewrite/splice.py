@@ -89,6 +89,7 @@ class Splice(Generic[B]):
             if mutation.node in self.dying:
                 writes.setdefault(mutation.storage, []).append(mutation.node)
         redirected = {use for value in self.redirected for use in self.later_users(value)} if writes else set()
+        redirected.update(self.reads_through_writes())
         stack = [node for node in self.place if node not in self.dying] if writes else []
         alive, kept = set(stack), set[fx.Node]()
         while stack:
@@ -147,8 +148,9 @@ class Splice(Generic[B]):
             raise CannotSplice("order", "what is computed from the results comes too late")
         writes = any(mutation.node in self.dying for mutation in self.functional.mutations)
         if self.functional.calls is not None and writes:
+            redirected = self.reads_through_writes()
             for node in self.dying - self.derived.names().keys():
-                if any(user not in self.dying for user in node.users):
+                if any(user not in self.dying and (node, user) not in redirected for user in node.users):
                     raise CannotSplice("escape", f"{node} is read outside the region")
 
     def collect_stores(self, ready: int) -> None:
@@ -168,6 +170,9 @@ class Splice(Generic[B]):
         if self.final is None or not self.state_in_place:
             return []
         storage = self.functional.storages.get(self.final.value.node)
+        outside = [op for op in self.final.value.users if op not in self.match.candidate.ops]
+        if any(self.derived.calls.owns(op.node) for op in outside):
+            raise CannotSplice("alias", "what is computed from the state reads its buffer")
         if any(m.storage == storage for m in self.functional.mutations if m.node in self.staying):
             raise CannotSplice("alias", "the state is read between the region's writes to it")
         writes = [
@@ -178,6 +183,13 @@ class Splice(Generic[B]):
         if any(min(writes) < read < max(writes) for read in reads):
             raise CannotSplice("alias", "the state is read between the region's writes to it")
         return [read for read in reads if read > max(writes)]
+
+    def reads_through_writes(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Uses of what a write to the state in place yields, which is the buffer itself: ``S += kv; return o, S``."""
+        if self.final is None or not self.state_in_place:
+            return []
+        writes = {mutation.node for mutation in self.functional.mutations}
+        return [(name, user) for name, user in self.later_users(self.final.value) if name in writes]
 
     def check_stores(self, before: int) -> None:
         """Between a copy's old place and its new one nothing may touch the buffer."""
@@ -430,6 +442,9 @@ class Splice(Generic[B]):
 
     def erase(self) -> None:
         """Erase what only the region and what was absorbed above it needed, the region's in-place writes included."""
+        for name, user in self.reads_through_writes():
+            assert self.final is not None
+            user.replace_input_with(name, self.final.value.node)
         writes = {m.node for m in self.functional.mutations}
         absorbed = self.absorbed_nodes()
         for node in reversed(list(self.graph.nodes)):

@@ -31,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     relaid.apply,
     hoist.apply,
     row_factors.apply,
+    hoist.apply,
     packed.apply,
     quotients.apply,
 )

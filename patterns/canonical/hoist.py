@@ -110,12 +110,21 @@ class Hoist:
     def gathered(self, sink: Sink) -> Value:
         """What gathered the rows."""
         like, dim, dtype = line_of(sink.how.ops), sink.how.dim, sink.value.dtype  # that of the buffer
+        for each in sink.rows.walk() if sink.how.joined else ():
+            if not each.is_made and each.members[0].shape == sink.how.rows[0].shape:
+                self.whole[each] = self.taken_apart(each, dim, like)
         rows = self.together(sink.rows, like)
         if sink.how.joined:
             rows = self.side_by_side(rows, dim, like)
         elif dim:
             rows = self.edit.call("movedim", rows, 0, dim, like=like)
         return rows if rows.dtype == dtype else self.edit.call("to", rows, dtype, like=like)
+
+    def taken_apart(self, rows: Rows, dim: int, like: fx.Node) -> Value:
+        """All rows of several tokens, put side by side first: that is what a recurrence yields."""
+        whole = self.edit.call(torch.cat, rows.values, dim, like=like)
+        each = self.edit.call("unflatten", whole, dim, (rows.count, -1), like=like)
+        return self.edit.call("movedim", each, dim, 0, like=like) if dim else each
 
     def side_by_side(self, whole: Value, dim: int, like: fx.Node) -> Value:
         """Slices along a dimension of theirs."""

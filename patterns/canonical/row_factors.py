@@ -21,7 +21,7 @@ from torch import fx
 from kdacompile.graph.edit import CannotEdit, Edit
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.canonical.proof import agrees
-from kdacompile.patterns.engine.values import moves, regrouped, root, turn, undone
+from kdacompile.patterns.engine.values import is_divided, moves, regrouped, turn, undone
 from kdacompile.patterns.engine.vocabulary import AS_IS, TURNS, VIEWS
 
 PRODUCTS = frozenset("mm bmm".split())
@@ -80,7 +80,7 @@ def _site(product: Op, along: int) -> Site | None:
             break
         steps.insert(0, op)
         value, place = (op.reads[0] if factor is not op.reads[0] else op.reads[1]), before
-        if factor is not None and op.node is product.node and _is_divided(factor):
+        if factor is not None and op.node is product.node and is_divided(factor):
             divided = True
             break
     if below is None or not (sums or divided):
@@ -108,7 +108,7 @@ def _below(product: Op, along: int) -> list[Op] | None:
             return None
         op = value.users[0]
         factor = _factor(op, place) if op.reads[0] is value or op.name == "mul" else None
-        after = place if factor is not None and _is_divided(factor) else _after(op, place)
+        after = place if factor is not None and is_divided(factor) else _after(op, place)
         if after is None:
             return None
         found.append(op)
@@ -153,14 +153,6 @@ def _is_row_sum(op: Op, place: int) -> bool:
     if op.name != "sum" or op.kwargs or len(op.args) < 2 or not op.args[1]:
         return False
     return [dim % len(op.reads[0].shape) for dim in op.args[1]] == [place]
-
-
-def _is_divided(value: Value) -> bool:
-    """True for a rearrangement of a quotient."""
-    op = root(value).op
-    while op is not None and op.name == "mul" and sum(not read.const for read in op.reads) == 1:
-        op = next(read for read in op.reads if not read.const).op
-    return op is not None and op.name in ("reciprocal", "div")
 
 
 def _follows(edit: Edit, site: Site) -> bool:

@@ -18,7 +18,7 @@ from torch import fx
 from kdacompile.graph.ir import Graph, Op, Value, map_values, reach
 from kdacompile.patterns.canonical import rules
 from kdacompile.patterns.canonical.pieces import Gathered, Piece, gathered, piece_of
-from kdacompile.patterns.engine.values import Numbering
+from kdacompile.patterns.engine.values import Numbering, is_divided
 from kdacompile.patterns.engine.vocabulary import LAYOUT
 
 
@@ -56,6 +56,11 @@ class Rows:
         for part in () if self.early else self.parts.values():
             yield from part.walk()
 
+    @property
+    def is_made(self) -> bool:
+        """False for rows that are read where they are."""
+        return self.early or bool(self.parts)
+
     def before_loop(self) -> bool:
         """True for what does not depend on the loop."""
         return self.early or (bool(self.parts) and all(part.before_loop() for part in self.parts.values()))
@@ -78,7 +83,10 @@ class Sink:
         for rows in self.made():
             op = rows.op
             mixed = any(part.before_loop() for part in rows.parts.values())
-            if op is not None and (rules.is_activation(op) or mixed or (op.name == "div" and len(rows.parts) > 1)):
+            if op is None:
+                continue
+            divided = op.name == "div" or (op.name == "mul" and any(map(is_divided, rows.parts)))
+            if rules.is_activation(op) or mixed or (divided and len(rows.parts) > 1):
                 return True
         return False
 
@@ -228,6 +236,8 @@ class Loops:
             return None
         parts = {column[0]: self.rows(column) for column in varying}
         known = {value: part for value, part in parts.items() if part is not None}
+        if first.name in LAYOUT and not any(part.is_made for part in known.values()):
+            return None  # what is only laid out is a row as it is
         return _rows(values, known) if len(known) == len(parts) else None
 
 

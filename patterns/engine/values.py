@@ -28,6 +28,14 @@ def operand(value: Value) -> Value:
     return root(value, until=lambda step: step.op is not None and any(is_float8(x.dtype) for x in step.op.reads))
 
 
+def is_divided(value: Value) -> bool:
+    """True for a rearrangement of a quotient."""
+    op = root(value).op
+    while op is not None and op.name == "mul" and sum(not read.const for read in op.reads) == 1:
+        op = next(read for read in op.reads if not read.const).op
+    return op is not None and op.name in ("reciprocal", "div")
+
+
 def is_weight(value: Value) -> bool:
     """Parameters, rows picked from one (experts), and functional weights: a product with one is a projection."""
     if value.weight:

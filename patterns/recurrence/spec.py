@@ -51,9 +51,12 @@ class RecurrenceSpec(Spec[Group, Recurrence]):
 
     def inner(self, graph: Graph, region: Group, *, trial: bool) -> Iterator[Inner[Group, Recurrence]]:
         """Layers; what is one recurrence, as functions on trial must be, is cut off soon."""
-        effort = Effort(ways=30, operators=0 if trial else 30_000)  # for all of them together
+        left = 0 if trial else 24_000  # for all of them together: each gets half of what those before it have left
+        effort = Effort(ways=30)
         for inner in inner_groups(graph, region):
+            effort.operators = left // 2
             yield Inner(inner, partial(is_layer, region), effort)
+            left -= left // 2 - max(0, effort.operators)
 
     def is_near(self, region: Group) -> bool:
         return len(region.anchors) > 2

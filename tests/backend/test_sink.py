@@ -47,6 +47,33 @@ def normalised(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> 
     return torch.stack(rows(q, k, v, lambda o, x, q, z: o / ((q * z).sum(-1, keepdim=True) + 1e-6)), dim=1)
 
 
+def normalised_chunks(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    """Performer's: sums of keys and states within chunks, an einsum that reads and divides, rows of two tokens."""
+    q, k = q.exp(), k.exp()
+    state, total = q.new_zeros(BATCH, 1, HEADS, SIZE, VALUES), q.new_zeros(BATCH, 1, HEADS, SIZE)
+    found: list[Tensor] = []
+    for q_i, k_i, v_i in zip(q.split(2, 1), k.split(2, 1), v.split(2, 1), strict=True):
+        totals = total + k_i.cumsum(1)
+        states = state + torch.einsum("bthk,bthv->bthkv", k_i, v_i).cumsum(1)
+        inverse = 1 / torch.einsum("bthk,bthk->bth", q_i, totals + 1e-6)
+        found.append(torch.einsum("bthkv,bthk,bth->bthv", states, q_i, inverse))
+        state, total = states[:, -1:], totals[:, -1:]
+    return torch.cat(found, 1)
+
+
+def one_chunk_apart(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    """Rows of two tokens, the second of which are not divided."""
+    q, k = q.exp(), k.exp()
+    state = q.new_zeros(BATCH, 1, HEADS, SIZE, VALUES)
+    found: list[Tensor] = []
+    for i, (q_i, k_i, v_i) in enumerate(zip(q.split(2, 1), k.split(2, 1), v.split(2, 1), strict=True)):
+        states = state + torch.einsum("bthk,bthv->bthkv", k_i, v_i).cumsum(1)
+        inverse = 1 / (q_i * k_i).sum(-1) if i == 0 else (q_i * k_i).sum(-1)
+        found.append(torch.einsum("bthkv,bthk,bth->bthv", states, q_i, inverse))
+        state = states[:, -1:]
+    return torch.cat(found, 1)
+
+
 def one_row_apart(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
     """What is done to one row is not done to the others."""
     found = rows(q, k, v, lambda o, x, q, z: torch.tanh(o))
@@ -70,7 +97,7 @@ def twice(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> tuple
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("fn", [gated_skip, normed_and_projected, normalised])
+@pytest.mark.parametrize("fn", [gated_skip, normed_and_projected, normalised, normalised_chunks])
 def test_rows_are_worked_on_after_the_loop(fn: Callable[..., Tensor], grad: bool) -> None:
     ours, expected, report = explained(fn, grad)
     assert worst_error(ours, expected) <= 1e-5
@@ -84,7 +111,7 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("shallow")
-@pytest.mark.parametrize("fn", [one_row_apart, overwritten_after, twice])
+@pytest.mark.parametrize("fn", [one_row_apart, one_chunk_apart, overwritten_after, twice])
 def test_what_differs_between_rows_stays(fn: Callable[..., Tensor]) -> None:
     ours, expected, _ = explained(fn)
     assert worst_error(ours, expected) <= 1e-5

@@ -164,6 +164,22 @@ def _output_overwritten_after(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state:
     return out, new
 
 
+def _written_again(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    state.mul_(g.exp().unsqueeze(-1))
+    state += k.unsqueeze(-1) * v.unsqueeze(-2)
+    out = (q.unsqueeze(-2) @ state).squeeze(-2)
+    state *= 2
+    return out, state
+
+
+def _normalised_and_read(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """A rule moves the division, and the state is divided too."""
+    total = 1 / (q.exp().sum(-1) + 1e-6)
+    state.mul_(g.exp().unsqueeze(-1))
+    state += k.unsqueeze(-1) * v.unsqueeze(-2)
+    return torch.einsum("bhk,bhkv,bh->bhv", q, state, total), state / total[..., None, None]
+
+
 WRITES = (
     _reads_before,
     _reads_between,
@@ -175,6 +191,8 @@ WRITES = (
     _copies_a_slice,
     _inputs_overwritten_after,
     _output_overwritten_after,
+    _written_again,
+    _normalised_and_read,
 )
 
 
@@ -187,6 +205,37 @@ def test_writes_around_the_region(fn: Callable[..., Any]) -> None:
         want = fn(*plain)
     assert worst_error((have, ours), (want, plain)) < 1e-5
     assert report.matches or report.rejections
+
+
+def _added(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    state *= g.exp().unsqueeze(-1)
+    state += k.unsqueeze(-1) * v.unsqueeze(-2)
+    return (q.unsqueeze(-2) @ state).squeeze(-2), state
+
+
+def _named(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    new = state.mul_(g.exp().unsqueeze(-1)).add_(k.unsqueeze(-1) * v.unsqueeze(-2))
+    return (q.unsqueeze(-2) @ new).squeeze(-2), new.tanh()
+
+
+def _normalised(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """As fast-transformers spells it, with a gate: one einsum reads, and divides by what was read of the keys."""
+    total = 1 / ((q.exp() * k.exp()).sum(-1) + 1e-6)
+    state *= g.exp().unsqueeze(-1)
+    state += torch.einsum("bhk,bhv->bhkv", k, v)
+    return torch.einsum("bhk,bhkv,bh->bhv", q, state, total), state
+
+
+@pytest.mark.parametrize("fn", [_added, _named, _normalised], ids=lambda fn: fn.__name__.strip("_"))
+def test_the_state_is_read_through_its_last_write(fn: Callable[..., Any]) -> None:
+    """``state += kv; return o, state``: what the write yields is the buffer, which the op has written."""
+    arguments = step_arguments()
+    ours, plain = ([x.clone() for x in arguments] for _ in range(2))
+    with torch.no_grad(), collecting() as report:
+        run = compiled(fn)
+        for _ in range(2):
+            assert worst_error((run(*ours), ours), (fn(*plain), plain)) < 1e-5
+    assert [(match.pattern, match.op) for match in report.matches] == [("gla", "kdacompile::linear_attention_step_")]
 
 
 def test_gradients_after_a_compiled_step_in_place_of_a_copy() -> None:
