@@ -10,7 +10,7 @@ FLA has run before.
 Then comes the grid of ``cuda_grid``: all rows over norms, gates, heads and lengths.
 
 The table gives device time (replays of a CUDA graph), the time of eager launches, the first call, peak memory and the
-error against the fp64 recurrence; a JSON file has everything, a Markdown file the tables, an SVG the device times.
+error against the fp64 recurrence; a JSON file has everything, a Markdown file the tables.
 """
 
 from __future__ import annotations
@@ -23,56 +23,39 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from kdacompile.bench import cuda_grid, record
 from kdacompile.bench.cuda_cases import CASES, TUNED_BY_OTHERS, Case, contenders
-from kdacompile.bench.cuda_table import markdown, plot, table
+from kdacompile.bench.cuda_table import markdown, table
+from kdacompile.bench.record import Results
 from kdacompile.bench.relay import Job, Outcome, Relay
-from kdacompile.doctor import version_of
-from kdacompile.errors import BenchError, MissingDependencyError
 from kdacompile.store.disk import write_whole
 
-__all__ = ["CASES", "Case", "main", "plot", "table"]
 _WORKER = "kdacompile.bench.cuda_worker"
 GRID = "grid"
 """What ``--case`` calls the grid of :mod:`~kdacompile.bench.cuda_grid`."""
 _READY_SECONDS = 300.0  # a compiler that takes longer is out of the race
 
-Results = dict[str, dict[str, dict[str, Any]]]
-
 
 def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
-    """Run, print the table, write the JSON and the plot. Exit status 1 where one of ours failed."""
-    try:
-        import torch
-    except ImportError as error:
-        raise MissingDependencyError(what="bench suite 'cuda'", package="torch", install="torch") from error
-    if not torch.cuda.is_available():
-        raise BenchError(detail="the cuda suite needs a CUDA device")
-    cases = [case for case in CASES if not only or any(part in case.name for part in only)]
-    grid = not only or any(part in GRID for part in only)
-    if not cases and not grid:
-        names = ", ".join([*(case.name for case in CASES), GRID])
-        raise BenchError(detail=f"no case matches {', '.join(only or ())}; there are {names}")
-    device, writing = torch.cuda.get_device_name(0), threading.Lock()
+    """Run, print the table, write it and the JSON. Exit status 1 where one of ours failed."""
+    device = record.cuda_device("cuda")
+    names = record.chosen([*(case.name for case in CASES), GRID], only)
+    cases, writing = [case for case in CASES if case.name in names], threading.Lock()
 
     def write(results: Results) -> None:
         with writing:  # the last to come writes everything
             measured = [{**asdict(case), "results": results[case.name]} for case in cases]
-            record = {"suite": "cuda", "device": device, "versions": _versions(), "cases": measured}
-            write_whole(json_path, json.dumps(record, indent=2) + "\n")
+            record.write(json_path, "cuda", measured, device=device)
             write_whole(json_path.with_suffix(".md"), markdown(cases, results))
-            write_whole(json_path.with_suffix(".svg"), plot(cases, results))
 
     results = _run(cases, timeout, write)
     if cases:
         print(table(cases, results))
     failed = 0
-    if grid:
-        from kdacompile.bench import cuda_grid  # after torch was found
-
+    if GRID in names:
         failed = cuda_grid.run(json_path, timeout)
-    print(f"\nwritten to {json_path}, and beside it the tables (.md) and the plots (.svg)")
+    print(f"{record.drawn_by(json_path)}; the tables are beside it (.md)")
     ours = [figures for found in results.values() for name, figures in found.items() if name in ("ours", "portable")]
     return 1 if failed or any("failure" in figures for figures in ours) else 0
 
@@ -113,7 +96,3 @@ def _waves(jobs: Sequence[Job]) -> list[list[Job]]:
     size = 3 * (os.cpu_count() or 1)
     parts = (without, tuning, tuned)
     return [part[start : start + size] for part in parts for start in range(0, len(part), size)]
-
-
-def _versions() -> dict[str, str | None]:
-    return {name: version_of(name) for name in ("torch", "triton", "kdacompile", "transformers", "fla-core")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MODELS = ("kimi_linear", "qwen3_next")
-TUNED_BY_OTHERS = ("softplus", "packed", "train", *MODELS)
+TUNED_BY_OTHERS = ("softplus", "packed", *MODELS)
 """Kinds whose forward pass launches kernels that FLA tunes for other kinds as well."""
 
 
@@ -15,8 +15,7 @@ class Case:
 
     ``kind``: "kda" (raw gate, bounded; l2norm and sigmoid of beta fused), "softplus" (the same with Kimi Linear's gate,
     which has no bound), "packed" (that, as sixteen sequences of different lengths in one), "gdn" (log gate), "step"
-    (one token of kda, the state overwritten), "train" (kda, forward and backward), or one of MODELS: a prompt of
-    ``length`` tokens and decoding steps.
+    (one token of kda, the state overwritten), or one of MODELS: a prompt of ``length`` tokens and decoding steps.
     """
 
     name: str
@@ -47,7 +46,6 @@ CASES = (
     Case("step-b1", "step", 1, 1, goal=12),
     Case("step-b64", "step", 64, 1),
     Case("step-b256", "step", 256, 1, goal=280),
-    Case("train-t8192", "train", 1, 8192),
     Case("kimi-linear", "kimi_linear", 1, 4096),
     Case("qwen3-next", "qwen3_next", 1, 4096),
 )
@@ -68,6 +66,5 @@ def contenders(case: Case) -> tuple[str, ...]:
     if case.kind in MODELS:
         return _MODEL_CONTENDERS
     compiled = ("kda", "inductor") if case.name in _INDUCTOR else ("kda",) if case.name == "kda-t8192" else ()
-    portable = () if case.kind == "train" else ("portable",)
     fla = () if case.name in _WITHOUT_FLA else ("fla",)
-    return ("ours", *portable, *compiled, *fla)
+    return ("ours", "portable", *compiled, *fla)

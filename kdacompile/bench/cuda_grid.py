@@ -7,22 +7,19 @@ times the floor that is, the bytes a call cannot avoid at the rate of a copy; th
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import itertools
 import json
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from kdacompile.bench import device_clock
+from kdacompile.bench import device_clock, record, rows
 from kdacompile.bench.relay import Job, Outcome, Relay, wait_for_turn
 from kdacompile.store.disk import write_whole
 
@@ -32,8 +29,6 @@ GATES = ("sigmoid", "softplus", "log", "none")
 HEADS = (4, 8, 16, 32, 96)
 LENGTHS = (512, 2048, 8192, 65536)
 PEERS_AT = (32, 8192)
-WIDTH = 128
-_BOUND = -5.0  # of a sigmoid gate
 _MODULE = "kdacompile.bench.cuda_grid"
 
 
@@ -68,87 +63,29 @@ def cells(heads: Sequence[int] = HEADS, lengths: Sequence[int] = LENGTHS) -> lis
     return made
 
 
-def operands(cell: Cell, device: str = "cuda") -> dict[str, Any]:
-    """The arguments of ``ops.linear_attention``, random."""
+def arguments(cell: Cell, device: str = "cuda") -> rows.Given:
+    """Those of ``ops.linear_attention``, random."""
     kind, delta = ROWS[cell.row]
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-
-    wide = (1, cell.length, cell.heads, WIDTH)
-    q, k, v = normal(*wide), normal(*wide), normal(*wide)
-    if cell.norm == "outside":
-        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-    options = {"delta": delta, "qk_l2norm": cell.norm == "inside", "output_final_state": True}
-    given: dict[str, Any] = {"q": q, "k": k, "v": v, **options}
-    if delta:
-        given["beta"] = normal(*wide[:3]).sigmoid()
-    if cell.gate == "none":
-        return given
-    g = normal(*(wide if kind == "channel" else wide[:3]))
-    if cell.gate == "log":
-        return given | {"g": torch.nn.functional.logsigmoid(g.float())}
-    biases = (cell.heads, WIDTH) if kind == "channel" else (cell.heads,)
-    parameters = {"A_log": 0.5 * normal(cell.heads).float(), "dt_bias": normal(*biases).float() - 2.0}
-    scale = {"gate_scale": _BOUND} if cell.gate == "sigmoid" else {}
-    return given | {"g": g, "gate_fn": cell.gate, **parameters, **scale}
+    given = rows.random_arguments(
+        "none" if cell.gate == "none" else kind, cell.gate, cell.length, delta=delta, norm=cell.norm, heads=cell.heads,
+        value_heads=cell.heads, device=device,
+    )  # fmt: skip
+    return given | {"output_final_state": True}
 
 
-def unavoidable_bytes(given: Mapping[str, Any]) -> int:
-    """Every input read once, the output and the final state written once."""
-    v = given["v"]
-    inputs = sum(x.nbytes for x in given.values() if isinstance(x, Tensor))
-    return inputs + v.nbytes + 4 * v.shape[2] * WIDTH * v.shape[3]
-
-
-def fla_call(cell: Cell, given: Mapping[str, Any]) -> Callable[[], object] | None:
-    """FLA's operator on the same operands; None where it has none for the gate function."""
-    inside, parametric = cell.norm == "inside", cell.gate in ("sigmoid", "softplus")
-    q, k, v = given["q"], given["k"], given["v"]
-    options: dict[str, Any] = {"output_final_state": True}
-    if cell.row == "kda":
-        function = importlib.import_module("fla.ops.kda").chunk_kda
-        options["use_qk_l2norm_in_kernel"] = inside
-        if parametric:
-            bias = given["dt_bias"].flatten()
-            options |= {"use_gate_in_kernel": True, "A_log": given["A_log"], "dt_bias": bias}
-        if cell.gate == "sigmoid":
-            options |= {"safe_gate": True, "lower_bound": _BOUND}
-        return lambda: function(q, k, v, given["g"], given["beta"], **options)
-    if parametric:
-        return None
-    if cell.row == "gdn":
-        options["use_qk_l2norm_in_kernel"] = inside
-        if cell.gate == "none":
-            function = importlib.import_module("fla.ops.delta_rule").chunk_delta_rule
-            return lambda: function(q, k, v, given["beta"], **options)
-        function = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-        return lambda: function(q, k, v, given["g"], given["beta"], **options)
-    if cell.row == "gla":
-        function = importlib.import_module("fla.ops.gla").chunk_gla
-    elif cell.gate == "log":
-        function = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
-    else:
-        return None
-    return lambda: function(q, k, v, given["g"], **options)
-
-
-def peer_of(cell: Cell, given: Mapping[str, Any]) -> Callable[[], object] | None:
+def peer_of(cell: Cell, given: rows.Given) -> Callable[[], object] | None:
     """FLA's operator where it is asked for, and is there."""
     asked = (cell.heads, cell.length) == PEERS_AT and importlib.util.find_spec("fla") is not None
-    return fla_call(cell, given) if asked else None
+    return rows.fla(given) if asked else None
 
 
 def measured(cell: Cell) -> Timing:
-    from kdacompile import ops
-
-    given = operands(cell)
-    floor = unavoidable_bytes(given) / device_clock.rates()[0]
+    given = arguments(cell)
+    floor = rows.unavoidable_bytes(given) / device_clock.rates()[0]
     peer = peer_of(cell, given)
     often = {"launches": 10, "repeats": 9} if cell.length <= PEERS_AT[1] else {"launches": 3, "repeats": 5}
     with torch.no_grad():
-        ours = device_clock.device_microseconds(lambda: ops.linear_attention(**given), **often)
+        ours = device_clock.device_microseconds(rows.ours(given), **often)
         fla = None if peer is None else device_clock.device_microseconds(peer)
     return Timing(cell, ours, floor, fla)
 
@@ -157,13 +94,13 @@ def markdown(timings: Sequence[Timing]) -> str:
     """A line for each row, norm, gate and number of heads: microseconds by length, and the parts of the floor."""
     lengths = sorted({timing.cell.length for timing in timings})
     header = ["row", "norm", "gate", "heads", *(f"T = {length}" for length in lengths), "FLA / ours"]
-    lines = [header, ["---"] * len(header)]
+    lines = [header]
     for key, group in _lines(timings).items():
         found = {timing.cell.length: timing for timing in group}
         times = [_cell_text(found.get(length)) for length in lengths]
         ratios = [f"{timing.fla / timing.ours:.2f}x" for timing in group if timing.fla is not None]
         lines.append([*map(str, key), *times, " ".join(ratios)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return record.markdown(lines)
 
 
 def heat_map(timings: Sequence[Timing]) -> str:
@@ -236,14 +173,12 @@ def main(row: str, norm: str, gate: str, out: str) -> None:
 
     The longest prompts are left for its turn: those of all processes at once do not fit the device's memory.
     """
-    from kdacompile import ops
-
     own = [cell for cell in cells() if (cell.row, cell.norm, cell.gate) == (row, norm, gate)]
     for cell in (cell for cell in own if cell.length <= PEERS_AT[1]):
-        given = operands(cell)
+        given = arguments(cell)
         peer = peer_of(cell, given)
         with torch.no_grad():
-            ops.linear_attention(**given)
+            rows.ours(given)()
             if peer is not None:
                 peer()
         del given, peer

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import kdacompile
-from kdacompile.bench import device_clock, measure
+from kdacompile.bench import device_clock
 from kdacompile.bench.cuda_cases import Case
 
+Clock = Callable[[Callable[[], object]], float]
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _PROMPT, _STEPS, _ROUNDS = 128, 48, 3  # of decoding
 _BASE: dict[str, Any] = {
@@ -60,7 +61,7 @@ class Contender:
         vocabulary = self._model.config.vocab_size
         self._tokens = torch.randint(3, vocabulary, (self._case.batch, self._case.length), device="cuda")
         with torch.inference_mode(), kdacompile.collecting() as report:
-            self._first = measure.seconds_of(self._once)
+            self._first = device_clock.seconds_until_done(self._once)
         self._report = report
 
     def _compiled(self) -> Any:
@@ -80,12 +81,13 @@ class Contender:
         if self._prefills:
             self._prefill()
         self._decode(3)
-        torch.cuda.synchronize()
 
     def _prefill(self) -> Tensor:
         return self._forward(input_ids=self._tokens, use_cache=False, logits_to_keep=1).logits
 
-    def _decode(self, steps: int, clock: Callable[[Callable[[], object]], float] = measure.seconds_of) -> float:
+    def _decode(
+        self, steps: int, clock: Callable[[Callable[[], object]], float] = device_clock.seconds_until_done
+    ) -> float:
         """The median step after a short prompt, by ``clock``. The prompt runs eagerly: it is the same for all."""
         transformers = importlib.import_module("transformers")
         cache = transformers.StaticCache(config=self._model.config, max_cache_len=_PROMPT + _STEPS + 8)
@@ -107,10 +109,12 @@ class Contender:
         figures: dict[str, Any] = {"first_call_seconds": self._first}
         with torch.inference_mode():
             # Rounds differ by a third with what else the host does: the fastest says what the contender takes.
-            figures["decode_ms"] = 1e3 * min(self._decode(_STEPS, _until_done) for _ in range(_ROUNDS))
+            figures["decode_ms"] = 1e3 * min(
+                self._decode(_STEPS, device_clock.seconds_until_done) for _ in range(_ROUNDS)
+            )
             figures["decode_device_us"] = self._decode(_STEPS, device_clock.enqueued_microseconds)
             if self._prefills:
-                seconds = statistics.median(measure.seconds_of(self._timed_prefill) for _ in range(7))
+                seconds = statistics.median(device_clock.seconds_until_done(self._timed_prefill) for _ in range(7))
                 figures["prefill_tokens_a_second"] = self._tokens.numel() / seconds
                 figures["error"] = self._error()
         if self._name.startswith("ours"):
@@ -120,7 +124,6 @@ class Contender:
     def _timed_prefill(self) -> None:
         torch.compiler.cudagraph_mark_step_begin()
         self._prefill()
-        torch.cuda.synchronize()
 
     def _error(self) -> float:
         """Of the last prompt token's logits, against the same model run eagerly here."""
@@ -128,13 +131,3 @@ class Contender:
         logits = self._prefill().double()
         expected = self._model(input_ids=self._tokens, use_cache=False, logits_to_keep=1).logits.double()
         return float((logits - expected).norm() / expected.norm())
-
-
-def _until_done(call: Callable[[], object]) -> float:
-    """Seconds until the device is done."""
-
-    def done() -> None:
-        call()
-        torch.cuda.synchronize()
-
-    return measure.seconds_of(done)

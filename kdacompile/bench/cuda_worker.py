@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kdacompile.bench import measure
+from kdacompile.bench import device_clock, rows
 from kdacompile.bench.cuda_cases import MODELS, Case
-from kdacompile.bench.relay import wait_for_turn
+from kdacompile.bench.relay import hide_fla, wait_for_turn
 from kdacompile.store.disk import write_whole
 
 _CHECKED = 2048  # tokens of the numerical check: the fp64 recurrence goes token by token
-_CHECKED_TRAINING = 256  # and keeps everything for its backward pass
+_GATES = {"gdn": "log", "softplus": "softplus", "packed": "softplus"}  # of other kinds "sigmoid"
 Figures = dict[str, Any]
 
 
@@ -25,8 +26,9 @@ def main(described: str, contender: str, out: str) -> None:
     """Get ready with the first case, wait, measure them all; figures are written as they come."""
     cases = [Case(**case) for case in json.loads(described)]
     if contender != "fla" and not contender.endswith("+fla"):
-        # Whether it is importable decides what transformers' models call.
-        sys.modules["fla"] = None  # pyright: ignore[reportArgumentType]
+        hide_fla()
+    if contender == "portable":
+        _leave_emitted_kernels_alone()
     measured: dict[str, Figures] = {}
     if cases[0].kind in MODELS:
         from kdacompile.bench import cuda_models
@@ -39,87 +41,77 @@ def main(described: str, contender: str, out: str) -> None:
             measured[case.name] = run.measure()
             write_whole(Path(out), json.dumps(measured))
         return
-    calls = _Calls(contender)
-    first_call = calls.first(cases[0])
+    call = call_of(contender, arguments(cases[0]))
+    torch.cuda.synchronize()
+    first_call = device_clock.seconds_until_done(call)
     wait_for_turn()
     for case in cases:
-        measured[case.name] = calls.measured(case)
+        measured[case.name] = _measured(contender, case)
         if case is cases[0]:
             measured[case.name]["first_call_seconds"] = first_call
         write_whole(Path(out), json.dumps(measured))
 
 
-class _Calls:
-    """An op's contender."""
+def _leave_emitted_kernels_alone() -> None:
+    from kdacompile.lowering import cuda
+    from kdacompile.lowering.triton import TritonKernels
 
-    def __init__(self, contender: str) -> None:
-        self._contender = contender
-
-    def first(self, case: Case) -> float:
-        """Seconds of the first call of the process."""
-        from kdacompile.bench.cuda_ops import Inputs
-
-        call = self._call(case, Inputs.random(case))
-        torch.cuda.synchronize()
-
-        def once() -> None:
-            call()
-            torch.cuda.synchronize()
-
-        return measure.seconds_of(once)
-
-    def measured(self, case: Case) -> Figures:
-        from kdacompile.bench import cuda_ops, device_clock
-
-        inputs = cuda_ops.Inputs.random(case)
-        figures = self._errors(case, inputs)
-        call = self._call(case, inputs)
-        call()
-        training = case.kind == "train"  # autograd's backward thread is not captured
-        figures["eager_us"] = device_clock.eager_microseconds(call, launches=3 if training else 20)
-        figures["device_us"] = figures["eager_us"] if training else device_clock.device_microseconds(call)
-        figures["peak_bytes"] = device_clock.peak_bytes(call)
-        figures["floor_us"] = _floor_microseconds(inputs, training)
-        if training:
-            figures["saved_bytes_a_token"] = cuda_ops.saved_bytes(self._contender, inputs) / (case.batch * case.length)
-        return figures
-
-    def _call(self, case: Case, inputs: Any) -> Callable[[], tuple[Tensor, ...]]:
-        from kdacompile.bench import cuda_ops
-
-        if case.kind == "train":
-            return cuda_ops.training_call(self._contender, inputs)
-        return cuda_ops.contender_call(self._contender, case.kind, inputs)
-
-    def _errors(self, case: Case, inputs: Any) -> Figures:
-        """Of o and of the state; of training, of o and of the worst gradient."""
-        from kdacompile.bench import cuda_ops
-
-        training = case.kind == "train"
-        checked = inputs.head(_CHECKED_TRAINING if training else _CHECKED)
-        expected = cuda_ops.training_oracle(checked) if training else cuda_ops.oracle(checked, case.kind)
-        state = None if inputs.state is None else inputs.state.clone()
-        found = self._call(case, checked)()
-        errors = [_relative_error(x, y) for x, y in zip(found, expected, strict=True)]
-        if inputs.state is not None and state is not None:
-            inputs.state.copy_(state)
-        return {"error_output": errors[0], "error_state": max(errors[1:])}
+    cuda.IMPLEMENTATIONS[:] = [TritonKernels()]
 
 
-def _floor_microseconds(inputs: Any, training: bool) -> float:
+def arguments(case: Case, device: str = "cuda") -> rows.Given:
+    """Of the op; "step" has a state, "packed" sixteen sequences, the longest sixteen times as long as the shortest."""
+    log = case.kind == "gdn"
+    given = rows.random_arguments(
+        "token" if log else "channel", _GATES.get(case.kind, "sigmoid"), case.length, sigmoid_beta=not log,
+        batch=case.batch, heads=case.heads, value_heads=case.value_heads, width=case.width, value_width=case.width,
+        device=device,
+    ) | {"output_final_state": True}  # fmt: skip
+    if case.kind == "packed":
+        ends = (case.length * end // 136 for end in accumulate(range(1, 17)))
+        given["cu_seqlens"] = torch.tensor([0, *ends], device=device)
+    if case.kind == "step":
+        given["initial_state"] = torch.randn(case.batch, case.value_heads, case.width, case.width, device=device)
+    return given
+
+
+def call_of(contender: str, given: rows.Given) -> Callable[[], rows.Output]:
+    if contender in ("ours", "portable"):
+        return rows.ours(given)
+    if contender == "fla":
+        call = rows.fla(given)
+        assert call is not None  # every kind of case has an operator of FLA's
+        return call
+    return rows.plain(given, contender)
+
+
+def _measured(contender: str, case: Case) -> Figures:
+    given = arguments(case)
+    figures = _errors(contender, given)
+    call = call_of(contender, given)
+    call()
+    figures["eager_us"] = device_clock.eager_microseconds(call)
+    figures["device_us"] = device_clock.device_microseconds(call)
+    figures["peak_bytes"] = device_clock.peak_bytes(call)
+    return figures | {"floor_us": _floor_microseconds(given)}
+
+
+def _errors(contender: str, given: rows.Given) -> Figures:
+    """Of o and of the state, which a step overwrites."""
+    checked = rows.first_tokens(given, _CHECKED)
+    checked |= {key: checked[key].clone() for key in ("initial_state",) if key in checked}
+    expected = rows.oracle(checked)
+    found = call_of(contender, checked)()
+    errors = [_relative_error(x, y) for x, y in zip(found, expected, strict=True) if x is not None]
+    return dict(zip(("error_output", "error_state"), errors, strict=True))
+
+
+def _floor_microseconds(given: rows.Given) -> float:
     """Unavoidable bytes at this device's copy rate, or the recurrence's products at its bf16 rate if that is longer."""
-    from kdacompile.bench import device_clock
-
-    length, heads, value_width = inputs.v.shape[1:]
-    width = inputs.q.shape[3]
-    lanes = inputs.v.shape[0] * heads
-    states = 0 if inputs.state is None else inputs.state.nbytes
-    moved = inputs.bytes + inputs.v.nbytes + (states or 4 * inputs.sequences * heads * width * value_width)
-    products = 6 * lanes * length * width * value_width  # read the old value, write the new one, read out
-    if training:  # the inputs are read again, the gradients of all of them written, twice the products
-        moved, products = 3 * moved, 3 * products
+    batch, length, heads, value_width = given["v"].shape
+    products = 6 * batch * heads * length * given["q"].shape[3] * value_width  # what is known, written, read out
     bytes_rate, product_rate = device_clock.rates()
-    return max(moved / bytes_rate, products / product_rate)
+    return max(rows.unavoidable_bytes(given) / bytes_rate, products / product_rate)
 
 
 def _relative_error(x: Tensor, reference: Tensor) -> float:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from functools import cache
 
 import torch
 
 
-def device_microseconds(call: Callable[[], object], launches: int = 10, repeats: int = 9) -> float:
-    """The median over replays of a CUDA graph of several calls, divided by their number."""
+def device_microseconds(*calls: Callable[[], object], launches: int = 10, repeats: int = 9) -> float:
+    """The median over replays of a CUDA graph of several calls in turn, divided by their number."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        call()
+        calls[0]()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, turns = torch.cuda.CUDAGraph(), -(-launches // len(calls))
     with torch.cuda.graph(graph):
-        for _ in range(launches):
+        for call in calls * turns:
             call()
-    return statistics.median(_elapsed(graph.replay) / launches for _ in range(repeats))
+    return statistics.median(elapsed(graph.replay) / (turns * len(calls)) for _ in range(repeats))
 
 
 def eager_microseconds(call: Callable[[], object], launches: int = 20, repeats: int = 5) -> float:
@@ -29,7 +30,7 @@ def eager_microseconds(call: Callable[[], object], launches: int = 20, repeats: 
         for _ in range(launches):
             call()
 
-    return statistics.median(_elapsed(several) / launches for _ in range(repeats))
+    return statistics.median(elapsed(several) / launches for _ in range(repeats))
 
 
 def enqueued_microseconds(call: Callable[[], object]) -> float:
@@ -37,26 +38,33 @@ def enqueued_microseconds(call: Callable[[], object]) -> float:
 
     The device is kept busy for some 12 ms, and its queue holds 1024 launches; beyond either the host shows.
     """
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     source, target = _large()
-    torch.cuda.synchronize()
-    for _ in range(24):
-        target.copy_(source)
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return 1e3 * start.elapsed_time(end)
+
+    def busy() -> None:
+        for _ in range(24):
+            target.copy_(source)
+
+    return elapsed(call, busy)
 
 
-def _elapsed(call: Callable[[], object]) -> float:
+def elapsed(call: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Microseconds of a call between two events, ``before`` enqueued in front of the first."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
+    before()
     start.record()
     call()
     end.record()
     torch.cuda.synchronize()
     return 1e3 * start.elapsed_time(end)
+
+
+def seconds_until_done(call: Callable[[], object]) -> float:
+    """Of the host, until the device is done with a call."""
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def peak_bytes(call: Callable[[], object]) -> int:

@@ -8,11 +8,10 @@ against fp64, and the goal; a JSON file has the same figures.
 
 from __future__ import annotations
 
-import json
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,14 @@ import torch
 from torch import Tensor
 
 from kdacompile.backend import kda
-from kdacompile.doctor import version_of
-from kdacompile.errors import BenchError, KdaError
+from kdacompile.bench import device_clock, record
+from kdacompile.bench.record import Figures, Results
+from kdacompile.errors import KdaError
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.triton import TritonDecode
 from kdacompile.lowering.verify import relative_error
 from kdacompile.ops import mla_decode
 from kdacompile.patterns.mla.oracle import latent_attention
-from kdacompile.store.disk import write_whole
 
 RANK, ROPE = 512, 64
 SCALE = (128 + ROPE) ** -0.5
@@ -66,8 +65,6 @@ CASES = (
     Case("b128-s4096-h16-page1", 128, 4096, 16, page=1),
     Case("b128-s4096-h16-page16", 128, 4096, 16, page=16),
 )
-
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -140,28 +137,6 @@ def error(o: Tensor, x: Inputs) -> float:
     return relative_error(o[some], want)
 
 
-def device_microseconds(call: Callable[[Inputs], object], inputs: Sequence[Inputs], repeats: int = 9) -> float:
-    """The median over replays of a CUDA graph of several calls on rotating inputs, divided by their number."""
-    launches = list(inputs) * -(-10 // len(inputs))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call(inputs[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for x in launches:
-            call(x)
-    samples: list[float] = []
-    for _ in range(repeats + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(1e3 * start.elapsed_time(end) / len(launches))
-    return statistics.median(samples[1:])
-
-
 def measured(case: Case, contenders: Sequence[str]) -> dict[str, Figures]:
     """Figures of every contender on one case, one after the other in this process."""
     first = Inputs.random(case, 0)
@@ -178,7 +153,10 @@ def measured(case: Case, contenders: Sequence[str]) -> dict[str, Figures]:
     for name in contenders:
         call = calls[name]
         try:
-            figures = {"error": error(call(first), first), "device_us": device_microseconds(call, inputs)}
+            figures = {
+                "error": error(call(first), first),
+                "device_us": device_clock.device_microseconds(*(partial(call, x) for x in inputs)),
+            }
         except (RuntimeError, KdaError) as failure:
             figures = {"failure": str(failure).splitlines()[0]}
         figures |= {"bytes": first.bytes, "operations": first.operations}
@@ -186,7 +164,7 @@ def measured(case: Case, contenders: Sequence[str]) -> dict[str, Figures]:
     return found
 
 
-def table(results: dict[str, dict[str, Figures]]) -> str:
+def table(results: Results) -> str:
     """One row a contender; a goal stands beside ours."""
     goals = {case.name: case.goal for case in CASES}
     rows = [("case", "contender", "device", "goal", "TB/s", "TFLOP/s", "error")]
@@ -199,29 +177,20 @@ def table(results: dict[str, dict[str, Figures]]) -> str:
             said = "" if goal is None else f"{goal:g} us {'met' if us <= goal else 'MISSED'}"
             rates = (f"{figures['bytes'] / us / 1e6:.2f}", f"{figures['operations'] / us / 1e6:.0f}")
             rows.append((name, contender, f"{us:.1f} us", said, *rates, f"{figures['error']:.1e}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    return record.aligned(rows)
 
 
 def main(only: Sequence[str] | None, json_path: Path, contenders: Sequence[str] = CONTENDERS) -> int:
     """Run, print the table, write the JSON. Exit status 1 where our op failed."""
-    if not torch.cuda.is_available():
-        raise BenchError(detail="the mla suite needs a CUDA device")
-    cases = [case for case in CASES if not only or any(part in case.name for part in only)]
-    if not cases:
-        raise BenchError(
-            detail=f"no case matches {', '.join(only or ())}; there are {', '.join(c.name for c in CASES)}"
-        )
-    results: dict[str, dict[str, Figures]] = {}
-    record: dict[str, Any] = {"suite": "mla", "device": torch.cuda.get_device_name(0), "cases": []}
-    record["versions"] = {name: version_of(name) for name in ("torch", "triton", "kdacompile")}
+    device, names = record.cuda_device("mla"), record.chosen([case.name for case in CASES], only)
+    cases = [case for case in CASES if case.name in names]
+    results: Results = {}
     for case in cases:
         results[case.name] = measured(case, contenders)
         print(f"{case.name}: {results[case.name]}", file=sys.stderr, flush=True)
         torch.cuda.empty_cache()
-        record["cases"].append({**asdict(case), "results": results[case.name]})
-        write_whole(json_path, json.dumps(record, indent=2) + "\n")  # what is there when somebody stops it
+        done = [{**asdict(one), "results": results[one.name]} for one in cases if one.name in results]
+        record.write(json_path, "mla", done, device=device)  # what is there when somebody stops it
     print(table(results))
-    print(f"\nwritten to {json_path}; `python -m kdacompile.bench.charts {json_path}` draws it")
+    print(record.drawn_by(json_path))
     return 1 if any("failure" in found["ours"] for found in results.values() if "ours" in found) else 0

@@ -9,7 +9,6 @@ one all-gather of the maps would have, timed alone. :mod:`.parallel_models` adds
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -24,11 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kdacompile.doctor import version_of
-from kdacompile.errors import BenchError
-from kdacompile.store.disk import write_whole
+from kdacompile.bench import record, rows
+from kdacompile.bench.record import Figures
 
-Figures = dict[str, Any]
 BURST, ROUNDS = 3, 7
 
 
@@ -62,18 +59,10 @@ MODEL_CASES = ("kimi-prefill", "kimi-training")
 
 def main(only: Sequence[str] | None, json_path: Path) -> int:
     """Start a process for each GPU, each of which runs :func:`measure`."""
-    count = torch.cuda.device_count()
-    if count < 2:
-        raise BenchError(detail="the parallel suite needs two CUDA devices")
-    names = [name for name in (*(case.name for case in CASES), *MODEL_CASES) if _chosen(name, only)]
-    if not names:
-        raise BenchError(detail=f"no case matches; there are {', '.join([*(c.name for c in CASES), *MODEL_CASES])}")
+    record.cuda_device("parallel", 2)
+    count, names = torch.cuda.device_count(), record.chosen([*(case.name for case in CASES), *MODEL_CASES], only)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     return subprocess.call([*command, "-m", "kdacompile.bench.parallel", str(json_path), *names])
-
-
-def _chosen(name: str, only: Sequence[str] | None) -> bool:
-    return not only or any(part in name for part in only)
 
 
 def measure(json_path: Path, names: Sequence[str]) -> None:
@@ -98,15 +87,13 @@ def measure(json_path: Path, names: Sequence[str]) -> None:
 
 
 def _write(json_path: Path, results: dict[str, Figures]) -> None:
-    versions = {name: version_of(name) for name in ("torch", "triton", "transformers")}
-    ranks = dist.get_world_size()
-    about = {"suite": "parallel", "device": f"{ranks} of {torch.cuda.get_device_name()}", "versions": versions}
+    device = f"{dist.get_world_size()} of {torch.cuda.get_device_name()}"
     cases = [
         {"name": name, **found, "results": {"one": {"device_us": one}, "ranks": {"device_us": all_ranks}}}
         for name, found in results.items()
         for one, all_ranks in [(found["one_us"], found["ranks_us"])]
     ]
-    write_whole(json_path, json.dumps({**about, "cases": cases}, indent=2) + "\n")
+    record.write(json_path, "parallel", cases, device=device)
 
 
 def _line(name: str, found: Figures) -> str:
@@ -123,8 +110,7 @@ def operator(case: Case) -> Figures:
     context = ContextParallel(order=case.order, method=case.method)
     tensors, options = inputs(case)
     whole = {name: x.requires_grad_(case.train) for name, x in tensors.items()}
-    tokens = ("q", "k", "v", "g", "beta")
-    mine = {n: (context.shard(x).contiguous() if n in tokens else x).detach() for n, x in tensors.items()}
+    mine = {n: (context.shard(x).contiguous() if n in rows.TOKENS else x).detach() for n, x in tensors.items()}
     mine = {name: x.requires_grad_(case.train) for name, x in mine.items()}
 
     grad = torch.randn(tensors["v"].shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").bfloat16()
@@ -154,25 +140,15 @@ def _difference(one: Any, ranks: Any, context: Any) -> float:
 
 def inputs(case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Operands of a row in bf16, the same on every rank, and the op's options."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = (1, case.length, case.heads, case.width)
-
-    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
-
-    tensors = {name: normal(*shape) for name in ("q", "k", "v", "g")}
-    options: dict[str, Any] = {"qk_l2norm": True}
-    if case.row != "gla":
-        tensors["beta"] = normal(*shape[:3])
-        options["sigmoid_beta"] = True
-    if case.row == "kda":
-        single = torch.float32
-        tensors |= {"A_log": 0.5 * normal(case.heads, dtype=single), "dt_bias": normal(*shape[2:], dtype=single) - 2}
-        return tensors, {**options, "gate_fn": "sigmoid", "gate_scale": -5.0}
-    if case.row == "gdn":
-        tensors["g"] = tensors["g"][..., 0].contiguous()
-    tensors["g"] = -torch.nn.functional.softplus(tensors["g"] - 2)
-    return tensors, {**options, "delta": case.row != "gla"}
+    kind = "token" if case.row == "gdn" else "channel"
+    given = rows.random_arguments(
+        kind, "sigmoid" if case.row == "kda" else "log", case.length, delta=case.row != "gla", sigmoid_beta=True,
+        heads=case.heads, value_heads=case.heads, width=case.width, value_width=case.width,
+    )  # fmt: skip
+    if case.row != "kda":
+        given["g"] = given["g"].bfloat16()
+    tensors = rows.tensors_of(given)
+    return tensors, {name: x for name, x in given.items() if name not in tensors}
 
 
 def interleaved(one: Callable[[], object], ranks: Callable[[], object]) -> Figures:

@@ -49,6 +49,81 @@ class Outcome:
         return self.failure or "no figures"
 
 
+class Worker:
+    """The process of a command, with empty compiler caches: it says that it is ready, and again after every line that
+    it is sent. ``failure``: why it did not come so far.
+    """
+
+    def __init__(self, command: Sequence[str], triton_cache: str = "") -> None:
+        self.failure: str | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="kdacompile-bench-")
+        environment = {**os.environ, **{name: str(Path(self._folder.name, place)) for name, place in _CACHES.items()}}
+        if triton_cache:
+            environment["TRITON_CACHE_DIR"] = triton_cache
+        self._errors = Path(self._folder.name, "stderr")
+        with self._errors.open("w") as stderr:
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+            )
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+        self._folder.cleanup()
+
+    @property
+    def stderr(self) -> list[str]:
+        """The last lines of it."""
+        return self._errors.read_text(errors="replace").splitlines()[-_STDERR_TAIL:]
+
+    def until_ready(self, seconds: float, late: str = "not ready") -> None:
+        """Wait, and stop it when it is ``late``."""
+        if self.failure is not None:
+            return
+        expired = threading.Event()
+
+        def give_up() -> None:
+            expired.set()
+            self._process.kill()
+
+        timer = threading.Timer(seconds, give_up)
+        timer.start()
+        assert self._process.stdout is not None
+        try:
+            ready = any(line.strip() == READY for line in iter(self._process.stdout.readline, ""))
+        finally:
+            timer.cancel()
+        if not ready:
+            self.failure = f"{late} after {seconds:.0f} s" if expired.is_set() else self._exit_status()
+
+    def go(self) -> None:
+        """Have it go on."""
+        assert self._process.stdin is not None
+        try:
+            if self.failure is None:
+                print(GO, file=self._process.stdin, flush=True)
+        except OSError:  # it has ended
+            self.failure = self._exit_status()
+
+    def until_done(self, seconds: float | None = None) -> None:
+        """Wait for its end, nothing more being sent."""
+        if self.failure is not None:
+            return
+        try:
+            self._process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.failure = f"not finished after {seconds:.0f} s"
+        else:
+            self.failure = None if self._process.returncode == 0 else self._exit_status()
+
+    def _exit_status(self) -> str:
+        return f"exit status {self._process.wait()}"
+
+
 class Relay:
     """Runs waves of jobs; seconds allowed for getting ready and for the rest."""
 
@@ -71,55 +146,23 @@ class Relay:
                     future.result()
 
     def _follow(self, job: Job, shared: str, barrier: threading.Barrier, done: Callable[[Job, Outcome], None]) -> None:
-        with tempfile.TemporaryDirectory(prefix="kdacompile-bench-") as folder:
-            environment = {**os.environ, **{name: str(Path(folder, place)) for name, place in _CACHES.items()}}
-            if job.shares:
-                environment["TRITON_CACHE_DIR"] = str(Path(shared, job.shares))
-            errors = Path(folder, "stderr")
-            with errors.open("w") as stderr:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", job.module, *job.arguments],
-                    env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
-                )  # fmt: skip
-                failure = self._until_ready(process)
-                barrier.wait()
-                if failure is None:
-                    with self._device:
-                        failure = self._until_done(process)
-                _end(process)
-            done(job, Outcome(failure, errors.read_text(errors="replace").splitlines()[-_STDERR_TAIL:]))
-
-    def _until_ready(self, process: subprocess.Popen[str]) -> str | None:
-        late = threading.Event()
-
-        def give_up() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(self._ready, give_up)
-        timer.start()
-        assert process.stdout is not None
-        said = any(line.strip() == READY for line in iter(process.stdout.readline, ""))
-        timer.cancel()
-        if said:
-            return None
-        return f"not ready after {self._ready:.0f} s" if late.is_set() else f"exit status {process.wait()}"
-
-    def _until_done(self, process: subprocess.Popen[str]) -> str | None:
-        try:
-            process.communicate(GO + "\n", timeout=self._timed)
-        except subprocess.TimeoutExpired:
-            return f"not finished after {self._timed:.0f} s"
-        return None if process.returncode == 0 else f"exit status {process.returncode}"
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        process.kill()
-    process.wait()
+        cache = str(Path(shared, job.shares)) if job.shares else ""
+        with Worker([sys.executable, "-m", job.module, *job.arguments], cache) as worker:
+            worker.until_ready(self._ready)
+            barrier.wait()
+            if worker.failure is None:
+                with self._device:
+                    worker.go()
+                    worker.until_done(self._timed)
+            done(job, Outcome(worker.failure, worker.stderr))
 
 
 def wait_for_turn() -> None:
     """Called by a worker that is ready; returns when it is alone."""
     print(READY, flush=True)
     sys.stdin.readline()
+
+
+def hide_fla() -> None:
+    """Whether it is importable decides what transformers' models call."""
+    sys.modules["fla"] = None  # pyright: ignore[reportArgumentType]

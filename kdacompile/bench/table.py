@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kdacompile.bench.record import aligned
 from kdacompile.bench.suites import Case, Suite
 
 Figures = Mapping[str, Any]
@@ -19,10 +20,7 @@ def render(cases: Sequence[Case], suite: Suite, results: Mapping[str, Mapping[st
     for case in cases:
         for contender in suite.contenders_of(case):
             rows.append((f"{case.name} T={case.length}", contender, *_cells(results[case.name][contender])))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "-" * sum(widths, 2 * len(widths) - 2))
-    lines += ["", "ours (kda) against Inductor alone:"]
+    lines = [aligned(rows), "", "ours (kda) against Inductor alone:"]
     lines += [_verdict(case, results[case.name]) for case in cases]
     failures = [
         f"{case.name}, {contender}: {figures['failure']}\n    " + "\n    ".join(figures.get("stderr", ()))

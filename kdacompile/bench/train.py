@@ -8,7 +8,6 @@ memory the backward holds, and every gradient's error against the fp64 recurrenc
 
 from __future__ import annotations
 
-import importlib
 import json
 import statistics
 import sys
@@ -16,37 +15,28 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kdacompile.bench import device_clock
-from kdacompile.bench.relay import Job, Outcome, Relay, wait_for_turn
-from kdacompile.doctor import version_of
-from kdacompile.errors import BenchError
-from kdacompile.patterns.recurrence.definition import token_recurrence
+from kdacompile.bench import device_clock, record, rows
+from kdacompile.bench.record import Figures
+from kdacompile.bench.relay import Job, Outcome, Relay, hide_fla, wait_for_turn
 from kdacompile.store.disk import write_whole
 
 ROWS = ("kda", "gdn", "gla", "simple", "delta", "mamba")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)  # of kda; other rows are measured at MEASURED
 MODELS = ("kimi_linear", "qwen3_next")
 MEASURED, CHECKED = 8192, 256  # tokens; the fp64 recurrence goes token by token
-READY_SECONDS, SAMPLES, EPS, BOUND = 240.0, 7, 1e-6, -5.0
+READY_SECONDS, SAMPLES = 240.0, 7
 _EAGER_TO = 4096  # tokens up to which torch's operators are asked
 _MODULE = "kdacompile.bench.train"
-Figures = dict[str, Any]
-Inputs = dict[str, Tensor]
 
 
 def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
     """Run, print a line a measurement, write the JSON. Exit status 1 where one of ours failed."""
-    if not torch.cuda.is_available():
-        raise BenchError(detail="the train suite needs a CUDA device")
-    names = [*ROWS, *MODELS]
-    chosen = [name for name in names if not only or any(part in name for part in only)]
-    if not chosen:
-        raise BenchError(detail=f"no case matches {', '.join(only or ())}; there are {', '.join(names)}")
+    device = record.cuda_device("train")
+    chosen = record.chosen([*ROWS, *MODELS], only)
     cases: dict[str, Figures] = {}
     with tempfile.TemporaryDirectory(prefix="kdacompile-bench-") as folder:
         jobs = [
@@ -64,14 +54,10 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
                 case = cases.setdefault(label, described)
                 case["results"][who] = figures
                 print(f"{label:20s} {who:6s} {line(figures)}", flush=True)
-            versions = {
-                name: version_of(name) for name in ("torch", "triton", "kdacompile", "transformers", "fla-core")
-            }
-            record = {"suite": "train", "device": torch.cuda.get_device_name(0), "versions": versions}
-            write_whole(json_path, json.dumps({**record, "cases": list(cases.values())}, indent=2) + "\n")
+            record.write(json_path, "train", list(cases.values()), device=device)
 
         Relay(min(READY_SECONDS, timeout), timeout).run([jobs], done)
-    print(f"\nwritten to {json_path}; `python -m kdacompile.bench.charts {json_path}` draws it")
+    print(record.drawn_by(json_path))
     return 1 if any("failure" in case["results"].get("ours", {}) for case in cases.values()) else 0
 
 
@@ -100,7 +86,7 @@ def line(figures: Figures) -> str:
 
 def work(name: str, who: str, out: str) -> None:
     if who != "fla":
-        sys.modules["fla"] = None  # pyright: ignore[reportArgumentType]
+        hide_fla()
     lengths = LENGTHS if name == "kda" else (MEASURED,)
     lengths = tuple(length for length in lengths if who != "eager" or length <= _EAGER_TO)
     if name in MODELS:
@@ -109,100 +95,67 @@ def work(name: str, who: str, out: str) -> None:
         wait_for_turn()
         write_whole(Path(out), json.dumps({str(MEASURED): _model_figures(step)}))
         return
-    _both(name, who, operands(name, CHECKED))
-    _both(name, who, operands(name, lengths[-1]))
+    for length in (CHECKED, lengths[-1]):
+        _both(who, arguments(name, length))()
     torch.cuda.synchronize()
     wait_for_turn()
     errors = _errors(name, who)
     measured: Figures = {}
     for length in lengths:
-        measured[str(length)] = _figures(name, who, operands(name, length)) | {"errors": errors}
+        measured[str(length)] = _figures(who, arguments(name, length)) | {"errors": errors}
         write_whole(Path(out), json.dumps(measured))
 
 
-def operands(name: str, length: int) -> Inputs:
-    """Random, bf16 but log gates of a token and parameters; keys are normalised in the op where there is beta."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    heads, value_heads, width = {"gdn": (16, 32, 128), "mamba": (1, 80, 64)}.get(name, (32, 32, 128))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda")
-
-    q, k, v = normal(1, length, heads, 128), normal(1, length, heads, 128), normal(1, length, value_heads, width)
-    gate, beta = normal(1, length, value_heads), normal(1, length, value_heads).sigmoid()
-    given = {"q": q.bfloat16(), "k": k.bfloat16(), "v": v.bfloat16()}
-    wide = normal(1, length, 32, 128) if name in ("kda", "gla") else gate
-    if name in ("gdn", "simple", "mamba"):
-        given["g"] = torch.nn.functional.logsigmoid(gate)
-    elif name in ("kda", "gla"):
-        given["g"] = (wide if name == "kda" else torch.nn.functional.logsigmoid(wide)).bfloat16()
-    if name in ("kda", "gdn", "delta"):
-        given["beta"] = beta.bfloat16()
-    if name == "kda":
-        given |= {"A_log": 0.5 * normal(32), "dt_bias": normal(32, 128)}
-    return {n: x.requires_grad_() for n, x in given.items()}
+def arguments(name: str, length: int, device: str = "cuda") -> rows.Given:
+    """Of the op; everything that floats wants a gradient. Keys are normalised in the op where there is beta."""
+    kind = {"kda": "channel", "gla": "channel", "delta": "none"}.get(name, "token")
+    delta = name in ("kda", "gdn", "delta")
+    heads, value_heads, value_width = {"gdn": (16, 32, 128), "mamba": (1, 80, 64)}.get(name, (32, 32, 128))
+    given = rows.random_arguments(
+        kind, "sigmoid" if name == "kda" else "log", length, delta=delta, norm="inside" if delta else "none",
+        heads=heads, value_heads=value_heads, value_width=value_width, device=device,
+    )  # fmt: skip
+    if name == "gla":
+        given["g"] = given["g"].bfloat16()
+    return given | {n: x.requires_grad_() for n, x in rows.tensors_of(given).items()}
 
 
-def _forward(name: str, who: str, x: Inputs) -> Tensor:
-    if who == "ours":
-        from kdacompile import ops
-
-        options: dict[str, Any] = {"delta": "beta" in x, "qk_l2norm": EPS if "beta" in x else False}
-        if name == "kda":
-            options |= {"gate_fn": "sigmoid", "gate_scale": BOUND, "A_log": x["A_log"], "dt_bias": x["dt_bias"]}
-        return ops.linear_attention(x["q"], x["k"], x["v"], x.get("g"), x.get("beta"), **options)[0]
-    if who == "eager":
-        module = importlib.import_module("transformers.models.kimi_linear.modeling_kimi_linear")
-        g = BOUND * torch.sigmoid(x["A_log"].exp()[:, None] * (x["g"] + x["dt_bias"]))
-        call = module.chunk_kimi_delta_attention
-        return call(x["q"], x["k"], x["v"], g=g, beta=x["beta"], use_qk_l2norm_in_kernel=True)[0]
-    return _fla(name, x)
+def _forward(who: str, given: rows.Given) -> Callable[[], rows.Output]:
+    call = rows.ours(given) if who == "ours" else rows.fla(given) if who == "fla" else rows.plain(given)
+    assert call is not None  # every row has an operator of FLA's
+    return call
 
 
-def _fla(name: str, x: Inputs) -> Tensor:
-    module, function = {
-        "kda": ("kda", "chunk_kda"), "gla": ("gla", "chunk_gla"), "delta": ("delta_rule", "chunk_delta_rule"),
-    }.get(name, ("simple_gla", "chunk_simple_gla"))  # fmt: skip
-    call = getattr(importlib.import_module(f"fla.ops.{module}"), function)
-    q, k, v = x["q"], x["k"], x["v"]
-    if name == "kda":
-        options = {"use_gate_in_kernel": True, "safe_gate": True, "lower_bound": BOUND, "use_qk_l2norm_in_kernel": True}
-        return call(q, k, v, x["g"], x["beta"], A_log=x["A_log"], dt_bias=x["dt_bias"].flatten(), **options)[0]
-    if name == "delta":
-        return call(q, k, v, x["beta"], use_qk_l2norm_in_kernel=True)[0]
-    if q.shape[2] != v.shape[2]:
-        q, k = (y.expand(-1, -1, v.shape[2], -1).contiguous() for y in (q, k))
-    return call(q, k, v, x["g"])[0]
+def _gradients(forward: Callable[[], rows.Output], given: rows.Given) -> Callable[[], tuple[Tensor, ...]]:
+    leaves, v = list(rows.tensors_of(given).values()), given["v"]
+    of_o = torch.randn(v.shape, device=v.device, generator=torch.Generator(v.device).manual_seed(1))
+
+    def run() -> tuple[Tensor, ...]:
+        o = forward()[0]
+        return torch.autograd.grad(o, leaves, of_o.bfloat16().to(o.dtype), retain_graph=True)
+
+    return run
 
 
-def _both(name: str, who: str, x: Inputs) -> tuple[Tensor, ...]:
-    o = _forward(name, who, x)
-    return torch.autograd.grad(o, list(x.values()), _cotangent(x["v"]).to(o.dtype))
+def _both(who: str, given: rows.Given) -> Callable[[], tuple[Tensor, ...]]:
+    return _gradients(_forward(who, given), given)
 
 
-def _cotangent(v: Tensor) -> Tensor:
-    return torch.randn(v.shape, device=v.device, generator=torch.Generator(v.device).manual_seed(1)).to(v.dtype)
-
-
-def _errors(name: str, who: str) -> dict[str, float]:
+def _errors(name: str, who: str, device: str = "cuda") -> dict[str, float]:
     """RMS of each gradient's difference over its RMS, at CHECKED tokens."""
-    x = operands(name, CHECKED)
-    found = _both(name, who, x)
-    d = {n: y.detach().double().requires_grad_() for n, y in x.items()}
-    q, k = d["q"], d["k"]
-    if "beta" in d:
-        q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + EPS) for y in (q, k))
-    g, beta = d.get("g"), d.get("beta")
-    if name == "kda":
-        g = BOUND * torch.sigmoid(d["A_log"].exp()[:, None] * (d["g"] + d["dt_bias"]))
-    decay = None if g is None else (g if g.dim() == 4 else g.unsqueeze(-1)).exp()
-    o, _ = token_recurrence(q, k, d["v"], decay, beta, None, delta="beta" in d, scale=128**-0.5)
-    exact = torch.autograd.grad(o, list(d.values()), _cotangent(x["v"]).double())
-    return {n: float((a.double() - b).norm() / b.norm()) for n, a, b in zip(x, found, exact, strict=True)}
+    given = arguments(name, CHECKED, device)
+    double = given | {n: x.detach().double().requires_grad_() for n, x in rows.tensors_of(given).items()}
+    found, exact = _both(who, given)(), _gradients(lambda: rows.oracle(double), double)()
+    names = rows.tensors_of(given)
+    return {n: float((a.double() - b).norm() / b.norm()) for n, a, b in zip(names, found, exact, strict=True)}
 
 
-def _figures(name: str, who: str, x: Inputs) -> Figures:
-    leaves, of_o = list(x.values()), _cotangent(x["v"])
+def _figures(who: str, given: rows.Given) -> Figures:
+    forward, both, inputs = (
+        _forward(who, given),
+        _both(who, given),
+        sum(x.nbytes for x in rows.tensors_of(given).values()),
+    )
     kept: dict[int, int] = {}
 
     def pack(y: Tensor) -> Tensor:
@@ -210,23 +163,15 @@ def _figures(name: str, who: str, x: Inputs) -> Figures:
         return y
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
-        _forward(name, who, x)
-    o = _forward(name, who, x)
-
-    def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(o, leaves, of_o.to(o.dtype), retain_graph=True)
-
-    given = sum(y.nbytes for y in leaves)
-    moved = 3 * given + 2 * x["v"].nbytes  # inputs twice, their gradients, the output and its gradient
-
-    def both() -> object:
-        return _both(name, who, x)
-
+        forward()
+    results = forward()
+    backward = _gradients(lambda: results, given)
+    moved = 3 * inputs + 2 * given["v"].nbytes  # inputs twice, their gradients, the output and its gradient
     figures = {
         "device_us": _median(both), "backward_us": _median(backward), "host_us": _host(both),
         "saved_bytes": sum(kept.values()), "floor_us": moved / device_clock.rates()[0],
     }  # fmt: skip
-    return figures | {"workspace_bytes": max(device_clock.peak_bytes(backward) - given, 0)}
+    return figures | {"workspace_bytes": max(device_clock.peak_bytes(backward) - inputs, 0)}
 
 
 def _median(call: Callable[[], object]) -> float:
@@ -265,18 +210,9 @@ def _model_step(name: str, who: str) -> Callable[[], None]:
 
 
 def _model_figures(step: Callable[[], None]) -> Figures:
-    def done() -> None:
-        step()
-        torch.cuda.synchronize()
-
-    done()
+    device_clock.seconds_until_done(step)
     torch.cuda.reset_peak_memory_stats()
-    times: list[float] = []
-    for _ in range(SAMPLES):
-        start = time.perf_counter()
-        done()
-        times.append(time.perf_counter() - start)
-    seconds = statistics.median(times)
+    seconds = statistics.median(device_clock.seconds_until_done(step) for _ in range(SAMPLES))
     return {"tokens_a_second": MEASURED / seconds, "peak_bytes": torch.cuda.max_memory_allocated()}
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kdacompile import ops
-from kdacompile.bench import cuda_grid
+from kdacompile.bench import cuda_grid, rows
 from kdacompile.bench.cuda_grid import Cell, Timing
 from kdacompile.bench.relay import Job, Outcome
 
@@ -27,7 +27,7 @@ def test_every_row_has_every_gate_it_can_have() -> None:
 
 @pytest.mark.parametrize("cell", cuda_grid.cells(heads=(2,), lengths=(3,)), ids=str)
 def test_the_op_takes_the_operands(cell: Cell) -> None:
-    given = cuda_grid.operands(cell, "cpu")
+    given = cuda_grid.arguments(cell, "cpu")
     o, state = ops.linear_attention(**given)
     assert o.shape == (1, 3, 2, 128) and o.isfinite().all()
     assert state is not None and state.shape == (1, 2, 128, 128)
@@ -35,7 +35,7 @@ def test_the_op_takes_the_operands(cell: Cell) -> None:
     assert torch.allclose(norms, torch.ones(()), atol=2e-2) == (cell.norm == "outside")
     # bf16 q, k, v and o, a state in fp32, and what the gate and beta take.
     least = 4 * 3 * 2 * 128 * 2 + 2 * 128 * 128 * 4
-    assert least <= cuda_grid.unavoidable_bytes(given) <= least + 3 * 2 * (128 * 4 + 2) + 2 * 129 * 4
+    assert least <= rows.unavoidable_bytes(given) <= least + 3 * 2 * (128 * 4 + 2) + 2 * 129 * 4
 
 
 def test_fla_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_fla_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ssd", "none", "log"), ("ssd", "none", "none"), ("gdn", "inside", "sigmoid"),
     ):  # fmt: skip
         cell = Cell(row, norm, gate, 2, 3)
-        call = cuda_grid.fla_call(cell, cuda_grid.operands(cell, "cpu"))
+        call = rows.fla(cuda_grid.arguments(cell, "cpu"))
         if call is not None:
             call()
     assert asked == ["chunk_kda", "chunk_gated_delta_rule", "chunk_delta_rule", "chunk_gla", "chunk_simple_gla"]

@@ -1,0 +1,58 @@
+"""What the suites share: which cases are asked for, the file of figures, tables as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kdacompile.doctor import version_of
+from kdacompile.errors import BenchError
+from kdacompile.store.disk import write_whole
+
+Figures = dict[str, Any]
+Results = dict[str, dict[str, Figures]]
+"""By case and contender: figures, or ``{"failure": text}``."""
+Rows = Sequence[Sequence[str]]
+
+_PACKAGES = ("torch", "triton", "kdacompile", "transformers", "fla-core")
+
+
+def chosen(names: Sequence[str], only: Sequence[str] | None) -> list[str]:
+    """The names that have one of ``only`` in them; raises :class:`BenchError` where there is none."""
+    found = [name for name in names if not only or any(part in name for part in only)]
+    if not found:
+        raise BenchError(detail=f"no case matches {', '.join(only or ())}; there are {', '.join(names)}")
+    return found
+
+
+def cuda_device(suite: str, least: int = 1) -> str:
+    """The name of the device; raises :class:`BenchError` where there are not so many."""
+    if torch.cuda.device_count() < least:
+        raise BenchError(detail=f"the {suite} suite needs {'a CUDA device' if least == 1 else f'{least} CUDA devices'}")
+    return torch.cuda.get_device_name(0)
+
+
+def write(path: Path, suite: str, cases: Sequence[Figures], **about: Any) -> None:
+    """All that is known so far, with the versions it was measured with."""
+    versions = {name: version_of(name) for name in _PACKAGES}
+    write_whole(path, json.dumps({"suite": suite, **about, "versions": versions, "cases": cases}, indent=2) + "\n")
+
+
+def drawn_by(path: Path) -> str:
+    return f"\nwritten to {path}; `python -m kdacompile.bench.charts {path}` draws it"
+
+
+def aligned(rows: Rows) -> str:
+    """A table whose first row is its header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * sum(widths, 2 * len(widths) - 2), *lines[1:]])
+
+
+def markdown(rows: Rows) -> str:
+    header, *body = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *body)) + "\n"
