@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .errors import ArgumentError, LoweringError, TileProgramError, VerificationError
+from .errors import ArgumentError, LoweringError, TileProgramError
 from .linear_attention import linear_attention_program
 from .run import run_linear_attention, run_linear_attention_step
 from .run_backward import run_linear_attention_backward
@@ -11,7 +11,6 @@ __all__ = [
     "ArgumentError",
     "LoweringError",
     "TileProgramError",
-    "VerificationError",
     "linear_attention_program",
     "run_linear_attention",
     "run_linear_attention_backward",

@@ -39,10 +39,6 @@ class ArgumentError(LoweringError, ValueError):
     """An entry point was called with shapes, dtypes or options that are outside its contract."""
 
 
-class VerificationError(LoweringError, AssertionError):
-    """An implementation of a program or stage failed ``verify``."""
-
-
 class CapacityError(LoweringError, ValueError):
     """A stage keeps more on chip than its core has. Says which tile is the largest and how many bytes are too many."""
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kdacompile.bench import device_clock, rows
 from kdacompile.bench.cuda_cases import MODELS, Case
@@ -102,7 +101,7 @@ def _errors(contender: str, given: rows.Given) -> Figures:
     checked |= {key: checked[key].clone() for key in ("initial_state",) if key in checked}
     expected = rows.oracle(checked)
     found = call_of(contender, checked)()
-    errors = [_relative_error(x, y) for x, y in zip(found, expected, strict=True) if x is not None]
+    errors = [rows.relative_error(x, y) for x, y in zip(found, expected, strict=True) if x is not None]
     return dict(zip(("error_output", "error_state"), errors, strict=True))
 
 
@@ -112,11 +111,6 @@ def _floor_microseconds(given: rows.Given) -> float:
     products = 6 * batch * heads * length * given["q"].shape[3] * value_width  # what is known, written, read out
     bytes_rate, product_rate = device_clock.rates()
     return max(rows.unavoidable_bytes(given) / bytes_rate, products / product_rate)
-
-
-def _relative_error(x: Tensor, reference: Tensor) -> float:
-    """RMS of the difference over RMS of the reference."""
-    return float((x.double() - reference).norm() / reference.norm())
 
 
 if __name__ == "__main__":

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from kdacompile.backend import kda
-from kdacompile.bench import device_clock, record
+from kdacompile.bench import device_clock, record, rows
 from kdacompile.bench.record import Figures, Results
 from kdacompile.errors import KdaError
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.triton import TritonDecode
-from kdacompile.lowering.verify import relative_error
 from kdacompile.ops import mla_decode
 from kdacompile.patterns.mla.oracle import latent_attention
 
@@ -134,7 +133,7 @@ def error(o: Tensor, x: Inputs) -> float:
         x.q[some, :, :, :RANK], x.q[some, :, :, RANK:], x.cache[..., :RANK], x.cache[..., RANK:], None, None,
         lengths=x.lengths[some], block_table=x.table[some], scale=SCALE,
     )  # fmt: skip
-    return relative_error(o[some], want)
+    return rows.relative_error(o[some], want)
 
 
 def measured(case: Case, contenders: Sequence[str]) -> dict[str, Figures]:

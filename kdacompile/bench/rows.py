@@ -20,6 +20,8 @@ from kdacompile.patterns.recurrence.definition import token_recurrence
 EPS, BOUND = 1e-6, -5.0
 """Of the norms of q and k, and the lower bound of a "sigmoid" gate."""
 TOKENS = ("q", "k", "v", "g", "beta")
+TRANSFORMERS = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+"""Options of the functions of transformers."""
 Given = dict[str, Any]
 Output = tuple[Tensor, Tensor | None]
 
@@ -27,8 +29,8 @@ _FLA = {
     ("channel", True): "kda", ("token", True): "gated_delta_rule", ("none", True): "delta_rule",
     ("channel", False): "gla", ("token", False): "simple_gla",
 }  # fmt: skip
-_KIMI = "transformers.models.kimi_linear.modeling_kimi_linear"
-_QWEN = "transformers.models.qwen3_next.modeling_qwen3_next"
+_KIMI = "transformers.models.kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention"
+_QWEN = "transformers.models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule"
 
 
 def random_arguments(
@@ -45,8 +47,9 @@ def random_arguments(
     width: int = 128,
     value_width: int = 128,
     device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Given:
-    """A row in bf16, its parameters and log gates in fp32.
+    """A row in ``dtype``, its parameters and log gates in fp32.
 
     ``kind``: of gate, "channel", "token" or "none"; ``norm``: of q and k, "inside" the op, "outside" of it, or "none".
     """
@@ -56,13 +59,13 @@ def random_arguments(
         return torch.randn(shape, generator=generator, device=device)
 
     places = (batch, length, value_heads)
-    q, k = (normal(batch, length, heads, width).bfloat16() for _ in range(2))
+    q, k = (normal(batch, length, heads, width).to(dtype) for _ in range(2))
     if norm == "outside":
         q, k = (F.normalize(x, dim=-1) for x in (q, k))
-    given: Given = {"q": q, "k": k, "v": normal(*places, value_width).bfloat16(), "delta": delta}
+    given: Given = {"q": q, "k": k, "v": normal(*places, value_width).to(dtype), "delta": delta}
     given["qk_l2norm"] = EPS if norm == "inside" else False
     if delta:
-        beta = normal(*places).bfloat16()
+        beta = normal(*places).to(dtype)
         given |= {"beta": beta if sigmoid_beta else beta.sigmoid(), "sigmoid_beta": sigmoid_beta}
     if kind == "none":
         return given
@@ -70,7 +73,7 @@ def random_arguments(
     g = normal(*places, *channels)
     if gate_fn == "log":
         return given | {"g": -F.softplus(g - 2.0)}
-    given |= {"g": g.bfloat16(), "gate_fn": gate_fn}
+    given |= {"g": g.to(dtype), "gate_fn": gate_fn}
     given |= {"A_log": 0.5 * normal(value_heads), "dt_bias": normal(value_heads, *channels) - 2.0}
     return given | ({"gate_scale": BOUND} if gate_fn == "sigmoid" else {})
 
@@ -139,6 +142,11 @@ def oracle(given: Given) -> tuple[Tensor, Tensor]:
     return token_recurrence(q, k, double["v"], decay, beta_of(double), state, **options)
 
 
+def relative_error(x: Tensor, reference: Tensor) -> float:
+    """RMS of the difference over RMS of the reference."""
+    return float((x.double() - reference).norm() / reference.norm())
+
+
 def ours(given: Given) -> Callable[[], Output]:
     """The op; of one token with a state the step, which overwrites it."""
     from kdacompile import ops
@@ -149,18 +157,19 @@ def ours(given: Given) -> Callable[[], Output]:
     return lambda: ops.linear_attention_step(**rest, state=given["initial_state"], inplace=True)
 
 
-def plain(given: Given, backend: str | None = None) -> Callable[[], Output]:
-    """The delta rule by the functions that models of transformers call, compiled if there is a ``backend``."""
-    module, name = (_KIMI, "chunk_kimi_delta_attention") if given["g"].dim() == 4 else (_QWEN, "")
-    name = "recurrent_kimi_delta_attention" if "initial_state" in given else name or "torch_chunk_gated_delta_rule"
-    function = cast("Callable[..., Output]", getattr(importlib.import_module(module), name))
-    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+def plain(given: Given, backend: str = "eager") -> Callable[[], Output]:
+    """The delta rule by the functions that models of transformers call, gates before it, as ``backend`` compiles both;
+    "eager": as they are.
+    """
+    module, name = _QWEN if given["g"].dim() == 3 else _KIMI
+    name = "recurrent_kimi_delta_attention" if "initial_state" in given else name
+    function = getattr(importlib.import_module(module), name)
 
     def call(given: Given) -> Output:
         gates = {"g": log_gate(given), "beta": beta_of(given), "initial_state": given.get("initial_state")}
-        return function(given["q"], given["k"], given["v"], **gates, **options)
+        return function(given["q"], given["k"], given["v"], **gates, **TRANSFORMERS)
 
-    called = call if backend is None else torch.compile(call, backend=backend)
+    called = call if backend == "eager" else torch.compile(call, backend=backend)
     return lambda: called(given)
 
 

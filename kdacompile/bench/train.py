@@ -147,7 +147,7 @@ def _errors(name: str, who: str, device: str = "cuda") -> dict[str, float]:
     double = given | {n: x.detach().double().requires_grad_() for n, x in rows.tensors_of(given).items()}
     found, exact = _both(who, given)(), _gradients(lambda: rows.oracle(double), double)()
     names = rows.tensors_of(given)
-    return {n: float((a.double() - b).norm() / b.norm()) for n, a, b in zip(names, found, exact, strict=True)}
+    return {n: rows.relative_error(a, b) for n, a, b in zip(names, found, exact, strict=True)}
 
 
 def _figures(who: str, given: rows.Given) -> Figures:

@@ -11,112 +11,57 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from kdacompile.bench import measure
+from kdacompile.bench import measure, rows
 from kdacompile.bench.relay import READY
 from kdacompile.bench.suites import SUITES, Case
-from kdacompile.patterns.recurrence.definition import token_recurrence
 from kdacompile.report.collect import collecting
 
 ROUND_SECONDS = 0.5
-_L2NORM_EPS = 1e-6  # the transformers functions' own
-Output = tuple[Tensor, Tensor]
+Call = Callable[[], rows.Output]
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """q, k ``[B, T, H, K]``, v ``[B, T, H, V]``, the log gate with K or without, beta ``[B, T, H]``; all fp32."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-
-    @classmethod
-    def random(cls, case: Case, device: str) -> Inputs:
-        """Ordinary magnitudes: log gates around -0.7, beta in (0, 1)."""
-        generator = torch.Generator().manual_seed(0)
-        shape = (case.batch, case.length, case.heads)
-        gate_shape = (*shape, case.key_dim) if case.gate == "channel" else shape
-        sizes = ((*shape, case.key_dim), (*shape, case.key_dim), (*shape, case.value_dim), gate_shape, shape)
-        q, k, v, g, beta = (torch.randn(size, generator=generator) for size in sizes)
-        tensors = (q, k, v, torch.nn.functional.logsigmoid(g), torch.sigmoid(beta))
-        return cls(*(tensor.to(device) for tensor in tensors))
-
-    def oracle(self) -> Output:
-        """The recurrence in fp64."""
-        q, k = (_l2norm(x.double()) for x in (self.q, self.k))
-        decay = self.g.double().exp()
-        decay = decay if decay.dim() == 4 else decay.unsqueeze(-1)
-        scale = q.shape[-1] ** -0.5
-        return token_recurrence(q, k, self.v.double(), decay, self.beta.double(), delta=True, scale=scale)
-
-    def with_gradients(self, call: Callable[[], Output]) -> Callable[[], Output]:
-        """The call and the backward of it: o, and the gradients of all inputs in one vector."""
-        tensors = [x.requires_grad_() for x in (self.q, self.k, self.v, self.g, self.beta)]
-
-        def run() -> Output:
-            o, state = call()
-            grads = torch.autograd.grad(o.sum() + state.sum(), tensors)
-            return o.detach(), torch.cat([grad.flatten() for grad in grads])
-
-        return run
+def arguments(case: Case, device: str) -> rows.Given:
+    """Of the op, in fp32."""
+    given = rows.random_arguments(
+        case.gate, "log", case.length, batch=case.batch, heads=case.heads, value_heads=case.heads, width=case.key_dim,
+        value_width=case.value_dim, device=device, dtype=torch.float32,
+    )  # fmt: skip
+    return given | {"output_final_state": True}
 
 
-def _l2norm(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2NORM_EPS)
+def with_gradients(call: Call, given: rows.Given) -> Call:
+    """The call and the backward of it: o, and the gradients of all inputs in one vector."""
+    tensors = [x.requires_grad_() for x in rows.tensors_of(given).values()]
+
+    def run() -> rows.Output:
+        o, state = call()
+        assert state is not None  # asked for
+        grads = torch.autograd.grad(o.sum() + state.sum(), tensors)
+        return o.detach(), torch.cat([grad.flatten() for grad in grads])
+
+    return run
 
 
-def contender_call(contender: str, case: Case, inputs: Inputs) -> Callable[[], Output]:
+def contender_call(contender: str, case: Case, given: rows.Given) -> Call:
     """The contender as a call without arguments. Imports and what Inductor does but once happen here: they are not the
     compile time of the case.
     """
     if contender == "op":
-        from kdacompile import ops
-
-        def run_op() -> Output:
-            o, state = ops.linear_attention(
-                inputs.q,
-                inputs.k,
-                inputs.v,
-                inputs.g,
-                inputs.beta,
-                scale=case.key_dim**-0.5,
-                delta=True,
-                qk_l2norm=_L2NORM_EPS,
-                output_final_state=True,
-            )
-            assert state is not None  # asked for
-            return o, state
-
-        return run_op
-    function: Callable[..., Output] = getattr(importlib.import_module(case.module), case.function)
+        return rows.ours(given)
+    function = getattr(importlib.import_module(case.module), case.function)
     if contender != "eager":
-        _start_inductor(inputs.q.device)
+        _start_inductor(given["q"].device)
         if contender == "kda":
             importlib.import_module("kdacompile.backend")
         function = torch.compile(function, backend=contender)
-
-    def run() -> Output:
-        return function(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            g=inputs.g,
-            beta=inputs.beta,
-            initial_state=None,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-        )
-
-    return run
+    q, k, v, g, beta = (given[name] for name in rows.TOKENS)
+    return lambda: function(q, k, v, g=g, beta=beta, initial_state=None, **rows.TRANSFORMERS)
 
 
 def _start_inductor(device: torch.device) -> None:
@@ -127,15 +72,16 @@ def _start_inductor(device: torch.device) -> None:
     torch.compiler.reset()
 
 
-def first_call(call: Callable[[], Output], oracle: Callable[[], Output]) -> dict[str, Any]:
+def first_call(call: Call, oracle: Call) -> dict[str, Any]:
     """Call once: what that takes, what the backend reports, and how far the result is from the recurrence in fp64."""
-    outputs: list[Output] = []
+    outputs: list[rows.Output] = []
     measure.reset_peak_resident()
     resident = measure.resident_bytes("VmRSS")
     with collecting() as report:
         seconds = measure.seconds_of(lambda: outputs.append(call()))
     highest = measure.resident_bytes("VmHWM")
-    errors = [measure.relative_error(*pair) for pair in zip(outputs.pop(), oracle(), strict=True)]
+    pairs = zip(outputs.pop(), oracle(), strict=True)
+    errors = [measure.relative_error(x, y) for x, y in pairs if x is not None and y is not None]
     return {
         "first_call_seconds": seconds,
         "first_call_resident_bytes": None if resident is None or highest is None else highest - resident,
@@ -151,10 +97,10 @@ def main(suite_name: str, case_name: str, contender: str, out: str) -> None:
     suite = SUITES[suite_name]
     case = next(case for case in suite.cases if case.name == case_name)
     torch.set_num_threads(suite.threads)
-    inputs = Inputs.random(case, suite.device)
-    call, oracle = contender_call(contender, case, inputs), inputs.oracle
+    given = arguments(case, suite.device)
+    call, oracle = contender_call(contender, case, given), partial(rows.oracle, given)
     if case.train:
-        call, oracle = inputs.with_gradients(call), inputs.with_gradients(oracle)
+        call, oracle = with_gradients(call, given), with_gradients(oracle, given)
     clock = time.process_time if suite.threads == 1 else measure.wall
     figures = first_call(call, oracle)
     samples: list[float] = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kdacompile.lowering.ascend.launch import Launcher, run_chunks
 from kdacompile.lowering.calls import Call
-from kdacompile.lowering.verify import Case, make_inputs, oracle, relative_error
+from tests.lowering.verify import Case, make_inputs, oracle, relative_error
 
 CORES = 3
 SIZES: Mapping[str, int] = {

@@ -16,12 +16,12 @@ from kdacompile.lowering.ascend.launch import Launch
 from kdacompile.lowering.ascend.npu import EmittedAttention
 from kdacompile.lowering.errors import CapacityError
 from kdacompile.lowering.target import ASCEND910_95, ASCEND910B, TARGETS
-from kdacompile.lowering.verify import relative_error
 from kdacompile.ops.fused import FusedAttention
 from tests.ascend.cases import CORES
 from tests.ascend.damage import NOTHING, ORDERS, RACE, WAIT, damage_is_caught
 from tests.ascend.layout import TEMPORARIES, on_chip, within_capacity
 from tests.ascend.tools import ARCH, NEXT_ARCH, SimulatedDevice, ToolError, Tools
+from tests.lowering.verify import relative_error
 from tests.ops.mla_cases import MlaCase, make_mla
 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kdacompile.lowering.ascend.npu import EmittedKernels
 from kdacompile.lowering.ascend.operators import CHUNKED, RECURRENT, GatedDeltaRuleOperators
-from kdacompile.lowering.verify import relative_error
 from kdacompile.ops.fused import FusedKernels
 from tests.ascend.cases import CORES
 from tests.ascend.tools import SimulatedDevice, Tools
+from tests.lowering.verify import relative_error
 from tests.ops.cases import GATE_FNS, Case, make_case, oracle
 
 

@@ -16,11 +16,11 @@ from kdacompile.lowering.executor import Executable
 from kdacompile.lowering.ir import DType
 from kdacompile.lowering.layout import packed_layout
 from kdacompile.lowering.linear_attention import ROWS
-from kdacompile.lowering.verify import Case, as_implementation, verify
 from tests.ascend.cases import CORES, Verdict, ascend_case, judge, narrowed, rounded_inputs, run
 from tests.ascend.test_compiler import FAMILY, plan_of
 from tests.ascend.tools import SimulatedDevice, Tools
 from tests.lowering.planned import ascend_scratch
+from tests.lowering.verify import Case, as_implementation, verify
 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}
 

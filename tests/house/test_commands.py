@@ -169,7 +169,7 @@ def test_an_option_that_says_nothing_is_refused(
         (["plan", "--table", "--write", "{folder}/unmarked.md"], "it has no lines <!-- plans -->"),
         (["overhead", "nope"], "no program begins with 'nope'"),
         (["bench", "--suite", "nope"], "there are cpu"),
-        (["bench", "--case", "nope"], "it has kda-chunk"),
+        (["bench", "--case", "nope"], "there are kda-chunk"),
         (["bench", "--json", "{folder}/unmarked.md/figures.json"], "its folder cannot be made"),
     ],
 )

@@ -18,9 +18,9 @@ from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton import TritonKernels
 from kdacompile.lowering.triton import run as launch
 from kdacompile.lowering.triton.load import load_source
-from kdacompile.lowering.verify import Case, as_implementation, relative_error, verify
 from tests.lowering.differentiated import call_of
 from tests.lowering.planned import triton_scratch
+from tests.lowering.verify import Case, as_implementation, relative_error, verify
 from tests.ops import cases
 
 KERNELS = TritonKernels()

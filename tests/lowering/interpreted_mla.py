@@ -14,7 +14,7 @@ from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton import TritonDecode
 from kdacompile.lowering.triton.mla_run import cut
-from kdacompile.lowering.verify import relative_error
+from tests.lowering.verify import relative_error
 from tests.ops.mla_cases import MlaCase, make_mla
 
 KERNELS = TritonDecode()

@@ -12,7 +12,7 @@ from kdacompile.lowering.run import choose_chunk
 from kdacompile.lowering.stages import Scope
 from kdacompile.lowering.triton.configs import Device, choose, padded
 from kdacompile.lowering.triton.placement import place
-from kdacompile.lowering.verify import Case
+from tests.lowering.verify import Case
 
 IO = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

@@ -16,9 +16,9 @@ from kdacompile.lowering.plan import Plan, plan
 from kdacompile.lowering.run import layout_of
 from kdacompile.lowering.stages import SCANS, Section
 from kdacompile.lowering.target import Unit
-from kdacompile.lowering.verify import Case, make_inputs, relative_error
 from tests.lowering.test_adjoint_program import wanted
 from tests.lowering.test_program import check_golden
+from tests.lowering.verify import Case, make_inputs, relative_error
 
 PLANNED = [row for row in ROWS if row[0] != "channel"]
 

@@ -20,8 +20,8 @@ from kdacompile.lowering.run import layout_of
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.stages import Section
 from kdacompile.lowering.text import to_text
-from kdacompile.lowering.verify import Case, make_inputs, oracle, relative_error
 from tests.lowering.test_program import check_golden
+from tests.lowering.verify import Case, make_inputs, oracle, relative_error
 
 CHUNK = 16
 

@@ -24,7 +24,7 @@ from kdacompile.lowering.ascend.prepare import Fused
 from kdacompile.lowering.ascend.step import step_module
 from kdacompile.lowering.errors import ArgumentError
 from kdacompile.lowering.linear_attention import ROWS
-from kdacompile.lowering.verify import Case, make_inputs
+from tests.lowering.verify import Case, make_inputs
 
 FUSED = Fused(norm=True, gate_fn="softplus", rate=True, bias=True, sigmoid_beta=True)
 GOLDENS = Path(__file__).parent / "goldens"

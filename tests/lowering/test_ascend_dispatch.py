@@ -18,9 +18,9 @@ from kdacompile.lowering.ascend.npu import EmittedKernels, choose
 from kdacompile.lowering.ascend.operators import CHUNKED, RECURRENT, GatedDeltaRuleOperators
 from kdacompile.lowering.ascend.prepare import prepare
 from kdacompile.lowering.calls import Call
-from kdacompile.lowering.verify import relative_error
 from kdacompile.ops.fused import FusedKernels
 from kdacompile.patterns.recurrence.definition import token_recurrence
+from tests.lowering.verify import relative_error
 from tests.ops.cases import GATE_FNS, TENSORS, Case, make_case, oracle
 
 NAMESPACE = "kdacompile_test_npu"

@@ -15,7 +15,7 @@ from torch import Tensor
 from kdacompile.lowering import run_linear_attention
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.cpu import compiler, recurrence, runs_recurrence
-from kdacompile.lowering.verify import Case, make_inputs, verify
+from tests.lowering.verify import Case, make_inputs, verify
 
 ROWS = [(gate, delta) for gate in ("none", "head", "token", "channel") for delta in (True, False)]
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14}

@@ -15,7 +15,7 @@ from kdacompile.lowering import run_linear_attention_backward
 from kdacompile.lowering.calls import RECURRENT, Call
 from kdacompile.lowering.cpu import compiler, recurrence, run_recurrence_backward, runs_backward
 from kdacompile.lowering.operands import given
-from kdacompile.lowering.verify import Case, make_inputs, oracle, relative_error
+from tests.lowering.verify import Case, make_inputs, oracle, relative_error
 
 pytestmark = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("cc", "gcc", "clang", "g++", "clang++")), reason="no C compiler"

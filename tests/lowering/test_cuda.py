@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kdacompile.lowering import run_linear_attention, run_linear_attention_step
-from kdacompile.lowering.verify import Case, make_inputs, verify
+from tests.lowering.verify import Case, make_inputs, verify
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kdacompile.lowering import run_linear_attention, run_linear_attention_step
 from kdacompile.lowering.calls import RECURRENT, Call
-from kdacompile.lowering.verify import Case, make_inputs
 from kdacompile.patterns.recurrence.definition import token_recurrence
+from tests.lowering.verify import Case, make_inputs
 
 Results = Callable[..., tuple[Tensor, Tensor]]
 ROWS = [(gate, delta) for gate in ("none", "head", "token", "channel") for delta in (True, False)]

@@ -16,9 +16,9 @@ from kdacompile.lowering.hopper import HopperKernels, launches, schedule
 from kdacompile.lowering.operands import tensors
 from kdacompile.lowering.run import l2norm
 from kdacompile.lowering.scratch import Scratch
-from kdacompile.lowering.verify import relative_error
 from kdacompile.ops import kernels
 from kdacompile.patterns.recurrence.definition import token_recurrence
+from tests.lowering.verify import relative_error
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"

@@ -18,7 +18,7 @@ from kdacompile.lowering import ArgumentError, run, run_linear_attention, run_li
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.cpu import runs_recurrence
 from kdacompile.lowering.operands import given
-from kdacompile.lowering.verify import Case, make_inputs, oracle, relative_error, verify
+from tests.lowering.verify import Case, make_inputs, oracle, relative_error, verify
 
 ROWS = [(gate, delta) for gate in ("none", "head", "token", "channel") for delta in (True, False)]
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14}

@@ -18,8 +18,8 @@ from kdacompile.lowering.recorded import Launch, Recorder
 from kdacompile.lowering.run_attention import Attention, run_attention
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton import TritonDecode
-from kdacompile.lowering.verify import relative_error
 from kdacompile.patterns.mla.oracle import latent_attention
+from tests.lowering.verify import relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
 from kdacompile.lowering.plan import Options, naive_program, plan
-from kdacompile.lowering.plan.simulate import simulate
 from kdacompile.lowering.scratch import Scratch
-from kdacompile.lowering.verify import Case, make_inputs, oracle, relative_error, verify
+from tests.lowering.simulate import simulate
+from tests.lowering.verify import Case, make_inputs, oracle, relative_error, verify
 
 
 @pytest.fixture(autouse=True)

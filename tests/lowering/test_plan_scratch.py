@@ -16,8 +16,8 @@ from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
 from kdacompile.lowering.plan import Options, plan
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton.placement import place
-from kdacompile.lowering.verify import Case, as_implementation, make_inputs, verify
 from tests.lowering.planned import ascend_scratch, executor_scratch
+from tests.lowering.verify import Case, as_implementation, make_inputs, verify
 
 
 @pytest.mark.parametrize("beta", [True, False])

@@ -22,7 +22,6 @@ from kdacompile.lowering.errors import (
     TileProgramError,
     TileShapeError,
     UndefinedValueError,
-    VerificationError,
 )
 from kdacompile.lowering.executor import Executable
 from kdacompile.lowering.ir import DType, Op, OpKind, Per, Program, TileType, Value
@@ -35,7 +34,7 @@ from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.stages import Section
 from kdacompile.lowering.text import to_text
 from kdacompile.lowering.validate import validate
-from kdacompile.lowering.verify import Case, make_inputs, oracle, relative_error, verify
+from tests.lowering.verify import Case, VerificationError, make_inputs, oracle, relative_error, verify
 
 GOLDENS = Path(__file__).parent / "goldens"
 CK, CV, KV = TileType("C", "K"), TileType("C", "V"), TileType("K", "V")

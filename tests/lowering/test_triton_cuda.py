@@ -12,8 +12,8 @@ from kdacompile.lowering.calls import Call
 from kdacompile.lowering.linear_attention import ROWS
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton import TritonKernels
-from kdacompile.lowering.verify import Case, as_implementation, make_inputs, relative_error, verify
 from tests.lowering.planned import triton_scratch
+from tests.lowering.verify import Case, as_implementation, make_inputs, relative_error, verify
 from tests.ops.cases import GATE_FNS, make_case, oracle
 from tests.ops.cases import Case as OpCase
 

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map
 from kdacompile import compat, containment, ops
 from kdacompile.lowering.ascend import npu as launching
 from kdacompile.lowering.ascend.operators import CHUNKED, RECURRENT
-from kdacompile.lowering.verify import relative_error
 from kdacompile.ops.fused import FusedKernels
 from kdacompile.report.collect import collecting
 from tests.ascend.npu import device
@@ -23,6 +22,7 @@ from tests.ascend.npu.triton import SimulatedTriton
 from tests.ascend.tools import Tools
 from tests.backend import layers
 from tests.lowering import test_ascend_dispatch as operators
+from tests.lowering.verify import relative_error
 from tests.ops.cases import Case, make_case, oracle
 from tests.ops.mla_cases import MlaCase, make_mla
 

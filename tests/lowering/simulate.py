@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..calls import Call
-from ..errors import ArgumentError
-from ..executor import Executable
-from ..run import execute, layout_of
-from ..scratch import Scratch
-from ..verify import Implementation
-from .model import PlanData
+from kdacompile.lowering.calls import Call
+from kdacompile.lowering.errors import ArgumentError
+from kdacompile.lowering.executor import Executable
+from kdacompile.lowering.plan.model import PlanData
+from kdacompile.lowering.run import execute, layout_of
+from kdacompile.lowering.scratch import Scratch
+from tests.lowering.verify import Implementation
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

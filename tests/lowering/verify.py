@@ -13,13 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..patterns.recurrence.definition import token_recurrence
-from .calls import Call
-from .calls import Implementation as Kernels
-from .errors import VerificationError
-from .scratch import Scratch
+from kdacompile.lowering.calls import Call
+from kdacompile.lowering.calls import Implementation as Kernels
+from kdacompile.lowering.scratch import Scratch
+from kdacompile.patterns.recurrence.definition import token_recurrence
 
 Implementation = Callable[[Call, Scratch], tuple[Tensor, Tensor]]
+
+
+class VerificationError(AssertionError):
+    """An implementation failed :func:`verify`."""
 
 
 @dataclass(frozen=True)
