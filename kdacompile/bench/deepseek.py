@@ -15,7 +15,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kdacompile.bench import device_clock, rows
 from kdacompile.bench.relay import Job, Outcome, Relay, wait_for_turn
 from kdacompile.errors import BenchError
 from kdacompile.report.collect import collecting
@@ -95,13 +95,7 @@ def milliseconds(step: Step, forward: Callable[..., Any]) -> float:
     samples: list[float] = []
     for _ in range(SAMPLES):
         step.rewind()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        step(forward)
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(start.elapsed_time(end))
+        samples.append(1e-3 * device_clock.elapsed(lambda: step(forward)))
     return statistics.median(samples)
 
 
@@ -124,11 +118,9 @@ def measured(backend: str, mode: str, args: argparse.Namespace) -> Figures:
         torch.cuda.empty_cache()  # others get ready as well
         step = Step(model, args, range(args.batch))
         compiled = torch.compile(model, backend=backend, mode=mode, dynamic=False)
-        started = time.perf_counter()
+        step.rewind()
         with collecting() as report:
-            step.rewind()
-            step(compiled)
-        seconds = time.perf_counter() - started
+            seconds = device_clock.seconds_until_done(lambda: step(compiled))
         if backend == "kda" and [match.pattern for match in report.matches] != ["mla"] * args.layers:
             raise BenchError(detail=str(report))
         for _ in range(3):  # CUDA graphs are recorded
@@ -137,7 +129,7 @@ def measured(backend: str, mode: str, args: argparse.Namespace) -> Figures:
         wait_for_turn()
         step.rewind()
         have = step(compiled).clone()
-        error = float((have.double() - want.double()).norm() / want.double().norm())
+        error = rows.relative_error(have, want.double())
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         figures = {"ms": milliseconds(step, compiled), "error": error, "compile_s": seconds}

@@ -3,20 +3,19 @@
     python -m kdacompile.bench.latent [--cache 4096] [--heads 16] [--batch 1] [--threads 2]
 
 One token of DeepSeek-V3's attention (latent 512, heads of 128 + 64 and 128 channels) over a filled cache, as
-transformers writes it: ``kv_b_proj`` of the whole cache, the key filled piece by piece, eager attention. Inductor alone
+transformers writes it: ``kv_b_proj`` of the whole cache, the key filled part by part, eager attention. Inductor alone
 and ``backend="kda"`` compile the same module in this process, and are timed in turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from kdacompile.bench.measure import relative_error, seconds_of
+from kdacompile.bench import measure
 from kdacompile.report.collect import collecting
 
 NOPE, ROPE, RANK, VALUE = 128, 64, 512, 128
@@ -61,14 +60,11 @@ def compare(heads: int, cached: int, batch: int, rounds: int) -> dict[str, float
             calls[backend] = lambda compiled=compiled: compiled(*inputs)
             calls[backend]()
         results = {name: call() for name, call in calls.items()}
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(rounds):
-            for name, call in calls.items():
-                samples[name].append(seconds_of(call))
+        timed = measure.timings(calls, rounds=rounds)
     if [match.pattern for match in report.matches] != ["mla"]:
         raise SystemExit(str(report))
-    medians = {name: statistics.median(times) for name, times in samples.items()}
-    return {**medians, "error": relative_error(results["kda"], results["inductor"])}
+    medians = {name: timing.median for name, timing in timed.items()}
+    return {**medians, "error": measure.relative_error(results["kda"], results["inductor"])}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
