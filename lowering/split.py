@@ -1,8 +1,8 @@
-"""Split-KV: into how many pieces the caches of a call are cut, so that every multiprocessor has the same work.
+"""Split-KV: into how many work items the caches of a call are cut, so that every multiprocessor has the same work.
 
-A piece is a run of blocks of one request; a program takes one piece for one tile of query rows. Where all requests are
+A work item is a run of blocks of one request; a program takes one for one tile of query rows. Where all requests are
 equally long, or there is one, the sizes of the call decide. Otherwise only the lengths can, and they lie on the device:
-a small kernel cuts there (``lowering/triton/mla_split.py``), and the host only knows how many pieces there can be.
+a small kernel cuts there (``lowering/triton/mla_split.py``), and the host only knows how many items there can be.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-BLOCK = 64  # tokens: what pieces are made of
+BLOCK = 64  # tokens: what items are made of
 OVERHEAD = 5  # blocks that a program could have done in the time of its start and end
 PARTIAL = 3  # the same for writing a partial result and reading it again
 MANY = 4  # rounds of programs after which the lengths even out on their own
@@ -18,9 +18,9 @@ MANY = 4  # rounds of programs after which the lengths even out on their own
 
 @dataclass(frozen=True)
 class Split:
-    """``pieces`` programs for each tile of rows. ``splits``: of every request, 0 where the device decides."""
+    """``items`` programs for each tile of rows. ``splits``: of every request, 0 where the device decides."""
 
-    pieces: int
+    items: int
     splits: int
 
     @property

@@ -57,21 +57,21 @@ static void run_walk(struct walk *w, int64_t chunks, struct room room, real *mem
     w->products = taken(&memory, 3 * TOKENS * w->K), w->pairs = taken(&memory, 2 * TOKENS * TOKENS);
     w->dS = taken(&memory, room.state);
     real *kept = taken(&memory, room.kept * room.chunk), *states = taken(&memory, room.kept * room.state);
-    real *checkpoints = memory; /* the state before every piece */
+    real *checkpoints = memory; /* the state before every span */
 
     read_state(w, p->grad_final ? p->grad_final + tile + w->column : 0, w->dS);
     read_state(w, p->initial ? p->initial + tile + w->column : 0, checkpoints);
-    const int64_t pieces = (chunks + room.kept - 1) / room.kept;
-    for (int64_t i = 0; i < (pieces - 1) * room.kept; i++) {
-        const int64_t piece = i / room.kept, last = (i + 1) % room.kept == 0;
+    const int64_t spans = (chunks + room.kept - 1) / room.kept;
+    for (int64_t i = 0; i < (spans - 1) * room.kept; i++) {
+        const int64_t span = i / room.kept, last = (i + 1) % room.kept == 0;
         turn_to(w, w->start + i * TOKENS, kept);
-        forward(w, i % room.kept ? states : checkpoints + piece * room.state,
-                last ? checkpoints + (piece + 1) * room.state : states);
+        forward(w, i % room.kept ? states : checkpoints + span * room.state,
+                last ? checkpoints + (span + 1) * room.state : states);
     }
-    for (int64_t piece = pieces - 1; piece >= 0; piece--) {
-        const int64_t first = w->start + piece * room.kept * TOKENS;
-        const int64_t count = piece < pieces - 1 ? room.kept : chunks - piece * room.kept;
-        const real *checkpoint = checkpoints + piece * room.state;
+    for (int64_t span = spans - 1; span >= 0; span--) {
+        const int64_t first = w->start + span * room.kept * TOKENS;
+        const int64_t count = span < spans - 1 ? room.kept : chunks - span * room.kept;
+        const real *checkpoint = checkpoints + span * room.state;
         for (int64_t i = 0; i < count; i++) {
             turn_to(w, first + i * TOKENS, kept + i * room.chunk);
             forward(w, i ? states + i * room.state : checkpoint, states + (i + 1) % room.kept * room.state);

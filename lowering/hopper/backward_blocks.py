@@ -172,8 +172,15 @@ def leave(base, step, tile, left):
 
 
 @gluon.jit
+def own_chunk(first_head, HP: gl.constexpr):
+    """Of a block: its number, its chunk and its head, one of HP from ``first_head`` on."""
+    pid = gl.program_id(0).to(gl.int64)
+    return pid, pid // HP, first_head + pid % HP
+
+
+@gluon.jit
 def chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED: gl.constexpr):
-    """Of a chunk of 64: its batch entry, its first token, and where its sequence ends."""
+    """Of a chunk of 64: its batch entry, its first token, and how many are left of its sequence from there."""
     if PACKED:
         sequence = 0 * N
         after = N
@@ -191,7 +198,7 @@ def chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED: gl.constexpr):
         batch = chunk // chunks
         first = (chunk - batch * chunks) * 64
         end = first * 0 + T
-    return batch, first, end
+    return batch, first, end - first
 
 
 @gluon.jit

@@ -44,6 +44,7 @@ from .backward_blocks import (
     inside_sums,
     load_parts,
     over_block,
+    own_chunk,
     part_of,
     product,
     put_parts,
@@ -235,15 +236,12 @@ def gradients(
 
     Without the delta rule r_buffer and vn_buffer are not read: both are v, the latter times beta.
     """
-    pid = gl.program_id(0).to(gl.int64)
-    chunk = pid // HP
-    head = first_head + pid % HP
+    pid, chunk, head = own_chunk(first_head, HP)
     runs = True
     if PACKED:
         runs = chunk < gl.load(chunk_offsets + N)
     if runs:
-        batch, first, end = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
-        left = end - first
+        batch, first, left = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
         do_t = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
         z_t = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
         vn_t = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)

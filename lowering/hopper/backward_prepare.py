@@ -39,6 +39,7 @@ from .backward_blocks import (
     inside_sums,
     load_parts,
     over_block,
+    own_chunk,
     part_of,
     product,
     put_parts,
@@ -173,15 +174,12 @@ def prepare(
     SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """A block has one chunk of one head, and takes a few channels at a time."""
-    pid = gl.program_id(0).to(gl.int64)
-    chunk = pid // HP
-    head = first_head + pid % HP
+    pid, chunk, head = own_chunk(first_head, HP)
     runs = True
     if PACKED:
         runs = chunk < gl.load(chunk_offsets + N)
     if runs:
-        batch, first, end = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
-        left = end - first
+        batch, first, left = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
         work = gl.allocate_shared_memory(gl.bfloat16, [3, 64, PART], NARROW)
         totals = gl.allocate_shared_memory(gl.float32, [4, PART], LINES)
         row = gl.arange(0, 64, layout=TOKEN)

@@ -26,6 +26,7 @@ from .backward_blocks import (
     chunk_place,
     fetch,
     leave,
+    own_chunk,
     product,
     store_rows,
     times,
@@ -64,15 +65,12 @@ def prepare_scalar(
     PACKED: gl.constexpr,
 ):  # fmt: skip
     """A block has one chunk of one head. q and k have contiguous rows that begin at multiples of 16 bytes."""
-    pid = gl.program_id(0).to(gl.int64)
-    chunk = pid // HP
-    head = first_head + pid % HP
+    pid, chunk, head = own_chunk(first_head, HP)
     runs = True
     if PACKED:
         runs = chunk < gl.load(chunk_offsets + N)
     if runs:
-        batch, first, end = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
-        left = end - first
+        batch, first, left = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
         q_t = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
         k_t = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
         fetch(q_t, q_ptr + batch * q_sb + first * q_st + (head // GROUP) * q_sh, q_st, left, WIDE)
@@ -214,15 +212,12 @@ def gradients_scalar(
     """
     VALUES: gl.constexpr = WIDE if V == 128 else SLIM
     ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
-    pid = gl.program_id(0).to(gl.int64)
-    chunk = pid // HP
-    head = first_head + pid % HP
+    pid, chunk, head = own_chunk(first_head, HP)
     runs = True
     if PACKED:
         runs = chunk < gl.load(chunk_offsets + N)
     if runs:
-        batch, first, end = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
-        left = end - first
+        batch, first, left = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
         do_t = gl.allocate_shared_memory(gl.bfloat16, [64, V], TILE)
         vn_t = gl.allocate_shared_memory(gl.bfloat16, [64, V], TILE)
         z_t = gl.allocate_shared_memory(gl.bfloat16, [64, V], TILE)

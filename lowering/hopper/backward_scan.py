@@ -288,10 +288,10 @@ def scan(
     Otherwise q and k are not read, and what ``backward_prepare.py`` left of them is.
     """
     pid = gl.program_id(0).to(gl.int64)
-    lane = pid // (V // BLOCK)
+    i_nh = pid // (V // BLOCK)
     column = (pid % (V // BLOCK)) * BLOCK
-    sequence = lane // HP
-    own = lane % HP
+    sequence = i_nh // HP
+    own = i_nh % HP
     head = first_head + own
     if PACKED:
         start = gl.maximum(gl.load(cu_seqlens + sequence).to(gl.int64), 0)

@@ -26,13 +26,13 @@ SINGLE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 
 
 @gluon.jit
-def _load(d_ends, lane, lanes, segment, segments, VP, tiles, full, stage):
+def _load(d_ends, i_nh, NH, segment, segments, VP, tiles, full, stage):
     """A of a segment, if there is one: rows of VP + WIDTH numbers, A behind B."""
     WIDTH: gl.constexpr = tiles.shape[1]
     here = segment < segments - 1
     bar = full.index(stage)
     mbarrier.expect(bar, WIDTH * WIDTH * 4, pred=here)
-    at = [(segment * lanes + lane) * WIDTH, VP]
+    at = [(segment * NH + i_nh) * WIDTH, VP]
     tma.async_copy_global_to_shared(d_ends, at, bar, tiles.index(stage), pred=here)
 
 
@@ -41,10 +41,10 @@ def combine(
     d_ends, ends, states, initial, s_sn, s_sh, s_sk, s_sv, K, V, VP, HV, segments,
     BLOCK: gl.constexpr, WIDTH: gl.constexpr, HAS_INITIAL: gl.constexpr,
 ):  # fmt: skip
-    """ends ``[segments - 1, lanes, WIDTH, VP + WIDTH]``, B and A, into ``[segments, lanes, WIDTH, VP]``: the states
+    """ends ``[segments - 1, N * HV, WIDTH, VP + WIDTH]``, B and A, into ``[segments, N * HV, WIDTH, VP]``: the states
     before each.
 
-    A program per lane and BLOCK columns of V, a warp for every 16 keys. d_ends describes ends as rows.
+    A program per head of a sequence and BLOCK columns of V, a warp for every 16 keys. d_ends describes ends as rows.
     """
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WIDTH // 16, 1], [16, BLOCK, 8])
     tiles = gl.allocate_shared_memory(gl.float32, [STAGES, WIDTH, WIDTH], SINGLE)
@@ -56,18 +56,18 @@ def combine(
     barrier()
     previous_is_over()
     next_may_start()
-    lane = gl.program_id(0)
-    lanes = gl.num_programs(0)
+    i_nh = gl.program_id(0)
+    NH = gl.num_programs(0)
     for s in gl.static_range(STAGES):
-        _load(d_ends, lane, lanes, 1 + s, segments, VP, tiles, full, s)
+        _load(d_ends, i_nh, NH, 1 + s, segments, VP, tiles, full, s)
     key = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, STATE))[:, None]
     column = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, STATE))[None, :]
-    to = states + lane.to(gl.int64) * WIDTH * VP + key * VP + column
-    B_from = ends + lane.to(gl.int64) * WIDTH * (VP + WIDTH) + key * (VP + WIDTH) + column
-    step = lanes.to(gl.int64) * WIDTH  # from a segment to the next, in rows
+    to = states + i_nh.to(gl.int64) * WIDTH * VP + key * VP + column
+    B_from = ends + i_nh.to(gl.int64) * WIDTH * (VP + WIDTH) + key * (VP + WIDTH) + column
+    step = NH.to(gl.int64) * WIDTH  # from a segment to the next, in rows
     S = gl.zeros([WIDTH, BLOCK], gl.float32, layout=STATE)
     if HAS_INITIAL:
-        at = initial + (lane // HV).to(gl.int64) * s_sn + (lane % HV).to(gl.int64) * s_sh + key * s_sk + column * s_sv
+        at = initial + (i_nh // HV).to(gl.int64) * s_sn + (i_nh % HV).to(gl.int64) * s_sh + key * s_sk + column * s_sv
         S += gl.load(at, mask=(key < K) & (column < V), other=0.0).to(gl.float32)
     gl.store(to, S)
     S = gl.load(B_from)
@@ -85,5 +85,5 @@ def combine(
         gl.store(to, S)
         S = warpgroup_mma(tiles.index(stage), state.permute((1, 0)), own)
         barrier()
-        _load(d_ends, lane, lanes, segment + STAGES, segments, VP, tiles, full, stage)
+        _load(d_ends, i_nh, NH, segment + STAGES, segments, VP, tiles, full, stage)
     gl.store(to + step * VP, S)

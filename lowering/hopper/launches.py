@@ -82,7 +82,7 @@ class Launches:
         self.call, self.plan, self.scratch = call, plan, scratch
         self.length, self.value_heads, self.value_width = call.v.shape[1:]
         self.key_width = call.q.shape[3]
-        self.lanes = call.sequences * self.value_heads
+        self.sequence_heads = call.sequences * self.value_heads
         device = call.q.device
         self.o = scratch.result(tuple(call.v.shape), call.out_dtype, device)
         state = (call.sequences, self.value_heads, self.key_width, self.value_width)
@@ -227,9 +227,9 @@ class DeltaLaunches(Launches):
             self._scan(n, (given, 0, *strides), chunks, has_initial=some)
             return
         keys, width = plan.width, plan.padded_values + plan.width
-        ends = (self.ends, self.lanes * keys * width, keys * width, width, keys, width)
+        ends = (self.ends, self.sequence_heads * keys * width, keys * width, width, keys, width)
         self._scan(n, (given, 0, *strides), length, has_initial=some, ends=ends, segments=segments - 1)
-        self.scratch.launch(self.combine, (self.lanes, plan.padded_values // COMBINED))(
+        self.scratch.launch(self.combine, (self.sequence_heads, plan.padded_values // COMBINED))(
             described(self.ends.view(-1, width), (keys, keys)), self.ends, self.between, given, *strides,
             self.key_width, self.value_width, plan.padded_values, self.value_heads, segments, BLOCK=COMBINED,
             WIDTH=keys, HAS_INITIAL=some, num_warps=keys // 16, launch_pdl=not plan.spare,
@@ -262,7 +262,7 @@ class DeltaLaunches(Launches):
             "BV": columns, "WIDTH": plan.width, "STAGES": plan.stages, "HAS_INITIAL": has_initial,
             "OUTPUT": ends is None, "PACKED": call.cu_seqlens is not None, "num_warps": columns // 16,
         }  # fmt: skip
-        self.scratch.launch(self.scan, (blocks, self.lanes, segments))(
+        self.scratch.launch(self.scan, (blocks, self.sequence_heads, segments))(
             described(rows, (CHUNK, plan.width)), self.v, self.q, self.k, line(factors, self.factors_of_tile),
             self.announced, *after, self.value_heads // call.q.shape[2], *span, SCALAR=plan.gate == "token",
             READY=plan.early > 0, launch_pdl=not plan.spare, **given,
@@ -304,7 +304,7 @@ class LinearLaunches(Launches):
             made = (self.v, self.v, self.v, self.announced, self.q, self.k, self.v, self.g, *self.g.stride())
         given = self.given | {"READY": self.given["READY"] and output}
         blocks = plan.padded_values // plan.columns
-        self.scratch.launch(self.linear, (blocks, self.lanes, segments))(
+        self.scratch.launch(self.linear, (blocks, self.sequence_heads, segments))(
             *made, *self.parameters, self.o_out, self.o, initial, *strides, self.ends if apart else self.absent,
             self.between if apart else self.absent, self.final, self.cu_seqlens, self.offsets, self.length,
             self.key_width, self.value_width, plan.padded_values, self.value_heads,

@@ -203,11 +203,11 @@ def _first_state(
             initial += i_n.to(gl.int64) * s_sn + i_h.to(gl.int64) * s_sh
             given = (key[None, :] < K) & (column[:, None] < V)
             S = gl.load(initial + key[None, :] * s_sk + column[:, None] * s_sv, mask=given, other=0.0).to(gl.float32)
-        lanes = gl.num_programs(1)
-        lane = gl.program_id(1).to(gl.int64)
+        NH = gl.num_programs(1)
+        i_nh = gl.program_id(1).to(gl.int64)
         for r in range(segment):
-            decay = gl.load(decays + (lane + r * lanes) * WIDTH + key)
-            B = gl.load(ends + (lane + r * lanes) * (VP * WIDTH) + column[:, None] * WIDTH + key[None, :])
+            decay = gl.load(decays + (i_nh + r * NH) * WIDTH + key)
+            B = gl.load(ends + (i_nh + r * NH) * (VP * WIDTH) + column[:, None] * WIDTH + key[None, :])
             S = S * decay[None, :] + B
     return S
 
@@ -306,9 +306,9 @@ def _state_warps(
                 final + key[None, :] * V + column[:, None], S, mask=(key[None, :] < K) & (column[:, None] < V)
             )  # fmt: skip
     else:
-        lane = gl.program_id(1).to(gl.int64) + segment * gl.num_programs(1)
-        gl.store(ends + lane * (VP * WIDTH) + column[:, None] * WIDTH + key[None, :], S)
-        gl.store(decays + lane * WIDTH + key, lost)
+        i_nh = gl.program_id(1).to(gl.int64) + segment * gl.num_programs(1)
+        gl.store(ends + i_nh * (VP * WIDTH) + column[:, None] * WIDTH + key[None, :], S)
+        gl.store(decays + i_nh * WIDTH + key, lost)
     if READY:
         previous_is_over()
 

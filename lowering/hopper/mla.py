@@ -184,12 +184,12 @@ def _value_warps(
 
 @gluon.jit
 def attend(
-    d_q, d_q_rope, d_c, d_r, table, table_sb, lengths, mask, mask_sb, sinks, pieces, o, lse, part_o, part_lse,
+    d_q, d_q_rope, d_c, d_r, table, table_sb, lengths, mask, mask_sb, sinks, items, o, lse, part_o, part_lse,
     scale, T, H, ROWS, WIDTH, SPLITS,
     PAGE: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_SINKS: gl.constexpr,
     SCHEDULED: gl.constexpr, PARTIAL: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of 64 rows, pieces. Arguments and results are those of ``lowering/triton/mla.py``.
+    """Grid: tiles of 64 rows, items. Arguments and results are those of ``lowering/triton/mla.py``.
 
     d_q ``[B, ROWS, 512]`` and d_q_rope ``[B, ROWS, 64]``; d_c ``[B, S, 512]`` and d_r ``[B, S, 64]``, or pages of PAGE
     tokens. ``mask``: a byte for each token of each request, 0 where no row may see it. ``scale``: of the scores, times
@@ -198,31 +198,31 @@ def attend(
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
-    piece = gl.program_id(1)
+    item = gl.program_id(1)
     first_row = gl.program_id(0) * 64
     rows = ROWS
     whole = not PARTIAL
-    slot = piece
+    slot = item
     if SCHEDULED:
-        request = gl.load(pieces + piece * 4)
-        if request < 0:  # beyond the last piece: nothing to read, nothing to write
+        request = gl.load(items + item * 4)
+        if request < 0:  # beyond the last item: nothing to read, nothing to write
             rows = 0
         request = gl.maximum(request, 0)
-        slot = gl.load(pieces + piece * 4 + 3)
+        slot = gl.load(items + item * 4 + 3)
         if PARTIAL:
             whole = slot < 0
     else:
-        request = piece // SPLITS
+        request = item // SPLITS
     length = WIDTH
     if HAS_LENGTHS:
         length = gl.minimum(gl.maximum(gl.load(lengths + request).to(gl.int32), 0), WIDTH)
     blocks = (length + 63) // 64
     if SCHEDULED:
-        low = gl.load(pieces + piece * 4 + 1)
-        high = gl.minimum(gl.load(pieces + piece * 4 + 2), blocks)
+        low = gl.load(items + item * 4 + 1)
+        high = gl.minimum(gl.load(items + item * 4 + 2), blocks)
     else:
         each = (blocks + SPLITS - 1) // SPLITS
-        low = (piece % SPLITS) * each
+        low = (item % SPLITS) * each
         high = gl.minimum(low + each, blocks)
     seen_first = length
     seen = gl.full([64], 0, gl.int32, gl.SliceLayout(1, SCORES)) + length

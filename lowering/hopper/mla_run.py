@@ -84,7 +84,7 @@ def _attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
     with on(call.q.device):
         results.schedule()
         arguments = {name: values[name] for name in kernels.attend.arg_names}
-        grid = tiles, results.split.pieces
+        grid = tiles, results.split.items
         scratch.launch(kernels.attend, grid)(**arguments, **results.launch_options(), num_warps=4)
         results.combine()
     return results.o, results.lse

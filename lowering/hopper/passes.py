@@ -55,15 +55,15 @@ def _plan(call: Call, parts: int) -> Schedule:
     """Everything in one run if it fits, as :func:`.schedules.schedule` has it otherwise."""
     batch, length, heads, values = call.v.shape
     packed = call.cu_seqlens is not None
-    lanes = heads * call.sequences
+    sequence_heads = heads * call.sequences
     chunks = length // CHUNK + call.sequences if packed else -(-length // CHUNK)
     columns = COLUMNS
-    if call.delta and values > COLUMNS and lanes * -(-values // COLUMNS) > multiprocessors(call.q.device):
+    if call.delta and values > COLUMNS and sequence_heads * -(-values // COLUMNS) > multiprocessors(call.q.device):
         columns = 2 * COLUMNS
     gate, width, tiles = "channel" if call.gate == "channel" else "token", padded(call.q.shape[3]), heads * batch
     run = min(chunks, max(1, KEPT // max(1, tiles * tile_bytes(gate, width, call.delta))))
     over, segments = -(-values // columns) * columns, 1 if call.delta else parts + 1
-    return Schedule(chunks, run, columns, segments, over, tiles, lanes, width, gate, call.delta)
+    return Schedule(chunks, run, columns, segments, over, tiles, sequence_heads, width, gate, call.delta)
 
 
 class _TwoPasses(Launches):
@@ -85,9 +85,9 @@ class DeltaPasses(_TwoPasses, DeltaLaunches):
     """:class:`kdacompile.lowering.passes.ForwardPasses` with the delta rule."""
 
     def maps(self, starts: Tensor, *, enters: bool = True, leaves: bool = True) -> tuple[Tensor, Tensor]:
-        lanes, (keys, values) = starts.shape[:2], starts.shape[2:]
-        a, written = (starts.new_zeros(self.parts, *lanes, keys, width) for width in (keys, values))
-        unit = torch.eye(keys, device=starts.device).expand(*lanes, keys, keys)
+        heads, (keys, values) = starts.shape[:2], starts.shape[2:]
+        a, written = (starts.new_zeros(self.parts, *heads, keys, width) for width in (keys, values))
+        unit = torch.eye(keys, device=starts.device).expand(*heads, keys, keys)
         state, asked = starts, self.parts if leaves else self.parts - 1
         with torch.cuda.device(starts.device):
             for part in range(asked):
@@ -135,7 +135,7 @@ class DeltaPasses(_TwoPasses, DeltaLaunches):
             self.o_out, self.o, states, 0, *states.stride(), states, 0, keys * width, width, keys, width,
             self.cu_seqlens, self.offsets, self.length, keys, width, blocks * columns, self.value_heads,
         )  # fmt: skip
-        self.scratch.launch(self.scan, (blocks, self.lanes, 1))(
+        self.scratch.launch(self.scan, (blocks, self.sequence_heads, 1))(
             described(rows, (CHUNK, plan.width)), self.v, self.q, self.k, line(factors, self.factors_of_tile),
             self.announced, *after, self.value_heads // self.call.q.shape[2], plan.spans[n][0] + begin, chunks, chunks,
             SCALAR=plan.gate == "token", READY=False, BV=columns, WIDTH=plan.width, STAGES=plan.stages,
@@ -148,14 +148,14 @@ class LinearPasses(_TwoPasses, LinearLaunches):
     """The same without it."""
 
     def maps(self, starts: Tensor, *, enters: bool = True, leaves: bool = True) -> tuple[Tensor, Tensor]:
-        lanes, (keys, values) = starts.shape[:2], starts.shape[2:]
+        heads, (keys, values) = starts.shape[:2], starts.shape[2:]
         kept = written = None
         with torch.cuda.device(starts.device):
             for n in range(len(self.plan.spans)):
                 self._prepared(n)
                 self._pass(n, output=False)
-                decay = self.between.view(self.parts, *lanes, -1)[..., :keys, None]
-                here = self.ends.view(self.parts, *lanes, -1, self.plan.width)[..., :values, :keys].mT
+                decay = self.between.view(self.parts, *heads, -1)[..., :keys, None]
+                here = self.ends.view(self.parts, *heads, -1, self.plan.width)[..., :values, :keys].mT
                 written = here.clone() if written is None else decay * written + here
                 kept = decay.clone() if kept is None else decay * kept
         assert kept is not None and written is not None

@@ -74,7 +74,7 @@ def _tensors(call: Call) -> str | None:
         return "a gate per channel must be bfloat16 or float32"  # it goes through the copy engine as it is
     if call.v.shape[1] < MIN_CHUNKS * CHUNK:
         return "a short sequence"
-    lanes, chunks = call.sequences * call.v.shape[2], -(-call.v.shape[1] // CHUNK)
-    if lanes * chunks * tile_rows("channel", WIDTHS[0]) >= 2**31 or lanes >= 2**16:
+    sequence_heads, chunks = call.sequences * call.v.shape[2], -(-call.v.shape[1] // CHUNK)
+    if sequence_heads * chunks * tile_rows("channel", WIDTHS[0]) >= 2**31 or sequence_heads >= 2**16:
         return "too many tokens for 32-bit coordinates"
     return None

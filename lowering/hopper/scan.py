@@ -50,9 +50,9 @@ LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 def locate_chunks(cu_seqlens, chunk_offsets, T, HV, first, chunks, length, segment, PACKED: gl.constexpr):
     """Of a block's chunks: sequence, value head, batch entry, the first one's tile, the tiles from one to the next, how
     many there are, the first one's first token, and the end of the sequence."""
-    lane = gl.program_id(1)
-    i_n = lane // HV
-    i_h = lane % HV
+    i_nh = gl.program_id(1)
+    i_n = i_nh // HV
+    i_h = i_nh % HV
     if PACKED:
         offset = gl.load(chunk_offsets + i_n)
         begin = gl.maximum(offset, first)
@@ -66,7 +66,7 @@ def locate_chunks(cu_seqlens, chunk_offsets, T, HV, first, chunks, length, segme
         begin = segment * length
         count = gl.minimum(length, chunks - begin)
         step = gl.num_programs(1)
-        tile = begin * step + lane
+        tile = begin * step + i_nh
         token = (first + begin) * 64
         end = T
         i_b = i_n
@@ -276,8 +276,8 @@ def _state_warps(
     if leaves:
         if not OUTPUT:  # A meets the tensor cores again
             S = gl.where(columns < VP, S, tf32(S))
-        lane = i_n * HV + i_h
-        final += lane.to(gl.int64) * f_sl + segment.to(gl.int64) * f_ss
+        i_nh = i_n * HV + i_h
+        final += i_nh.to(gl.int64) * f_sl + segment.to(gl.int64) * f_ss
         gl.store(final + keys * f_sk + columns, S, mask=(keys < f_rows) & (columns < f_columns))
     if READY:
         previous_is_over()

@@ -37,8 +37,8 @@ class Schedule:
     A block of the scan has ``columns`` of V's ``padded_values``; ``segments`` of a run are scanned at once. With
     ``spare`` multiprocessors that a scan leaves idle the next run is prepared beside it, ``beside`` tiles on each.
     With ``early`` blocks that leave after ``rounds`` tiles the scan starts while the others still prepare tiles.
-    ``tiles_per_chunk``: value heads, times batch entries unless these are packed. ``lanes``: sequences times heads.
-    ``width``: K, padded.
+    ``tiles_per_chunk``: value heads, times batch entries unless these are packed. ``sequence_heads``: heads of all
+    sequences. ``width``: K, padded.
     """
 
     chunks: int
@@ -47,7 +47,7 @@ class Schedule:
     segments: int
     padded_values: int
     tiles_per_chunk: int
-    lanes: int
+    sequence_heads: int
     width: int = 128
     gate: str = "channel"
     delta: bool = True
@@ -68,10 +68,15 @@ class Schedule:
     @property
     def segment_buffers(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
         """What the first pass over segments leaves, and the states between them; fp32."""
-        lines = (self.lanes, self.width)
+        lines = (self.sequence_heads, self.width)
         values = self.padded_values
         if not self.delta:
-            return (self.segments - 1, self.lanes, values, self.width), (self.segments - 1, self.lanes, 1, self.width)
+            return (self.segments - 1, self.sequence_heads, values, self.width), (
+                self.segments - 1,
+                self.sequence_heads,
+                1,
+                self.width,
+            )
         return (self.segments - 1, *lines, values + self.width), (self.segments, *lines, values)
 
     @property
@@ -147,16 +152,16 @@ def schedule(
     the columns, and with a gate per token it prepares its chunks itself.
     """
     chunks = -(-length // CHUNK) if packed is None else length // CHUNK + packed
-    lanes = heads * (batch if packed is None else packed)
+    sequence_heads = heads * (batch if packed is None else packed)
     tiles = heads * batch
-    columns = 64 if not delta or values <= 64 or lanes * -(-values // 64) <= multiprocessors else 128
+    columns = 64 if not delta or values <= 64 or sequence_heads * -(-values // 64) <= multiprocessors else 128
     blocks = -(-values // columns)
     fits = max(1, SCRATCH_LIMIT // max(1, tiles * tile_bytes(gate, width, delta)))
     run = min(chunks, fits)
-    plain = Schedule(chunks, run, columns, 1, blocks * columns, tiles, lanes, width, gate, delta)
+    plain = Schedule(chunks, run, columns, 1, blocks * columns, tiles, sequence_heads, width, gate, delta)
     if packed is not None:
         return plain
-    programs, tile = lanes * blocks, tile_microseconds
+    programs, tile = sequence_heads * blocks, tile_microseconds
     if not delta and gate == "token":
         return _linear(plain, programs, multiprocessors, 0.0)[0]
     options = [
@@ -198,7 +203,7 @@ def _read(plain: Schedule) -> float:
 def _alone(plain: Schedule, programs: int, multiprocessors: int, tile: float) -> Option:
     """Of every run all tiles, then the scan: in segments where these run at once and take less."""
     step = plain.step
-    extra = programs + plain.lanes * plain.width // plain.columns  # blocks of a segment in the first pass
+    extra = programs + plain.sequence_heads * plain.width // plain.columns  # blocks of a segment in the first pass
     read = _read(plain)
     best = 1, _START + plain.run * step
     for count in range(2, min(MAX_SEGMENTS, plain.run, multiprocessors // programs) + 1):

@@ -1,4 +1,4 @@
-"""Decoding over a latent cache: the rows (queries times heads) of a request against one piece of its tokens.
+"""Decoding over a latent cache: the rows (queries times heads) of a request against one run of its tokens, a work item.
 
 Absorbed MLA: the latent is key and value, and rope, shared by all heads, is a second part of the key. With a tile of
 BM rows, block by block of BN tokens, everything but the operands of products in fp32::
@@ -139,41 +139,41 @@ def _blocks(
 @triton.jit
 def attend(
     q, q_sb, q_st, q_sh, q_rope, qr_sb, qr_st, qr_sh, latent, c_sp, rope, r_sp, table, table_sb, lengths,
-    mask, mask_sb, mask_sh, mask_st, mask_ss, sinks, pieces, o, lse, part_o, part_lse, scale, T, H, ROWS, WIDTH, SPLITS,
+    mask, mask_sb, mask_sh, mask_st, mask_ss, sinks, items, o, lse, part_o, part_lse, scale, T, H, ROWS, WIDTH, SPLITS,
     C_STEP: tl.constexpr, R_STEP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_SINKS: tl.constexpr, SCHEDULED: tl.constexpr,
     PARTIAL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
     APART: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of BM rows, pieces. D = 0: no rope; PAGE = 0: no pages, else latent and rope are ``[P, PAGE, ..]``.
+    """Grid: tiles of BM rows, items. D = 0: no rope; PAGE = 0: no pages, else latent and rope are ``[P, PAGE, ..]``.
 
-    pieces: the table of ``mla_split``, if SCHEDULED; else program i takes part ``i % SPLITS`` of request
+    items: the table of ``mla_split``, if SCHEDULED; else program i takes part ``i % SPLITS`` of request
     ``i // SPLITS``. Results go to o ``[B, T, H, R]`` and lse ``[B, H, T]``, or to slots of part_o ``[.., ROWS, R]`` and
-    part_lse ``[.., ROWS]`` if PARTIAL (and SCHEDULED says so for this piece).
+    part_lse ``[.., ROWS]`` if PARTIAL (and SCHEDULED says so for this item).
     """
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
-    piece = tl.program_id(1)
+    item = tl.program_id(1)
     if SCHEDULED:
-        request = tl.load(pieces + piece * 4)
+        request = tl.load(items + item * 4)
         if request < 0:
             return
     else:
-        request = piece // SPLITS
+        request = item // SPLITS
     length = WIDTH
     if HAS_LENGTHS:
         length = tl.minimum(tl.maximum(tl.load(lengths + request).to(tl.int32), 0), WIDTH)
     blocks = (length + BLOCK - 1) // BLOCK
-    slot = piece
+    slot = item
     if SCHEDULED:
-        low = tl.load(pieces + piece * 4 + 1) * BLOCK
-        high = tl.minimum(tl.load(pieces + piece * 4 + 2), blocks) * BLOCK
-        slot = tl.load(pieces + piece * 4 + 3)
+        low = tl.load(items + item * 4 + 1) * BLOCK
+        high = tl.minimum(tl.load(items + item * 4 + 2), blocks) * BLOCK
+        slot = tl.load(items + item * 4 + 3)
     else:
         each = (blocks + SPLITS - 1) // SPLITS
-        low = (piece % SPLITS) * each * BLOCK
+        low = (item % SPLITS) * each * BLOCK
         high = low + each * BLOCK
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     t, h = rows // H, rows % H

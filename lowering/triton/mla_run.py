@@ -34,7 +34,7 @@ class Tiles:
 
 
 def tiles(
-    rows: int, columns: int, item: int, shared_memory: int, *, masked: bool = False, tall: bool = True
+    rows: int, columns: int, element: int, shared_memory: int, *, masked: bool = False, tall: bool = True
 ) -> Tiles | None:
     """The tiles of ``rows`` query rows over a cache of ``columns`` padded columns (latent and rope); None: no room.
 
@@ -45,14 +45,14 @@ def tiles(
 
     def fits(height: int, tokens: int, programs: int) -> bool:
         """The queries, a block of the cache (two, with wgmma and in fp32), a mask, and what products exchange."""
-        blocks = 2 * tokens + 16 if item == 4 else 2 * tokens if height == 64 else tokens
+        blocks = 2 * tokens + 16 if element == 4 else 2 * tokens if height == 64 else tokens
         exchanged = 8192 + (8 * height * tokens if masked else 0)
-        return programs * (columns * item * (height + blocks) + exchanged) <= shared_memory
+        return programs * (columns * element * (height + blocks) + exchanged) <= shared_memory
 
-    warps = 4 if rows <= 16 and item == 2 else 8
+    warps = 4 if rows <= 16 and element == 2 else 8
     if rows <= 16 and any(fits(16, tokens, 2) for tokens in (64, 32)):
         return Tiles(16, 64 if fits(16, 64, 2) else 32, warps, 2, 2)
-    for height in (16,) if rows <= 16 or item == 4 else (64, 32, 16) if rows > 32 and tall else (32, 16):
+    for height in (16,) if rows <= 16 or element == 4 else (64, 32, 16) if rows > 32 and tall else (32, 16):
         for tokens in (64, 32) if height > 16 else (64, 32, 16):
             if fits(height, tokens, 1):
                 return Tiles(height, tokens, warps, 2, 1)
@@ -142,7 +142,7 @@ def attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
         results.schedule()
         arguments = {name: values[name] for name in kernels.attend.arg_names}
         launch = results.launch_options()
-        scratch.launch(kernels.attend, (row_tiles, results.split.pieces))(**arguments, **launch, num_warps=tile.warps)
+        scratch.launch(kernels.attend, (row_tiles, results.split.items))(**arguments, **launch, num_warps=tile.warps)
         results.combine()
     return results.o, results.lse
 
@@ -165,16 +165,16 @@ class Results:
         self.table = None if call.block_table is None else _columns_together(call.block_table, scratch)
         self.part_o, self.part_lse = self.o, self.lse
         if self.split.partial:
-            self.part_o = scratch.empty((self.split.pieces, self.rows, rank), torch.float32, device)
-            self.part_lse = scratch.empty((self.split.pieces, self.rows), torch.float32, device)
-        self.plan = self.pieces = self.lse
+            self.part_o = scratch.empty((self.split.items, self.rows, rank), torch.float32, device)
+            self.part_lse = scratch.empty((self.split.items, self.rows), torch.float32, device)
+        self.plan = self.items = self.lse
         self.given = False
         if self.split.scheduled:
-            shape = self.split.pieces + batch, 4
+            shape = self.split.items + batch, 4
             self.given = fits(call.schedule, shape, device)
             made = call.schedule if self.given else None
-            self.pieces = scratch.result(shape, torch.int32, device) if made is None else made.view(shape)
-            self.plan = self.pieces[self.split.pieces :]
+            self.items = scratch.result(shape, torch.int32, device) if made is None else made.view(shape)
+            self.plan = self.items[self.split.items :]
 
     def arguments(self) -> dict[str, Any]:
         """What the decode kernels call these; for what is absent, any tensor, which is never read.
@@ -188,7 +188,7 @@ class Results:
             "lengths": self.lse if self.lengths is None else self.lengths, "HAS_LENGTHS": call.lengths is not None,
             "sinks": self.lse if self.sinks is None else self.sinks,
             "HAS_SINKS": call.sinks is not None and self.split.splits <= 1,
-            "pieces": self.pieces, "SPLITS": max(1, self.split.splits), "SCHEDULED": self.split.scheduled,
+            "items": self.items, "SPLITS": max(1, self.split.splits), "SCHEDULED": self.split.scheduled,
             "PARTIAL": self.split.partial, "o": self.o, "lse": self.lse, "part_o": self.part_o,
             "part_lse": self.part_lse, "T": call.q.shape[1], "H": call.q.shape[2], "ROWS": self.rows,
             "WIDTH": call.width, "CHAINED": self.chained,
@@ -202,7 +202,7 @@ class Results:
         """Cut on the device, where only it knows the lengths, unless that was done for several calls at once."""
         if self.split.scheduled and not self.given:
             assert self.lengths is not None  # else all requests are equally long
-            cut(self.lengths, self.pieces, self.call.width, self.workers, self.scratch, chained=self.chained)
+            cut(self.lengths, self.items, self.call.width, self.workers, self.scratch, chained=self.chained)
 
     def combine(self) -> None:
         """Merge the partial results."""
@@ -212,7 +212,7 @@ class Results:
         batch, width, at_once, programs = call.q.shape[0], padded(rank), 4, self.rows
         if self.split.scheduled:  # many requests may not be cut: not too many programs to find that out
             programs = min(programs, -(-COMBINING * device_of(call.q.device).multiprocessors // batch))
-            splits = self.split.pieces // batch  # on average, where all are cut
+            splits = self.split.items // batch  # on average, where all are cut
         if splits > at_once * (2 if self.split.scheduled else 1):  # many parts of few rows
             at_once = min(_power(splits), 128)
             width = min(width, max(64, 1024 // at_once))
@@ -224,14 +224,14 @@ class Results:
         )  # fmt: skip
 
 
-def cut(lengths: Tensor, pieces: Tensor, width: int, workers: int, scratch: Scratch, *, chained: bool) -> None:
-    """Fill the table of pieces ``[pieces + B, 4]`` of requests with these lengths, for so many programs at once."""
+def cut(lengths: Tensor, items: Tensor, width: int, workers: int, scratch: Scratch, *, chained: bool) -> None:
+    """Fill the table of items ``[items + B, 4]`` of requests with these lengths, for so many programs at once."""
     batch = lengths.shape[0]
-    count = pieces.shape[0] - batch
+    count = items.shape[0] - batch
     sizes = {"BP": _power(batch), "PP": _power(count), "LOG_B": (batch - 1).bit_length()}
     costs = {"BLOCK": BLOCK, "OVERHEAD": OVERHEAD, "PARTIAL": PARTIAL}
     scratch.launch(_kernels("mla_split").schedule, (1,))(
-        lengths, pieces, batch, width, workers, count, **sizes, **costs, CHAINED=chained,
+        lengths, items, batch, width, workers, count, **sizes, **costs, CHAINED=chained,
         num_warps=4 if batch <= 512 else 16,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""Split-KV on the device: cutting requests of different lengths into pieces of equal work, and merging their results.
+"""Split-KV on the device: requests of different lengths cut into work items of equal size, and their results merged.
 
-A piece is a row of a table: request (-1: none), first block, block after its last, slot of its partial result (-1: the
-piece is the whole request, and its program writes the result). No length is read on the host.
+A work item is a row of a table: request (-1: none), first block, block after its last, slot of its partial result (-1:
+it is the whole request, and its program writes the result). No length is read on the host.
 
 CHAINED kernels (from Hopper on) are launched while the one before still runs, and wait where they need its results.
 """
@@ -15,16 +15,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LEVELS: tl.constexpr = tl.constexpr(16)  # of sizes that pieces are ordered by
+LEVELS: tl.constexpr = tl.constexpr(16)  # of sizes that items are ordered by
 
 
 @triton.jit
 def schedule(
-    lengths, pieces, B, WIDTH, WORKERS, PIECES,
+    lengths, items, B, WIDTH, WORKERS, ITEMS,
     BP: tl.constexpr, PP: tl.constexpr, LOG_B: tl.constexpr, BLOCK: tl.constexpr, OVERHEAD: tl.constexpr,
     PARTIAL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program. lengths ``[B]``; pieces ``[PIECES + B, 4]``: the table, then of each request its first slot and the
+    """One program. lengths ``[B]``; items ``[ITEMS + B, 4]``: the table, then of each request its first slot and the
     number of its parts, the plan.
 
     Two cuts are weighed: *whole*, where only requests longer than a worker's share are cut (evenly), and *ranges*,
@@ -58,53 +58,53 @@ def schedule(
         offset = (first - 1) * range_share - start
         step = tl.full([BP], 0, tl.int32) + range_share
     slot = tl.cumsum(parts, 0) - parts
-    plan = pieces + (PIECES + b) * 4
+    plan = items + (ITEMS + b) * 4
     tl.store(plan, slot, mask=real)
     tl.store(plan + 1, parts, mask=real)
-    _pieces(pieces, slot, parts, offset, step, blocks, B, WORKERS, PIECES, PP, LOG_B)
+    _items(items, slot, parts, offset, step, blocks, B, WORKERS, ITEMS, PP, LOG_B)
 
 
 @triton.jit
-def _pieces(pieces, slot, parts, offset, step, blocks, B, WORKERS, PIECES, PP: tl.constexpr, LOG_B: tl.constexpr):
-    """The table of pieces, the longest first: a long piece that starts last would keep all others waiting."""
-    piece = tl.arange(0, PP)
+def _items(items, slot, parts, offset, step, blocks, B, WORKERS, ITEMS, PP: tl.constexpr, LOG_B: tl.constexpr):
+    """The table of items, the longest first: a long item that starts last would keep all others waiting."""
+    item = tl.arange(0, PP)
     count = tl.sum(parts, 0)
-    real = piece < count
+    real = item < count
     request = tl.zeros([PP], tl.int32)
-    for level in tl.static_range(LOG_B):  # the last request whose first slot is not beyond this piece
+    for level in tl.static_range(LOG_B):  # the last request whose first slot is not beyond this item
         further = request + (1 << (LOG_B - 1 - level))
         there = tl.gather(slot, tl.minimum(further, B - 1), 0)
-        request = tl.where((further < B) & (there <= piece), further, request)
-    part = piece - tl.gather(slot, request, 0)
+        request = tl.where((further < B) & (there <= item), further, request)
+    part = item - tl.gather(slot, request, 0)
     parts = tl.gather(parts, request, 0)
     offset = tl.gather(offset, request, 0)
     step = tl.gather(step, request, 0)
     blocks = tl.gather(blocks, request, 0)
     low = tl.where(part == 0, 0, tl.minimum(offset + part * step, blocks))
     high = tl.where(part == parts - 1, blocks, tl.minimum(offset + (part + 1) * step, blocks))
-    place = piece
+    place = item
     size = tl.where(real, high - low, 0)
     shortest = tl.min(tl.where(real, size, 0x7FFFFFFF), 0)
     if (count > WORKERS) & (tl.max(size, 0) > shortest):  # else all start at once, or none is longer
-        place = _by_size(size, real, piece, PP)
-    row = pieces + place * 4
-    inside = place < PIECES
+        place = _by_size(size, real, item, PP)
+    row = items + place * 4
+    inside = place < ITEMS
     tl.store(row, tl.where(real, request, -1), mask=inside)
     tl.store(row + 1, low, mask=inside)
     tl.store(row + 2, high, mask=inside)
-    tl.store(row + 3, tl.where(parts > 1, piece, -1), mask=inside)
+    tl.store(row + 3, tl.where(parts > 1, item, -1), mask=inside)
 
 
 @triton.jit
-def _by_size(size, real, piece, PP: tl.constexpr):
-    """The place of each piece when they are ordered by size, in levels; places without a piece keep theirs."""
+def _by_size(size, real, item, PP: tl.constexpr):
+    """The place of each item when they are ordered by size, in levels; places without an item keep theirs."""
     level = LEVELS - 1 - size * (LEVELS - 1) // tl.maximum(tl.max(size, 0), 1)
     level = tl.where(real, level, LEVELS - 1)
     same = (tl.arange(0, LEVELS)[:, None] == level[None, :]).to(tl.int32)
     counts = tl.sum(same, 1)
     before = tl.sum(same * (tl.cumsum(counts, 0) - counts)[:, None], 0)
     place = before + tl.sum(same * (tl.cumsum(same, 1) - same), 0)
-    return tl.where(real, place, piece)
+    return tl.where(real, place, item)
 
 
 @triton.jit

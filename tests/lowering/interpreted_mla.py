@@ -94,20 +94,20 @@ def _check_cut(lengths: Tensor, workers: int, width: int) -> None:
     cut(lengths, made[:-1], width, workers, Scratch(), chained=False)
     table, plan = made[:most], made[most:-1, :2]
     assert (made[-1] == -7).all()
-    pieces = [piece for piece in table.tolist() if piece[0] >= 0]
-    assert all(piece[0] == -1 for piece in table.tolist() if piece not in pieces)
+    items = [item for item in table.tolist() if item[0] >= 0]
+    assert all(item[0] == -1 for item in table.tolist() if item not in items)
     slots: set[int] = set()
     for request, length in enumerate(lengths.tolist()):
-        own = sorted(piece for piece in pieces if piece[0] == request)
+        own = sorted(item for item in items if item[0] == request)
         bounds = [0, *(high for _, _, high, _ in own)]
         assert [low for _, low, _, _ in own] == bounds[:-1] and bounds[-1] == -(-length // 64)
         first, parts = plan[request].tolist()
         assert parts == len(own)
         assert [slot for *_, slot in own] == ([-1] if parts == 1 else list(range(first, first + parts)))
         slots.update(range(first, first + parts))
-    assert slots == set(range(len(pieces)))
+    assert slots == set(range(len(items)))
     work = sum(-(-length // 64) for length in lengths.tolist())
-    assert max(high - low for _, low, high, _ in pieces) <= -(-(work + 5 * batch) // workers) + 8
+    assert max(high - low for _, low, high, _ in items) <= -(-(work + 5 * batch) // workers) + 8
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def test_a_dozen_heads_are_scanned_beside_their_tiles() -> None:
 
 def test_packed_sequences_share_the_buffers() -> None:
     plan = schedule(1, 1000, 4, 128, 132, packed=3)
-    assert (plan.chunks, plan.tiles_per_chunk, plan.lanes) == (1000 // 64 + 3, 4, 12)
+    assert (plan.chunks, plan.tiles_per_chunk, plan.sequence_heads) == (1000 // 64 + 3, 4, 12)
 
 
 POINTERS = frozenset(

@@ -80,7 +80,7 @@ def test_hopper_kernels_leave_what_the_plan_says(gate: str, extra: int) -> None:
     names = {"decay", "A_qk_io", "M_1_io", "W_io", "K_decayed_io", "Q_gated_io"}
     assert {b.name for b in made.tensors} == names
     schedule = Schedule(
-        chunks=10, run=5, columns=128, segments=1, padded_values=128, tiles_per_chunk=3, lanes=3
+        chunks=10, run=5, columns=128, segments=1, padded_values=128, tiles_per_chunk=3, sequence_heads=3
     )  # fmt: skip
     assert schedule.scratch_bytes == 3 * 5 * (made.tensor_bytes + extra)
 

@@ -261,7 +261,7 @@ def test_latent_attention(monkeypatch: pytest.MonkeyPatch, tuned: bool, page: in
     assert call.lengths is not None
     one = replace(call, lengths=call.lengths[:1].expand(4))
     assert repeatable(run, one, LATENT) == ["torch", *steps]
-    entries = split(4, 1, call.width, multiprocessors, lengths=True).pieces + 4
+    entries = split(4, 1, call.width, multiprocessors, lengths=True).items + 4
     shared = replace(call, schedule=torch.zeros(4 * entries, dtype=torch.int32))
     assert repeatable(run, shared, (*LATENT, "schedule")) == ["torch", "attend", "combine", "torch"]
 

@@ -16,7 +16,7 @@ from kdacompile.lowering.triton import mla, mla_split
 def compile_attend(capability: int, **given: Any) -> Any:
     """16 rows of DeepSeek-V3's cache in bf16, unless ``given`` says otherwise."""
     types = dict.fromkeys(("q", "q_rope", "latent", "rope", "o"), "*bf16") | {"mask": "*u8", "scale": "fp32"}
-    types |= dict.fromkeys(("table", "lengths", "pieces"), "*i32")
+    types |= dict.fromkeys(("table", "lengths", "items"), "*i32")
     types |= dict.fromkeys(("sinks", "lse", "part_o", "part_lse"), "*fp32")
     sizes = {"C_STEP": 576, "R_STEP": 576, "R": 512, "RP": 512, "D": 64, "DP": 64, "BM": 16, "BN": 64, "BLOCK": 64}
     kinds = {"PAGE": 64, "MASK": "", "CAUSAL": False, "HAS_LENGTHS": True, "HAS_SINKS": False, "SCHEDULED": True}
@@ -26,7 +26,7 @@ def compile_attend(capability: int, **given: Any) -> Any:
 
 def compile_schedule() -> Any:
     sizes = {"BP": 128, "PP": 512, "LOG_B": 7, "BLOCK": 64, "OVERHEAD": 5, "PARTIAL": 3, "CHAINED": True}
-    return _compile(mla_split.schedule, dict.fromkeys(("lengths", "pieces"), "*i32"), sizes, 90)
+    return _compile(mla_split.schedule, dict.fromkeys(("lengths", "items"), "*i32"), sizes, 90)
 
 
 def compile_combine(columns: int, parts: int, scheduled: bool) -> Any:
