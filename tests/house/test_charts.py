@@ -49,12 +49,31 @@ def test_the_command_merges_and_says_what_is_wrong(tmp_path: Path, capsys: pytes
     pytest.importorskip("matplotlib")
     files = [tmp_path / f"{name}.json" for name in "abc"]
     for path, suite, found in zip(files, ("one", "one", "two"), ([LENGTHS[0]], LENGTHS[1:], []), strict=True):
-        path.write_text(json.dumps({"suite": suite, "cases": found}))
-    merged, page = tmp_path / "merged.json", tmp_path / "page.md"
-    assert charts.main([*map(str, files[:2]), "--merge", str(merged), "--page", str(page)]) == 0
-    assert [item["name"] for item in json.loads(merged.read_text())["cases"]] == ["long", "short", "train"]
-    assert "| long | 2 ms | 9 ms |" in page.read_text() and 'src="./merged-light.svg"' in page.read_text()
-    assert charts.main([*map(str, files), "--merge", str(merged)]) == 2
-    assert charts.main([str(files[2])]) == 2
-    assert charts.main([str(tmp_path / "missing.json")]) == 2
+        path.write_text(json.dumps({"suite": suite, "date": "today", "cases": found}))
+    both, page = tmp_path / "merged.json", tmp_path / "page.md"
+    assert charts.main([*map(str, files[:2]), "--merge", str(both), "--page", str(page)]) == 0
+    assert [item["name"] for item in json.loads(both.read_text())["cases"]] == ["long", "short", "train"]
+    assert (
+        "| forward, 512 tokens | 2 ms | 9 ms |" in page.read_text() and 'src="./merged-light.svg"' in page.read_text()
+    )
+    assert charts.main([*map(str, files), "--merge", str(both), "--title", "Two suites"]) == 0
+    merged = json.loads(both.read_text())
+    assert merged["title"] == "Two suites" and "date" not in merged
+    assert merged["source"] == "`kdacompile bench --suite one` (today); `kdacompile bench --suite two` (today)"
+    capsys.readouterr()
+    assert charts.main([*map(str, files), "--merge", str(both)]) == 2
+    assert "of different suites" in capsys.readouterr().err
+    files[0].write_text(json.dumps({"suite": "one", "device": "another", "cases": []}))
+    assert charts.main([*map(str, files), "--merge", str(both), "--title", "Two suites"]) == 2
+    assert "different devices" in capsys.readouterr().err
+    files[0].write_text("[]")
+    for path in (*files[::2], tmp_path / "missing.json"):
+        assert charts.main([str(path)]) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_text_beside_a_chart_says_what_is_drawn() -> None:
+    lines = {"suite": "one", "title": "Lengths", "cases": LENGTHS[:2]}
+    bars = {"suite": "two", "title": "Cases", "cases": [case("cpu", kda=1.0, other=2.0)]}
+    made = charts.page({"a": lines, "b": bars}, "charts")
+    assert 'alt="Lengths: time against length"' in made and 'alt="Cases: bars, time a call"' in made

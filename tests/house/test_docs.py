@@ -72,7 +72,7 @@ def test_the_notebook_holds_the_quick_start() -> None:
 
 def test_the_page_of_charts_is_what_the_figures_make() -> None:
     files = sorted((ROOT / "docs" / "results").glob("*.json"))
-    made = charts.page({path.stem: charts.load([path]) for path in files}, "charts")
+    made = charts.page({path.stem: charts.load(path) for path in files}, "charts")
     assert (ROOT / "docs" / "results.md").read_text() == made, "run `make charts`"
     for path in files:
         for theme in ("light", "dark"):
@@ -80,9 +80,9 @@ def test_the_page_of_charts_is_what_the_figures_make() -> None:
 
 
 def test_figures_of_the_gpu_are_those_of_its_page() -> None:
-    record = charts.load([ROOT / "docs" / "results" / "h200-lengths.json"])
+    record = charts.load(ROOT / "docs" / "results" / "h200-kda.json")
     table = (ROOT / "docs" / "cuda.md").read_text()
-    for case in record["cases"]:
+    for case in charts.panels(record["cases"])["forward"]:
         for contender, figures in case["results"].items():
             assert f"| {case['name']} | {contender} | {figures['device_us']} us |" in table
 
@@ -103,6 +103,9 @@ def test_the_readme_is_short() -> None:
     text = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     prose = [line for line in text.splitlines() if not line.startswith(("|", "<!--"))]
     assert len(" ".join(prose).split()) < 700
+    first = "\n".join((ROOT / "README.md").read_text().splitlines()[:60])
+    for question in ("Is my model covered?", "Is it faster for me?", "What if it does not match?"):
+        assert question in first
 
 
 def test_the_example_of_the_readme_prints_what_it_shows(tmp_path: Path) -> None:
