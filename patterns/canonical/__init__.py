@@ -31,7 +31,7 @@ RULES: tuple[Rule, ...] = (
     relaid.apply,
     hoist.apply,
     row_factors.apply,
-    hoist.apply,
+    hoist.apply_across,
     packed.apply,
     quotients.apply,
 )

@@ -33,11 +33,18 @@ def may_help(functional: Graph) -> bool:
     return Loops(functional).worth_it
 
 
-def apply(edit: Edit) -> None:
+def apply_across(edit: Edit) -> None:
+    """The same where tokens of chunks of several lengths are those of one loop, as the last chunk of a sequence may be
+    shorter; gates of keys too. First they are taken for loops of their own: packed sequences are that.
+    """
+    apply(edit, across=True)
+
+
+def apply(edit: Edit, *, across: bool = False) -> None:
     """Bring together what is wanted in front of loops and behind them; nothing, if a call does not take all pieces at
     once or if the graph cannot be shown to compute what it did.
     """
-    found = Loops(edit.functional, edit.fixed)
+    found = Loops(edit.functional, edit.fixed, across=across)
     if found.worth_it:
         with contextlib.suppress(CannotEdit):
             pairs = Hoist(edit, found).pairs()

@@ -61,6 +61,15 @@ def piece_of(value: Value) -> Piece | None:
     return None if found is None else _piece(source, *found, value.shape[found[0]])
 
 
+def in_whole(piece: Piece) -> Piece:
+    """An entry of a run of entries as one of what the run is cut from: of 10 tokens in chunks of 4."""
+    found = cut_of(piece.source)
+    if piece.width or found is None or found[0] != piece.dim or piece.source.op is None:
+        return piece
+    outer = _piece(piece.source.op.reads[0], piece.dim, found[1] + piece.index, 0)
+    return piece if outer is None else in_whole(outer)
+
+
 def _piece(source: Value, dim: int, start: int, width: int) -> Piece | None:
     size, step = source.shape[dim], max(1, width)
     if not _is_fixed(source, dim) or size % step or start % step or not -size <= start < size:

@@ -17,8 +17,8 @@ from torch import fx
 
 from kdacompile.graph.ir import Graph, Op, Value, map_values, reach
 from kdacompile.patterns.canonical import rules
-from kdacompile.patterns.canonical.pieces import Gathered, Piece, gathered, piece_of
-from kdacompile.patterns.engine.values import Numbering, is_divided
+from kdacompile.patterns.canonical.pieces import Gathered, Piece, gathered, in_whole, piece_of
+from kdacompile.patterns.engine.values import Numbering, cut_of, is_divided
 from kdacompile.patterns.engine.vocabulary import LAYOUT
 
 
@@ -100,9 +100,11 @@ class Loops:
     behind it.
     """
 
-    def __init__(self, graph: Graph, fixed: AbstractSet[fx.Node] = frozenset()) -> None:
-        """``fixed``: nodes that share memory with something the graph writes."""
-        self.graph, self.fixed = graph, fixed
+    def __init__(self, graph: Graph, fixed: AbstractSet[fx.Node] = frozenset(), *, across: bool = False) -> None:
+        """``fixed``: nodes that share memory with something the graph writes. ``across``: tokens of chunks of several
+        lengths are those of one loop.
+        """
+        self.graph, self.fixed, self.across = graph, fixed, across
         self.early: dict[Any, Rows] = {}
         """Rows found from pieces, by what makes them."""
         self.late: dict[tuple[Value, ...], Rows | None] = {}
@@ -113,6 +115,12 @@ class Loops:
         self.same: dict[int, Value] = {}
         """The first value of each number."""
 
+        self.runs: dict[Any, set[int]] = {}
+        """The turns that there are of each kind of slices: where some are missing, they are no pieces."""
+        for op in graph.ops:
+            for piece in filter(None, map(piece_of, op.outs) if across else ()):
+                if piece.width:
+                    self.turns(piece).add(piece.index)
         for op in graph.ops:
             for value in op.outs:
                 self.same.setdefault(self.numbering.of(value), value)
@@ -138,7 +146,8 @@ class Loops:
         sunk = {op for sink in self.sinks for op in sink.inside()}
         again = [value for op in self.graph.ops for value in op.outs if self.first_of(value) is not value]
         values = [*self.member, *again, *map(self.first_of, again)]
-        return sunk | {value.op for value in values if value.op is not None}
+        cut = reach(values, lambda value: [read for read in value.op.reads if cut_of(read)] if value.op else [])
+        return sunk | {value.op for value in cut if value.op is not None}
 
     def first_of(self, value: Value) -> Value:
         """The first value that is the same by construction."""
@@ -149,8 +158,9 @@ class Loops:
         members = [read for read in dict.fromkeys(op.reads) if read in self.member]
         piece = piece_of(value) if not members else None
         if piece is not None:
-            if piece.count > 1 and not self.is_fixed(piece.source):
-                key = ("piece", self.numbering.of(piece.source), piece.dim, piece.count, piece.width)
+            piece = in_whole(piece) if self.across else piece
+            if piece.count > 1 and not self.is_fixed(piece.source) and len(self.turns(piece)) in (0, piece.count):
+                key = self.key(piece)
                 behind = piece.dim - len(value.shape) if piece.width else None
                 self.join(value, key, piece.index, Rows(piece.count, piece=piece, behind=behind, early=True))
             return
@@ -162,6 +172,13 @@ class Loops:
             kept = behind.pop() if len(behind) == 1 and _stays(op, members) else None
             text = tuple(str(map_values(tree, self.label)) for tree in (op.args, op.kwargs))
             self.join(value, (op.target, text), places[0][1], Rows(counts.pop(), behind=kept, early=True))
+
+    def key(self, piece: Piece) -> Any:
+        """What all pieces of one kind have in common."""
+        return "piece", self.numbering.of(piece.source), piece.dim, piece.count, piece.width
+
+    def turns(self, piece: Piece) -> set[int]:
+        return self.runs.setdefault(self.key(piece), set()) if piece.width else set()
 
     def label(self, value: Value) -> str:
         """What stands for an operand in an operator's text: the rows it is in, or its number."""
@@ -189,7 +206,8 @@ class Loops:
             below = not (active | spread).isdisjoint(rows.parts.values())
             if below and op.name == "expand":
                 spread.add(rows)
-            if (below and pointwise) or rules.is_activation(op) or rules.is_offset(op):
+            gated = self.across and _takes_in(rows, op)
+            if (below and pointwise) or rules.is_activation(op) or rules.is_offset(op) or gated:
                 active.add(rows)
             if op.name in rules.EXPONENTIALS:
                 exponentials.add(rows)
@@ -243,6 +261,13 @@ class Loops:
 
 def _rows(values: tuple[Value, ...], parts: dict[Value, Rows] | None = None) -> Rows:
     return Rows(len(values), dict(enumerate(values)), parts or {})
+
+
+def _takes_in(rows: Rows, op: Op) -> bool:
+    """True for a product of two of one size, one of which nothing else reads: a gate of keys is no role of its own."""
+    parts = [part for part in rows.parts.values() if part.members[0].shape == op.out.shape]
+    alone = any(all(len(value.users) == 1 for value in part.members.values()) for part in parts)
+    return op.name == "mul" and len(parts) == 2 and alone
 
 
 def _stays(op: Op, members: list[Value]) -> bool:

@@ -206,8 +206,8 @@ def _complete(
     if "rate" in by_role and "g" not in by_role:
         return
     bonus, several = "u" in by_role, "R" in sizes
-    if bonus and (several or sizes.get("T", 1) == 1 or sizes.get("G", 1) != sizes.get("H", 1)):
-        return  # a step reads the old state: the op has no part in that
+    if bonus and (several or sizes.get("G", 1) != sizes.get("H", 1)):
+        return
     main = (by_role["q"], by_role["k"], by_role["v"], ends[0])
     orders = {p.axes.translate(ALIKE).replace(".", "") for p in main}
     penalty += len(orders) - 1

@@ -76,7 +76,32 @@ def two_exponentials(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tenso
     return torch.stack(rows, dim=1)
 
 
+def keys_gated_in_chunks(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    """A gate per channel of the keys, applied token by token, in chunks of three tokens and one."""
+    rows, s, write, keep = [], q.new_zeros(BATCH, HEADS, SIZE, VALUES), torch.sigmoid(q), torch.sigmoid(gate)
+    for first in range(0, LENGTH, 3):
+        q_c, k_c, v_c, write_c, keep_c = (x[:, first : first + 3] for x in (q, k, v, write, keep))
+        for t in range(q_c.shape[1]):
+            s = s * keep_c[:, t, :, None, None]
+            s = s + torch.einsum("bhk,bhv->bhkv", write_c[:, t] * k_c[:, t], v_c[:, t])
+            rows.append(read(s, q_c[:, t]))
+    return torch.stack(rows, dim=1)
+
+
+def keys_gated_in_the_last_chunk(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    """Tokens of the first chunk are written as they are."""
+    rows, s, write, keep = [], q.new_zeros(BATCH, HEADS, SIZE, VALUES), torch.sigmoid(q), torch.sigmoid(gate)
+    for first in range(0, LENGTH, 3):
+        q_c, k_c, v_c, write_c, keep_c = (x[:, first : first + 3] for x in (q, k, v, write, keep))
+        for t in range(q_c.shape[1]):
+            key = write_c[:, t] * k_c[:, t] if first else k_c[:, t]
+            s = s * keep_c[:, t, :, None, None] + torch.einsum("bhk,bhv->bhkv", key, v_c[:, t])
+            rows.append(read(s, q_c[:, t]))
+    return torch.stack(rows, dim=1)
+
+
 IN_LOOP = [
+    (keys_gated_in_chunks, "simple_gla"),
     (gated_delta, "gated_delta_rule"),
     (gated_in_chunks, "simple_gla"),
     (left_over, "gated_delta_rule"),
@@ -132,7 +157,7 @@ def test_activations_in_the_loop(fn: Callable[..., Any], pattern: str, grad: boo
     assert [match.pattern for match in report.matches] == [pattern], str(report)
 
 
-@pytest.mark.parametrize("fn", [overwritten_between, another_at_one_token])
+@pytest.mark.parametrize("fn", [overwritten_between, another_at_one_token, keys_gated_in_the_last_chunk])
 def test_what_differs_between_tokens_stays(fn: Callable[..., Any]) -> None:
     ours, expected, report = explained(fn)
     assert worst_error(ours, expected) <= 1e-5

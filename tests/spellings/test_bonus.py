@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kdacompile.report.collect import collecting
 from tests.compare import worst_error
@@ -44,3 +45,22 @@ def test_several_lengths(fn: Any, lengths: tuple[int, ...]) -> None:
             inputs = spelling.make_inputs(T=length, seed=5)
             assert worst_error(compiled(*inputs), fn(*inputs)) <= 1e-5
     assert {match.pattern for match in report.matches} == {spelling.pattern}, str(report)
+
+
+def one_token(q: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """A step of RWKV-6, as its own demo has it."""
+    own = k.unsqueeze(-1) @ v.unsqueeze(-2)
+    return (q.unsqueeze(-2) @ (u.unsqueeze(-1) * own + state)).squeeze(-2), own + w.unsqueeze(-1) * state
+
+
+def test_a_step_is_known_and_left_as_it_is() -> None:
+    """Two tokens of the op take longer than torch's code for the one."""
+    torch.manual_seed(6)
+    q, k, v = (torch.randn(2, 3, size) for size in (4, 4, 5))
+    inputs = q, k, v, torch.rand(2, 3, 4), torch.randn(3, 4), torch.randn(2, 3, 4, 5)
+    torch._dynamo.reset()
+    with collecting() as report:
+        have = torch.compile(one_token, backend="kda", options=EAGER)(*inputs)
+    assert worst_error(have, one_token(*inputs)) <= 1e-6
+    assert not report.matches
+    assert [(rejection.pattern, rejection.code) for rejection in report.rejections] == [("gla", "cost")]
