@@ -1,6 +1,7 @@
-"""Low-rank adapters beside a projection (LoRA): one projection with the sum of the weights.
+"""Low-rank adapters beside a projection (LoRA), and a layer for each head: one projection with one weight.
 
     x W^T + s ((x A^T) B^T) = x (W + s B A)^T
+    stack(x W_1^T, .., x W_H^T) = x [W_1; ..; W_H]^T
 
 MLA's weights move from the keys to the queries only if the latent passes through one product. The weights are added in
 float32 at least and rounded once, to the dtype of W.
@@ -22,9 +23,14 @@ Projected = tuple[Value, Value, list[Value]]
 
 
 def apply(edit: Edit) -> None:
-    """Redefine every sum of a projection and an adapter; several adapters may be added one after the other."""
+    """Redefine every sum of a projection and an adapter, several of which may be added one after the other, and every
+    stack of projections of one value.
+    """
     made: dict[Value, Projected] = {}
     for op in tuple(edit.functional.ops):
+        if op.name == "stack" and op.node is not None and op.out.node not in edit.fixed:
+            with contextlib.suppress(CannotEdit):
+                _put_together(edit, op, made)
         if op.name == "add" and len(op.reads) == 2 and not op.kwargs and op.out.node not in edit.fixed:
             with contextlib.suppress(CannotEdit):
                 _rewrite(edit, op, made)
@@ -44,6 +50,19 @@ def _rewrite(edit: Edit, op: Op, made: dict[Value, Projected]) -> None:
         made[op.out] = source, total, bias
         edit.redefine(op.out, edit.call(torch.nn.functional.linear, source, total, *bias, like=op.node))
         return
+
+
+def _put_together(edit: Edit, op: Op, made: dict[Value, Projected]) -> None:
+    """Heads that are projected one by one."""
+    found = [made.get(value) or _projection(value) for value in op.args[0]]
+    heads = [each for each in found if each is not None and not each[2]]
+    alike = {(source, weight.shape, weight.dtype) for source, weight, _ in heads}
+    if len(heads) < len(found) or len(heads) < 2 or len(alike) > 1:
+        return
+    weight = edit.call(torch.cat, [weight for _, weight, _ in heads], 0, like=op.node)
+    whole = edit.call(torch.nn.functional.linear, heads[0][0], weight, like=op.node)
+    apart = edit.call("unflatten", whole, -1, (len(heads), -1), like=op.node)
+    edit.redefine(op.out, edit.call("movedim", apart, -2, (*op.args, 0)[1], like=op.node))
 
 
 def _projection(value: Value) -> Projected | None:

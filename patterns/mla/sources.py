@@ -32,8 +32,8 @@ FAR = 24
 """Rearrangements in a row."""
 
 
-COMPUTED = LAYOUT | PICKING | CONTRACTIONS | {"add", "sub", "mul", "div"}
-"""How weights are made of others: an adapter's product is added, 8-bit numbers are scaled."""
+COMPUTED = LAYOUT | PICKING | CONTRACTIONS | {"add", "sub", "mul", "div", "cat"}
+"""How weights are made of others: an adapter's product is added, 8-bit numbers are scaled, heads put together."""
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,28 @@ class OfTheQueries(Merged):
         return self.kv_b_proj.weight * self.gain
 
 
+class LayerPerHead(Variant):
+    """A layer for each head's keys and values, put beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(RANK, NOPE + VALUE, bias=False) for _ in range(HEADS))
+
+    def each(self, latent: Tensor) -> list[Tensor]:
+        return [head(latent) for head in self.heads]
+
+    def keys(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        kv = torch.stack(self.each(latent), dim=1)
+        return torch.cat([kv[..., :NOPE], rope.unsqueeze(1).expand(-1, HEADS, -1, -1)], dim=-1), kv[..., NOPE:]
+
+
+class OneHeadApart(LayerPerHead):
+    """The last head's keys and values are made of something else."""
+
+    def each(self, latent: Tensor) -> list[Tensor]:
+        return [*super().each(latent)[:-1], self.heads[-1](latent.sin())]
+
+
 class OneRequest(nn.Module):
     """Absorbed by hand, and no dimension for requests."""
 
@@ -128,7 +150,7 @@ class ReadBack(Computed):
         return (weights @ v_cache[:, :, :tokens]).transpose(1, 2).flatten(2)
 
 
-MATCHED: tuple[type[nn.Module], ...] = (Merged, Beside, Two, EightBits, OneRequest, ReadBack)
+MATCHED: tuple[type[nn.Module], ...] = (Merged, Beside, Two, EightBits, LayerPerHead, OneRequest, ReadBack)
 
 
 def inputs(cls: type[nn.Module]) -> list[Tensor]:
@@ -137,7 +159,7 @@ def inputs(cls: type[nn.Module]) -> list[Tensor]:
     return [torch.randn(2, many, width) for many, width in ((5, WIDTH), (CACHED, RANK), (CACHED, ROPE))]
 
 
-@pytest.mark.parametrize("cls", [*MATCHED, OfOthers, Bent, OfTheQueries], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [*MATCHED, OfOthers, Bent, OfTheQueries, OneHeadApart], ids=lambda cls: cls.__name__)
 def test_numbers_and_gradients(cls: type[nn.Module]) -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
