@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 ASCEND_ENVIRONMENT ?= .venv-ascend
 ASCEND_PYTHON ?= $(shell command -v python3.11 || echo $(PYTHON))
 
-.PHONY: help demo test test-ascend check lint types pytest matrix bench charts docs release-check doctor clean
+.PHONY: help demo test test-ascend check lint types pytest matrix bench bench-gpu charts docs release-check doctor clean
 
 help:
 	@echo "make demo    install, then run a hand-written KDA layer under backend=\"kda\" (examples/own_model.py)"
@@ -20,6 +20,7 @@ help:
 	@echo "make check   lint and types only"
 	@echo "make matrix  every model, every length, as a table"
 	@echo "make bench   ours beside Inductor alone and eager, on this CPU"
+	@echo "make bench-gpu  forward and training of KDA on this GPU, ours beside FLA, Inductor and eager: figures, chart"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make charts  the charts and the screenshot of the README, from docs/results/"
 	@echo "make release-check   build the wheel and install it into clean environments"
@@ -81,6 +82,12 @@ matrix: $(TEST_STAMP)
 
 bench: $(TEST_STAMP)
 	$(BIN)/python -m kdacompile bench --suite cpu
+
+# The figures of the README's chart, in one run.
+bench-gpu: $(TEST_STAMP)
+	$(BIN)/python -m pip install -e ".[fla]"
+	$(BIN)/python -m kdacompile bench --suite train --case kda --json docs/results/h200-kda.json
+	$(MAKE) --no-print-directory charts
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import subprocess
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +40,23 @@ def cuda_device(suite: str, least: int = 1) -> str:
 
 
 def write(path: Path, suite: str, cases: Sequence[Figures], **about: Any) -> None:
-    """All that is known so far, with the versions it was measured with."""
+    """All that is known so far, with the day, the commit and the versions it was measured with."""
+    about |= {"date": date.today().isoformat(), "commit": _commit()}
     versions = {name: version_of(name) for name in _PACKAGES}
     write_whole(path, json.dumps({"suite": suite, **about, "versions": versions, "cases": cases}, indent=2) + "\n")
+
+
+@functools.cache
+def _commit() -> str | None:
+    """Of the checkout this runs from; None where there is none, or no git."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def drawn_by(path: Path) -> str:

@@ -1,9 +1,9 @@
-"""The training suite: forward and backward of the family's rows, ours beside FLA and eager torch, and whole models.
+"""The training suite: forward and backward of the family's rows, ours beside FLA and torch, and whole models.
 
 A contender of a row is a process of its own; they get ready side by side and are timed one after the other
-(``relay``). The table and the JSON file have the device time of both passes and of the backward alone (a call that the
-device comes to late, so that the host does not show), the host's time, the bytes saved between the passes, the most
-memory the backward holds, and every gradient's error against the fp64 recurrence.
+(``relay``). The table and the JSON file have the device time of both passes, of the backward alone and of a forward
+without gradients (a call that the device comes to late, so that the host does not show), the host's time, the bytes
+saved between the passes, the most memory the backward holds, and every gradient's error against the fp64 recurrence.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from kdacompile.bench.relay import Job, Outcome, Relay, hide_fla, wait_for_turn
 from kdacompile.store.disk import write_whole
 
 ROWS = ("kda", "gdn", "gla", "simple", "delta", "mamba")
-LENGTHS = (1024, 2048, 4096, 8192, 16384)  # of kda; other rows are measured at MEASURED
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)  # of kda; other rows are measured at MEASURED
+TITLES = {"kda": "KDA, 32 heads of 128, bf16, bounded gates"}
+"""What a chart of one row is called."""
 MODELS = ("kimi_linear", "qwen3_next")
 MEASURED, CHECKED = 8192, 256  # tokens; the fp64 recurrence goes token by token
 READY_SECONDS, SAMPLES = 240.0, 7
-_EAGER_TO = 4096  # tokens up to which torch's operators are asked
+_LONGEST = {"eager": 4096, "inductor": 512}  # tokens up to which torch's operators are asked; Inductor unrolls loops
 _MODULE = "kdacompile.bench.train"
 
 
@@ -49,23 +51,31 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
             name, who, out = job.arguments
             found = json.loads(Path(out).read_text()) if Path(out).exists() else {}
             for length, figures in found.items() or [(str(MEASURED), {"failure": outcome.reason})]:
-                label = f"{name}-t{length}"
-                described: Figures = {"name": label, "length": int(length), "train": True, "results": {}}
-                case = cases.setdefault(label, described)
-                case["results"][who] = figures
-                print(f"{label:20s} {who:6s} {line(figures)}", flush=True)
-            record.write(json_path, "train", list(cases.values()), device=device)
+                put(cases, name, int(length), who, figures)
+                print(f"{name}-t{length:<14s} {who:8s} {line(figures)}", flush=True)
+            title = TITLES.get(chosen[0]) if len(chosen) == 1 else None
+            record.write(json_path, "train", list(cases.values()), device=device, title=title)
 
         Relay(min(READY_SECONDS, timeout), timeout).run([jobs], done)
     print(record.drawn_by(json_path))
     return 1 if any("failure" in case["results"].get("ours", {}) for case in cases.values()) else 0
 
 
+def put(cases: dict[str, Figures], name: str, length: int, who: str, figures: Figures) -> None:
+    """A contender's figures at a length: of training, and of the forward pass where that was measured alone."""
+    parts = {f"{name}-t{length}": figures}
+    if "forward_us" in figures:
+        parts[f"{name}-forward-t{length}"] = {"device_us": figures["forward_us"]}
+    for label, part in parts.items():
+        described: Figures = {"name": label, "length": length, "train": part is figures, "results": {}}
+        cases.setdefault(label, described)["results"][who] = part
+
+
 def contenders(name: str) -> tuple[str, ...]:
     """FLA refuses the gradients of gdn with the Triton that comes with torch 2.11."""
     if name in MODELS:
         return ("ours", "fla")
-    return {"kda": ("ours", "eager", "fla"), "gdn": ("ours",)}.get(name, ("ours", "fla"))
+    return {"kda": ("ours", "eager", "inductor", "fla"), "gdn": ("ours",)}.get(name, ("ours", "fla"))
 
 
 def line(figures: Figures) -> str:
@@ -88,7 +98,7 @@ def work(name: str, who: str, out: str) -> None:
     if who != "fla":
         hide_fla()
     lengths = LENGTHS if name == "kda" else (MEASURED,)
-    lengths = tuple(length for length in lengths if who != "eager" or length <= _EAGER_TO)
+    lengths = tuple(length for length in lengths if length <= _LONGEST.get(who, length))
     if name in MODELS:
         step = _model_step(name, who)
         step()
@@ -96,7 +106,9 @@ def work(name: str, who: str, out: str) -> None:
         write_whole(Path(out), json.dumps({str(MEASURED): _model_figures(step)}))
         return
     for length in (CHECKED, lengths[-1]):
-        _both(who, arguments(name, length))()
+        given = arguments(name, length)
+        _both(who, given)()
+        torch.no_grad()(_forward(who, given))()
     torch.cuda.synchronize()
     wait_for_turn()
     errors = _errors(name, who)
@@ -121,7 +133,9 @@ def arguments(name: str, length: int, device: str = "cuda") -> rows.Given:
 
 
 def _forward(who: str, given: rows.Given) -> Callable[[], rows.Output]:
-    call = rows.ours(given) if who == "ours" else rows.fla(given) if who == "fla" else rows.plain(given)
+    if who in ("eager", "inductor"):
+        return rows.plain(given, who)
+    call = rows.ours(given) if who == "ours" else rows.fla(given)
     assert call is not None  # every row has an operator of FLA's
     return call
 
@@ -168,8 +182,8 @@ def _figures(who: str, given: rows.Given) -> Figures:
     backward = _gradients(lambda: results, given)
     moved = 3 * inputs + 2 * given["v"].nbytes  # inputs twice, their gradients, the output and its gradient
     figures = {
-        "device_us": _median(both), "backward_us": _median(backward), "host_us": _host(both),
-        "saved_bytes": sum(kept.values()), "floor_us": moved / device_clock.rates()[0],
+        "device_us": _median(both), "backward_us": _median(backward), "forward_us": _median(torch.no_grad()(forward)),
+        "host_us": _host(both), "saved_bytes": sum(kept.values()), "floor_us": moved / device_clock.rates()[0],
     }  # fmt: skip
     return figures | {"workspace_bytes": max(device_clock.peak_bytes(backward) - inputs, 0)}
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from datetime import date
 from pathlib import Path
 
 import pytest
 import torch
 
-from kdacompile.bench import charts, train
+from kdacompile.bench import charts, record, train
 from kdacompile.errors import BenchError
 
 
 def figures(device: float) -> train.Figures:
     return {
-        "device_us": device, "backward_us": 0.7 * device, "floor_us": 200.0, "host_us": 50.0, "saved_bytes": 3 << 20,
-        "workspace_bytes": 5 << 20, "errors": {"q": 3e-3, "g": 4e-3},
+        "device_us": device, "backward_us": 0.7 * device, "forward_us": 0.2 * device, "floor_us": 200.0,
+        "host_us": 50.0, "saved_bytes": 3 << 20, "workspace_bytes": 5 << 20, "errors": {"q": 3e-3, "g": 4e-3},
     }  # fmt: skip
 
 
@@ -30,9 +32,27 @@ def test_fla_is_not_asked_for_what_it_refuses() -> None:
     assert all("ours" in train.contenders(name) for name in (*train.ROWS, *train.MODELS))
 
 
-def test_lengths_of_one_row_are_drawn_as_training() -> None:
-    cases = [{"name": f"kda-t{n}", "length": n, "train": True, "results": {"ours": figures(n)}} for n in train.LENGTHS]
-    assert [case["length"] for case in charts.panels(cases)["training"]] == list(train.LENGTHS)
+def test_forward_and_training_of_one_row_are_drawn_from_one_run() -> None:
+    cases: dict[str, train.Figures] = {}
+    for length in train.LENGTHS:
+        for who in train.contenders("kda"):
+            if length <= train._LONGEST.get(who, length):
+                train.put(cases, "kda", length, who, figures(1e3 * length))
+    train.put(cases, "kda", 1024, "fla", {"failure": "no memory"})
+    panels = charts.panels(list(cases.values()))
+    assert {kind: [case["length"] for case in found] for kind, found in panels.items()} == {
+        "forward": list(train.LENGTHS), "training": list(train.LENGTHS),
+    }  # fmt: skip
+    assert charts.times(panels["forward"][0]) == pytest.approx(dict.fromkeys(train.contenders("kda"), 0.0512))
+    assert charts.times(panels["training"][2]) == pytest.approx({"ours": 1.024, "eager": 1.024})
+
+
+def test_a_record_says_when_and_of_which_commit(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    record.write(path, "train", [], device="a GPU", title="KDA")
+    written = json.loads(path.read_text())
+    assert date.fromisoformat(written["date"]) and written["commit"] == record._commit()
+    assert written["date"] in charts.source_of(written) and charts.title_of(written).startswith("KDA\na GPU")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
