@@ -175,7 +175,7 @@ Compiled = Mapping[str, Mapping[str, Mapping[str, Mapping[str, int]]]]
 
 def read_compiled() -> Compiled:
     """The compiler's figures by pattern, target and kernel, or nothing where no compiler has run."""
-    return cast(Compiled, json.loads(COMPILED.read_text())) if COMPILED.exists() else {}
+    return cast(Compiled, json.loads(COMPILED.read_text(encoding="utf-8"))) if COMPILED.exists() else {}
 
 
 def parse_sizes(words: Sequence[str]) -> dict[str, int]:

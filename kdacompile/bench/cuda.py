@@ -77,7 +77,7 @@ def _run(cases: Sequence[Case], timeout: float, write: Callable[[Results], None]
 
         def done(job: Job, outcome: Outcome) -> None:
             described, contender, out = job.arguments
-            measured = json.loads(Path(out).read_text()) if Path(out).exists() else {}
+            measured = json.loads(Path(out).read_text(encoding="utf-8")) if Path(out).exists() else {}
             for case in json.loads(described):
                 failed = {"failure": outcome.reason, "stderr": list(outcome.stderr)}
                 results[case["name"]][contender] = measured.get(case["name"], failed)

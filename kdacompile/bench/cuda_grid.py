@@ -152,7 +152,7 @@ def run(json_path: Path, timeout: float) -> int:
         def done(job: Job, outcome: Outcome) -> None:
             print(f"grid, {job.name}: {outcome.reason if outcome.failure else 'done'}", file=sys.stderr, flush=True)
             out = Path(job.arguments[-1])
-            found = json.loads(out.read_text()) if out.exists() else []
+            found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
             with writing:
                 failures.extend([] if outcome.failure is None else [job.name])
                 timings.extend(Timing(Cell(**one.pop("cell")), **one) for one in found)

@@ -144,7 +144,7 @@ def run_all(args: argparse.Namespace) -> dict[str, Figures]:
         def done(job: Job, outcome: Outcome) -> None:
             out = Path(job.arguments[-1])
             failed = {"failure": "\n".join([outcome.failure or "no figures", *outcome.stderr[-8:]])}
-            results[job.name] = json.loads(out.read_text()) if out.exists() else failed
+            results[job.name] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else failed
 
         sizes = tuple(f"--{name}={getattr(args, name)}" for name in ("cache", "batch", "layers", "heads"))
         jobs = [
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = run_all(args)
         print(table(results, args))
     if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return 1 if any("failure" in figures for figures in results.values() if isinstance(figures, dict)) else 0
 
 

@@ -106,7 +106,7 @@ def _figures(worker: Worker, out: Path) -> Figures:
     """What it measured, or why not."""
     worker.until_done()
     if worker.failure is None and out.exists():
-        return json.loads(out.read_text())
+        return json.loads(out.read_text(encoding="utf-8"))
     return {"failure": worker.failure or "no figures", "stderr": worker.stderr}
 
 
@@ -125,7 +125,7 @@ def _progress(text: str, *, last: bool) -> None:
 def _processor() -> str:
     """Its name where the system tells it."""
     told = Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.exists() else []
+    lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 

@@ -136,7 +136,7 @@ def peak_tensor_bytes(call: Callable[[], object]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(trace))
-        events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
+        events: list[dict[str, Any]] = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
     held = peak = 0
     for _, change in changes:
@@ -148,14 +148,14 @@ def peak_tensor_bytes(call: Callable[[], object]) -> int:
 def reset_peak_resident() -> None:
     """Start a new high-water mark of the resident size (Linux only)."""
     if _CLEAR_REFS.exists():
-        _CLEAR_REFS.write_text("5")
+        _CLEAR_REFS.write_text("5", encoding="utf-8")
 
 
 def resident_bytes(field: str) -> int | None:
     """``VmRSS`` or ``VmHWM`` of this process; None where the system does not say."""
     if not _STATUS.exists():
         return None
-    for line in _STATUS.read_text().splitlines():
+    for line in _STATUS.read_text(encoding="utf-8").splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     return None

@@ -78,7 +78,7 @@ class Worker:
     @property
     def stderr(self) -> list[str]:
         """The last lines of it."""
-        return self._errors.read_text(errors="replace").splitlines()[-_STDERR_TAIL:]
+        return self._errors.read_text(encoding="utf-8", errors="replace").splitlines()[-_STDERR_TAIL:]
 
     def until_ready(self, seconds: float, late: str = "not ready") -> None:
         """Wait, and stop it when it is ``late``."""

@@ -49,7 +49,7 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
 
         def done(job: Job, outcome: Outcome) -> None:
             name, who, out = job.arguments
-            found = json.loads(Path(out).read_text()) if Path(out).exists() else {}
+            found = json.loads(Path(out).read_text(encoding="utf-8")) if Path(out).exists() else {}
             for length, figures in found.items() or [(str(MEASURED), {"failure": outcome.reason})]:
                 put(cases, name, int(length), who, figures)
                 print(f"{name}-t{length:<14s} {who:8s} {line(figures)}", flush=True)

@@ -110,7 +110,9 @@ def main(suite_name: str, case_name: str, contender: str, out: str) -> None:
         print(READY, flush=True)
     run = measure.Timing.of(samples)
     figures |= {"run_seconds": run.median, "run_low_seconds": run.low, "run_high_seconds": run.high}
-    Path(out).write_text(json.dumps({**figures, "peak_tensor_bytes": measure.peak_tensor_bytes(call)}))
+    Path(out).write_text(
+        json.dumps({**figures, "peak_tensor_bytes": measure.peak_tensor_bytes(call)}), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def used_constants(text: str) -> tuple[str, ...]:
 
 @cache
 def _macros() -> dict[str, str]:
-    text = MACROS.read_text()
+    text = MACROS.read_text(encoding="utf-8")
     lines = text.splitlines()
     return {
         node.name: "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])

@@ -36,8 +36,15 @@ _TARGETS = {
 _ANY_TARGET = ((), 16, 2)
 
 
+REMEDY = "install a C compiler, or name it in CC"
+
+
 class CannotCompile(Exception):
-    """The C kernels are not available, and why."""
+    """The C kernels are not available: why, and what helps."""
+
+    def __init__(self, reason: str, remedy: str = REMEDY) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 @cache
@@ -110,24 +117,27 @@ def loaded(loop: type[L], dtype: torch.dtype, what: str) -> L | None:
         try:
             return loop(_NAMES[dtype])
         except CannotCompile as error:
-            say_slow(str(error))
+            say_slow(str(error), error.remedy)
             return None
 
     return contain(f"loading the CPU's kernel of {what}", load, lambda _: None) if dtype in _NAMES else None
 
 
 @cache
-def say_slow(reason: str) -> None:
+def say_slow(reason: str, remedy: str) -> None:
     """Once a reason: what it costs that there are no C kernels, and what helps."""
     log.warning(
-        "linear attention runs through PyTorch operators on this CPU, right but slower (%s); %s",
-        reason,
-        "install a C compiler, or name it in CC",
+        "linear attention runs through PyTorch operators on this CPU, right but slower (%s); %s", reason, remedy
     )
 
 
 def compiler_path() -> str:
-    """The C compiler; a C++ compiler will do, and Inductor has need of one anyway."""
+    """The C compiler; a C++ compiler will do, and Inductor has need of one anyway.
+
+    Raises :class:`CannotCompile`; on Windows always: the sources are GNU C, which cl does not read.
+    """
+    if platform.system() == "Windows":
+        raise CannotCompile("the kernels are not made on Windows", "Windows' Linux subsystem has them")
     candidates = (os.environ.get("CC"), "cc", "gcc", "clang", os.environ.get("CXX"), "g++", "clang++")
     found = next((path for name in candidates if name and (path := shutil.which(name))), None)
     if found is None:

@@ -48,8 +48,8 @@ def _write(file_name: str, text: str) -> Path:
             if path.exists() and path.read_bytes() == text.encode():
                 return path
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
-                file.write(text)
+            with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
+                file.write(text.encode())
             Path(file.name).replace(path)
         except OSError:
             continue  # a read-only home: the temporary folder will do

@@ -14,6 +14,7 @@ import torch
 from examples import quickstart
 from kdacompile import doctor
 from kdacompile.compat import accepted
+from kdacompile.lowering.cpu import compiler
 
 BARE = """
 import sys
@@ -39,15 +40,51 @@ compiled(q, k, v, g)
 """
 
 
-def test_without_compilers_and_triton_the_model_runs_and_says_so_once(tmp_path: Path) -> None:
-    """macOS and Windows as they come: PATH leads to no compiler."""
+WINDOWS = """
+import filelock, os, platform, signal, sys, torch  # filelock for torch, which has another one there
+platform.system = lambda: "Windows"
+for module, names in ((os, ("getuid", "getloadavg", "fork", "sched_getaffinity", "killpg")), (signal, ("SIGALRM",))):
+    for name in names:
+        delattr(module, name)
+for name in ("fcntl", "resource", "pwd"):
+    sys.modules[name] = None
+"""
+
+
+@pytest.mark.parametrize(
+    ("system", "reason", "remedy"),
+    [("", "no C compiler", "name it in CC"), (WINDOWS, "the kernels are not made on Windows", "Linux subsystem")],
+    ids=["bare", "windows"],
+)
+def test_without_compilers_and_triton_the_model_runs_and_says_so_once(
+    tmp_path: Path, system: str, reason: str, remedy: str
+) -> None:
+    """macOS and Windows as they come: PATH leads to no compiler; and without what Windows' Python lacks."""
     hidden = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX")}
     environment = {**hidden, "PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "caches")}
-    run = subprocess.run([sys.executable, "-c", BARE], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", system + BARE]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("no C++ compiler was found") == 1
-    assert run.stderr.count("right but slower (no C compiler)") == 1
+    assert run.stderr.count(f"right but slower ({reason})") == 1 and remedy in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_windows_takes_no_compiler_for_the_c_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own, cl, reads no GNU C; one that is found there would make what Windows' torch cannot call."""
+    monkeypatch.setattr("platform.system", lambda: "Windows")
+    with pytest.raises(compiler.CannotCompile, match="not made on Windows"):
+        compiler.compiler_path()
+
+
+def test_cl_in_the_place_of_a_c_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cl = tmp_path / "cl.exe"
+    cl.write_text("#!/bin/sh\necho 'cl : unknown option -std=gnu11' >&2\nexit 2\n")
+    cl.chmod(0o700)
+    monkeypatch.setenv("CC", str(cl))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "caches"))
+    with pytest.raises(compiler.CannotCompile, match=r"cl\.exe failed: cl : unknown option"):
+        compiler.built(b"int one(void) { return 1; }", (), "one")
 
 
 def test_importing_the_package_says_nothing(tmp_path: Path) -> None:

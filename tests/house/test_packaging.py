@@ -69,6 +69,19 @@ def test_private_names_of_torch_stay_in_compat() -> None:
     assert found == {}
 
 
+def test_text_files_are_utf8_everywhere() -> None:
+    """Without a word, Windows reads and writes them in an encoding that has no arrows."""
+    found: list[str] = []
+    for path in sources():
+        if path.relative_to(ROOT).parts[0] in MAPPED:
+            for node in ast.walk(ast.parse(path.read_text())):
+                named = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+                if named and node.func.attr in ("read_text", "write_text"):
+                    encoded = any(keyword.arg == "encoding" for keyword in node.keywords)
+                    found += [] if encoded else [f"{path.relative_to(ROOT)}:{node.lineno}"]
+    assert found == []
+
+
 OTHERS = {
     "_NamedFuncPointer": "ctypes: what a function of a library is, for an annotation",
     "_fields": "collections.namedtuple, documented",
