@@ -72,13 +72,12 @@ def test_private_names_of_torch_stay_in_compat() -> None:
 def test_text_files_are_utf8_everywhere() -> None:
     """Without a word, Windows reads and writes them in an encoding that has no arrows."""
     found: list[str] = []
-    for path in sources():
-        if path.relative_to(ROOT).parts[0] in MAPPED:
-            for node in ast.walk(ast.parse(path.read_text())):
-                named = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-                if named and node.func.attr in ("read_text", "write_text"):
-                    encoded = any(keyword.arg == "encoding" for keyword in node.keywords)
-                    found += [] if encoded else [f"{path.relative_to(ROOT)}:{node.lineno}"]
+    for path in (path for path in sources() if path.relative_to(ROOT).parts[0] in MAPPED):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            if call.func.attr in ("read_text", "write_text") and "encoding" not in {k.arg for k in call.keywords}:
+                found.append(f"{path.relative_to(ROOT)}:{call.lineno}")
     assert found == []
 
 
