@@ -5,51 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C import (
-    DispatchKey,
-    DispatchKeySet,
-    _after_ADInplaceOrView_keyset,
-    _after_autograd_keyset,
-    _any_requires_grad,
-    _AutoDispatchBelowADInplaceOrView,
-    _AutoDispatchBelowAutograd,
-)
+import torch._functorch.autograd_function
+import torch.autograd.function
 from torch._C._autograd import _profiler_enabled
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._C._functorch import is_functorch_wrapped_tensor as _is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
-__all__ = [
-    "DispatchKey",
-    "DispatchKeySet",
-    "SingleLevelFunction",
-    "after_autograd_keys",
-    "after_version_counter_keys",
-    "any_requires_grad",
-    "backend_key",
-    "below_autograd",
-    "below_version_counter",
-    "dispatch_state",
-    "enable_single_level_autograd_function",
-    "forward_mode_is_on",
-    "function_modes",
-    "is_functorch_wrapped_tensor",
-    "privateuse1_name",
-    "profiler_is_on",
-    "transforms_are_active",
-    "without_keys_excluded",
-]
-
-after_autograd_keys = _after_autograd_keyset
-after_version_counter_keys = _after_ADInplaceOrView_keyset
-any_requires_grad = _any_requires_grad
-below_autograd = _AutoDispatchBelowAutograd
-below_version_counter = _AutoDispatchBelowADInplaceOrView
-transforms_are_active = torch._C._are_functorch_transforms_active
+DispatchKey = torch._C.DispatchKey
+DispatchKeySet = torch._C.DispatchKeySet
+SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+after_autograd_keys = torch._C._after_autograd_keyset
+after_version_counter_keys = torch._C._after_ADInplaceOrView_keyset
+any_requires_grad = torch._C._any_requires_grad
+below_autograd = torch._C._AutoDispatchBelowAutograd
+below_version_counter = torch._C._AutoDispatchBelowADInplaceOrView
+enable_single_level_autograd_function = torch._functorch.autograd_function.enable_single_level_autograd_function
+function_modes = torch._C._len_torch_function_stack
+is_functorch_wrapped_tensor = _is_functorch_wrapped_tensor
 privateuse1_name = torch._C._get_privateuse1_backend_name
 profiler_is_on = _profiler_enabled
-function_modes = torch._C._len_torch_function_stack
+transforms_are_active = torch._C._are_functorch_transforms_active
 _local_include = torch._C._dispatch_tls_local_include_set
 _local_exclude = torch._C._dispatch_tls_local_exclude_set
 

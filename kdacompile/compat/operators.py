@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+__all__ = ["TorchDispatchMode", "map_tensors", "tensors_in", "tree_flatten", "tree_leaves", "tree_map_only"]
+
 aten = torch.ops.aten
 
 Argument = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, str]
@@ -139,9 +141,6 @@ def _takes_device(target: Any) -> bool:
     """True for operators that make a tensor where they are told to."""
     arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
     return any(argument.name == "device" for argument in arguments)
-
-
-__all__ = ["TorchDispatchMode", "map_tensors", "tensors_in", "tree_flatten", "tree_leaves", "tree_map_only"]
 
 
 def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:

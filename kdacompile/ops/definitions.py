@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kdacompile.compat.dispatcher import DispatchKey, privateuse1_name
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.ops import autograd, kernels, mla_cut
 from kdacompile.ops.checks import check_layout
-from kdacompile.ops.dispatch import DispatchKey, Kernel, Shortcut, privateuse1_device
+from kdacompile.ops.dispatch import Kernel, Shortcut
 from kdacompile.ops.errors import VmapError
 from kdacompile.ops.signature import (
     LINEAR_ATTENTION,
@@ -120,7 +121,7 @@ def _outside_autocast(op: Any, device: str | None) -> Kernel:
     """
 
     def autocast(*args: Any, **options: Any) -> Any:
-        with torch.autocast(device or privateuse1_device(), enabled=False):
+        with torch.autocast(device or privateuse1_name(), enabled=False):  # "npu" where torch_npu is loaded
             return op(*args, **options)
 
     return autocast

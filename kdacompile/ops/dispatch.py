@@ -24,25 +24,10 @@ from kdacompile.compat.dispatcher import (
     enable_single_level_autograd_function,
     forward_mode_is_on,
     function_modes,
-    privateuse1_name,
     profiler_is_on,
     transforms_are_active,
     without_keys_excluded,
 )
-
-__all__ = [
-    "DispatchKey",
-    "DispatchKeySet",
-    "Shortcut",
-    "below_autograd",
-    "below_version_counter",
-    "differentiation",
-    "inside_function",
-    "needs_derivative",
-    "next_kernel",
-    "privateuse1_device",
-    "record",
-]
 
 Kernel = Callable[..., Any]
 
@@ -159,8 +144,3 @@ def differentiation() -> Generator[None]:
     """
     with no_saved_tensors_hooks(), without_keys_excluded(_DIFFERENTIATION_KEYS):
         yield
-
-
-def privateuse1_device() -> str:
-    """The device type of the out-of-tree backend, "npu" where torch_npu is loaded."""
-    return privateuse1_name()
