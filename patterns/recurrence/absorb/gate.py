@@ -13,7 +13,7 @@ densely on both sides of every threshold (the branch of a ``where``, softplus' o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import torch
@@ -62,7 +62,7 @@ def absorb_gate(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch | None:
         if function.name in FORMS:
             continue
         for cone in _cones(g, scope, match.sizes, function):
-            scale = _scale(cone, match, function) if _plausible(cone, match, function) else None
+            scale = _scale(cone, match, function) if _plausible(cone, match) else None
             if scale is not None:
                 moved = {"g": cone.sources[0]}
                 if len(cone.sources) > 1:
@@ -82,45 +82,57 @@ def _cones(gate: Placement, scope: Scope, sizes: dict[str, int], function: GateF
     yield from cones(gate, scope, sizes, NAMES)
 
 
-def _plausible(cone: Cone, match: RecurrenceMatch, function: GateFunction) -> bool:
-    if not may_compute(cone, function.name):
-        return False
-    if not all(is_flat(read) for op in cone.ops for read in op.reads if read.const):
-        return False
+def _plausible(cone: Cone, match: RecurrenceMatch) -> bool:
     logit = cone.sources[0].axes
     if match.binding.gate == "channel" and match.sizes["K"] > 1 and not {"K", "*"} & set(logit):
         return False
     return len(cone.sources) == 1 or set(cone.sources[1].axes) <= set("H.")
 
 
-def is_flat(value: Value) -> bool:
+def _is_flat(value: Value) -> bool:
     """True for a constant with one value throughout: a threshold of its own per channel could hide from the probes."""
     while value.op is not None and value.op.name in SAME_DATA:
         value = value.op.reads[0]
     return math.prod(value.shape) == 1 or (value.op is not None and value.op.name in FLAT)
 
 
+def holds_everywhere(
+    cone: Cone, function: str, sizes: dict[str, int], heads: int, check: Callable[[Runner, Tensor], bool]
+) -> bool:
+    """``check`` of a cone with logits on all sides of its turning points; False for one that is not the function."""
+    flat = all(_is_flat(read) for op in cone.ops for read in op.reads if read.const)
+    given = points(cone) if flat and may_compute(cone, function) else None
+    if given is None:
+        return False
+    tokens = -(-ENOUGH // heads)
+    runner = Runner(cone, sizes, at_most={"B": -(-tokens // sizes["T"]), "T": tokens})
+    return holds_for(runner, lambda run: check(run, given))
+
+
+def logits(run: Runner, given: Tensor) -> Iterator[Tensor]:
+    """All of them, as many at once as a run takes, in the canonical shape of its source."""
+    shape = run.shape(0)
+    count = math.prod(shape)
+    for start in range(0, len(given), count):
+        yield given[(torch.arange(count) + start) % len(given)].reshape(shape)
+
+
 def _scale(cone: Cone, match: RecurrenceMatch, function: GateFunction) -> float | None:
     """The scale with which the cone is the activation, if it is."""
     heads = match.sizes["H"] * (match.sizes["K"] if match.binding.gate == "channel" else 1)
-    tokens = -(-ENOUGH // heads)
-    rows = -(-tokens // match.sizes["T"])
-    runner = Runner(cone, match.sizes, at_most={"B": rows, "T": tokens})
     found: list[float] = []
     alike: list[int] = []
     sign = SIGNS[function.scale]
 
-    def check(run: Runner) -> bool:
+    def check(run: Runner, given: Tensor) -> bool:
         found.clear()
-        given = points(cone)
-        if given is None:
-            return False
-        starts = range(0, len(given), _numel(run.shape(0)))
-        for start, scaled in product(starts, (False, True)[: len(cone.sources)]):
-            x, rate = _draw(run, given, start, scaled=scaled)
+        for (turn, x), scaled in product(enumerate(logits(run, given)), (False, True)[: len(cone.sources)]):
+            rate = None if len(cone.sources) == 1 else _rates(run, turn)
+            by: Tensor | float = 1.0 if rate is None else rate.reshape(1, 1, -1, 1)
+            x = x / by if scaled else x  # what is given are logits times the rate
             have = run(x) if rate is None else run(x, rate.log())
             have = have.log() if match.binding.gate_fn == "factor" else have * match.binding.gate_rate
-            wanted = _wanted(x, 1.0 if rate is None else rate.reshape(1, 1, -1, 1), function.name)
+            wanted = _wanted(x, by, function.name)
             if not found:
                 found.append(_fitted(have, wanted[0], sign))
                 alike[:] = range(len(wanted))
@@ -130,7 +142,7 @@ def _scale(cone: Cone, match: RecurrenceMatch, function: GateFunction) -> float 
                 return False
         return sign == 0 or found[0] * sign > 0.0
 
-    return found[0] if holds_for(runner, check) else None
+    return found[0] if holds_everywhere(cone, function.name, match.sizes, heads, check) else None
 
 
 def _wanted(x: Tensor, rate: Tensor | float, function: str) -> list[Tensor]:
@@ -139,17 +151,10 @@ def _wanted(x: Tensor, rate: Tensor | float, function: str) -> list[Tensor]:
     return [log_decay(x, rate, function, 1.0), *(form() for name, form in other.items() if name == function)]
 
 
-def _draw(run: Runner, given: Tensor, start: int, *, scaled: bool) -> tuple[Tensor, Tensor | None]:
-    """Logits in the gate's canonical shape, and rates per head; ``scaled``: what is given are logits times the rate."""
-    shape = run.shape(0)
-    index = (torch.arange(_numel(shape)) + start) % len(given)
-    x = given[index].reshape(shape)
-    if len(run.cone.sources) == 1:
-        return x, None
-    generator = torch.Generator().manual_seed(start)
-    noise = torch.randn(run.shape(1), generator=generator, dtype=torch.float64)
-    rate = (0.7 * noise).exp()
-    return x / rate.reshape(1, 1, -1, 1) if scaled else x, rate
+def _rates(run: Runner, seed: int) -> Tensor:
+    """One per head."""
+    noise = torch.randn(run.shape(1), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (0.7 * noise).exp()
 
 
 def _fitted(have: Tensor, want: Tensor, sign: int) -> float:
@@ -160,7 +165,3 @@ def _fitted(have: Tensor, want: Tensor, sign: int) -> float:
     some = torch.isfinite(have)
     raw = float((have[some] * want[some]).sum() / want[some].square().sum().clamp_min(1e-300))
     return float(f"{raw:.12g}")
-
-
-def _numel(shape: list[int]) -> int:
-    return torch.Size(shape).numel()

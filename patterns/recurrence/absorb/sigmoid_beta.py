@@ -9,18 +9,15 @@ That is as close to the function, but not to the model's own numbers, so ``kda.p
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from kdacompile.patterns.recurrence.absorb.axes import POINTWISE, SAME_DATA
 from kdacompile.patterns.recurrence.absorb.casts import climb
-from kdacompile.patterns.recurrence.absorb.cone import Cone, Runner, agrees, cones, holds_for
-from kdacompile.patterns.recurrence.absorb.gate import ENOUGH, is_flat, may_compute
+from kdacompile.patterns.recurrence.absorb.cone import Runner, agrees, cones
+from kdacompile.patterns.recurrence.absorb.gate import holds_everywhere, logits
 from kdacompile.patterns.recurrence.absorb.scope import Scope
-from kdacompile.patterns.recurrence.absorb.turning_points import points
 from kdacompile.patterns.recurrence.roles import RecurrenceMatch
 
 
@@ -35,26 +32,10 @@ def absorb_sigmoid_beta(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch
         logit = climb(replace(beta, value=op.reads[0]), scope, match.sizes)
         return None if logit is None else match.taking("sigmoid_beta", {"beta": logit}, sigmoid_beta=True)
     for cone in cones(beta, scope, match.sizes, SAME_DATA | POINTWISE):
-        if may_compute(cone, "sigmoid") and _is_sigmoid(cone, match.sizes):
+        if holds_everywhere(cone, "sigmoid", match.sizes, match.sizes["H"], _is_sigmoid):
             return match.taking("sigmoid_beta", {"beta": cone.sources[0]}, sigmoid_beta=True)
     return None
 
 
-def _is_sigmoid(cone: Cone, sizes: dict[str, int]) -> bool:
-    if not all(is_flat(read) for op in cone.ops for read in op.reads if read.const):
-        return False
-    given = points(cone)
-    if given is None:
-        return False
-    tokens = -(-ENOUGH // sizes["H"])
-    runner = Runner(cone, sizes, at_most={"B": -(-tokens // sizes["T"]), "T": tokens})
-    return holds_for(runner, partial(_agrees_everywhere, given=given))
-
-
-def _agrees_everywhere(run: Runner, given: torch.Tensor) -> bool:
-    count = math.prod(run.shape(0))
-    for start in range(0, len(given), count):
-        x = given[(torch.arange(count) + start) % len(given)].reshape(run.shape(0))
-        if not agrees(run(x), torch.sigmoid(x)):
-            return False
-    return True
+def _is_sigmoid(run: Runner, given: torch.Tensor) -> bool:
+    return all(agrees(run(x), torch.sigmoid(x)) for x in logits(run, given))
