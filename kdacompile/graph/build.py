@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from kdacompile import compat
 from kdacompile.compat import local
-from kdacompile.compat.operators import map_tensors, tensors_in
+from kdacompile.compat.operators import map_tensors, tensors_in, tree_map_only
 from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.graph.recorder import Recorder
 from kdacompile.patterns.engine.values import turn
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 # Replaying a node on meta tensors can fail in these ways (no meta kernel, data-dependent, symbolic without a hint); the
 # node then counts as opaque, which only ever means "do not look inside".
 REPLAY_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError, KeyError)
+
+META = torch.device("meta")
 
 SizeOf = Callable[[Any], int]
 Tables = Mapping[str, torch.Tensor]
@@ -99,8 +101,10 @@ class _Replay:
         recorder.overwrite(storage, value)
 
     def replay(self, node: fx.Node) -> Any:
-        args = _to_meta(map_arg(node.args, self.load))
-        kwargs = _to_meta(map_arg(node.kwargs, self.load))
+        loaded: Any = map_arg((node.args, node.kwargs), self.load)
+        args, kwargs = tree_map_only(torch.device, lambda _: META, loaded, is_leaf=lambda x: isinstance(x, torch.Size))
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": META}
         mark = self.recorder.mark()
         try:
             result = compat.called(node.target, args, kwargs)
@@ -258,20 +262,6 @@ def _widened(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def _to_meta(tree: Any) -> Any:
-    if isinstance(tree, torch.device):
-        return torch.device("meta")
-    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        items = [_to_meta(item) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if isinstance(tree, dict):
-        return {
-            key: (torch.device("meta") if key == "device" and item is not None else _to_meta(item))
-            for key, item in tree.items()
-        }
-    return tree
-
-
 def functional_graph(graph: fx.Graph, size_of: SizeOf = compat.size_hint, tables: Tables | None = None) -> Graph:
     """The functional graph of a Dynamo graph; ``size_of`` maps symbolic sizes to the instance's ints (default: their
     hints). Inputs in ``tables`` are taken for constants with these data: whoever does that must see to it that they
@@ -281,8 +271,9 @@ def functional_graph(graph: fx.Graph, size_of: SizeOf = compat.size_hint, tables
 
 
 # -- dimensions along which a value is the same by construction -------------------------------------------------------
-# Models expand a step size or a bias to the shape of the state before an activation; the recurrence wants the tensor
-# before the expand. One entry of a uniform dimension stands for all of them.
+# Expanded ones, and pointwise functions of those. Models expand a step size or a bias to the shape of the state
+# before an activation; the recurrence wants the tensor before the expand. One entry of a uniform dimension stands for
+# all of them.
 
 ALIKE = ELEMENTWISE | AS_IS | {"_to_copy"}
 

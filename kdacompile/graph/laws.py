@@ -41,7 +41,7 @@ class Law:
 MASK, TABLE, LINEAR, FIXED = Law("mask"), Law("table"), Law("linear"), Law("fixed")
 
 
-def uniform(number: Any, dtype: torch.dtype, rank: int) -> Law:
+def uniform(number: Any, rank: int) -> Law:
     if isinstance(number, (bool, complex)) or not math.isfinite(number):
         return MASK
     return Law("affine", Fraction(number), (Fraction(0),) * rank)
@@ -62,7 +62,7 @@ def in_dtype(law: Law, dtype: torch.dtype) -> Law:
 def _filled(position: int | None, number: float | None = None) -> Callable[[Op, int], Law]:
     def law(op: Op, rank: int) -> Law:
         filler = number if position is None else op.args[position]
-        return MASK if isinstance(filler, Value) or filler is None else uniform(filler, op.out.dtype, rank)
+        return MASK if isinstance(filler, Value) or filler is None else uniform(filler, rank)
 
     return law
 
@@ -99,7 +99,7 @@ def join(laws: Sequence[Law]) -> Law:
 def _operands(op: Op, laws: Iterable[Law]) -> list[Law]:
     """The laws of the first two operands, each a tensor or a number."""
     queue = iter(laws)
-    return [next(queue) if isinstance(arg, Value) else uniform(arg, op.out.dtype, 0) for arg in op.args[:2]]
+    return [next(queue) if isinstance(arg, Value) else uniform(arg, 0) for arg in op.args[:2]]
 
 
 def _steps(law: Law, rank: int) -> tuple[Fraction, ...]:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from kdacompile.compat.operators import tree_leaves
 from kdacompile.graph.ir import Op, Value
 from kdacompile.graph.laws import (
     FIXED,
@@ -142,7 +143,7 @@ class _Reader:
 
     def law(self, value: Value) -> Law:
         if value.payload is not None and not value.shape:
-            return uniform(value.payload.item(), value.dtype, 0) if value.payload.device.type != "meta" else FIXED
+            return uniform(value.payload.item(), 0) if value.payload.device.type != "meta" else FIXED
         return self.laws.get(value, FIXED)
 
     # -- operators ----------------------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ class _Reader:
         value, rank = op.reads[0], len(op.reads[0].shape)
         steps, name, offset = law.steps, op.name, law.offset
         if law.is_uniform:
-            return uniform(offset, op.out.dtype, len(op.out.shape))
+            return uniform(offset, len(op.out.shape))
         if name == "_to_copy":
             return in_dtype(Law("affine", offset, steps), op.out.dtype)
         if name in AS_IS:
@@ -216,7 +217,7 @@ class _Reader:
             raise NotAffine("what positions are compared with is not affine in them")
         self.edge(relation, gap, op.out.shape)
         if gap.is_uniform and gap.kind == "affine":  # it comes out one way everywhere: how, the edge has
-            return uniform(int(True in self.edges[-1].outcomes), op.out.dtype, len(op.out.shape))
+            return uniform(int(True in self.edges[-1].outcomes), len(op.out.shape))
         return MASK
 
     def edge(self, relation: str, gap: Law, shape: Sequence[int]) -> None:
@@ -284,14 +285,4 @@ _SUMS = frozenset("sum mean bmm mm prod cumsum cumprod".split())
 
 def _numbers(op: Op) -> list[Any]:
     """What an operator is given besides tensors."""
-    found: list[Any] = []
-
-    def visit(item: Any) -> None:
-        if isinstance(item, (list, tuple)):
-            for part in item:
-                visit(part)
-        elif not isinstance(item, Value):
-            found.append(item)
-
-    visit([op.args, list(op.kwargs.values())])
-    return found
+    return [item for item in tree_leaves((op.args, op.kwargs)) if not isinstance(item, Value)]

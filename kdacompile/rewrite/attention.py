@@ -67,12 +67,12 @@ class MlaSplice(Splice[LatentAttention]):
 
     def shared_constants(self, nodes: set[fx.Node]) -> set[fx.Node]:
         """What fills a mask that is read outside the region too: all layers share one, ``full(...).triu_(1)``."""
-        written = {mutation.storage for mutation in self.functional.mutations}
+        written = {mutation.storage for mutation in self.mutations}
         masks = {op.node for op in self.match.candidate.ops if all(value.const for value in op.outs)}
-        filled = {self.functional.storages.get(node) for node in masks} & written
-        views = [node for node, storage in self.functional.storages.items() if storage in filled and node in self.place]
-        read = {self.functional.storages[node] for node in views if any(user not in nodes for user in node.users)}
-        return {node for node in views if self.functional.storages[node] in read}
+        filled = {self.storages.get(node) for node in masks} & written
+        views = [node for node, storage in self.storages.items() if storage in filled and node in self.place]
+        read = {self.storages[node] for node in views if any(user not in nodes for user in node.users)}
+        return {node for node in views if self.storages[node] in read}
 
     def apply(self, before: fx.Node) -> str:
         """Insert the op before ``before``, redirect the output, erase the region. Returns the op's name."""
@@ -200,7 +200,7 @@ class MlaSplice(Splice[LatentAttention]):
 
     def first_view(self, node: fx.Node) -> fx.Node:
         """A view, or the same one that another layer took before."""
-        source, storages = next(iter(node.all_input_nodes), None), self.functional.storages
+        source, storages = next(iter(node.all_input_nodes), None), self.storages
         if source is None or node.op not in ("call_function", "call_method") or storages.get(source) is None:
             return node
         first = self.first_view(source)

@@ -75,12 +75,12 @@ class Derived:
         kept |= {source for value in values for source in self.sources(value)}
         dying = {node for node in names if names[node] in values}
         last = {
-            splice.functional.storages[node]: since
+            splice.storages[node]: since
             for value in values
             for node, since in splice.names(value)
-            if node in splice.functional.storages
+            if node in splice.storages
         }
-        writes = splice.functional.mutations
+        writes = splice.mutations
         dying |= {m.node for m in writes if m.position <= last.get(m.storage, -1) and m.node in splice.place}
         for node in reversed(splice.graph.nodes):
             pure = node.users and not compat.writes_first_argument(node)
@@ -119,10 +119,8 @@ class Derived:
     def overwritten(self) -> bool:
         """True if one of several values is written to later: what the others are computed from may share its memory."""
         defined = [value for value in self.values if self.definition(value) is not None]
-        storages = {
-            self.splice.functional.storages.get(node) for value in defined for node, _ in self.splice.names(value)
-        }
-        writes = [m for m in self.splice.functional.mutations if m.node not in self.splice.dying]
+        storages = {self.splice.storages.get(node) for value in defined for node, _ in self.splice.names(value)}
+        writes = [m for m in self.splice.mutations if m.node not in self.splice.dying]
         return len(defined) > 1 and any(m.storage in storages for m in writes)
 
     def too_late(self) -> bool:

@@ -166,8 +166,8 @@ class LinearAttentionSplice(Splice[Recurrence]):
         if not copies or not stores:
             return False
         last = max(self.place[copy] for copy in copies)
-        storage = self.functional.storages.get(cache)
-        views = {cache, *(node for node, own in self.functional.storages.items() if own == storage)}
+        storage = self.storages.get(cache)
+        views = {cache, *(node for node, own in self.storages.items() if own == storage)}
         users = {user for view in views for user in view.users if user in self.place} - copies - self.dying
         if any(self.place[before] <= self.place[user] <= last for user in users):
             return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Generic
 
 import torch
@@ -43,6 +43,7 @@ class Splice(Generic[B]):
         self.keep_strides = keep_strides
         self.graph = graph
         self.functional = functional
+        self.storages, self.mutations = functional.storages, functional.mutations
         self.match = match
         self.place = {node: index for index, node in enumerate(self.graph.nodes)}
         self.timeline = _timeline(functional, self.place)
@@ -70,7 +71,7 @@ class Splice(Generic[B]):
         """
         ops = self.match.candidate.ops
         nodes = {op.node for op in ops}
-        writes = {mutation.node for mutation in self.functional.mutations}
+        writes = {mutation.node for mutation in self.mutations}
         names = {node for op in ops for value in op.outs for node, _ in self.functional.names.get(value, [])}
         nodes |= (names - writes) | self.functional.dead
         nodes = {node for node in nodes if node in self.place and node.op in ("call_function", "call_method")}
@@ -85,7 +86,7 @@ class Splice(Generic[B]):
         them: a decay mask, filled in place; the buffers of a state between two tokens that is returned.
         """
         writes: dict[int, list[fx.Node]] = {}
-        for mutation in self.functional.mutations:
+        for mutation in self.mutations:
             if mutation.node in self.dying:
                 writes.setdefault(mutation.storage, []).append(mutation.node)
         redirected = {use for value in self.redirected for use in self.later_users(value)} if writes else set()
@@ -97,7 +98,7 @@ class Splice(Generic[B]):
             for read in user.all_input_nodes:
                 if (read, user) in redirected or not {read, user} & self.dying:
                     continue
-                written = writes.get(self.functional.storages.get(read, -1), [])
+                written = writes.get(self.storages.get(read, -1), [])
                 found = {read} if read in self.dying else set[fx.Node]()
                 if any(self.place[write] < self.place[user] for write in written):
                     kept.update(written)
@@ -127,14 +128,13 @@ class Splice(Generic[B]):
         self.collect_stores(ready)
         uses = [self.place[user] for value in self.redirected for _, user in self.later_users(value)]
         first_use = min([*uses, *self.state_reads()], default=len(self.place) - 1)
-        written = [self.place[m.node] for m in self.functional.mutations if m.node in self.dying]
         if ready >= first_use:
             raise CannotSplice("order", "a result is used before all inputs exist")
         first_use = self.insertion_point(ready, first_use)
         target = list(self.place)[first_use]
         self.check_stores(first_use)
         self.check_inputs(first_use)
-        self.check_aliases(first_use, written)
+        self.check_aliases(first_use)
         self.check_derived()
         return target
 
@@ -146,7 +146,7 @@ class Splice(Generic[B]):
             raise CannotSplice("mutation", "what is computed from the results is overwritten")
         if self.derived.too_late():
             raise CannotSplice("order", "what is computed from the results comes too late")
-        writes = any(mutation.node in self.dying for mutation in self.functional.mutations)
+        writes = any(mutation.node in self.dying for mutation in self.mutations)
         if self.functional.calls is not None and writes:
             redirected = self.reads_through_writes()
             for node in self.dying - self.derived.names().keys():
@@ -169,16 +169,14 @@ class Splice(Generic[B]):
         """Where the buffer that the region keeps its state in is read once the region is done with it."""
         if self.final is None or not self.state_in_place:
             return []
-        storage = self.functional.storages.get(self.final.value.node)
+        storage = self.storages.get(self.final.value.node)
         outside = [op for op in self.final.value.users if op not in self.match.candidate.ops]
         if any(self.derived.calls.owns(op.node) for op in outside):
             raise CannotSplice("alias", "what is computed from the state reads its buffer")
-        if any(m.storage == storage for m in self.functional.mutations if m.node in self.staying):
+        if any(m.storage == storage for m in self.mutations if m.node in self.staying):
             raise CannotSplice("alias", "the state is read between the region's writes to it")
-        writes = [
-            self.place[m.node] for m in self.functional.mutations if m.storage == storage and m.node in self.dying
-        ]
-        views = [node for node, own in self.functional.storages.items() if own == storage and node in self.place]
+        writes = [self.place[m.node] for m in self.mutations if m.storage == storage and m.node in self.dying]
+        views = [node for node, own in self.storages.items() if own == storage and node in self.place]
         reads = {self.place[user] for view in views for user in view.users if user not in self.dying}
         if any(min(writes) < read < max(writes) for read in reads):
             raise CannotSplice("alias", "the state is read between the region's writes to it")
@@ -188,14 +186,14 @@ class Splice(Generic[B]):
         """Uses of what a write to the state in place yields, which is the buffer itself: ``S += kv; return o, S``."""
         if self.final is None or not self.state_in_place:
             return []
-        writes = {mutation.node for mutation in self.functional.mutations}
+        writes = {mutation.node for mutation in self.mutations}
         return [(name, user) for name, user in self.later_users(self.final.value) if name in writes]
 
     def check_stores(self, before: int) -> None:
         """Between a copy's old place and its new one nothing may touch the buffer."""
         for copy, buffer in self.stores:
-            storage = self.functional.storages.get(buffer)
-            for node, own in self.functional.storages.items():
+            storage = self.storages.get(buffer)
+            for node, own in self.storages.items():
                 if own != storage or node not in self.place:
                     continue
                 if any(user not in self.dying and self.place[copy] < self.place[user] < before for user in node.users):
@@ -209,7 +207,7 @@ class Splice(Generic[B]):
         self.detached = not any(gradient.wants_gradient(placement.value.node) for placement in results)
         if self.detached:
             return
-        writes = [m.node for m in self.functional.mutations if m.node in self.dying]
+        writes = [m.node for m in self.mutations if m.node in self.dying]
         inputs = {placement.value for placement in self.match.inputs.values()}
         ops = self.match.candidate.ops | ancestors(self.match.candidate.cut, inputs.__contains__)
         cut = gradient.is_cut(ops, inputs, self.functional.names)
@@ -246,13 +244,13 @@ class Splice(Generic[B]):
         """True if ``name`` is a copy of the output (a cache it was stored in) and, when ``user`` comes, either was
         written to: from then on ``user`` must read the copy itself.
         """
-        storages = self.functional.storages
+        storages = self.storages
         ends = {storages.get(name), storages.get(value.node)}
         return len(ends) == 2 and any(
             mutation.storage in ends
             and mutation.node not in self.dying
             and since < self.now(mutation.position) <= self.place[user]
-            for mutation in self.functional.mutations
+            for mutation in self.mutations
         )
 
     def check_inputs(self, before: int) -> None:
@@ -260,35 +258,33 @@ class Splice(Generic[B]):
         for placement in self.match.inputs.values():
             node = placement.value.node
             made = self.place[node] if placement.value.op is None else self.now(placement.value.op.position)
-            for mutation in self.functional.mutations:
-                same = mutation.storage == self.functional.storages.get(node)
+            for mutation in self.mutations:
+                same = mutation.storage == self.storages.get(node)
                 if same and mutation.node not in self.dying and made < self.now(mutation.position) < before:
                     raise CannotSplice(
                         "mutation", f"{placement.role} is overwritten before the region's results are used"
                     )
 
-    def check_aliases(self, before: int, written: Sequence[int]) -> None:
+    def check_aliases(self, before: int) -> None:
         """Buffers the region fills in place must not be read elsewhere, except as its outputs. Neither may what shares
         memory with a result, where somebody writes to that memory later.
         """
         stores = {copy for copy, _ in self.stores}
-        dying_writes = {m.storage for m in self.functional.mutations if m.node in self.dying and m.node not in stores}
+        dying_writes = {m.storage for m in self.mutations if m.node in self.dying and m.node not in stores}
         outside_writes = {
-            m.storage for m in self.functional.mutations if m.node not in self.dying and self.now(m.position) < before
+            m.storage for m in self.mutations if m.node not in self.dying and self.now(m.position) < before
         }
         if dying_writes & outside_writes:
             raise CannotSplice("mutation", "a buffer of the region is also written outside it")
-        lost = {self.functional.storages.get(source) for source, _ in self.functional.written.values()} & dying_writes
+        lost = {self.storages.get(source) for source, _ in self.functional.written.values()} & dying_writes
         redirected = {use for value in self.redirected for use in self.later_users(value)}
-        state_storage = (
-            self.functional.storages.get(self.final.value.node) if self.final and self.state_in_place else None
-        )
+        state_storage = self.storages.get(self.final.value.node) if self.final and self.state_in_place else None
         if lost - {state_storage}:
             raise CannotSplice("mutation", "the region overwrites an input that is not its state")
         rebased = self.rebased(redirected)
-        results = {self.functional.storages.get(value.node) for value in self.redirected}
-        watched = dying_writes | results & {m.storage for m in self.functional.mutations if m.node not in self.dying}
-        for node, storage in self.functional.storages.items():
+        results = {self.storages.get(value.node) for value in self.redirected}
+        watched = dying_writes | results & {m.storage for m in self.mutations if m.node not in self.dying}
+        for node, storage in self.storages.items():
             if storage not in watched or storage == state_storage or node in rebased:
                 continue
             if any(user not in self.dying and (node, user) not in redirected for user in node.users):
@@ -296,7 +292,7 @@ class Splice(Generic[B]):
 
     def rebased(self, redirected: set[tuple[fx.Node, fx.Node]]) -> set[fx.Node]:
         """Views of a buffer that are taken of an output alone: they will be views of the op's result."""
-        storages = self.functional.storages
+        storages = self.storages
         found: set[fx.Node] = set()
         for node in self.place:
             sources = [arg for arg in node.all_input_nodes if arg in storages and storages[arg] == storages.get(node)]
@@ -329,8 +325,8 @@ class Splice(Generic[B]):
         return size if isinstance(size, int) else self.with_meta(self.graph.call_method("size", (node, dim)), node)
 
     def is_overwritten(self, node: fx.Node) -> bool:
-        storage = self.functional.storages.get(node)
-        return any(mutation.storage == storage for mutation in self.functional.mutations)
+        storage = self.storages.get(node)
+        return any(mutation.storage == storage for mutation in self.mutations)
 
     def records_gradient(self) -> bool:
         """True if autograd sees the op. Parameters want a gradient in inference too, where nothing is recorded."""
@@ -399,7 +395,7 @@ class Splice(Generic[B]):
 
     def is_returned(self, node: fx.Node) -> bool:
         """Whether the graph's caller gets ``node``, or a view of it."""
-        storages = self.functional.storages
+        storages = self.storages
         own = storages.get(node)
         views = reach(
             [node], lambda view: [user for user in view.users if own is not None and storages.get(user) == own]
@@ -445,7 +441,7 @@ class Splice(Generic[B]):
         for name, user in self.reads_through_writes():
             assert self.final is not None
             user.replace_input_with(name, self.final.value.node)
-        writes = {m.node for m in self.functional.mutations}
+        writes = {m.node for m in self.mutations}
         absorbed = self.absorbed_nodes()
         for node in reversed(list(self.graph.nodes)):
             if node in absorbed and not node.users and node not in writes and not compat.writes_first_argument(node):
