@@ -109,6 +109,7 @@ def _check_outputs(graph: fx.Graph) -> None:
 
 
 # -- writes that nobody reads any more --------------------------------------------------------------------------------
+# To buffers of a function's own, once what they were for is an op.
 
 
 def drop_dead_writes(graph: fx.Graph) -> None:

@@ -121,9 +121,10 @@ def given_up_where_refused() -> Generator[None]:
 
 
 # -- sizes that are captured open -------------------------------------------------------------------------------------
-# A second process then begins with what the first one learnt, and its first attempt is the last. All that a region can
-# be told by before it is captured is its code and the kinds of modules it is called with; a size that is left open
-# without need is no error, only a graph for more sizes than one.
+# They are noted, which starts the capture anew, and remembered on disk: a second process begins with what the first
+# one learnt, and its first attempt is the last. All that a region can be told by before it is captured is its code
+# and the kinds of modules it is called with; a size that is left open without need is no error, only a graph for more
+# sizes.
 
 log = logging.getLogger(__name__)
 

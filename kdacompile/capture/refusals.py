@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from kdacompile.report import loops
+from kdacompile.report import source
 
 _left: WeakSet[types.CodeType] = WeakSet()
 
@@ -46,7 +46,7 @@ def forget(fn: object) -> None:
 def reason(place: str) -> str:
     """Why the function around a loop ("file:line") was not replaced."""
     file, _, line = place.rpartition(":")
-    loop = loops.at(file, int(line))
+    loop = source.at(file, int(line))
     known = next((told for code, told in list(_reasons.items()) if _covers(code, file, int(line))), None)
     name = loop.function or "the module" if loop is not None else "the function"
     if known is not None:

@@ -20,7 +20,7 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.errors import ReportFormatError
 from kdacompile.graph import prefilter
-from kdacompile.report import loops
+from kdacompile.report import source
 from kdacompile.report.collect import emit
 from kdacompile.report.findings import GraphReport, Match
 from kdacompile.report.report import Report
@@ -90,7 +90,7 @@ class KeptReport:
         if not match.loop:
             return match
         file, _, line = match.source.rpartition(":")
-        loop = loops.at(file, int(line)) if line.isdecimal() else None
+        loop = source.at(file, int(line)) if line.isdecimal() else None
         return replace(match, loop=loop.place if loop else "")
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,15 +15,25 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.containment import contain
-from kdacompile.graph import prefilter
+from kdacompile.graph import aliases, prefilter
 from kdacompile.graph.build import Tables
-from kdacompile.graph.ir import Op
+from kdacompile.graph.edit import NewCalls
+from kdacompile.graph.ir import Graph, Op
+from kdacompile.graph.prefilter import Prospects
+from kdacompile.patterns import canonical
+from kdacompile.patterns.engine import deadline
+from kdacompile.patterns.engine.match import Code
+from kdacompile.patterns.mla.spec import LATENT_ATTENTION
+from kdacompile.patterns.recurrence.spec import CALLS, RECURRENCE
+from kdacompile.report import trace
 from kdacompile.report.collect import emit, postponed
-from kdacompile.report.findings import GraphReport, internal
+from kdacompile.report.findings import GraphReport, Rejection, internal
 from kdacompile.report.report import enforce
-from kdacompile.report.source import first_own_line
+from kdacompile.report.source import first_own_line, source_of
 from kdacompile.rewrite import local, strides
-from kdacompile.search.search import Search
+from kdacompile.rewrite.attention import MlaSplice
+from kdacompile.rewrite.linear_attention import LinearAttentionSplice
+from kdacompile.search.matching import Context, Matching
 from kdacompile.settings import Settings
 
 Complete = Callable[[GraphReport, fx.Graph, Settings], GraphReport]
@@ -120,3 +133,152 @@ def rewrite_function(graph: fx.Graph, settings: Settings) -> tuple[GraphReport, 
             constants = tuple(op for op in search.context.functional().ops if op.out.const)
             search.run()
     return search.report(), constants
+
+
+# -- one search of one graph: latent attention, then linear attention -------------------------------------------------
+
+log = logging.getLogger(__name__)
+
+
+class Search:
+    """The patterns in a graph, which is rewritten in place: what was found, and why the rest was left alone."""
+
+    def __init__(
+        self, graph: fx.Graph, prospects: Prospects, settings: Settings, tables: Tables, *, trial: bool
+    ) -> None:
+        self.graph = graph
+        self.tables = tables
+        self.has_recurrence = prospects.recurrence or prospects.ops
+        self.has_attention = prospects.attention and not trial  # a function that may become one op is a recurrence
+        self.applied: list[canonical.Rule] = []
+        """Canonical rules that the functional graph has seen."""
+        self.seconds: dict[str, float] = {}
+        self.nodes = len(graph.nodes)
+        self.subclasses: list[Rejection] = []
+        self.context = Context(graph, settings, self.timed, trial=trial, loops=self.has_recurrence and not trial)
+        self.recurrence = Matching(RECURRENCE, LinearAttentionSplice, self.context)
+        self.calls = Matching(CALLS, LinearAttentionSplice, self.context)
+        """Ops that were there already: what they absorb is told of nobody."""
+        self.attention = Matching(LATENT_ATTENTION, MlaSplice, self.context)
+
+    @contextmanager
+    def timed(self, phase: str) -> Generator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def run(self) -> None:
+        if compat.transforms(self.graph):
+            reason = "the graph runs under a transform of torch.func (vmap, grad, jvp; associative_scan uses vmap)"
+            if self.has_recurrence:
+                self.reject(reason, first_own_line(self.graph), "transform")
+            return
+        trace.stage("dynamo", self.graph)
+        try:
+            with deadline.within(self.context.settings.deadline):
+                self.search_all()
+        except deadline.OutOfTime as error:
+            self.recurrence.rejections += [
+                Rejection("linear_attention", error.reason, first_own_line(self.graph), "deadline")
+            ]
+        if (node := local.left_alone(self.graph)) is not None:
+            reason = "tensor subclasses (DTensor, quantised) are computed with here; local tensors are rewritten"
+            self.subclasses = [Rejection("linear_attention", reason, source_of(node), "subclass")]
+        if self.found:
+            self.graph.lint()
+            trace.stage("rewritten", self.graph)
+
+    def search_all(self) -> None:
+        """The graph as it is (adapters merged, where there is attention), with the values of tables, in other forms."""
+        if self.has_attention:
+            self.canonicalise(canonical.merge_adapters)
+        self.search()
+        inputs = self.graph.find_nodes(op="placeholder") if self.tables and self.has_recurrence else ()
+        if any(node.users for node in inputs if node.name in self.tables):
+            self.search_with_tables()
+        if not compat.switches_modes(self.graph):
+            self.search_canonical_forms()
+
+    @property
+    def found(self) -> bool:
+        """True if the graph was rewritten."""
+        return bool(self.recurrence.matches or self.attention.matches or self.calls.matches)
+
+    @property
+    def wanting(self) -> bool:
+        """True if something that looks like linear attention was left alone."""
+        return bool(self.recurrence.rejections or self.recurrence.missed)
+
+    def reject(self, reason: str, source: str, code: Code) -> None:
+        self.recurrence.rejections = [Rejection("linear_attention", reason, source, code)]
+
+    def search(self) -> None:
+        functional = self.context.functional()
+        if self.shares_memory(functional):
+            return
+        if self.has_attention and not self.context.tables:
+            self.attention.run(functional)
+        if not self.has_recurrence:
+            return
+        if self.attention.matches:
+            functional = self.context.functional()
+        functional = self.recurrence.run(functional)
+        self.calls.run(functional)
+        for rejection in self.calls.rejections:
+            log.info("nothing above an op is absorbed: %s", rejection)
+        if not (self.attention.matches or self.attention.rejections):
+            self.recurrence.reject_blocked(functional)
+
+    def search_canonical_forms(self) -> None:
+        """Once more after each canonical rule, for what was left alone. Layers within a group are looked for only once
+        loops are taken apart: that takes long.
+        """
+        for rule in canonical.ON_TRIAL if self.context.trial else canonical.RULES:
+            if not self.wanting:
+                return
+            changed = self.canonicalise(rule)
+            waited, self.context.inside = not self.context.inside, True
+            if changed or waited:
+                self.recurrence.missed = False
+                self.search()
+
+    def canonicalise(self, rule: canonical.Rule) -> bool:
+        """Apply ``rule`` to the functional graph, which is searched from here on; False if nothing comes of it."""
+        self.context.rely_on({})
+        functional = self.context.functional()
+        calls = functional.calls or NewCalls()
+        rules = [*self.applied, rule] if functional.calls else [rule]
+        with self.timed("canonicalise"):
+            if not canonical.apply([rule], functional, calls):
+                return False
+        trace.stage("canonical", functional)
+        self.context.rejected.clear()  # what a group reads is written in another way
+        self.applied = rules
+        self.context.instances.rewritten = lambda other: canonical.apply(rules, other, calls)
+        return True
+
+    def shares_memory(self, functional: Graph) -> bool:
+        """True, with a rejection, if the graph overwrites what another of its inputs reads."""
+        target = aliases.overwritten(functional, self.graph.nodes)
+        if target is None:
+            return False
+        reason = "the graph overwrites an input that shares its memory with another input"
+        writer = next(m.node for m in functional.mutations if m.storage == functional.storages.get(target))
+        self.reject(reason, source_of(writer), "alias")
+        return True
+
+    def search_with_tables(self) -> None:
+        """Once more with the values of tables, for what does not hold without them."""
+        without = self.recurrence.rejections
+        matched = len(self.recurrence.matches)
+        self.context.rely_on(self.tables)
+        self.search()
+        if len(self.recurrence.matches) == matched:
+            self.recurrence.rejections = without
+
+    def report(self) -> GraphReport:
+        matches = (*self.recurrence.matches, *self.attention.matches)
+        rejections = (*self.subclasses, *self.recurrence.rejections, *self.attention.rejections)
+        return GraphReport(matches, rejections, self.nodes, self.seconds)

@@ -23,7 +23,7 @@ from kdacompile.patterns import canonical
 from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.match import B, Candidate, Match, Obstacle, Verdict
 from kdacompile.patterns.engine.spec import Inner, R, Spec
-from kdacompile.report import findings, loops, trace
+from kdacompile.report import findings, source, trace
 from kdacompile.report.findings import Rejection
 from kdacompile.report.source import describe, source_of
 from kdacompile.rewrite.splice import CannotSplice, Splice
@@ -151,7 +151,7 @@ class Matching(Generic[R, B]):
         obstacles: list[Obstacle] = []
         refused: list[tuple[Candidate[B], Verdict[B]]] = []
         failures: list[Rejection] = []
-        for found in self.candidates(graph, inner):
+        for found in self.stepwise("match", self.spec.candidates(graph, inner.region, inner.effort)):
             deadline.check()
             if isinstance(found, Obstacle):
                 obstacles.append(found)
@@ -177,9 +177,6 @@ class Matching(Generic[R, B]):
         elif obstacles:
             self.rejections.append(self.rejection(obstacles[0]))
         return False
-
-    def candidates(self, graph: Graph, inner: Inner[R, B]) -> Iterator[Candidate[B] | Obstacle]:
-        yield from self.stepwise("match", self.spec.candidates(graph, inner.region, inner.effort))
 
     def stepwise(self, phase: str, found: Iterator[T]) -> Iterator[T]:
         """The same items, of which each takes its time from ``phase``."""
@@ -367,7 +364,7 @@ def _loop(match: Match[Any]) -> str:
     """ "file:line" of the loop whose turns the region is, "" if it was written down without one."""
     if match.mode == "step":
         return ""
-    found = loops.unrolled({op.node for op in match.candidate.ops if isinstance(op.node, fx.Node)})
+    found = source.unrolled({op.node for op in match.candidate.ops if isinstance(op.node, fx.Node)})
     return "" if found is None else found.place
 
 

@@ -223,8 +223,9 @@ def post_dominators(sinks: Iterable[Value], ops: set[Op], mask: int, masks: dict
 
 
 # -- near misses that never become a region ---------------------------------------------------------------------------
-# Such an operator splits what would otherwise be one group, so no candidate shows up. The report should still say why
-# the model's linear attention was left alone, and where.
+# A threshold, a saturation or an operator that nobody knows, between products of activations, splits what would
+# otherwise be one group, so no candidate shows up. The report should still say why the model's linear attention was
+# left alone, and where.
 
 BLOCKERS = frozenset(
     "tanh clamp clamp_min clamp_max maximum minimum where masked_fill nan_to_num round floor ceil trunc sign "

@@ -10,6 +10,7 @@ import torch
 
 from kdacompile import containment
 from kdacompile.capture import hook, refusals, tables
+from kdacompile.capture.store import Verdict
 from kdacompile.errors import InternalError
 from kdacompile.explainer import explain
 from kdacompile.lowering.cpu import backward, compiler, recurrence
@@ -108,7 +109,7 @@ def test_a_replacement_that_cannot_be_captured_is_taken_back(monkeypatch: pytest
 
     def found(fn: Any, site: Any, settings: Any, tensors: list[Any]) -> Any:
         tensors += site.args
-        return hook.Lifted(broken, hook.Verdict("broken", "nowhere:1"))
+        return hook.Lifted(broken, Verdict("broken", "nowhere:1"))
 
     monkeypatch.setattr(hook, "_find", found)
     args = delta_arguments(length=12)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import kdacompile
-from kdacompile.report import loops
+from kdacompile.report import source
 from kdacompile.report.collect import collecting
 from kdacompile.report.findings import Match
 from kdacompile.report.report import Report
@@ -126,7 +126,7 @@ def test_minimax() -> None:
 def test_the_innermost_loop_of_a_line() -> None:
     lines, first = inspect.getsourcelines(Layer)
     body = first + next(index for index, line in enumerate(lines) if "out.append" in line)
-    found = loops.at(str(__file__), body)
+    found = source.at(str(__file__), body)
     assert found is not None
     assert (found.first, found.function, found.method) == (body - 2, "Layer.recurrence", True)
-    assert loops.at(str(__file__), first) is None
+    assert source.at(str(__file__), first) is None
