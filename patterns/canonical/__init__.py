@@ -20,6 +20,7 @@ from kdacompile.patterns.canonical import (
     relaid,
     row_factors,
     shared,
+    stabilised,
 )
 
 Rule = Callable[[Edit], None]
@@ -28,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     shared.apply,
     outer_products.apply,
     log_gates.apply,
+    stabilised.apply,
     relaid.apply,
     hoist.apply,
     row_factors.apply,

@@ -35,9 +35,15 @@ class _Refused(Exception):
 
 
 def agrees(
-    edit: Edit, pairs: Collection[tuple[Value, Value]], inside: Collection[Op], probes: Sequence[str] = PROBES
+    edit: Edit,
+    pairs: Collection[tuple[Value, Value]],
+    inside: Collection[Op],
+    probes: Sequence[str] = PROBES,
+    batch: Sequence[int] = (),
 ) -> bool:
-    """True if each new value equals the old one whatever the new calls and operators of ``inside`` read."""
+    """True if each new value equals the old one whatever the new calls and operators of ``inside`` read. Of the first
+    dimensions of all tensors, which are ``batch``, one entry stands for all.
+    """
 
     def untouched(value: Value) -> bool:
         return value.op is None or not (value.op in inside or edit.calls.owns(value.op.node))
@@ -46,19 +52,19 @@ def agrees(
     made = {value for op in ops for value in op.outs}
     read = sorted({value for op in ops for value in op.reads} - made, key=lambda value: value.index)
     computed = [value for value in {*made, *read} if value.op is None or value.op.name not in LAYOUT]
-    if not pairs or len(ops) > MAX_OPS or sum(math.prod(value.shape) for value in computed) > LIMIT:
+    if not pairs or len(ops) > MAX_OPS or sum(math.prod(value.shape) for value in computed) > LIMIT * math.prod(batch):
         return False
     region = Region(list(ops), read, [value for pair in pairs for value in pair])
     try:
         with torch.no_grad(), compat.no_fake_modes():
-            return all(_agrees_on(probe, seed, region) for seed, probe in enumerate(probes))
+            return all(_agrees_on(probe, seed, region, batch) for seed, probe in enumerate(probes))
     except (_Refused, EvaluationError):
         return False
 
 
-def _agrees_on(probe: str, seed: int, region: Region) -> bool:
-    generator = torch.Generator().manual_seed(seed)
-    results = region([_drawn(probe, value, generator) for value in region.inputs])
+def _agrees_on(probe: str, seed: int, region: Region, batch: Sequence[int]) -> bool:
+    generator, one = torch.Generator().manual_seed(seed), (slice(0, 1),) * len(batch)
+    results = region([_drawn(probe, value, generator)[one] for value in region.inputs])
     return all(_equal(one, other) for one, other in zip(results[::2], results[1::2], strict=True))
 
 

@@ -185,14 +185,14 @@ def xlstm_step(m: Any) -> Program:
     return m.recurrent_step_stabilized_simple, (*state, *token)
 
 
-@case(XLSTM, "xlstm/blocks/mlstm/backends.py")
+@case(XLSTM, "xlstm/blocks/mlstm/backends.py", "simple_gla")
 def xlstm_parallel_stabilised(m: Any) -> Program:
-    """Every row is divided by its own largest gate, which nothing but all gates of the row tells."""
+    """Every row of decays is divided by its largest."""
     q, k, v = bhtd(12)
     return m.parallel_stabilized_simple, (q, k, v, normal(B, H, 12, 1), normal(B, H, 12, 1))
 
 
-@case(MLSTM, "mlstm_kernels/torch/parallel/native_stablef/fw.py")
+@case(MLSTM, "mlstm_kernels/torch/parallel/native_stablef/fw.py", "simple_gla")
 def mlstm_parallel_stabilised(m: Any) -> Program:
     return lambda *x: m.mlstm_parallel_fw(*x)[0], (*bhtd(12), normal(B, H, 12), normal(B, H, 12))
 

@@ -1,0 +1,117 @@
+"""mLSTM with its stabiliser: every row of decays is divided by its largest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kdacompile
+from tests.compare import copies, worst_error
+
+BATCH, HEADS, TOKENS, KEYS, VALUES = 2, 3, 7, 4, 5
+EAGER: dict[str, Any] = {"kda.inner": "eager"}
+Sums = Callable[[Tensor, Tensor], Tensor]
+
+
+def differences(f: Tensor, i: Tensor) -> Tensor:
+    """Of running sums, masked."""
+    total = f.cumsum(-1)
+    mask = torch.ones(f.shape[-1], f.shape[-1], dtype=torch.bool).tril()
+    return torch.where(mask, total[..., :, None] - total[..., None, :] + i[..., None, :], -torch.inf)
+
+
+def running(f: Tensor, i: Tensor) -> Tensor:
+    """Sums of the columns of a matrix that has each gate below the diagonal."""
+    later = f[..., None].repeat(1, 1, 1, f.shape[-1]).tril(-1).cumsum(-2)
+    mask = torch.ones(f.shape[-1], f.shape[-1], dtype=torch.bool).triu(1)
+    return later.masked_fill(mask, -torch.inf) + i[..., None, :]
+
+
+def one_token_late(f: Tensor, i: Tensor) -> Tensor:
+    """The gate of the token itself decays its own write."""
+    return differences(f, i + f)
+
+
+def window(f: Tensor, i: Tensor) -> Tensor:
+    return differences(f, i).masked_fill(torch.ones(f.shape[-1], f.shape[-1], dtype=torch.bool).tril(-3), -torch.inf)
+
+
+def not_causal(f: Tensor, i: Tensor) -> Tensor:
+    total = f.cumsum(-1)
+    return total[..., :, None] - total[..., None, :] + i[..., None, :]
+
+
+def squared(f: Tensor, i: Tensor) -> Tensor:
+    """A distance that is no sum of gates."""
+    return differences(f, i) - differences(f, i).exp().square()
+
+
+def cell(sums: Sums, *, rows: bool = True) -> Callable[..., Tensor]:
+    def parallel(q: Tensor, k: Tensor, v: Tensor, f: Tensor, i: Tensor) -> Tensor:
+        logs = sums(F.logsigmoid(f), i)
+        m = logs.amax(-1, keepdim=True) if rows else logs.amax((-1, -2), keepdim=True)
+        weights = (q @ k.mT) * KEYS**-0.5 * (logs - m).exp()
+        least = torch.maximum(weights.sum(-1, keepdim=True).abs(), (-m).exp())
+        return (weights / (least + 1e-6)) @ v
+
+    return parallel
+
+
+def inputs(tokens: int = TOKENS) -> list[Tensor]:
+    torch.manual_seed(0)
+    sizes = (BATCH, HEADS, tokens)
+    q, k, v = (torch.randn(*sizes, size) for size in (KEYS, KEYS, VALUES))
+    return [q, k, v, torch.randn(sizes), 3 * torch.randn(sizes)]
+
+
+@pytest.mark.parametrize("sums", [differences, running])
+def test_matched_with_gradients(sums: Sums) -> None:
+    own = [x.requires_grad_() for x in inputs()]
+    theirs = copies(own)
+    torch._dynamo.reset()
+    report = kdacompile.explain(cell(sums), options=EAGER)(*own)
+    assert [match.pattern for match in report.matches] == ["simple_gla"], str(report)
+    expected = cell(sums)(*theirs)
+    assert worst_error(report.result, expected) < 1e-5
+    cotangent = torch.randn_like(expected)
+    found, wanted = (torch.autograd.grad(x, y, cotangent) for x, y in ((report.result, own), (expected, theirs)))
+    assert worst_error(found, wanted) < 1e-4
+
+
+@pytest.mark.parametrize("fn", [cell(window), cell(not_causal), cell(squared), cell(differences, rows=False)])
+def test_near_misses(fn: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    report = kdacompile.explain(fn, options=EAGER)(*inputs())
+    assert worst_error(report.result, fn(*inputs())) < 1e-5
+    assert not report.matches
+
+
+def test_a_gate_that_decays_its_own_write() -> None:
+    torch._dynamo.reset()
+    fn = cell(one_token_late)
+    assert worst_error(kdacompile.explain(fn, options=EAGER)(*inputs()).result, fn(*inputs())) < 1e-5
+
+
+@pytest.mark.parametrize(("place", "number"), [(2, -torch.inf), (0, -torch.inf), (3, -1e9), (4, 60.0), (0, -1e9)])
+@pytest.mark.parametrize("gate", [3, 4])
+def test_gates_far_out(gate: int, place: int, number: float) -> None:
+    """Tokens that write nothing, forget all, or outweigh all others; rows that are finite stay so."""
+    given = inputs()
+    given[gate][..., place] = number
+    torch._dynamo.reset()
+    have = torch.compile(cell(running), backend="kda", options=EAGER)(*given)
+    want = cell(running)(*given)
+    finite = want.isfinite()
+    assert worst_error(have[finite], want[finite]) < 1e-5
+
+
+def test_several_lengths() -> None:
+    torch._dynamo.reset()
+    run = torch.compile(cell(differences), backend="kda", options=EAGER)
+    for tokens in (7, 12, 19):
+        assert worst_error(run(*inputs(tokens)), cell(differences)(*inputs(tokens))) < 1e-5
