@@ -15,10 +15,8 @@ error against the fp64 recurrence; a JSON file has everything, a Markdown file t
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -63,28 +61,24 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
 def _run(cases: Sequence[Case], timeout: float, write: Callable[[Results], None]) -> Results:
     """Measure; what is there is written whenever a process has come to its end."""
     results: Results = {case.name: {} for case in cases}
-    groups: dict[tuple[str, str], list[Case]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for case in cases:
         for contender in contenders(case):
             results[case.name][contender] = {"failure": "not run"}  # keeps the order
-            groups.setdefault((f"{case.kind} {case.heads}x{case.width}", contender), []).append(case)
-    with tempfile.TemporaryDirectory(prefix="kdacompile-bench-") as folder:
-        jobs: list[Job] = []
-        for (kind, contender), members in groups.items():
-            described = json.dumps([asdict(case) for case in members])
-            arguments = (described, contender, str(Path(folder, f"{len(jobs)}.json")))
-            jobs.append(Job(f"{kind}, {contender}", _WORKER, arguments, "fla" if contender.endswith("fla") else ""))
+            groups.setdefault((f"{case.kind} {case.heads}x{case.width}", contender), []).append(case.name)
+    jobs = [
+        Job(f"{kind}, {who}", _WORKER, ",".join(members), who, "fla" if who.endswith("fla") else "")
+        for (kind, who), members in groups.items()
+    ]
 
-        def done(job: Job, outcome: Outcome) -> None:
-            described, contender, out = job.arguments
-            measured = json.loads(Path(out).read_text(encoding="utf-8")) if Path(out).exists() else {}
-            for case in json.loads(described):
-                failed = {"failure": outcome.reason, "stderr": list(outcome.stderr)}
-                results[case["name"]][contender] = measured.get(case["name"], failed)
-            print(f"{job.name}: {outcome.reason if outcome.failure else 'done'}", file=sys.stderr, flush=True)
-            write(results)
+    def done(job: Job, outcome: Outcome) -> None:
+        for name in job.group.split(","):
+            failed = {"failure": outcome.reason, "stderr": list(outcome.stderr)}
+            results[name][job.contender] = outcome.found.get(name, failed)
+        print(f"{job.name}: {outcome.reason if outcome.failure else 'done'}", file=sys.stderr, flush=True)
+        write(results)
 
-        Relay(min(_READY_SECONDS, timeout), timeout).run(_waves(jobs), done)
+    Relay(min(_READY_SECONDS, timeout), timeout).run(_waves(jobs), done)
     return results
 
 

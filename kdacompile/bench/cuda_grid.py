@@ -11,7 +11,6 @@ import importlib.util
 import itertools
 import json
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 
 from kdacompile.bench import device_clock, record, rows
-from kdacompile.bench.relay import Job, Outcome, Relay, wait_for_turn
+from kdacompile.bench.relay import Job, Outcome, Relay, Steps
 from kdacompile.store.disk import write_whole
 
 ROWS = {"kda": ("channel", True), "gdn": ("token", True), "gla": ("channel", False), "ssd": ("token", False)}
@@ -29,7 +28,6 @@ GATES = ("sigmoid", "softplus", "log", "none")
 HEADS = (4, 8, 16, 32, 96)
 LENGTHS = (512, 2048, 8192, 65536)
 PEERS_AT = (32, 8192)
-_MODULE = "kdacompile.bench.cuda_grid"
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def peer_of(cell: Cell, given: rows.Given) -> Callable[[], object] | None:
     return rows.fla(given) if asked else None
 
 
-def measured(cell: Cell) -> Timing:
+def timing(cell: Cell) -> Timing:
     given = arguments(cell)
     floor = rows.unavoidable_bytes(given) / device_clock.rates()[0]
     peer = peer_of(cell, given)
@@ -143,52 +141,38 @@ def run(json_path: Path, timeout: float) -> int:
     timings: list[Timing] = []
     failures: list[str] = []
     writing = threading.Lock()
-    with tempfile.TemporaryDirectory(prefix="kdacompile-bench-") as folder:
-        jobs: list[Job] = []
-        for line in dict.fromkeys((cell.row, cell.norm, cell.gate) for cell in cells()):
-            out = str(Path(folder, f"{len(jobs)}.json"))
-            jobs.append(Job(" ".join(line), _MODULE, (*line, out), "fla"))
+    lines = dict.fromkeys(f"{cell.row} {cell.norm} {cell.gate}" for cell in cells())
+    order = {cell: number for number, cell in enumerate(cells())}
 
-        def done(job: Job, outcome: Outcome) -> None:
-            print(f"grid, {job.name}: {outcome.reason if outcome.failure else 'done'}", file=sys.stderr, flush=True)
-            out = Path(job.arguments[-1])
-            found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
-            with writing:
-                failures.extend([] if outcome.failure is None else [job.name])
-                timings.extend(Timing(Cell(**one.pop("cell")), **one) for one in found)
-                timings.sort(key=lambda timing: order[timing.cell])
-                stem = json_path.with_name(f"{json_path.stem}-grid.json")
-                write_whole(stem, json.dumps([asdict(timing) for timing in timings]) + "\n")
-                write_whole(stem.with_suffix(".md"), markdown(timings))
-                write_whole(stem.with_suffix(".svg"), heat_map(timings))
+    def done(job: Job, outcome: Outcome) -> None:
+        print(f"grid, {job.name}: {outcome.reason if outcome.failure else 'done'}", file=sys.stderr, flush=True)
+        with writing:
+            failures.extend([] if outcome.failure is None else [job.name])
+            timings.extend(Timing(Cell(**one.pop("cell")), **one) for one in outcome.found.values())
+            timings.sort(key=lambda timing: order[timing.cell])
+            stem = json_path.with_name(f"{json_path.stem}-grid.json")
+            write_whole(stem, json.dumps([asdict(timing) for timing in timings]) + "\n")
+            write_whole(stem.with_suffix(".md"), markdown(timings))
+            write_whole(stem.with_suffix(".svg"), heat_map(timings))
 
-        order = {cell: number for number, cell in enumerate(cells())}
-        Relay(timeout, timeout).run([jobs], done)
+    Relay(timeout, timeout).run([[Job(line, __name__, line, "ours+fla", "fla") for line in lines]], done)
     print(markdown(timings))
     return len(failures)
 
 
-def main(row: str, norm: str, gate: str, out: str) -> None:
-    """One process: get ready, wait, measure; what is there is written after every cell.
+def measured(line: str, contender: str) -> Steps:
+    """One process: get ready, then measure.
 
     The longest prompts are left for its turn: those of all processes at once do not fit the device's memory.
     """
-    own = [cell for cell in cells() if (cell.row, cell.norm, cell.gate) == (row, norm, gate)]
+    own = [cell for cell in cells() if f"{cell.row} {cell.norm} {cell.gate}" == line]
     for cell in (cell for cell in own if cell.length <= PEERS_AT[1]):
         given = arguments(cell)
-        peer = peer_of(cell, given)
         with torch.no_grad():
-            rows.ours(given)()
-            if peer is not None:
-                peer()
-        del given, peer
+            for call in filter(None, (rows.ours(given), peer_of(cell, given))):
+                call()
+        del given
     torch.cuda.empty_cache()
-    wait_for_turn()
-    timings: list[Timing] = []
+    yield None
     for cell in own:
-        timings.append(measured(cell))
-        write_whole(Path(out), json.dumps([asdict(timing) for timing in timings]) + "\n")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:5])
+        yield f"{cell.heads} {cell.length}", asdict(timing(cell))

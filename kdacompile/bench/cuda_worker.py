@@ -1,54 +1,42 @@
-"""One contender on one kind of case of the CUDA suite: ``-m kdacompile.bench.cuda_worker CASES CONTENDER OUT``."""
+"""One contender on one kind of case of the CUDA suite, in a process of its own (see ``relay``)."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kdacompile.bench import device_clock, rows
-from kdacompile.bench.cuda_cases import MODELS, Case
-from kdacompile.bench.relay import hide_fla, wait_for_turn
-from kdacompile.store.disk import write_whole
+from kdacompile.bench.cuda_cases import CASES, MODELS, Case
+from kdacompile.bench.relay import Steps
 
 _CHECKED = 2048  # tokens of the numerical check: the fp64 recurrence goes token by token
 _GATES = {"gdn": "log", "softplus": "softplus", "packed": "softplus"}  # of other kinds "sigmoid"
 Figures = dict[str, Any]
 
 
-def main(described: str, contender: str, out: str) -> None:
-    """Get ready with the first case, wait, measure them all; figures are written as they come."""
-    cases = [Case(**case) for case in json.loads(described)]
-    if contender != "fla" and not contender.endswith("+fla"):
-        hide_fla()
+def measured(names: str, contender: str) -> Steps:
+    """Cases of one kind: get ready with the first, then measure them all."""
+    cases = [case for case in CASES if case.name in names.split(",")]
     if contender == "portable":
         _leave_emitted_kernels_alone()
-    measured: dict[str, Figures] = {}
     if cases[0].kind in MODELS:
         from kdacompile.bench import cuda_models
 
         runs = [cuda_models.Contender(case, contender) for case in cases]
         for run in runs:
             run.get_ready()
-        wait_for_turn()
-        for case, run in zip(cases, runs, strict=True):
-            measured[case.name] = run.measure()
-            write_whole(Path(out), json.dumps(measured))
+        yield None
+        yield from ((case.name, run.measure()) for case, run in zip(cases, runs, strict=True))
         return
     call = call_of(contender, arguments(cases[0]))
     torch.cuda.synchronize()
-    first_call = device_clock.seconds_until_done(call)
-    wait_for_turn()
+    first_call = {"first_call_seconds": device_clock.seconds_until_done(call)}
+    yield None
     for case in cases:
-        measured[case.name] = _measured(contender, case)
-        if case is cases[0]:
-            measured[case.name]["first_call_seconds"] = first_call
-        write_whole(Path(out), json.dumps(measured))
+        yield case.name, _measured(contender, case) | (first_call if case is cases[0] else {})
 
 
 def _leave_emitted_kernels_alone() -> None:
@@ -111,7 +99,3 @@ def _floor_microseconds(given: rows.Given) -> float:
     products = 6 * batch * heads * length * given["q"].shape[3] * value_width  # what is known, written, read out
     bytes_rate, product_rate = device_clock.rates()
     return max(rows.unavoidable_bytes(given) / bytes_rate, products / product_rate)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

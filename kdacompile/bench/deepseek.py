@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,11 @@ import torch
 from torch import Tensor
 
 from kdacompile.bench import device_clock, rows
-from kdacompile.bench.relay import Job, Outcome, Relay, wait_for_turn
+from kdacompile.bench.relay import Job, Outcome, Relay, Steps
 from kdacompile.errors import BenchError
 from kdacompile.report.collect import collecting
 
+MODULE = "kdacompile.bench.deepseek"
 CONTENDERS = tuple((backend, mode) for mode in ("default", "reduce-overhead") for backend in ("inductor", "kda"))
 GOAL = 10.0
 """How many times faster than Inductor alone a step at the default sizes is meant to be."""
@@ -109,8 +109,9 @@ def exact_logits(model: Any, args: argparse.Namespace) -> Tensor:
     return torch.cat(parts)
 
 
-def measured(backend: str, mode: str, args: argparse.Namespace) -> Figures:
-    """Figures of one contender, in this process; between getting ready and being timed it waits for its turn."""
+def measured(sizes: str, contender: str) -> Steps:
+    """One contender in a process of its own (see ``relay``)."""
+    args, (backend, mode) = argparse.Namespace(**json.loads(sizes)), contender.split()
     with torch.no_grad():
         model = build(args)
         want = exact_logits(model, args)
@@ -126,32 +127,26 @@ def measured(backend: str, mode: str, args: argparse.Namespace) -> Figures:
         for _ in range(3):  # CUDA graphs are recorded
             step.rewind()
             step(compiled)
-        wait_for_turn()
+        yield None
         step.rewind()
         have = step(compiled).clone()
         error = rows.relative_error(have, want.double())
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         figures = {"ms": milliseconds(step, compiled), "error": error, "compile_s": seconds}
-        return figures | {"peak_gib": (torch.cuda.max_memory_allocated() - held) / 2**30}
+        yield contender, figures | {"peak_gib": (torch.cuda.max_memory_allocated() - held) / 2**30}
 
 
 def run_all(args: argparse.Namespace) -> dict[str, Figures]:
     """Every contender in its own process; figures, or ``{"failure": text}``."""
     results: dict[str, Figures] = {f"{backend} {mode}": {} for backend, mode in CONTENDERS}
-    with tempfile.TemporaryDirectory(prefix="kdacompile-bench-") as folder:
 
-        def done(job: Job, outcome: Outcome) -> None:
-            out = Path(job.arguments[-1])
-            failed = {"failure": "\n".join([outcome.failure or "no figures", *outcome.stderr[-8:]])}
-            results[job.name] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else failed
+    def done(job: Job, outcome: Outcome) -> None:
+        failed = {"failure": "\n".join([outcome.failure or "no figures", *outcome.stderr[-8:]])}
+        results[job.name] = outcome.found.get(job.name, failed)
 
-        sizes = tuple(f"--{name}={getattr(args, name)}" for name in ("cache", "batch", "layers", "heads"))
-        jobs = [
-            Job(name, "kdacompile.bench.deepseek", (*sizes, "--contender", name, "--json", f"{folder}/{number}.json"))
-            for number, name in enumerate(results)
-        ]
-        Relay(READY_SECONDS, TIMED_SECONDS).run([jobs], done)
+    sizes = json.dumps({name: getattr(args, name) for name in ("cache", "batch", "layers", "heads")})
+    Relay(READY_SECONDS, TIMED_SECONDS).run([[Job(name, MODULE, sizes, name) for name in results]], done)
     return results
 
 
@@ -178,20 +173,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kdacompile.bench.deepseek", description=__doc__)
     for name, default in (("cache", 8192), ("batch", 16), ("layers", 4), ("heads", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--contender", help="'BACKEND MODE', in this process")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise BenchError(detail="this benchmark needs a CUDA device")
-    if args.contender:
-        backend, mode = args.contender.split()
-        results = measured(backend, mode, args)
-    else:
-        results = run_all(args)
-        print(table(results, args))
+    results = run_all(args)
+    print(table(results, args))
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return 1 if any("failure" in figures for figures in results.values() if isinstance(figures, dict)) else 0
+    return 1 if any("failure" in figures for figures in results.values()) else 0
 
 
 if __name__ == "__main__":

@@ -1,45 +1,57 @@
 """Worker processes that get ready side by side and are timed one after the other.
 
-A worker prepares (imports, compiles, first calls), writes a line and waits for one; what it measures then, it measures
-alone. Compilers take most of a benchmark's time and none of the device's.
+A worker is ``measured(group, contender)`` of a suite's module, a generator: it prepares (imports, compiles, makes first
+calls), yields None, and what it measures then, it measures alone, and yields by name. Compilers take most of a
+benchmark's time and none of the device's.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+from kdacompile.store.disk import write_whole
 
 READY, GO = "ready", "go"
+Steps = Generator[tuple[str, Any] | None, None, None]
+"""Of a worker: None once it is ready, then names and figures."""
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "KDACOMPILE_CACHE_DIR": "kda"}
 _STDERR_TAIL = 15
 
 
 @dataclass(frozen=True)
 class Job:
-    """A worker: ``python -m module *arguments`` with empty compiler caches.
+    """A worker with empty compiler caches; FLA is hidden from it unless the contender ends so.
 
     ``shares``: jobs that give the same name here have one Triton cache between them, empty when the relay starts.
     """
 
     name: str
     module: str
-    arguments: tuple[str, ...]
+    group: str
+    contender: str
     shares: str = ""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``failure``: why the worker did not come to its end, and the last lines of its stderr."""
+    """What a worker has ``found``, by name. ``failure``: why it did not come to its end, and the last lines of its
+    stderr.
+    """
 
     failure: str | None
     stderr: Sequence[str] = ()
+    found: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def reason(self) -> str:
@@ -147,22 +159,32 @@ class Relay:
 
     def _follow(self, job: Job, shared: str, barrier: threading.Barrier, done: Callable[[Job, Outcome], None]) -> None:
         cache = str(Path(shared, job.shares)) if job.shares else ""
-        with Worker([sys.executable, "-m", job.module, *job.arguments], cache) as worker:
+        out = Path(shared, f"{job.name}.json")
+        command = [sys.executable, "-m", __name__, job.module, job.group, job.contender, str(out)]
+        with Worker(command, cache) as worker:
             worker.until_ready(self._ready)
             barrier.wait()
             if worker.failure is None:
                 with self._device:
                     worker.go()
                     worker.until_done(self._timed)
-            done(job, Outcome(worker.failure, worker.stderr))
+            found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+            done(job, Outcome(worker.failure, worker.stderr, found))
 
 
-def wait_for_turn() -> None:
-    """Called by a worker that is ready; returns when it is alone."""
-    print(READY, flush=True)
-    sys.stdin.readline()
+def work(module: str, group: str, contender: str, out: str) -> None:
+    """In a worker: what it finds is written as it comes."""
+    if not contender.endswith("fla"):  # whether it is importable decides what transformers' models call
+        sys.modules["fla"] = None  # pyright: ignore[reportArgumentType]
+    found: dict[str, Any] = {}
+    for step in import_module(module).measured(group, contender):
+        if step is None:
+            print(READY, flush=True)
+            sys.stdin.readline()
+        else:
+            found.update([step])
+            write_whole(Path(out), json.dumps(found))
 
 
-def hide_fla() -> None:
-    """Whether it is importable decides what transformers' models call."""
-    sys.modules["fla"] = None  # pyright: ignore[reportArgumentType]
+if __name__ == "__main__":
+    work(*sys.argv[1:])

@@ -8,10 +8,7 @@ saved between the passes, the most memory the backward holds, and every gradient
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,8 +18,7 @@ from torch import Tensor
 
 from kdacompile.bench import device_clock, record, rows
 from kdacompile.bench.record import Figures
-from kdacompile.bench.relay import Job, Outcome, Relay, hide_fla, wait_for_turn
-from kdacompile.store.disk import write_whole
+from kdacompile.bench.relay import Job, Outcome, Relay, Steps
 
 ROWS = ("kda", "gdn", "gla", "simple", "delta", "mamba")
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)  # of kda; other rows are measured at MEASURED
@@ -32,7 +28,6 @@ MODELS = ("kimi_linear", "qwen3_next")
 MEASURED, CHECKED = 8192, 256  # tokens; the fp64 recurrence goes token by token
 READY_SECONDS, SAMPLES = 240.0, 7
 _LONGEST = {"eager": 4096, "inductor": 512}  # tokens up to which torch's operators are asked; Inductor unrolls loops
-_MODULE = "kdacompile.bench.train"
 
 
 def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
@@ -40,23 +35,16 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
     device = record.cuda_device("train")
     chosen = record.chosen([*ROWS, *MODELS], only)
     cases: dict[str, Figures] = {}
-    with tempfile.TemporaryDirectory(prefix="kdacompile-bench-") as folder:
-        jobs = [
-            Job(f"{name}, {who}", _MODULE, (name, who, str(Path(folder, f"{name}-{who}.json"))))
-            for name in chosen
-            for who in contenders(name)
-        ]
 
-        def done(job: Job, outcome: Outcome) -> None:
-            name, who, out = job.arguments
-            found = json.loads(Path(out).read_text(encoding="utf-8")) if Path(out).exists() else {}
-            for length, figures in found.items() or [(str(MEASURED), {"failure": outcome.reason})]:
-                put(cases, name, int(length), who, figures)
-                print(f"{name}-t{length:<14s} {who:8s} {line(figures)}", flush=True)
-            title = TITLES.get(chosen[0]) if len(chosen) == 1 else None
-            record.write(json_path, "train", list(cases.values()), device=device, title=title)
+    def done(job: Job, outcome: Outcome) -> None:
+        for length, figures in outcome.found.items() or [(str(MEASURED), {"failure": outcome.reason})]:
+            put(cases, job.group, int(length), job.contender, figures)
+            print(f"{job.group}-t{length:<14s} {job.contender:8s} {line(figures)}", flush=True)
+        title = TITLES.get(chosen[0]) if len(chosen) == 1 else None
+        record.write(json_path, "train", list(cases.values()), device=device, title=title)
 
-        Relay(min(READY_SECONDS, timeout), timeout).run([jobs], done)
+    jobs = [Job(f"{name}, {who}", __name__, name, who) for name in chosen for who in contenders(name)]
+    Relay(min(READY_SECONDS, timeout), timeout).run([jobs], done)
     print(record.drawn_by(json_path))
     return 1 if any("failure" in case["results"].get("ours", {}) for case in cases.values()) else 0
 
@@ -91,31 +79,28 @@ def line(figures: Figures) -> str:
     )
 
 
-# ---- a worker: ``-m kdacompile.bench.train NAME CONTENDER OUT``
+# ---- a worker
 
 
-def work(name: str, who: str, out: str) -> None:
-    if who != "fla":
-        hide_fla()
+def measured(name: str, who: str) -> Steps:
+    """A row or a model by one contender, at all its lengths."""
     lengths = LENGTHS if name == "kda" else (MEASURED,)
     lengths = tuple(length for length in lengths if length <= _LONGEST.get(who, length))
     if name in MODELS:
         step = _model_step(name, who)
         step()
-        wait_for_turn()
-        write_whole(Path(out), json.dumps({str(MEASURED): _model_figures(step)}))
+        yield None
+        yield str(MEASURED), _model_figures(step)
         return
     for length in (CHECKED, lengths[-1]):
         given = arguments(name, length)
         _both(who, given)()
         torch.no_grad()(_forward(who, given))()
     torch.cuda.synchronize()
-    wait_for_turn()
+    yield None
     errors = _errors(name, who)
-    measured: Figures = {}
     for length in lengths:
-        measured[str(length)] = _figures(who, arguments(name, length)) | {"errors": errors}
-        write_whole(Path(out), json.dumps(measured))
+        yield str(length), _figures(who, arguments(name, length)) | {"errors": errors}
 
 
 def arguments(name: str, length: int, device: str = "cuda") -> rows.Given:
@@ -165,11 +150,8 @@ def _errors(name: str, who: str, device: str = "cuda") -> dict[str, float]:
 
 
 def _figures(who: str, given: rows.Given) -> Figures:
-    forward, both, inputs = (
-        _forward(who, given),
-        _both(who, given),
-        sum(x.nbytes for x in rows.tensors_of(given).values()),
-    )
+    forward, both = _forward(who, given), _both(who, given)
+    inputs = sum(x.nbytes for x in rows.tensors_of(given).values())
     kept: dict[int, int] = {}
 
     def pack(y: Tensor) -> Tensor:
@@ -228,7 +210,3 @@ def _model_figures(step: Callable[[], None]) -> Figures:
     torch.cuda.reset_peak_memory_stats()
     seconds = statistics.median(device_clock.seconds_until_done(step) for _ in range(SAMPLES))
     return {"tokens_a_second": MEASURED / seconds, "peak_bytes": torch.cuda.max_memory_allocated()}
-
-
-if __name__ == "__main__":
-    work(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A worker for the relay's test: ``-m tests.house.relay_worker READY_SECONDS STATUS OUT``."""
+"""A worker for the relay's test: groups are "READY_SECONDS STATUS OUT"."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import sys
 import time
 from pathlib import Path
 
-from kdacompile.bench.relay import wait_for_turn
+from kdacompile.bench.relay import Steps
 
 
-def main(ready_seconds: str, status: str, out: str) -> int:
+def measured(group: str, contender: str) -> Steps:
+    ready_seconds, status, out = group.split()
     if int(status):
         print("broken on purpose", file=sys.stderr)
-        return int(status)
+        raise SystemExit(int(status))
     time.sleep(float(ready_seconds))
-    wait_for_turn()
+    yield None
     start = time.monotonic()
     time.sleep(0.1)
     with Path(out).open("a") as file:
         file.write(f"{start} {time.monotonic()} {os.environ['TRITON_CACHE_DIR']}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    yield contender, {"hidden": sys.modules.get("fla", "") is None}

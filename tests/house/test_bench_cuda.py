@@ -65,10 +65,11 @@ def test_workers_are_timed_alone_and_failures_have_reasons(tmp_path: Path) -> No
     out = tmp_path / "times"
     outcomes: dict[str, Outcome] = {}
     arguments = {"a": ("0.1", "0"), "b": ("0.3", "0"), "broken": ("0", "3"), "late": ("60", "0")}
-    *jobs, late = [Job(name, WORKER, (*given, str(out))) for name, given in arguments.items()]
+    *jobs, late = [Job(name, WORKER, f"{delay} {status} {out}", name) for name, (delay, status) in arguments.items()]
     Relay(60.0, 20.0).run([jobs], lambda job, outcome: outcomes.update({job.name: outcome}))
     Relay(2.0, 20.0).run([[late]], lambda job, outcome: outcomes.update({job.name: outcome}))
     assert outcomes["a"].failure is None and outcomes["b"].failure is None
+    assert outcomes["a"].found == {"a": {"hidden": True}} and outcomes["broken"].found == {}
     assert outcomes["late"].failure == "not ready after 2 s"
     assert outcomes["broken"].failure == "exit status 3"
     assert list(outcomes["broken"].stderr) == ["broken on purpose"]
@@ -81,8 +82,10 @@ def test_workers_are_timed_alone_and_failures_have_reasons(tmp_path: Path) -> No
 def test_caches_are_a_job_s_own_unless_it_shares_one(tmp_path: Path) -> None:
     outs = [tmp_path / name for name in ("a", "b", "c", "d")]
     shares = ("", "fla", "fla", "")
-    jobs = [Job(out.name, WORKER, ("0", "0", str(out)), name) for out, name in zip(outs, shares, strict=True)]
-    Relay(60.0, 20.0).run([jobs[:2], jobs[2:]], lambda job, outcome: None)
+    jobs = [Job(out.name, WORKER, f"0 0 {out}", "fla", name) for out, name in zip(outs, shares, strict=True)]
+    found: list[Outcome] = []
+    Relay(60.0, 20.0).run([jobs[:2], jobs[2:]], lambda job, outcome: found.append(outcome))
+    assert [outcome.found for outcome in found] == [{"fla": {"hidden": False}}] * 4
     own, first, second, other = (out.read_text().split()[2] for out in outs)
     assert first == second and len({own, first, other}) == 3
 
@@ -90,7 +93,7 @@ def test_caches_are_a_job_s_own_unless_it_shares_one(tmp_path: Path) -> None:
 def test_fla_comes_after_the_others_and_tunes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     kinds = {(case.kind, contender) for case in CASES for contender in contenders(case)}
-    jobs = [Job(f"{kind} 1x1, {who}", WORKER, (), "fla" if who.endswith("fla") else "") for kind, who in kinds]
+    jobs = [Job(f"{kind} 1x1, {who}", WORKER, "", who, "fla" if who.endswith("fla") else "") for kind, who in kinds]
     waves = cuda._waves(jobs)
     sharing = [wave for wave in waves if wave[0].shares]
     assert waves[-2:] == sharing

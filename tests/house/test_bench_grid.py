@@ -83,12 +83,11 @@ class Relayed:
     def run(self, waves: Sequence[Sequence[Job]], done: Callable[[Job, Outcome], None]) -> None:
         (jobs,) = waves
         for job in jobs[::-1]:
-            *line, out = job.arguments
-            own = [cell for cell in cuda_grid.cells() if [cell.row, cell.norm, cell.gate] == line]
+            own = [cell for cell in cuda_grid.cells() if f"{cell.row} {cell.norm} {cell.gate}" == job.group]
             assert job.module == cuda_grid.__name__ and len(own) == len(cuda_grid.HEADS) * len(cuda_grid.LENGTHS)
-            if job is not jobs[-1]:
-                Path(out).write_text(json.dumps([asdict(Timing(cell, 2.0, 1.0)) for cell in own]))
-            done(job, Outcome("exit status 1" if job is jobs[-1] else None))
+            broken = job is jobs[-1]
+            found = {} if broken else {str(n): asdict(Timing(cell, 2.0, 1.0)) for n, cell in enumerate(own)}
+            done(job, Outcome("exit status 1" if broken else None, (), found))
 
 
 def test_the_whole_grid_is_a_part_of_the_suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
