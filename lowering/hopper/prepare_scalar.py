@@ -236,18 +236,9 @@ def prepare_scalar(
             (_group, (
                 d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, d_out, factors,
                 announced, T, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
-                inputs, tiles, lines, full, 0, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY, RAW,
-            )),
-            (_group, (
-                d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, d_out, factors,
-                announced, T, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
-                inputs, tiles, lines, full, 1, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY, RAW,
-            )),
-            (_group, (
-                d_q, d_k, g, g_sb, g_st, g_sh, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, d_out, factors,
-                announced, T, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
-                inputs, tiles, lines, full, 2, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY, RAW,
-            )),
+                inputs, tiles, lines, full, which, FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY, RAW,
+            ))
+            for which in (0, 1, 2)
         ],
         [4, 4], [168, 168],
     )  # fmt: skip

@@ -21,4 +21,4 @@ def measured(group: str, contender: str) -> Steps:
     time.sleep(0.1)
     with Path(out).open("a") as file:
         file.write(f"{start} {time.monotonic()} {os.environ['TRITON_CACHE_DIR']}\n")
-    yield contender, {"hidden": sys.modules.get("fla", "") is None}
+    yield contender, {"hidden": "fla" in sys.modules}
