@@ -219,7 +219,7 @@ def _default_scale(q: Tensor) -> float:
 def _l2norm_eps(qk_l2norm: bool | float) -> float:
     if isinstance(qk_l2norm, bool):
         return DEFAULT_L2NORM_EPS if qk_l2norm else 0.0
-    if not qk_l2norm > 0.0:
+    if isinstance(qk_l2norm, str) or not qk_l2norm > 0.0:
         raise OptionError(name="qk_l2norm", expected="True, False or a positive eps", actual=qk_l2norm)
     return float(qk_l2norm)
 

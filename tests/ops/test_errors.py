@@ -134,6 +134,7 @@ API_ERRORS: list[tuple[str, Callable[[], Any], type[errors.OpError]]] = [
     ("state rank", _api(initial_state=z(HV), state_layout="VK"), errors.RankError),
     ("state layout", _api(initial_state=z(B, HV, K, V), state_layout="VK"), errors.SizeError),
     ("l2norm eps", _api(qk_l2norm=0.0), errors.OptionError),
+    ("l2norm text", _api(qk_l2norm="yes"), errors.OptionError),
     ("step k rank", _api_step(k=z(B, 1, H, K)), errors.RankError),
     ("step beta rank", _api_step(beta=z(B, 1, HV)), errors.RankError),
     ("step g rank", _api_step(g=z(B, 1, HV, K)), errors.RankError),
