@@ -25,7 +25,7 @@ from kdacompile.store.disk import write_whole
 READY, GO = "ready", "go"
 Steps = Generator[tuple[str, Any] | None, None, None]
 """Of a worker: None once it is ready, then names and figures."""
-_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "KDACOMPILE_CACHE_DIR": "kda"}
+_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 _STDERR_TAIL = 15
 
 

@@ -7,6 +7,7 @@ call, the settings and our own source. Written atomically: processes may share t
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def _path(key: str) -> Path:
 
 
 def has(key: str) -> bool:
-    return compat.disk_caches() and _path(key).exists()
+    return compat.disk_caches() and os.path.exists(_path(key))  # False where the folder may not be read
 
 
 def load(key: str) -> Verdict | None:

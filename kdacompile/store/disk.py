@@ -66,7 +66,7 @@ def made_checked(path: Path, make: Callable[[Path], None], *, reuse: bool = True
     Its hash stands beside it, and is written last. Raises OSError.
     """
     beside = path.with_name(path.name + SUM)
-    if reuse and path.exists():
+    if reuse and os.path.exists(path):
         content = _trusted(path)
         if content is not None and read_checked(beside) == _digest(path, content):
             return path
@@ -85,10 +85,10 @@ def made_checked(path: Path, make: Callable[[Path], None], *, reuse: bool = True
 def _trusted(path: Path) -> bytes | None:
     """What a file holds. None if there is none, it cannot be read, or another user could have written it."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
             about = os.fstat(file.fileno())
-            if _may_be_anothers(about):
-                log.warning("%s belongs to or is writable by another user, and is made anew", path)
+            if not stat.S_ISREG(about.st_mode) or _may_be_anothers(about):
+                log.warning("%s is no file, or belongs to or is writable by another user, and is made anew", path)
                 return None
             return file.read()
     except FileNotFoundError:
@@ -98,10 +98,15 @@ def _trusted(path: Path) -> bytes | None:
         return None
 
 
+def _without_waiting(path: str, flags: int) -> int:
+    """Opened at once, though a pipe may stand there that nobody writes into."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has no such flag
+
+
 def _may_be_anothers(about: os.stat_result) -> bool:
     if not hasattr(os, "getuid"):  # Windows has other rights
         return False
-    return about.st_uid not in (os.getuid(), 0) or bool(about.st_mode & stat.S_IWOTH)
+    return about.st_uid not in (os.getuid(), 0) or bool(about.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _digest(path: Path, content: bytes) -> str:

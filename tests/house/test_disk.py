@@ -33,6 +33,16 @@ def open_to_all(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.chmod(0o666)
 
 
+def open_to_a_group(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.chmod(0o660)
+
+
+def a_pipe(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody writes into it: who opens it to read waits."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 def anothers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     user = os.stat(path).st_uid
     monkeypatch.setattr(disk.os, "getuid", lambda: user + 4321)
@@ -44,7 +54,7 @@ def a_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.mkdir()
 
 
-DAMAGES = [cut_short, emptied, changed, open_to_all, anothers]
+DAMAGES = [cut_short, emptied, changed, open_to_all, open_to_a_group, a_pipe, anothers]
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, a_folder])
