@@ -50,6 +50,8 @@ class Timing:
         return (self.high - self.low) / self.median
 
     def __str__(self) -> str:
+        if self.low == self.high:
+            return f"{in_unit(self.median)} (called once)"
         return f"{in_unit(self.median)} (quartiles {in_unit(self.low)} to {in_unit(self.high)})"
 
 
@@ -105,7 +107,10 @@ class Speedup:
             return f"cannot be told on this machine now ({self.least:.2f} to {self.most:.2f} times)"
         faster = self.times > 1.0
         numbers = (self.times, self.least, self.most) if faster else (1 / self.times, 1 / self.most, 1 / self.least)
-        return "{:.1f} times {word} ({:.1f} to {:.1f})".format(*numbers, word="faster" if faster else "slower")
+        word = "faster" if faster else "slower"
+        if self.least == self.most:
+            return f"{numbers[0]:.1f} times {word}, by one call of each"
+        return "{:.1f} times {word} ({:.1f} to {:.1f})".format(*numbers, word=word)
 
 
 def load() -> str:

@@ -13,7 +13,7 @@ from kdacompile import compat
 from kdacompile.capture import hook, refusals
 from kdacompile.ops.signature import LINEAR_ATTENTION
 from kdacompile.report.findings import GraphReport, Match
-from kdacompile.report.source import name_of
+from kdacompile.report.source import kind_of, name_of
 from kdacompile.settings import Settings
 
 _FROM = re.compile(r"<kdacompile lift (\w+)>")
@@ -53,4 +53,4 @@ def _describe(node: fx.Node) -> str:
     value = compat.example_value(node)
     if not isinstance(value, torch.Tensor):
         return name_of(node)
-    return f"{name_of(node)} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return f"{name_of(node)} {kind_of(value)}"

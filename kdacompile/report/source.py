@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,9 +36,13 @@ def describe(placement: Placement) -> str:
     value = compat.example_value(placement.value.node)
     axes = " ".join(placement.axes.replace(".", "1").replace("*", "(HK)"))
     turned = ", last token first" if placement.backwards and "T" in axes else ""
-    dtype = str(value.dtype).removeprefix("torch.")
+    return f"{name_of(placement.value.node)} [{axes}] {kind_of(value)}{turned}"
+
+
+def kind_of(value: Any) -> str:
+    """A tensor's sizes, "any" of what is open, and dtype."""
     sizes = ", ".join(str(size) if isinstance(size, int) else "any" for size in value.shape)
-    return f"{name_of(placement.value.node)} [{axes}] [{sizes}] {dtype}{turned}"
+    return f"[{sizes}] {str(value.dtype).removeprefix('torch.')}"
 
 
 def name_of(node: fx.Node) -> str:

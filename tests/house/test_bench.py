@@ -168,6 +168,9 @@ def test_timings_have_quartiles_and_speedups_their_bounds() -> None:
     assert str(measure.Speedup.of(measure.Timing(4.0, 3.3, 4.5), fast)) == "4.0 times faster (3.0 to 5.0)"
     assert str(measure.Speedup.of(fast, measure.Timing(4.0, 3.3, 4.5))) == "4.0 times slower (3.0 to 5.0)"
     assert "cannot be told" in str(measure.Speedup.of(measure.Timing(1.2, 0.8, 3.0), fast))
+    slow, once = measure.Timing.of([8.0]), measure.Timing.of([2.0])
+    assert str(once) == f"{measure.in_unit(2.0)} (called once)"
+    assert str(measure.Speedup.of(slow, once)) == "4.0 times faster, by one call of each"
 
 
 def test_both_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
