@@ -192,8 +192,8 @@ class Search:
 
     def search_all(self) -> None:
         """The graph as it is (adapters merged, where there is attention), with the values of tables, in other forms."""
-        if self.has_attention:
-            self.canonicalise(canonical.merge_adapters)
+        for rule in canonical.FOR_ATTENTION if self.has_attention else ():
+            self.canonicalise(rule)
         self.search()
         inputs = self.graph.find_nodes(op="placeholder") if self.tables and self.has_recurrence else ()
         if any(node.users for node in inputs if node.name in self.tables):

@@ -12,6 +12,7 @@ from kdacompile.graph.edit import Edit, NewCalls
 from kdacompile.graph.ir import Graph
 from kdacompile.patterns.canonical import (
     adapters,
+    columns,
     hoist,
     log_gates,
     outer_products,
@@ -57,5 +58,5 @@ def apply(rules: Iterable[Rule], functional: Graph, calls: NewCalls) -> bool:
 
 may_take_loops_apart = hoist.may_help
 
-merge_adapters: Rule = adapters.apply
-"""For attention, which is searched before these rules."""
+FOR_ATTENTION: tuple[Rule, ...] = (adapters.apply, columns.apply)
+"""For attention, which is searched before the others."""
