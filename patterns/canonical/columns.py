@@ -25,9 +25,11 @@ def apply(edit: Edit) -> None:
         if op.name in DATA_MOVEMENT | INDEXED and op.reads:
             readers.setdefault(numbering.of(op.reads[0]), []).append(op)
     for op in tuple(edit.functional.ops):
-        columns = op.reads[0] if op.name in DATA_MOVEMENT | INDEXED and op.reads else None
-        found = None if columns is None or op.node is None or op.out.node in edit.fixed else cut_of(columns)
-        if found is None or columns is None or columns.op is None or found[0] != len(columns.shape) - 1:
+        if op.name not in DATA_MOVEMENT | INDEXED or not op.reads or op.node is None or op.out.node in edit.fixed:
+            continue
+        columns = op.reads[0]
+        found = cut_of(columns)
+        if found is None or columns.op is None or found[0] != len(columns.shape) - 1:
             continue
         whole = columns.op.reads[0]
         alike = (other for other in readers.get(numbering.of(whole), ()) if _same(op, columns, other))
