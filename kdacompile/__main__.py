@@ -92,8 +92,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     )
     targets = "ascend910b (default), cuda_sm90, cpu, ...: a wrong name lists all; here: this machine's"
     plan.add_argument("--target", default="ascend910b", help=targets)
-    forms = "token: the one-token step; segment: what a run of chunks does to the state"
-    plan.add_argument("--form", default="chunk", choices=["chunk", "token", "segment"], help=forms)
+    forms = "token: the one-token step; segment: what a run of chunks does to the state; gradients"
+    plan.add_argument("--form", default="chunk", choices=["chunk", "token", "segment", "gradients"], help=forms)
     plan.add_argument("--naive", action="store_true", help="the textbook's order, to compare with")
     plan.add_argument("--io", default="bf16", help="dtype of the inputs: bf16, fp16, fp32 (default: bf16)")
     plan.add_argument("--ranks", type=_count, help="tokens are cut among so many ranks: what one computes and sends")

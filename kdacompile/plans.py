@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib import util
 from pathlib import Path
@@ -13,6 +13,8 @@ import torch
 
 from kdacompile import lowering
 from kdacompile.errors import OutputError, UnknownPatternError
+from kdacompile.lowering.adjoint_program import adjoint_program
+from kdacompile.lowering.ascend.emit import adjoint_chunk
 from kdacompile.lowering.attention import decode_program
 from kdacompile.lowering.ir import Combine, Program
 from kdacompile.lowering.linear_attention import linear_attention_program
@@ -22,9 +24,10 @@ from kdacompile.lowering.plan.model import WIDTHS
 from kdacompile.lowering.plan.planner import DEFAULTS
 from kdacompile.lowering.plan.whole import kernel_plans, whole_bytes, whole_handovers
 from kdacompile.lowering.target import TARGETS
-from kdacompile.patterns.recurrence.family import FAMILY
+from kdacompile.patterns.recurrence.family import FAMILY, Pattern
 
 STATE_KERNEL = "gdn_state"  # the state kernel of public libraries, to compare with
+GRADIENTS = "gradients"  # the form of a pattern that is its adjoint
 MLA = "mla"  # decoding over a latent: M heads, a latent of K columns and D shared columns, blocks of C cached tokens
 
 _MLA_SHAPE = {"M": 32, "C": 128, "K": 512, "D": 64}
@@ -52,8 +55,9 @@ def plan(
 
     ``pattern``: a name of ``python -m kdacompile support``, "mla" or "gdn_state". ``target``: a name of
     ``kdacompile.lowering.target.TARGETS``. ``optimise=False`` is the textbook's order of work, stage by stage, to
-    compare with. ``io``: the inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", "token" for the one-token step, or
-    "segment" for what a run of chunks does to the state (its map, merged chunk after chunk). ``shape``: B, T, H
+    compare with. ``io``: the inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", "token" for the one-token step,
+    "segment" for what a run of chunks does to the state (its map, merged chunk after chunk), or "gradients", on a
+    target whose Cube and Vec are cores of their own and without a gate per channel. ``shape``: B, T, H
     (heads), K, V (widths), C (tokens a chunk), BV (columns a value tile); for "mla" M (heads of a tile), K (the
     latent's rank), D (shared key columns), C (cached tokens a block), and B x H is the number of tiles. ``ranks``: the
     plan of one of so many ranks among which T tokens are cut in ``order`` (context parallelism, docs/distributed.md),
@@ -63,6 +67,10 @@ def plan(
     wrong size and ``CapacityError`` where a tile does not fit the target.
     """
     program = _program(pattern, form, naive=optimise is False)
+
+    if form == GRADIENTS:
+        row = _row(pattern)
+        shape = {"C": adjoint_chunk(row.gate, row.delta), **shape}
 
     def made(**sizes: int) -> Plan:
         return plan_program(program, target, optimise, io=io, **sizes)
@@ -100,9 +108,9 @@ def _program(pattern: str, form: str, *, naive: bool) -> Program | Combine:
         if form != "chunk":
             raise lowering.ArgumentError(f"{pattern} has one form; {form!r} is one of linear attention")
         return decode_program() if pattern == MLA else gdn_state_program()
-    row = next((row for row in FAMILY if row.name == pattern), None)
-    if row is None:
-        raise UnknownPatternError(pattern=pattern, known=", ".join(names()))
+    row = _row(pattern)
+    if form == GRADIENTS:
+        return adjoint_program(row.gate, row.delta, beta=row.delta)
     if naive and form == "chunk":
         return naive_program(row.gate, row.delta, beta=row.delta)
     if form == "segment":
@@ -110,6 +118,23 @@ def _program(pattern: str, form: str, *, naive: bool) -> Program | Combine:
         assert carry is not None and carry.combine is not None
         return carry.combine
     return linear_attention_program(row.gate, row.delta, beta=row.delta, form=form)
+
+
+def _row(pattern: str) -> Pattern:
+    row = next((row for row in FAMILY if row.name == pattern), None)
+    if row is None:
+        raise UnknownPatternError(pattern=pattern, known=", ".join(names()))
+    return row
+
+
+def _rows() -> Iterator[tuple[str, str, str]]:
+    """Pattern, form and target of the table's rows: gradients where kernels are emitted from their plans."""
+    for pattern in names():
+        for target in _TABLE_TARGETS:
+            yield pattern, "chunk", target
+    for row in FAMILY:
+        if row.gate != "channel":
+            yield row.name, GRADIENTS, _TABLE_TARGETS[0]
 
 
 def table() -> str:
@@ -124,15 +149,15 @@ def table() -> str:
         "| UB, L1, L0C, bytes | between sections, bytes a chunk |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for pattern in names():
-        for target in _TABLE_TARGETS:
-            best = plan(pattern, target)
-            stages = " + ".join(f"{kernel.name} {len(kernel.stages)}" for kernel in kernel_plans(best))
-            cells = ["-"] * 4  # one core does everything: nothing is handed over inside a kernel
-            if best.target.split:
-                real = compiled.get(pattern, {}).get(TARGETS[target].name, {})
-                cells = _against_compiler(plan(pattern, target, optimise=False), best, real)
-            lines.append(f"| `{pattern}` | {target} | {stages} | {' | '.join(cells)} | {best.tensor_bytes:,} |")
+    for pattern, form, target in _rows():
+        best = plan(pattern, target, form=form)
+        stages = " + ".join(f"{kernel.name} {len(kernel.stages)}" for kernel in kernel_plans(best))
+        cells = ["-"] * 4  # one core does everything: nothing is handed over inside a kernel
+        if best.target.split:
+            real = compiled.get(compiled_as(pattern, form), {}).get(TARGETS[target].name, {})
+            cells = _against_compiler(plan(pattern, target, optimise=False, form=form), best, real)
+        name = f"`{pattern}`" if form == "chunk" else f"`{pattern}`, {form}"
+        lines.append(f"| {name} | {target} | {stages} | {' | '.join(cells)} | {best.tensor_bytes:,} |")
     return "\n".join(lines)
 
 
@@ -168,6 +193,11 @@ def with_table(text: str) -> str:
     """A document with the table between its markers brought up to date."""
     before, rest = text.split(_BEGIN)
     return f"{before}{_BEGIN}{table()}\n{_END}{rest.split(_END)[1]}"
+
+
+def compiled_as(pattern: str, form: str = "chunk") -> str:
+    """The name of a pattern's form among the compiler's figures."""
+    return pattern if form == "chunk" else f"{pattern} {form}"
 
 
 Compiled = Mapping[str, Mapping[str, Mapping[str, Mapping[str, int]]]]

@@ -32,8 +32,8 @@ decays, the value times its gradient::
 Only pairs of different tokens take part: the diagonal of P has no decay, and ``q dq - k dk`` over all of P would leave
 the rounding of what cancels. Without the delta term ``V' = b V``, and neither R, L, T nor K_g exists.
 
-``adjoint_program.py`` is the same as a tile program. Kernels for GPUs are written by hand (``triton/backward_*.py``),
-and both are checked against autograd of the recurrence in float64.
+``adjoint_program.py`` is the same as a tile program, from which Ascend's kernels are emitted. Kernels for GPUs are
+written by hand (``triton/backward_*.py``), and all are checked against autograd of the recurrence in float64.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ class _Adjoint:
         p = self.gram(self.q, self.k, strict=False, name="P")
         q_gated = self.by(self.q, decays.before, "Q_gated")
         k_decayed = self.by(self.k, decays.behind, "K_decayed")
-        k_gated = self.by(self.k, decays.before, "K_gated") if self.delta else None
+        # rounded even where nothing gates it: the compiler would send what Vec has loaded to Cube, which loads it too
+        k_gated = self.rounded(self.by(self.k, decays.before, "K_gated"), "K_gated_seen") if self.delta else None
         inverse = lower = w = None
         u = self.by(self.v, self.beta, "U")
         if k_gated is not None:
@@ -94,7 +95,7 @@ class _Adjoint:
             change = b.dot(w, grad_new, change, trans_a=True, negate=True, name="GS_change")
         self.step(grad_state, decays, change, "GS", reverse=True)
         state, grad_state = self.rounded(state, "S_seen"), self.rounded(grad_state, "GS_seen")
-        new_v = self.rounded(new_v, "V_seen")
+        new_v = new_v if new_v is self.v else self.rounded(new_v, "V_seen")
         return self.gradients(decays, lower, inverse, k_gated, state, grad_state, new_v, grad_new)
 
     def decays(self) -> _Decays:
@@ -146,7 +147,7 @@ class _Adjoint:
         grad_k = b.add(k_pairs, b.mul(self.q, own, "Q_own"), "GK_own")
         if k_gated is not None and lower is not None and inverse is not None:
             grad_new, k_rows, k_cols = self.delta_gradients(decays, lower, inverse, k_gated, state, new_v, grad_new)
-            rows = b.add(rows, b.mul(k, k_rows, "K_GK_rows"), "rows")
+            rows = b.add(rows, b.mul(k, k_rows, "K_GK_rows"), "GG_rows")
             k_pairs = b.add(k_pairs, k_cols, "GK_cols")
             grad_k = b.add(grad_k, b.add(k_rows, k_cols, "GK_delta"), "GK_both")
         else:
@@ -157,7 +158,7 @@ class _Adjoint:
         b.store("grad_k", b.cast(b.add(grad_k, k_state, "GK"), DType.IO, "grad_k"))
         b.store("grad_v", b.cast(grad_new, DType.IO, "grad_v"))
         if self.g is not None and decays.total is not None:
-            rows = b.sub(rows, b.mul(k, k_pairs, "K_GK"), "rows")
+            rows = b.sub(rows, b.mul(k, k_pairs, "K_GK"), "GG_pairs")
             ends = b.mul(k, k_state, "K_GK_state")
             self.gate_gradient(rows, ends, state, grad_state, decays.total)
         return b.build()
@@ -174,11 +175,11 @@ class _Adjoint:
     ) -> tuple[Value, Value, Value]:
         """The gradient of v, and those of k as the row and as the column of pairs and of what the state recalls."""
         b = self.b
-        z = b.dot(inverse, grad_new, trans_a=True, name="Z")
+        z = self.rounded(b.dot(inverse, grad_new, trans_a=True, name="Z"), "Z_seen")
         full = b.dot(z, new_v, trans_b=True, name="ZV")
         grad_v = self.by(z, self.beta, "GV")
         if self.beta is not None:
-            rest = b.dot(k_gated, state, self.v, negate=True, name="R")
+            rest = b.dot(k_gated, state, self.v, negate=True, name="V_rest")
             of_rest = b.row_sum(b.mul(z, rest, "Z_R"), "Z_R_sum")
             of_pairs = b.row_sum(b.mul(lower, full, "L_ZV"), "L_ZV_sum")
             b.store("grad_beta", b.sub(of_rest, of_pairs, "grad_beta"))

@@ -101,11 +101,13 @@ def partition(
     values: str = "prologue",
     joins_scan: Callable[[N, set[N]], bool] | None = None,
     summed: Callable[[N], Sequence[N]] | None = None,
+    apart: bool = False,
 ) -> dict[N, Section]:
     """The section of every node.
 
     ``outputs``, ``values``: as in :class:`~kdacompile.lowering.target.Target`. ``joins_scan``: whether a node that
-    nothing waits for belongs to the scan's nodes all the same; ``summed``: the nodes that one is computed with.
+    nothing waits for belongs to the scan's nodes all the same; ``summed``: the nodes that one is computed with;
+    ``apart``: whether sums over tokens behind two scans are a section of their own.
     """
     dependent = flow.dependent()
     scans = {section: flow.awaited(reverse=section is Section.REVERSE) & dependent for section in SCANS}
@@ -121,6 +123,8 @@ def partition(
             placed[node] = next((section for section, scan in scans.items() if joins(node, scan)), outputs)
     if flow.reverse:
         _sink(flow, placed)
+        if apart:
+            _set_sums_apart(flow, placed)
     if summed is not None:
         for node in reversed(flow.nodes):
             placed.update(dict.fromkeys(summed(node), placed[node]))
@@ -136,6 +140,25 @@ def _sink(flow: Flow[N], placed: dict[N, Section]) -> None:
         readers = () if node.output is None else flow.readers(node.output)
         if placed[node] is Section.PROLOGUE and all(placed[reader] is Section.EPILOGUE for reader in readers):
             placed[node] = Section.EPILOGUE
+
+
+def _set_sums_apart(flow: Flow[N], placed: dict[N, Section]) -> None:
+    """Sums over tokens of what the epilogue makes, what follows from them, and what only they read and no other node of
+    the epilogue is needed for. A sum over rows keeps the rows of every tile that it is computed from on one core."""
+    inside = [node for node in flow.nodes if placed[node] is Section.EPILOGUE]
+    sums: set[N] = set()
+    for node in inside:
+        if node.kind in (OpKind.CUMSUM, OpKind.REDUCE) or sums.intersection(flow.before(node)):
+            sums.add(node)
+    only: set[N] = set()  # read by sums, directly or not
+    for node in reversed(inside):
+        readers = () if node.output is None else flow.readers(node.output)
+        if node not in sums and readers and all(reader in sums | only for reader in readers):
+            only.add(node)
+    rest = {node for node in inside if node not in sums | only}
+    while more := {n for n in only if rest & {*flow.before(n), *(flow.readers(n.output) if n.output else ())}}:
+        only, rest = only - more, rest | more
+    placed.update(dict.fromkeys(sums | only, Section.SUMS))
 
 
 def _keep_wide(flow: Flow[N], placed: dict[N, Section], *, inverted: bool) -> None:

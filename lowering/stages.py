@@ -29,6 +29,7 @@ class Section(str, Enum):
     SCAN = "scan"
     REVERSE = "reverse"
     EPILOGUE = "epilogue"
+    SUMS = "sums"  # over tokens, of what the epilogue makes: only where a target wants them in a kernel of their own
 
 
 SCANS = (Section.SCAN, Section.REVERSE)

@@ -20,5 +20,5 @@ FusedKernels(cuda.choose, gradients=cuda.choose_adjoint, remember=True).serve("C
 FusedAttention(cuda.choose_attention, cuda.choose_gradients, remember=True).serve("CUDA")
 definitions.add_kernel(mla_cut.NAME, "CUDA", mla_cut.fused)
 
-FusedKernels(npu.choose).serve("PrivateUse1")
+FusedKernels(npu.choose, gradients=npu.choose_adjoint).serve("PrivateUse1")
 FusedAttention(npu.choose_attention).serve("PrivateUse1")

@@ -20,7 +20,7 @@ from kdacompile.lowering.recorded import Memory, Operands, Results
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch, shares_memory
 from kdacompile.ops import definitions, kernels
-from kdacompile.ops.dispatch import Kernel
+from kdacompile.ops.dispatch import Kernel, differentiation
 from kdacompile.ops.kernels import gradients_of, mla_backward_kernel, run_mla
 from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_, MLA, Signature
 
@@ -169,7 +169,9 @@ class FusedKernels(Serving):
             if not (call.q.numel() and call.v.numel() and any(grad is not None for grad in grads)):
                 return otherwise(*arguments, wanted=wanted, **options)
             chosen = self.chosen(lambda: choose(call), BACKWARD)
-            found = self.attempted(chosen, lambda it: it.gradients(call.with_bounds_at_hand(), *grads), what=BACKWARD)
+            with differentiation():  # of what stands in front of the recurrence, where kernels leave it to torch
+                given = call.with_bounds_at_hand()
+                found = self.attempted(chosen, lambda it: it.gradients(given, *grads), what=BACKWARD)
             if found is None:
                 return otherwise(*arguments, wanted=wanted, **options)
             by_name = dict(zip((operand.name for operand in operands_of(Call)), found, strict=False))

@@ -12,9 +12,10 @@ from collections.abc import Iterable
 
 from ..emitter import Emitter
 from ..errors import TileProgramError
-from ..ir import DType, Op, OpKind, Per, Program, Value
+from ..ir import DType, Op, OpKind, Per, TileType, Value
+from ..plan import Plan
 from ..plan.units import is_product, is_widening
-from ..stages import Buffer, Scope, Task
+from ..stages import Scope, Task
 from ..target import Unit
 from .kernel import Argument, Kind, Scratch
 
@@ -24,23 +25,22 @@ _KEY_PORTS = ("q", "k")
 class Body(Emitter):
     """Prints tasks; collects the arguments and the buffers they need."""
 
-    def __init__(
-        self, program: Program, buffers: Iterable[Buffer], tasks: Iterable[Task], *, turns: bool, in_memory: bool
-    ) -> None:
-        super().__init__(program)
-        self.buffers = {b.name: b for b in buffers}
+    def __init__(self, made: Plan, tasks: Iterable[Task], *, turns: bool, columns: bool) -> None:
+        super().__init__(made.program)
+        self.buffers = {b.name: b for b in made.buffers}
         self.tasks = tuple(tasks)
         self._rest = self.tasks  # behind the current one
         self.arguments: dict[str, Argument] = {}
         self.scratch: dict[str, Scratch] = {}
         self._turns = turns  # the kernel has a loop over chunks in which buffers per core are written again
-        self._in_memory = in_memory  # where units meet
+        self._column, self._block = ("column", "BV") if columns else ("0", "V")  # of V, what a task has
+        self._in_memory = made.target.meeting == "global"  # where units meet
         self._made: set[Value] = set()
         self._loaded: dict[Value, str] = {}
         self._kept: dict[Value, str] = {}  # value -> where its tile can be read back from
         self._stored: set[Value] = set()  # what Cube has put there for Vec
         self._waiting: list[str] = []  # stores of it that need not come before Vec reads
-        self._stores = {op.inputs[0]: str(op.attr("port")) for op in program.ops if op.kind is OpKind.STORE}
+        self._stores = {op.inputs[0]: str(op.attr("port")) for op in self.program.ops if op.kind is OpKind.STORE}
 
     def print(self) -> None:
         for place, task in enumerate(self.tasks):
@@ -68,6 +68,8 @@ class Body(Emitter):
         op = self.program.producer(value)
         if op.kind is OpKind.CARRY:
             return value.name
+        if is_widening(op) and op.inputs[0] in self._made:
+            return f"{op.inputs[0].name}.to(tl.float32)"
         text, narrow = self._load(op.inputs[0] if is_widening(op) else value, turned=False)
         text = f"{text}.to(tl.float32)" if narrow and value.type.dtype is DType.ACC else text
         text = f"floor_gate({text})" if self._port_name(value) == "g" else text
@@ -89,6 +91,8 @@ class Body(Emitter):
     def operand(self, value: Value, op: Op) -> str:
         """``value`` with the axis it needs in an elementwise op."""
         result, text, (rows, cols) = op.result, self.vec(value), value.type.shape
+        if (rows, cols) == (1, 1) and result.type.shape == ("C", 1):
+            return f"spread({text}, C, R)"
         if 1 in result.type.shape or 1 not in (rows, cols):
             return text
         if (rows, cols) == (1, 1) and result.type.rows != "K":
@@ -115,9 +119,7 @@ class Body(Emitter):
         if port.per is not Per.TOKENS:
             raise TileProgramError("a port with one tile a step", str(port))
         if port.type.cols == 1:
-            pointer = self.argument(f"{name}_ptr", Kind.F32)
-            tokens = self.argument("tokens", Kind.COUNT)
-            return f"tl.load(gates_at({pointer}, token, head, rows, {tokens}, C), boundary_check=(0,))", False
+            return f"tl.load({self._numbers(name)}, boundary_check=(0,))", False
         narrow = name != "g"
         pointer = self.argument(f"{name}_ptr", Kind.IO if narrow else Kind.F32)
         head, heads = ("head // (HV // H)", "H") if name in _KEY_PORTS else ("head", "HV")
@@ -125,8 +127,13 @@ class Body(Emitter):
         # a load that is turned by its own strides loses its boundary check on the way to Cube
         return (f"tl.trans({text})" if turned else text), narrow
 
+    def _numbers(self, port: str) -> str:
+        """One a token, of the tile's."""
+        pointer, tokens = self.argument(f"{port}_ptr", Kind.F32), self.argument("tokens", Kind.COUNT)
+        return f"gates_at({pointer}, token, head, rows, {tokens}, C)"
+
     def _tokens(self, pointer: str, head: str, heads: str, cols: object) -> str:
-        column, block = ("column", "BV") if cols == "V" else ("0", cols)
+        column, block = (self._column, self._block) if cols == "V" else ("0", cols)
         return f"tokens_at({pointer}, token, {head}, rows, {column}, {heads}, C, {cols}, {block})"
 
     def _buffer(self, value: Value) -> Scratch:
@@ -150,8 +157,8 @@ class Body(Emitter):
         if cols != "V":
             return f"tile_at({pointer}, {at}, 0, {rows}, {cols}, {cols})"
         if buffer.per_core:
-            return f"tile_at({pointer}, {at}, 0, {rows}, BV, BV)"
-        return f"tile_at({pointer}, {at}, column, {rows}, V, BV)"
+            return f"tile_at({pointer}, {at}, 0, {rows}, {self._block}, {self._block})"
+        return f"tile_at({pointer}, {at}, {self._column}, {rows}, V, {self._block})"
 
     def _read_back(self, value: Value, turned: bool) -> str:
         buffer = self.scratch[self._kept[value]]
@@ -167,7 +174,9 @@ class Body(Emitter):
         self._made.add(value)
         if text == value.name:
             return
-        self.lines.add(f"{value.name} = {text}.to(io)" if self._narrowed(value) else f"{value.name} = {text}")
+        if self._narrowed(value):
+            text = f"({text}).to(io)" if task.unit is Unit.VEC else f"{text}.to(io)"
+        self.lines.add(f"{value.name} = {text}")
         self._keep(task)
 
     def _keep(self, task: Task) -> None:
@@ -175,8 +184,11 @@ class Body(Emitter):
         value = task.output
         if value in self._stores:
             port = self._stores[value]
-            pointer = self.argument(f"{port}_ptr", Kind.IO)
-            target = self._tokens(pointer, "head", "HV", value.type.cols)
+            if value.type.cols == 1:
+                target = self._numbers(port)
+            else:
+                kind = Kind.IO if value.type.dtype is DType.IO else Kind.F32
+                target = self._tokens(self.argument(f"{port}_ptr", kind), "head", "HV", value.type.cols)
             self.lines.add(f"tl.store({target}, {value.name}, boundary_check=(0,))")
         buffer = self.buffers.get(value.name)
         if buffer is not None and buffer.scope is Scope.TENSOR:
@@ -227,11 +239,31 @@ class Body(Emitter):
     def on_scale(self, op: Op) -> str:
         return f"{self.vec(op.inputs[0])} * {self.argument(str(op.attr('by')), Kind.NUMBER)}"
 
+    def on_mul(self, op: Op) -> str:
+        return "" if self._is_summed_in_pieces(op.result) else self.plain(op)
+
+    def on_row_sum(self, op: Op) -> str:
+        (x,) = op.inputs
+        if not self._is_summed_in_pieces(x):
+            return self.plain(op)
+        states = (self.program.producer(v).inputs[0] for v in self.program.producer(x).inputs)
+        pointers = (self.argument(f"{v.name}_ptr", self._buffer(v).kind) for v in states)
+        return f"row_products({', '.join(pointers)}, at, K, V, BV)"
+
+    def _is_summed_in_pieces(self, value: Value) -> bool:
+        """Whether a product of states is only there to be summed: two whole states have no room in UB."""
+        op = self.program.producer(value)
+        return (
+            op.kind is OpKind.MUL
+            and value.type.shape == ("K", "V")
+            and all(is_widening(self.program.producer(v)) for v in op.inputs)
+        )
+
     def on_transpose(self, op: Op) -> str:
         return self.vec(self._vector(op))  # a vector has no orientation until it meets a tile
 
     def on_reduce(self, op: Op) -> str:
-        return f"column_sum({self.vec(self._vector(op))}, C, R)"
+        return f"column_sum({self.vec(self._vector(op))}, {op.inputs[0].type.rows}, R)"
 
     def on_cumsum(self, op: Op) -> str:
         x = self.vec(self._vector(op))
@@ -259,18 +291,32 @@ class Body(Emitter):
 
     def _part(self, task: Task) -> str:
         """The expression of a part of a macro-op; "" where another task's covers it."""
-        return self._gram_part(task) if task.op.kind is OpKind.GATED_GRAM else self._inverse_part(task)
+        parts = {OpKind.GATED_GRAM: self._gram_part, OpKind.GATED_DOT: self._weighted_part}
+        return parts.get(task.op.kind, self._inverse_part)(task)
+
+    def _weighted_part(self, task: Task) -> str:
+        """Parts of ``gated_dot`` with a gate per token."""
+        if task.part == "decayed":
+            return f"({self.vec(task.inputs[0])} * {self._decays(task.op)}).to(io)"
+        x = self.cube(task.inputs[0], turned=bool(task.op.attr("trans_a", False)), left=True)
+        return f'tl.dot({x}, {self.cube(task.inputs[1], turned=False, left=False)}, input_precision="ieee")'
+
+    def _decays(self, op: Op) -> str:
+        """The decays between a chunk's tokens, by the gates that an op on pairs has."""
+        if "decays" not in self._loaded.values():
+            self.lines.add(f"decays = token_decays({self.vec(op.inputs[2])}, C)")
+            self._loaded[Value("decays", TileType("C", "C"))] = "decays"
+        return "decays"
 
     def _inverse_part(self, task: Task) -> str:
-        """Parts of ``unit_lower_inverse``: blocks and what is below them on Vec, in buffers where Cube joins them."""
+        """Parts of ``unit_lower_inverse``: blocks and what is below them on Vec, in a buffer where Cube joins them."""
         op = task.op
         if task.part == "blocks":
-            return f"inverse_of_blocks({self.vec(op.inputs[0])}, C, R)"
-        if task.part == "below":
-            return f"-{self.vec(op.inputs[0])}"
+            x = self.vec(op.inputs[0])
+            return f"inverse_of_blocks({x}, -{x}, C, R)"
         if task.part == "join":
-            blocks, below = (f"{op.result.name}_{part}" for part in ("blocks", "below"))
-            self.lines.add(f"join_blocks({blocks}_ptr, {below}_ptr, core, C, R, LEVELS)")
+            blocks = f"{op.result.name}_blocks"
+            self.lines.add(f"join_blocks({blocks}_ptr, core, C, R, LEVELS)")
             self._made.add(op.result)
             self._kept[op.result] = blocks
         return ""
@@ -292,7 +338,4 @@ class Body(Emitter):
             x = self.cube(task.inputs[0], turned=False, left=True)
             y = self.cube(task.inputs[1], turned=True, left=False)
             return f'tl.dot({x}, {y}, input_precision="ieee")'
-        if "decays" not in self._loaded.values():
-            self.lines.add(f"decays = token_decays({self.vec(op.inputs[2])}, C)")
-            self._loaded[Value("decays", op.result.type)] = "decays"
-        return f"lower({self.vec(task.inputs[0])} * decays, C, {strict})"
+        return f"lower({self.vec(task.inputs[0])} * {self._decays(op)}, C, {strict})"

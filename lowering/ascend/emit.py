@@ -5,14 +5,16 @@ Every kernel has a one-dimensional grid of as many programs as there are cores a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
+from ..adjoint_program import adjoint_program
 from ..errors import TileProgramError
 from ..ir import Value
 from ..linear_attention import linear_attention_program
 from ..plan import Options, Plan, plan
 from ..plan.whole import kernel_plans
-from ..stages import Section, Task
+from ..stages import SCANS, Section, Task
 from ..target import Unit
 from .body import Body
 from .kernel import (
@@ -51,18 +53,34 @@ def chunk_module(
     ``narrow_update``: the change of the state crosses in the inputs' dtype.
     """
     options = Options(outputs=outputs, narrow_update=narrow_update)
-    program = linear_attention_program(gate, delta, beta=beta)
-    made = plan(program, target, options, io="bf16", C=CHUNK)
+    made = plan(linear_attention_program(gate, delta, beta=beta), target, options, io="bf16", C=CHUNK)
+    words = [*([] if beta else ["nobeta"]), *([] if outputs == "auto" else [outputs])]
+    words += [*(["narrow_update"] if narrow_update else []), *([] if target == FIRST else [target])]
+    return _module(made, words)
+
+
+def adjoint_chunk(gate: str, delta: bool) -> int:
+    """Tokens of a chunk: with gates and the delta term the epilogue of 64 has no room in UB for 128 keys and values."""
+    return CHUNK // 2 if delta and gate != "none" else CHUNK
+
+
+@cache
+def adjoint_module(gate: str, delta: bool, beta: bool = True) -> Module:
+    """The kernels of a row's gradients, from their plan for the 910B."""
+    made = plan(adjoint_program(gate, delta, beta=beta), FIRST, io="bf16", C=adjoint_chunk(gate, delta))
+    return _module(made, [] if beta else ["nobeta"])
+
+
+def _module(made: Plan, words: Sequence[str]) -> Module:
     kernels: list[Kernel] = []
     scratch: dict[str, Scratch] = {}
     for section in Section:
         if made.section(section):
             _section(made, section, kernels, scratch)
-    title = f"{program.name}, {made.handovers} hand-overs a chunk in the scan."
-    words = [program.name, *([] if beta else ["nobeta"]), *([] if outputs == "auto" else [outputs])]
-    words += [*(["narrow_update"] if narrow_update else []), *([] if target == FIRST else [target])]
-    source = assemble(title, [kernel.text for kernel in kernels])
-    return Module("_".join(words), source, tuple(kernels), tuple(scratch.values()))
+    name = made.program.name
+    scans = "scan" if made.program.reverse is None else "scans"
+    source = assemble(f"{name}, {made.handovers} hand-overs a chunk in the {scans}.", [k.text for k in kernels])
+    return Module("_".join([name, *words]), source, tuple(kernels), tuple(scratch.values()))
 
 
 def _section(made: Plan, section: Section, kernels: list[Kernel], scratch: dict[str, Scratch]) -> None:
@@ -71,17 +89,23 @@ def _section(made: Plan, section: Section, kernels: list[Kernel], scratch: dict[
         own = _needs_gates(made, tasks)
         kernels.append(_sub_chunk_kernel(made, own, scratch))
         tasks = [t for t in tasks if t not in own]
-    scan = section is Section.SCAN
-    body = Body(made.program, made.buffers, tasks, turns=scan, in_memory=made.target.meeting == "global")
+    scan = section in SCANS
+    domain = Domain.LANE_COLUMNS if scan else _domain(tasks)
+    body = Body(made, tasks, turns=scan, columns=domain is not Domain.CHUNKS)
     body.scratch.update(scratch)
     body.print()
-    wide = any("V" in t.output.type.shape for t in tasks)
-    domain = Domain.LANE_COLUMNS if scan else (Domain.CHUNK_COLUMNS if wide else Domain.CHUNKS)
-    text = _scan_text(made, body) if scan else _chunks_text(section.value, body, domain)
+    text = _scan_text(made, body, section) if scan else _chunks_text(section.value, body, domain)
     scratch.update(body.scratch)
     made_of = next(kernel for kernel in kernel_plans(made) if kernel.name == section.value)
     arguments = tuple(_arguments(body))
     kernels.append(Kernel(section.value, domain, arguments, used_constants(text), text, made_of.slots))
+
+
+def _domain(tasks: Sequence[Task]) -> Domain:
+    """Of a section with all chunks at once: columns of V apart, unless something is summed over them."""
+    wide = any("V" in task.output.type.shape for task in tasks)
+    summed = any("V" in v.type.shape and "V" not in t.output.type.shape for t in tasks for v in t.inputs)
+    return Domain.CHUNK_COLUMNS if wide and not summed else Domain.CHUNKS
 
 
 def _ordered(made: Plan, section: Section) -> list[Task]:
@@ -135,9 +159,11 @@ def _chunks_text(name: str, body: Body, domain: Domain) -> str:
     return "\n".join([*_head(name, body, start), *lines])
 
 
-def _scan_text(made: Plan, body: Body) -> str:
-    """The kernel that walks the chunks of a sequence with the state on chip."""
-    carry = made.program.carry
+def _scan_text(made: Plan, body: Body, section: Section) -> str:
+    """The kernel that walks the chunks of a sequence with the state, or from its end with the state's gradient, on
+    chip."""
+    reverse = section is Section.REVERSE
+    carry = made.program.reverse if reverse else made.program.carry
     assert carry is not None
     initial, final = (body.argument(f"{port}_ptr", Kind.F32) for port in (carry.init, carry.final))
     sequences, first = body.argument("cu_seqlens", Kind.I32), body.argument("first_chunk", Kind.I32)
@@ -153,11 +179,13 @@ def _scan_text(made: Plan, body: Body) -> str:
         f"{carry.name} = tl.zeros([K, BV], tl.float32)",
         "if INITIAL:",
         f"    {carry.name} = tl.load(tile_at({initial}, {tile}))",
+        *(["last = tl.cdiv(length, C) - 1"] if reverse else []),
         "for n in range(tl.cdiv(length, C)):",
     ]
-    turn = ["at = (first + n) * HV + head"]
+    n = "(last - n)" if reverse else "n"
+    turn = [f"at = (first + {n.strip('()')}) * HV + head"]
     if "token" in "\n".join(body.lines):
-        turn += ["token = start + n * C", "rows = length - n * C"]
+        turn += [f"token = start + {n} * C", f"rows = length - {n} * C"]
     end = [f"tl.store(tile_at({final}, {tile}), {carry.name})"]
     lines = [
         "    for task in range(core, tasks, cores):",
@@ -165,7 +193,7 @@ def _scan_text(made: Plan, body: Body) -> str:
         *indent([*turn, *body.lines, f"{carry.name} = {carry.step.name}"], 3),
         *indent(end, 2),
     ]
-    return "\n".join([*_head("scan", body, [*start, *turn, *end]), *lines])
+    return "\n".join([*_head(section.value, body, [*start, *turn, *end]), *lines])
 
 
 # ---- gates per channel

@@ -58,7 +58,7 @@ def _check(call: Call) -> None:
         raise ArgumentError(reason)
 
 
-def _padded(call: Call) -> Call | None:
+def padded_call(call: Call) -> Call | None:
     """The call with K and V filled up to powers of two by zeros, which change no product and no decay, and of the state
     nothing but what they add to it; or None where nothing is to be filled."""
     keys, values = (padded(x.shape[-1]) - x.shape[-1] for x in (call.q, call.v))
@@ -114,7 +114,7 @@ def run_chunks(
     :func:`decline` has a reason.
     """
     _check(call)
-    if (wide := _padded(call)) is not None:
+    if (wide := padded_call(call)) is not None:
         results = run_chunks(
             wide, cores=cores, launch=launch, outputs=outputs, narrow_update=narrow_update, scratch=scratch,
             target=target,
@@ -124,7 +124,7 @@ def run_chunks(
     batch, length, heads, width = q.shape
     chunk = chunk_of(call.chunk_size, gate, call.delta, width, q.dtype)
     value_heads, columns = v.shape[2:]
-    tables = _tables(call.cu_seqlens, batch, length, chunk, q.device)
+    tables = tables_of(call.cu_seqlens, batch, length, chunk, q.device)
     chunks, sequences = tables["chunks"].numel() // 2, tables["first_chunk"].numel() - 1
     if g is not None and gate != "channel" and width > _WIDEST_TOKEN_GATE:
         g = (g if gate == "token" else g.expand(batch, length, -1)).unsqueeze(-1).expand(-1, -1, -1, width)
@@ -140,23 +140,38 @@ def run_chunks(
         **_common(call, o, state),
         "tokens": batch * length,
         **tables,
-        **_gates(g, call.beta, gate, batch, length),
+        **turned_gates(g, call.beta, gate, batch, length),
     }
     tiles = chunks * value_heads
-    values |= _buffers(module, constants, tiles, cores, v, scratch or Scratch())
+    values |= buffers_of(module, constants, tiles, cores, v, scratch or Scratch())
     for kernel in module.kernels:
-        block = tile if kernel.cube else column_tile(width, columns, alone=True)
-        count = {
-            Domain.SUB_CHUNKS: tiles * (chunk // SUB_CHUNK),
-            Domain.CHUNKS: tiles,
-            Domain.CHUNK_COLUMNS: tiles * (columns // block),
-            Domain.LANE_COLUMNS: state.shape[0] * value_heads * (columns // block),
-        }[kernel.domain]
-        _launch(module, kernel, count, values, {**constants, "BV": block}, cores, launch)
+        launch_chunks(module, kernel, tiles, sequences * value_heads, values, constants, cores, launch)
     return o, state
 
 
-def _buffers(
+def launch_chunks(
+    module: Module,
+    kernel: Kernel,
+    tiles: int,
+    lanes: int,
+    values: Mapping[str, Any],
+    constants: Mapping[str, int],
+    cores: int,
+    launch: Launcher,
+) -> None:
+    """Launch a kernel over ``tiles`` chunks of heads, or ``lanes`` sequences of heads."""
+    columns = constants["V"]
+    block = constants["BV"] if kernel.cube else column_tile(constants["K"], columns, alone=True)
+    count = {
+        Domain.SUB_CHUNKS: tiles * (constants["C"] // SUB_CHUNK),
+        Domain.CHUNKS: tiles,
+        Domain.CHUNK_COLUMNS: tiles * (columns // block),
+        Domain.LANE_COLUMNS: lanes * (columns // block),
+    }[kernel.domain]
+    _launch(module, kernel, count, values, {**constants, "BV": block}, cores, launch)
+
+
+def buffers_of(
     module: Module, constants: Mapping[str, int], tiles: int, cores: int, like: Tensor, scratch: Scratch
 ) -> dict[str, Tensor]:
     """What lies between the kernels, by pointer name: a place for every tile (chunk and head), or for every core."""
@@ -195,7 +210,7 @@ def run_step(call: Call, *, cores: int, launch: Launcher, out: Tensor | None = N
     """T tokens of every request, one after the other. The call is as the op has it, not packed, with q, k and v of one
     dtype and the rest in float32. ``out`` may be the initial state, which is updated."""
     _check(call)
-    if (wide := _padded(call)) is not None:
+    if (wide := padded_call(call)) is not None:
         o, new = _narrowed(call, *run_step(wide, cores=cores, launch=launch))
         return o, new if out is None else out.copy_(new)
     batch, length, heads, width = call.q.shape
@@ -237,7 +252,9 @@ def _launch(
     launch(Launch(module, kernel, grid, arguments, {name: constants[name] for name in kernel.constants}))
 
 
-def _tables(cu_seqlens: Tensor | None, batch: int, length: int, chunk: int, device: torch.device) -> dict[str, Tensor]:
+def tables_of(
+    cu_seqlens: Tensor | None, batch: int, length: int, chunk: int, device: torch.device
+) -> dict[str, Tensor]:
     """Where sequences and chunks are, computed on the device: no length is read on the host.
 
     ``cu_seqlens`` ``[N + 1]``: bounds in the tensors with batch and tokens taken as one; ``chunks`` ``[slots * 2]``: of
@@ -260,7 +277,7 @@ def _tables(cu_seqlens: Tensor | None, batch: int, length: int, chunk: int, devi
     return {name: table.to(torch.int32) for name, table in tables.items()}
 
 
-def _gates(g: Tensor | None, beta: Tensor | None, gate: str, batch: int, length: int) -> dict[str, Tensor]:
+def turned_gates(g: Tensor | None, beta: Tensor | None, gate: str, batch: int, length: int) -> dict[str, Tensor]:
     """Gates per token as [HV, tokens]: loads along tokens with a stride are many times slower than these copies."""
     turned: dict[str, Tensor] = {}
     if g is not None and gate == "head":

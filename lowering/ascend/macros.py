@@ -177,6 +177,22 @@ def column_sum(g, C: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def row_products(x_ptr, y_ptr, at, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """[K]: sums over V of two tiles' products, BV columns at a time."""
+    total = tl.zeros([K], tl.float32)
+    for column in range(0, V, BV):
+        x = tl.load(tile_at(x_ptr, at, column, K, V, BV)).to(tl.float32)
+        total += tl.sum(x * tl.load(tile_at(y_ptr, at, column, K, V, BV)).to(tl.float32), 1)
+    return total
+
+
+@triton.jit
+def spread(x, C: tl.constexpr, N: tl.constexpr):
+    """C times, a number that comes N times."""
+    return tl.reshape(tl.broadcast_to(x[None, :], (C // N, N)), (C,))
+
+
+@triton.jit
 def store_number(ptr, at, x, K: tl.constexpr, N: tl.constexpr):
     """K times, a number that comes N times."""
     tl.store(tile_at(ptr, at, 0, K // N, N, N), tl.broadcast_to(x[None, :], (K // N, N)))
@@ -289,8 +305,9 @@ def ones_on_diagonal(C: tl.constexpr):
 
 
 @triton.jit
-def inverse_of_blocks(a, C: tl.constexpr, R: tl.constexpr):
-    """(I + the strict lower triangle of a)^-1 of every diagonal block of R, by forward substitution, all at once."""
+def inverse_of_blocks(a, elsewhere, C: tl.constexpr, R: tl.constexpr):
+    """(I + the strict lower triangle of a)^-1 of every diagonal block of R, by forward substitution, all at once, and
+    ``elsewhere`` outside these blocks."""
     N: tl.constexpr = C // R
     inside = same_block(C, R) & after(C)
     blocks = tl.sum(tl.reshape(tl.where(inside, a, 0.0), (C, N, R)), 1)
@@ -302,14 +319,14 @@ def inverse_of_blocks(a, C: tl.constexpr, R: tl.constexpr):
         row = tl.sum(tl.where(here, blocks, 0.0), 1)
         m = m - tl.where(here, tl.sum(row[:, :, None] * m, 1)[:, None, :], 0.0)
     m = tl.broadcast_to(tl.reshape(m, (C, 1, R)), (C, N, R))
-    return tl.where(same_block(C, R), tl.reshape(m, (C, C)), 0.0)
+    return tl.where(same_block(C, R), tl.reshape(m, (C, C)), elsewhere)
 
 
 @triton.jit
 def unit_lower_inverse(a, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr):
     """The same of the whole of a, by blocks twice as large, [[x, 0], [-y l x, y]], with two products a level and Vec in
     between: where units meet on chip."""
-    m = inverse_of_blocks(a, C, R)
+    m = inverse_of_blocks(a, 0.0, C, R)
     for level in tl.static_range(LEVELS):
         part = tl.where(below_diagonal(C, R << level), a, 0.0)
         x = tl.dot(m + 0.0, part, input_precision="ieee")
@@ -318,21 +335,22 @@ def unit_lower_inverse(a, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr
 
 
 @triton.jit
-def join_pair(m_ptr, below_ptr, at, low, C: tl.constexpr, N: tl.constexpr):
+def join_pair(m_ptr, at, low, C: tl.constexpr, N: tl.constexpr):
     y = tl.load(block_at(m_ptr, at, low + N, low + N, C, N))
-    below = tl.load(block_at(below_ptr, at, low + N, low, C, N))
+    below = tl.load(block_at(m_ptr, at, low + N, low, C, N))
     left = tl.dot(y, below, input_precision="ieee")
     x = tl.load(block_at(m_ptr, at, low, low, C, N))
     tl.store(block_at(m_ptr, at, low + N, low, C, N), tl.dot(left, x, input_precision="ieee"))
 
 
 @triton.jit
-def join_blocks(m_ptr, below_ptr, at, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr):
+def join_blocks(m_ptr, at, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr):
     """From inverted diagonal blocks of R to those of C, in place: [[x, 0], [y l x, y]] of neighbours x and y and of
-    what is below the diagonal between them, l, negated. All on Cube, which need not wait for Vec in between."""
+    what is below the diagonal between them, l, negated, which lies where y l x comes. All on Cube, which need not wait
+    for Vec in between."""
     for level in tl.static_range(LEVELS):
         for pair in tl.static_range(C // (2 * (R << level))):
-            join_pair(m_ptr, below_ptr, at, 2 * pair * (R << level), C, R << level)
+            join_pair(m_ptr, at, 2 * pair * (R << level), C, R << level)
 
 
 # ---- one gate per channel: a stage of its own

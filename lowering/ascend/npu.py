@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,17 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..adjoint import GradientKernels, Gradients
 from ..attention_calls import AttentionImplementation
 from ..calls import Call, Implementation
 from ..run_attention import Attention
 from ..scratch import Scratch
 from ..triton.load import load_source
+from . import gradients
 from .attention_launch import decline as decline_attention
 from .attention_launch import run as run_attention
 from .emit import FIRST
 from .launch import Launch, Launcher, decline, run_chunks, run_step, target_of_arch
 from .operators import GatedDeltaRuleOperators
-from .prepare import prepare
+from .prepare import prepare, single
 
 
 def triton_launch(launch: Launch) -> None:
@@ -77,19 +78,44 @@ class EmittedKernels:
         if call.cu_seqlens is None and call.q.shape[1] <= MOST_STEP:
             return self.step(call, None, scratch)
         target = planned_for() if self._launch is None else self._target
-        o, state = run_chunks(_single(prepare(call)), **self._device(), scratch=scratch, target=target)
+        o, state = run_chunks(single(prepare(call)), **self._device(), scratch=scratch, target=target)
         return o.to(call.out_dtype), state
 
     def step(self, call: Call, state: Tensor | None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         """In place where the state is fp32 and contiguous; another one is copied to fp32 and back."""
         direct = state is not None and state.dtype is torch.float32 and state.is_contiguous()
-        o, new = run_step(_single(call), **self._device(), out=state if direct else None)
+        o, new = run_step(single(call), **self._device(), out=state if direct else None)
         if state is not None and not direct:
             state.copy_(new)
         return o.to(call.out_dtype), new if state is None else state
 
     def _device(self) -> dict[str, Any]:
         return {"cores": self._cores or cube_cores(), "launch": self._launch or triton_launch}
+
+
+class EmittedGradients:
+    """:class:`kdacompile.lowering.adjoint.GradientKernels`: the emitted kernels of the adjoint.
+
+    ``launch`` and ``cores`` stand in for triton-ascend and its device.
+    """
+
+    name = "triton-ascend"
+
+    def __init__(self, launch: Launcher | None = None, cores: int = 0) -> None:
+        self._launch, self._cores = launch, cores
+
+    def declines(self, call: Call) -> str | None:
+        if self._launch is None and (reason := missing()):
+            return reason
+        if self._launch is None and planned_for() != FIRST:
+            return "gradients are planned for the 910B"
+        return gradients.declines(call)
+
+    def gradients(
+        self, call: Call, grad_o: Tensor | None, grad_state: Tensor | None, scratch: Scratch | None = None
+    ) -> Gradients:
+        cores, launch = self._cores or cube_cores(), self._launch or triton_launch
+        return gradients.gradients(call, grad_o, grad_state, cores=cores, launch=launch, scratch=scratch)
 
 
 class EmittedAttention:
@@ -112,15 +138,9 @@ class EmittedAttention:
         return run_attention(call, self._cores or cube_cores(), self._launch or triton_launch, scratch)
 
 
-def _single(call: Call) -> Call:
-    """The call with q, k and v of one dtype, and everything else in fp32."""
-    names = ("g", "beta", "initial_state", "A_log", "dt_bias")
-    given = {name: None if (x := getattr(call, name)) is None else x.float() for name in names}
-    return replace(call, **given, **{name: getattr(call, name).to(call.compute_dtype) for name in ("q", "k", "v")})
-
-
 # In the order they are asked. What none of them takes is the torch executor's.
 IMPLEMENTATIONS: list[Implementation] = [GatedDeltaRuleOperators(), EmittedKernels()]
+ADJOINTS: list[GradientKernels] = [EmittedGradients()]
 ATTENTION: list[AttentionImplementation] = [EmittedAttention()]
 
 
@@ -129,6 +149,13 @@ def choose(call: Call) -> Implementation | None:
     if call.q.device.type != "npu":
         return None
     return next((kernels for kernels in IMPLEMENTATIONS if kernels.declines(call) is None), None)
+
+
+def choose_adjoint(call: Call) -> GradientKernels | None:
+    """The first implementation that has the gradients of the call."""
+    if call.q.device.type != "npu":
+        return None
+    return next((kernels for kernels in ADJOINTS if kernels.declines(call) is None), None)
 
 
 def choose_attention(call: Attention) -> AttentionImplementation | None:

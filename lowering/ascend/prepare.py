@@ -57,6 +57,13 @@ def prepare(call: Call) -> Call:
     return replace(call, **operands, **applied, qk_l2norm_eps=0.0)
 
 
+def single(call: Call) -> Call:
+    """The call with q, k and v of one dtype, and everything else in fp32."""
+    names = ("g", "beta", "initial_state", "A_log", "dt_bias")
+    given = {name: None if (x := getattr(call, name)) is None else x.float() for name in names}
+    return replace(call, **given, **{name: getattr(call, name).to(call.compute_dtype) for name in ("q", "k", "v")})
+
+
 def _log_gate(call: Call) -> Tensor | None:
     if call.g is None:
         return None

@@ -87,7 +87,7 @@ def place(graph: Graph, *, hoist: bool, outputs: Section, values: str = "prologu
         products = [t for t in terms if t.op.kind is OpKind.DOT and t.unit is Unit.CUBE]
         return products if len(products) == 2 else []
 
-    return partition(graph, outputs=outputs, values=values, joins_scan=narrows, summed=summed)
+    return partition(graph, outputs=outputs, values=values, joins_scan=narrows, summed=summed, apart=True)
 
 
 def in_order(tasks: Iterable[Task]) -> list[Run]:

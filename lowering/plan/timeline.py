@@ -167,7 +167,7 @@ def schedule(plan: PlanData) -> Schedule:
     lanes = plan.sizes.get("B", 1) * plan.sizes.get("H", 1)
     groups = tuple(Group(i, tuple(range(i, lanes, count))) for i in range(count))
     steps = -(-plan.sizes["T"] // plan.sizes["C"]) if {"T", "C"} <= plan.sizes.keys() else 1
-    outer = [section_seconds(plan, section) for section in (Section.PROLOGUE, Section.EPILOGUE)]
+    outer = [section_seconds(plan, section) for section in (Section.PROLOGUE, Section.EPILOGUE, Section.SUMS)]
     sync = plan.target.rates["sync"].value if "sync" in plan.target.rates else 0.0
     tiles = plan.tiles
     both = [section for section in SCANS if plan.section(section)]

@@ -133,17 +133,16 @@ def _weighted_parts(program: Program, op: Op, shared: dict[tuple[Value, Value], 
 
 def _inverse_parts(op: Op) -> list[Task]:
     """``unit_lower_inverse``: Vec inverts the diagonal blocks of one fractal by forward substitution, and negates what
-    is below them; Cube joins two neighbours x and y into ``[[x, 0], [y l x, y]]``, level by level, in their own place.
+    is below them; Cube joins two neighbours x and y into ``[[x, 0], [y l x, y]]``, level by level. All in one tile.
 
     What Cube makes on the way, y l of all levels, has as many elements as ``left`` says.
     """
     (x,), size, name = op.inputs, op.result.type.rows, op.result.name
-    blocks, below = (Value(f"{name}_{part}", TileType(size, size, DType.ACC)) for part in ("blocks", "below"))
+    blocks = Value(f"{name}_blocks", TileType(size, size, DType.ACC))
     left = Value(f"{name}_left", TileType(f"{size}/2", f"{size} - {SUB_CHUNK}", DType.ACC))
     return [
         Task(op, Unit.VEC, (x,), blocks, "blocks"),
-        Task(op, Unit.VEC, (x,), below, "below"),
-        Task(op, Unit.CUBE, (blocks, below), left, "left"),
+        Task(op, Unit.CUBE, (blocks,), left, "left"),
         Task(op, Unit.CUBE, (left, blocks), op.result, "join"),
     ]
 

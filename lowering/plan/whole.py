@@ -21,7 +21,8 @@ SUB_CHUNKS = "sub_chunks"  # the kernel of gates per channel
 @dataclass(frozen=True)
 class KernelPlan:
     """One kernel of a plan. ``handovers`` are those that Cube takes part in, a step, the wrap to the next included;
-    ``crossing`` the tiles that change unit in it, ``passing`` those that take memory of a core group, each once."""
+    ``crossing`` the tiles that change unit in it, ``passing`` those that take memory of a core group, each once; but
+    outside the scans what Vec makes is sent once for every product."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -79,7 +80,16 @@ def _kernel(plan: PlanData, name: str, stages: Sequence[Stage]) -> KernelPlan:
     passing = [b for b in inside if b.lifetime is not None and b.name not in in_tensors and unit.keys() & b.consumers]
     if stages[0].section not in SCANS:  # what Vec leaves for another kernel, Cube gets by itself
         passing += [b for b in crossing if b.scope is Scope.TENSOR and unit[b.producer] is Unit.VEC]
+        again = [b for b in crossing if unit[b.producer] is Unit.VEC for _ in range(_products(stages, b.name) - 1)]
+        crossing, passing = crossing + again, passing + again
     return KernelPlan(name, tuple(stages), _handovers(stages, crossing), tuple(crossing), tuple(passing))
+
+
+def _products(stages: Sequence[Stage], name: str) -> int:
+    """How many products of a kernel read a value."""
+    tasks = [task for stage in stages for task in stage.tasks if stage.unit is Unit.CUBE]
+    products = [task for task in tasks if task.kind in (OpKind.DOT, OpKind.GATED_DOT)]
+    return sum(any(value.name == name for value in task.inputs[:2]) for task in products)
 
 
 def _in_tensors(stages: Sequence[Stage]) -> set[str]:

@@ -10,8 +10,9 @@ import pytest
 
 from kdacompile import plans
 from kdacompile.lowering.ascend.attention import attention_module
-from kdacompile.lowering.ascend.emit import CHUNK, chunk_module
-from kdacompile.lowering.ascend.launch import column_tile
+from kdacompile.lowering.ascend.emit import CHUNK, FIRST, adjoint_module, chunk_module
+from kdacompile.lowering.ascend.kernel import Module
+from kdacompile.lowering.ascend.launch import column_tile, levels
 from kdacompile.lowering.plan import Plan
 from kdacompile.lowering.plan.whole import kernel_plans
 from kdacompile.patterns.recurrence.family import FAMILY, Pattern
@@ -28,6 +29,9 @@ def test_the_compiler_still_says_what_the_table_says(tools: Tools, target: str) 
     """Kernels at C = 64, K = V = 128, and decoding at 32 heads by 128 tokens, R = 512, D = 64, all in bf16;
     ``KDA_ACCEPT=1`` stores what the compiler says now."""
     found = {row.name: figures(tools, row, target) for row in FAMILY}
+    if target == FIRST:
+        rows = [row for row in FAMILY if row.gate != "channel"]
+        found |= {plans.compiled_as(row.name, plans.GRADIENTS): adjoint_figures(tools, row) for row in rows}
     found[plans.MLA] = attention_figures(tools, target)
     stored: dict[str, Any] = json.loads(plans.COMPILED.read_text()) if plans.COMPILED.exists() else {}
     if os.environ.get("KDA_ACCEPT") == "1":
@@ -40,11 +44,21 @@ def test_the_compiler_still_says_what_the_table_says(tools: Tools, target: str) 
 def figures(tools: Tools, row: Pattern, target: str) -> Figures:
     """What the compiler made of every kernel of a pattern, and the buffers a core has that are the kernel's own."""
     module = chunk_module(row.gate, row.delta, beta=row.delta, target=target)
-    made = plans.plan(row.name, target, C=CHUNK)
+    return module_figures(tools, module, plans.plan(row.name, target, C=CHUNK), delta=row.delta)
+
+
+def adjoint_figures(tools: Tools, row: Pattern) -> Figures:
+    module = adjoint_module(row.gate, row.delta, beta=row.delta)
+    return module_figures(tools, module, plans.plan(row.name, FIRST, form=plans.GRADIENTS), delta=row.delta)
+
+
+def module_figures(tools: Tools, module: Module, made: Plan, *, delta: bool) -> Figures:
     found: Figures = {}
     for kernel in module.kernels:
-        constants = {**SIZES, "DELTA": int(row.delta), "BV": column_tile(128, 128, alone=not kernel.cube)}
-        facts = tools.compile(kernel, constants, arch=TARGETS[target]).facts
+        chunk = made.sizes["C"]
+        constants = {**SIZES, "C": chunk, "LEVELS": levels(chunk), "DELTA": int(delta)}
+        constants["BV"] = column_tile(128, 128, alone=not kernel.cube)
+        facts = tools.compile(kernel, constants, arch=TARGETS[made.target.name]).facts
         arguments = {argument.name.removesuffix("_ptr") for argument in kernel.arguments}
         own = [scratch.name for scratch in module.scratch if scratch.per_core and scratch.name in arguments]
         found[kernel.name] = compared(made, kernel.name, facts, sum(made.bytes(made.buffer(name)) for name in own))

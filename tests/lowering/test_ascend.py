@@ -16,12 +16,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kdacompile.lowering.ascend import npu
-from kdacompile.lowering.ascend.emit import chunk_module
+from kdacompile.lowering.ascend import gradients, npu
+from kdacompile.lowering.ascend.emit import adjoint_module, chunk_module
+from kdacompile.lowering.ascend.gradients import run_gradients
 from kdacompile.lowering.ascend.kernel import Kind, Module
 from kdacompile.lowering.ascend.launch import Launch, column_tile, run_chunks, run_step, target_of_arch
 from kdacompile.lowering.ascend.prepare import Fused
 from kdacompile.lowering.ascend.step import step_module
+from kdacompile.lowering.calls import RECURRENT
 from kdacompile.lowering.errors import ArgumentError
 from kdacompile.lowering.linear_attention import ROWS
 from tests.lowering.verify import Case, make_inputs
@@ -34,6 +36,7 @@ MODULES = {
     "gated_delta_rule": chunk_module("token", True),
     "gated_delta_rule.epilogue": chunk_module("token", True, outputs="epilogue"),
     "simple_gla": chunk_module("token", False),
+    "gated_delta_rule.adjoint": adjoint_module("token", True),
     "kda.step": step_module("channel", True),
     "kda.step.fused": step_module("channel", True, fused=FUSED),
 }
@@ -43,6 +46,7 @@ def every_module() -> list[Module]:
     rows = [(*row, beta) for row in ROWS for beta in (True, False)]
     made = [make(*row) for row in rows for make in (chunk_module, step_module)]
     made += [step_module(*row, fused=FUSED) for row in rows]
+    made += [adjoint_module(*row) for row in rows if row[0] != "channel"]
     return made + [chunk_module(*row, target="ascend910_95") for row in rows]
 
 
@@ -199,3 +203,45 @@ def test_nothing_is_read_on_the_host(row: tuple[str, bool]) -> None:
         found: list[str] = []
         o, state = run_chunks(inputs, cores=20, launch=lambda launch: found.append(launch.kernel.name))
     assert "scan" in found and o.shape == inputs.v.shape and state.shape == (3, 4, 16, 16)
+
+
+def gradients_of(case: Case, seen: list[Launch]) -> dict[str, torch.Tensor]:
+    x = make_inputs(case)
+    grads = (torch.zeros(shape, dtype=x.q.dtype) for shape, _ in x.results)
+    return run_gradients(x, *grads, cores=20, launch=seen.append)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row[0] != "channel"])
+def test_launches_of_gradients(row: tuple[str, bool]) -> None:
+    """No number is read on the host. Gradients have the shapes of what they belong to, which groups of heads share."""
+    seen: list[Launch] = []
+    case = Case(*row, lengths=(70, 0, 5), dtype=torch.bfloat16, heads=2, value_heads=4, key_width=24, value_width=16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found = gradients_of(case, seen)
+        assert {name: x.shape for name, x in found.items()} == {
+            name: x.shape for name, x in zip(RECURRENT, make_inputs(case).recurrent, strict=True) if x is not None
+        }
+    sums = [] if row[0] == "none" else ["sums"]
+    assert [launch.kernel.name for launch in seen] == ["prologue", "scan", "reverse", "epilogue", *sums]
+
+
+def test_gradients_that_have_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npu, "missing", lambda: None)
+    monkeypatch.setattr(npu, "planned_for", lambda: "ascend910_95")
+    simple = make_inputs(Case("none", False, 3, dtype=torch.bfloat16))
+    assert npu.EmittedGradients().declines(simple) == "gradients are planned for the 910B"
+    found = {
+        gradients.declines(make_inputs(Case(gate, True, 3, dtype=dtype, key_width=width)))
+        for gate, dtype, width in (
+            ("channel", torch.bfloat16, 16),
+            ("token", torch.float32, 16),
+            ("token", torch.bfloat16, 256),
+            ("token", torch.bfloat16, 16),
+        )
+    }
+    assert found == {
+        "no gradients of a gate per channel",
+        "gradients of 16-bit operands only",
+        "gradients of more than 128 keys or values a head",
+        None,
+    }

@@ -1,0 +1,123 @@
+"""The emitted kernels of the adjoint, compiled and executed: against the fp64 recurrence, with the race detector on.
+
+What the compiler made of them is compared with their plans in test_table.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kdacompile.lowering.adjoint_program import adjoint_program
+from kdacompile.lowering.ascend.emit import adjoint_chunk, adjoint_module
+from kdacompile.lowering.ascend.gradients import run_gradients
+from kdacompile.lowering.calls import RECURRENT
+from kdacompile.lowering.linear_attention import ROWS
+from kdacompile.lowering.plan import plan
+from kdacompile.lowering.scratch import Scratch
+from tests.ascend.cases import CORES, ascend_case, narrowed, rounded_inputs
+from tests.ascend.damage import NOTHING, RACE, damage_is_caught
+from tests.ascend.test_races import changed, synchronisation
+from tests.ascend.tools import SimulatedDevice, Tools
+from tests.lowering.test_adjoint_program import wanted
+from tests.lowering.verify import Case, relative_error
+
+EMITTED = [row for row in ROWS if row[0] != "channel"]
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
+
+
+def worst(
+    device: SimulatedDevice,
+    case: Case,
+    dtype: torch.dtype = torch.bfloat16,
+    cores: int = CORES,
+    scratch: Scratch | None = None,
+) -> float:
+    """Relative RMS error of the worst gradient, of inputs that are rounded to ``dtype``; NaN if one has any. Buffers
+    between kernels begin as NaN."""
+    inputs = rounded_inputs(case, dtype)
+    random = torch.Generator().manual_seed(1)
+    shapes = (shape for shape, _ in inputs.results)
+    grad_o, grad_state = (torch.randn(shape, generator=random) for shape in shapes)
+    grad_o = grad_o.to(dtype).float()
+    found = run_gradients(
+        narrowed(inputs, dtype),
+        grad_o,
+        grad_state if case.initial_state else None,
+        cores=cores,
+        launch=device,
+        scratch=scratch or Scratch(poison=True),
+    )
+    exact = {name: x.double() for name, x in zip(RECURRENT, inputs.recurrent, strict=True) if x is not None}
+    expected = wanted(case, replace(inputs, **exact), (grad_o.double(), case.initial_state * grad_state.double()))
+    assert found.keys() == expected.keys()
+    errors = [relative_error(found[name].double(), x) for name, x in expected.items()]
+    return max(errors) if all(error >= 0.0 for error in errors) else float("nan")
+
+
+@pytest.mark.parametrize("row", EMITTED)
+def test_family(tools: Tools, row: tuple[str, bool]) -> None:
+    """Grouped heads, packed sequences, one of them empty, K = V = 128, and between the kernels the plan's bytes."""
+    scratch = Scratch(poison=True)
+    case = ascend_case(*row, (70, 0, 3), heads=2, value_heads=4)
+    assert worst(SimulatedDevice(tools), case, scratch=scratch) < TOLERANCE[torch.bfloat16]
+    chunk = adjoint_chunk(*row)
+    made = plan(adjoint_program(*row), "ascend910b", C=chunk)
+    numbers = sum((128 - 1) * 4 for buffer in made.tensors if buffer.shape == (1, 1))  # kept as rows of K
+    own = sum(made.bytes(made.buffer(x.name)) for x in adjoint_module(*row).scratch if x.per_core)
+    chunks = 73 // chunk + 3  # the most there can be: no length is read on the host
+    assert scratch.allocated_bytes == chunks * 4 * (made.tensor_bytes + numbers) + CORES * own
+
+
+@pytest.mark.parametrize("row", [("token", False), ("none", True)])
+def test_without_beta_and_without_states(tools: Tools, row: tuple[str, bool]) -> None:
+    case = ascend_case(*row, (70,), beta=False, initial_state=False, value_heads=1)
+    assert worst(SimulatedDevice(tools), case) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_gates_that_forget(tools: Tools, delta: bool) -> None:
+    case = ascend_case("token", delta, (64, 0, 40), strength="strong", value_heads=1)
+    assert worst(SimulatedDevice(tools), case) < TOLERANCE[torch.bfloat16]
+
+
+def test_widths_that_are_no_power_of_two(tools: Tools) -> None:
+    case = ascend_case("token", True, (70, 3), key_width=24, value_width=100)
+    assert worst(SimulatedDevice(tools), case, torch.float16) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("cores", [1, 20])
+def test_any_order_of_blocks_and_cores(tools: Tools, cores: int) -> None:
+    case = ascend_case("token", True, (70, 0, 40), key_width=32, value_width=32)
+    assert worst(SimulatedDevice(tools, seed=cores), case, cores=cores) < TOLERANCE[torch.bfloat16]
+
+
+# ---- what must be seen
+
+CASE = ascend_case("token", True, (70,), key_width=32, value_width=32)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "right", "wrong"),
+    [
+        ("reverse", "first + last - n", "first + n"),
+        ("epilogue", "head // (HV // H)", "head % H"),
+        ("sums", "rest_sum(rows_sum, C)", "rows_sum"),
+    ],
+)
+def test_a_wrong_text(tools: Tools, kernel: str, right: str, wrong: str) -> None:
+    """By its numbers."""
+    change: Callable[[str], str] = lambda text: text.replace(right, wrong)  # noqa: E731
+    case = replace(CASE, heads=2, value_heads=4)
+    assert worst(changed(tools, **{kernel: change}), case) > 0.05
+
+
+@pytest.mark.parametrize(("kernel", "flag"), [("reverse", 0), ("reverse", 1), ("epilogue", 0), ("epilogue", 1)])
+def test_a_synchronisation_dropped_on_both_sides(tools: Tools, kernel: str, flag: int) -> None:
+    def is_right(device: SimulatedDevice) -> bool:
+        return worst(device, CASE) < TOLERANCE[torch.bfloat16]
+
+    edit = (synchronisation(flag), rf"{NOTHING}\1", -1)
+    assert damage_is_caught(tools, kernel, [edit], is_right, RACE)
