@@ -46,6 +46,7 @@ class Settings:
     inner: Inner = "inductor"
     disable: tuple[str, ...] = ()
     lift: bool = True
+    cost_model: bool = True
     deadline: float = 30.0
     context_parallel: tuple[Any, ...] | None = None
     inductor_options: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
@@ -158,6 +159,7 @@ _OWN_OPTIONS: dict[str, Callable[[str, object], Any]] = {
     "kda.disable": _pattern_names,  # patterns never to rewrite
     "kda.deadline": _seconds,  # processor time to search a graph without a match; 30 s unless told
     "kda.context_parallel": _context,  # the model sees a rank's tokens of longer sequences
+    "kda.cost_model": _boolean,  # leave to Inductor what is estimated to take longer as an op
     "kda.lift": _boolean,  # replace proven functions before they are captured, so that one graph serves all lengths
 }
 

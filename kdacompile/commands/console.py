@@ -82,8 +82,9 @@ def report_view(report: Report) -> Any:
         title, *lines = _here(layers.text(report.device)).splitlines()
         body = Text("\n".join(line.strip() for line in lines))
         parts.append(Panel(body, title=Text(title), title_align="left", border_style="green"))
-    for rejection in report.rejections:
-        title = Text(_here(f"near miss: {rejection.pattern} at {rejection.source}"))
+    for rejection in [*report.rejections, *report.declined]:
+        kind = "declined by cost" if rejection.declined else "near miss"
+        title = Text(_here(f"{kind}: {rejection.pattern} at {rejection.source}"))
         times = f" ({rejection.count} times)" if rejection.count > 1 else ""
         advice = Text(f"\nwhat to do: near misses, {rejection.code}", f"link {near_miss_page(rejection.code)}")
         body = Text(rejection.reason + times) + advice

@@ -111,6 +111,11 @@ class Rejection:
     code: Code  # the machine-readable kind of reason
     count: int = 1  # how many regions were rejected in just these words
 
+    @property
+    def declined(self) -> bool:
+        """Whether it is the pattern, and an op would only take longer."""
+        return self.code == "cost"
+
     def __str__(self) -> str:
         times = f" ({self.count} times)" if self.count > 1 else ""
         return f"{self.pattern} at {self.source}: {self.reason} [{self.code}]{times}"
@@ -181,6 +186,16 @@ class Findings:
 
     @property
     def rejections(self) -> list[Rejection]:
+        """Near misses."""
+        return [rejection for rejection in self._left if not rejection.declined]
+
+    @property
+    def declined(self) -> list[Rejection]:
+        """What was shown to be a pattern, and is left to Inductor because that is estimated to be faster."""
+        return [rejection for rejection in self._left if rejection.declined]
+
+    @property
+    def _left(self) -> list[Rejection]:
         return merge(rejection for graph in self.graphs for rejection in graph.rejections)
 
     @property

@@ -28,14 +28,17 @@ class Report(Findings):
 
     def __str__(self) -> str:
         title = "kdacompile report" + (f" for {self.title}" if self.title else "")
-        summary = ", ".join(f"{count} x {name}" for name, count in self.counts.items()) or "no matches"
+        counts = [f"{count} x {name}" for name, count in self.counts.items()]
+        counts += [f"{rejection.count} x {rejection.pattern} declined by cost" for rejection in self.declined]
+        summary = ", ".join(counts) or "no matches"
         lines = [title, f"{_plural(self.graph_count, 'graph')}, {summary}"]
         if self.saved:
             lines.append(f"estimated gain: {self.saved.text}")
         lines += _section("matches", [layers.text(self.device) for layers in self.layers])
         lines += _section("near misses, left to Inductor", self.rejections)
-        if self.rejections:
-            codes = dict.fromkeys(rejection.code for rejection in self.rejections)
+        lines += _section("matched, and left to Inductor, which is estimated to be faster", self.declined)
+        if left := [*self.rejections, *self.declined]:
+            codes = dict.fromkeys(rejection.code for rejection in left)
             lines += ["  what to do: " + ", ".join(near_miss_page(code) for code in codes)]
         lines += _section("graph breaks, across which no pattern reaches", self.graph_breaks)
         if self.seconds:
@@ -103,20 +106,24 @@ def match_from_dict(absorbed: Iterable[str], holds: Iterable[str] = (), **fields
 
 def enforce(graph: GraphReport, settings: Settings) -> None:
     """Raise :class:`StrictError` where one graph misses what ``kda.strict`` or ``kda.expect`` demand of it."""
-    reasons = [str(rejection) for rejection in merge(graph.rejections)]
+    declined = [rejection for rejection in graph.rejections if rejection.declined]
+    near = [rejection for rejection in graph.rejections if not rejection.declined]
+    reasons = [str(rejection) for rejection in merge(near)]
     found = Counter(match.pattern for match in graph.matches)
+    for rejection in declined:
+        found[rejection.pattern] += rejection.count
+    more = [f"found: {match.pattern} at {match.source}" for match in graph.matches]
+    more += [f"found: {rejection}" for rejection in merge(declined)]
+    more += [f"graph break in this process, across which no pattern reaches: {_first_line(b)}" for b in graph_breaks()]
     short = [f"{name}: {found[name]} of {count}" for name, count in settings.expect if found[name] < count]
     if short:
-        more = [f"found: {match.pattern} at {match.source}" for match in graph.matches]
-        more += [
-            f"graph break in this process, across which no pattern reaches: {_first_line(b)}" for b in graph_breaks()
-        ]
         problem = "kda.expect: fewer matches than expected (" + ", ".join(short) + ")"
         raise StrictError(problem=problem, reasons=reasons, more=more)
-    if settings.strict and graph.rejections:
-        raise StrictError(problem="kda.strict: near misses were left to Inductor", reasons=reasons)
-    if settings.strict and not graph.matches:
-        raise StrictError(problem=f"kda.strict: nothing matched in a graph of {graph.nodes} nodes", reasons=reasons)
+    if settings.strict and near:
+        raise StrictError(problem="kda.strict: near misses were left to Inductor", reasons=reasons, more=more)
+    if settings.strict and not found:
+        problem = f"kda.strict: nothing matched in a graph of {graph.nodes} nodes"
+        raise StrictError(problem=problem, reasons=reasons, more=more)
 
 
 def _first_line(text: str) -> str:

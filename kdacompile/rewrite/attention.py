@@ -12,6 +12,8 @@ import torch
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.lowering.attention import choose_form
+from kdacompile.lowering.cpu import attention_cost as cost
 from kdacompile.ops import definitions
 from kdacompile.ops.dtensor import holds_dtensors
 from kdacompile.ops.signature import MLA
@@ -33,6 +35,29 @@ class MlaSplice(Splice[LatentAttention]):
         added = [mask for mask in self.match.binding.masks if not self.is_selection(mask) and mask.fill == 0.0]
         if self.stops_gradients and added:
             raise CannotSplice("grad", "rows may be hidden by several masks, some of which stop a gradient")
+
+    def check_cost(self) -> None:
+        """Prompts of fixed sizes in fp32 on a CPU are what was measured."""
+        prompt = self._measured()
+        ratio = None if prompt is None else cost.loses(prompt)
+        if prompt is not None and ratio is not None:
+            what = "training on" if prompt.train else "a prompt of"
+            took = f"is estimated to take {ratio:.1f} times as long as an op"
+            raise CannotSplice("cost", f"{what} {prompt.tokens} tokens in fp32 on a CPU {took}")
+
+    def _measured(self) -> cost.Prompt | None:
+        """The match as the cost model takes it; None where it was fitted to nothing alike."""
+        binding = self.match.binding
+        alike = binding.weights and not {"sinks", "lengths", "block_table"} & binding.inputs.keys()
+        examples = [compat.example_value(placement.value.node) for placement in binding.inputs.values()]
+        q = compat.example_value(binding.inputs["q"].value.node)
+        fixed = all(isinstance(size, int) for x in examples for size in x.shape)
+        if not (alike and fixed and q.dtype is torch.float32 and q.device.type == "cpu") or holds_dtensors(examples):
+            return None
+        sizes = [binding.sizes[axis] for axis in "BTSHNDVR"]
+        prompt = cost.Prompt(*sizes, causal=binding.causal, train=self.records_gradient())
+        form = choose_form(*(binding.sizes[axis] for axis in "BTSHNDRV"), causal=binding.causal)
+        return prompt if form == "expanded" else None
 
     def collect_stores(self, ready: int) -> None:
         """lse is no state: whoever stores it early uses it."""

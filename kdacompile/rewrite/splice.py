@@ -199,6 +199,9 @@ class Splice(Generic[B]):
                 if any(user not in self.dying and self.place[copy] < self.place[user] < before for user in node.users):
                     raise CannotSplice("order", "the stored state is read before all inputs of the region exist")
 
+    def check_cost(self) -> None:
+        """Refuse where the op would take longer than what Inductor makes of the region, by a measured model."""
+
     def check_grad(self) -> None:
         """Gradients must get through the region everywhere or nowhere; then ``detached`` says which."""
         if not any(gradient.wants_gradient(placement.value.node) for placement in self.match.inputs.values()):

@@ -165,6 +165,8 @@ class Matching(Generic[R, B]):
                 if failure is None:
                     return True
                 failures.append(failure)
+                if failure.code == "cost":
+                    break
             if len(refused) + len(failures) >= MAX_CANDIDATES:
                 break
         if failures:
@@ -251,7 +253,10 @@ class Matching(Generic[R, B]):
         with self.timed("rewrite"):
             try:
                 splice = self.splice(self.context.graph, graph, match, keep_strides=not self.context.trial)
-                op = splice.apply(splice.check())
+                before = splice.check()
+                if self.settings.cost_model:
+                    splice.check_cost()
+                op = splice.apply(before)
             except CannotSplice as error:
                 return Rejection(name, error.reason, source, error.code)
         self.context.known = None

@@ -19,7 +19,7 @@ Code = Literal[
     "alias",  # a buffer or a view of the region is read or written elsewhere
     "bias",  # the projection that expands the latent has one
     "constant",  # a number is added that probes could miss
-    "cost",  # the op would take longer
+    "cost",  # the op would take longer than what Inductor makes of it
     "deadline",  # nothing was found for as long as kda.deadline allows
     "disabled",  # switched off by kda.disable
     "dropout",  # active on the attention weights

@@ -87,7 +87,8 @@ def measure(case: Case, library: Library) -> Row:
             report = explain(own[0])(*own[1])
         except RAISED as error:
             return Row(case, (), math.inf, time.perf_counter() - started, f"{type(error).__name__}: {error}"[:200])
-    found = tuple(match.pattern for match in report.matches)
+    declined = (rejection.pattern for rejection in report.declined for _ in range(rejection.count))
+    found = (*(match.pattern for match in report.matches), *declined)
     error = worst_error((report.result, own[1]), expected)
     reasons = [f"{r.reason} [{r.code}]" for r in report.rejections] + [f"break: {b}" for b in report.graph_breaks]
     missed = bool(Counter(case.finds) - Counter(found))
