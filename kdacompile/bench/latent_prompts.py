@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,8 @@ def measure(case: Prompt, seconds: float) -> Row:
     mask = None if case.causal else torch.ones(case.tokens, case.tokens).tril().bool()[None, None]
     calls: dict[str, Callable[[], object]] = {}
     with collecting() as report:
-        for backend, options in (("inductor", None), ("kda", {"kda.cost_model": False})):
+        chosen: list[tuple[str, Any]] = [("inductor", None), ("kda", {"kda.cost_model": False})]
+        for backend, options in chosen:
             torch.compiler.reset()
             compiled = torch.compile(layer, backend=backend, dynamic=False, options=options)
             calls[backend] = lambda compiled=compiled: _call(compiled, layer, inputs, mask, case.train)

@@ -19,9 +19,10 @@ from kdacompile.rewrite.splice import CannotSplice, Splice
 class LinearAttentionSplice(Splice[Recurrence]):
     """One rewrite: ``check`` everything, then ``apply``."""
 
-    def check_cost(self) -> None:
+    def check(self) -> fx.Node:
         if self.match.mode == "step" and "u" in self.match.inputs:  # 50 us as it is, 290 us as two tokens of the op
             raise CannotSplice("cost", "one token that reads the state before its own write is faster as it is")
+        return super().check()
 
     def apply(self, before: fx.Node) -> str:
         """Insert the op before ``before``, redirect the outputs, erase the region. Returns the op's name."""

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-import kdacompile
 from kdacompile.bench.latent_prompts import SMALL, Layer
 from kdacompile.errors import StrictError
+from kdacompile.explainer import explain
 from kdacompile.lowering.cpu.attention_cost import Prompt
 from kdacompile.report.report import Report
 
@@ -26,7 +26,7 @@ def explained(
     layer = Layer(case).to(dtype)
     sizes = (1, case.heads, LENGTH, case.nope + case.rope), (1, LENGTH, case.rank), (1, LENGTH, case.rope)
     inputs = [torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes]
-    return kdacompile.explain(layer, dynamic=dynamic, options={**EAGER, **(options or {})})(*inputs, None)
+    return explain(layer, dynamic=dynamic, options={**EAGER, **(options or {})})(*inputs, None)
 
 
 def test_it_is_said_and_counts_as_matched() -> None:
