@@ -161,8 +161,11 @@ def backed_hints(env: Any) -> dict[Any, int]:
 
 
 def in_range(env: Any, symbol: Any, size: int) -> bool:
+    """Whether a symbol may be that; 0 and 1 are captured apart, and less than nothing only numbers of the call are."""
     known = env.var_to_range.get(symbol)
-    return size >= 2 and (known is None or (bool(known.lower <= size) and bool(size <= known.upper)))
+    if known is None:
+        return size >= 2
+    return size not in (0, 1) and bool(known.lower <= size) and bool(size <= known.upper)
 
 
 def allowed(env: Any, sizes: dict[Any, int]) -> bool:

@@ -8,6 +8,7 @@ does not show at 20). The same Dynamo nodes must play the same roles with the sa
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -35,6 +36,9 @@ _SIZED = (DATA_MOVEMENT | MAKERS - {"full", "full_like", "new_full", "scalar_ten
     "reshape narrow flatten unflatten pad roll chunk tensor_split repeat_interleave tile tril triu rand randn".split()
 )
 """Calls whose numbers are sizes and places."""
+
+_PLACES = (_SIZED - {"tril", "triu", "roll"}) | {"getitem"}
+"""Those of them whose numbers change nothing but which elements are looked at."""
 
 FARTHEST = 4096
 """The largest number in a region's code beyond which another instance is still tried."""
@@ -71,16 +75,16 @@ class Instances:
     ) -> str | None:
         """The first reason that ``disagreement`` gives at other sizes of these nodes; None if there is none.
 
-        Symbolic floats (a scale, under ``dynamic=True``) are fixed by a guard: a match has their numbers in it.
-        ``tied`` symbols have the sizes of those they are mapped to. Where ``turns`` has comparisons that have come out
-        one way so far, sizes at which they come out the other way are looked at as well.
+        Symbolic numbers that are no sizes (a scale or the length of a window, under ``dynamic=True``) are fixed by a
+        guard: a match has them in it. ``tied`` symbols have the sizes of those they are mapped to. Where ``turns`` has
+        comparisons that have come out one way so far, sizes at which they come out the other way are looked at as well.
         """
         symbols = set[Any]().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
         if not symbols:
             return None
         if any(compat.is_unbacked(symbol) for symbol in symbols):
             return "a size of the region is known only when the graph runs"
-        numbers = {symbol for symbol in symbols if compat.is_number(symbol)}
+        numbers = {symbol for symbol in symbols if compat.is_number(symbol)} | _mere_numbers(nodes)
         for symbol in numbers:
             compat.settle(compat.shape_env(self.nodes), symbol)
         symbols -= {*numbers, *tied}
@@ -103,15 +107,18 @@ class Instances:
         """Other sizes to look at, each once the ones before have been looked at."""
         env = compat.shape_env(self.nodes)
         yield from other_sizes(env, symbols, numbers, tied)
+        if turns is None:
+            return
         hints = compat.backed_hints(env)
-        for _ in range(_MOST_TURNS if turns is not None else 0):
-            wanted = next(turns.further(hints, symbols), None) if turns is not None else None
+        if len(symbols) > 1 and turns.one_way():
+            yield from _one_by_one(env, hints, symbols, tied)
+        for _ in range(_MOST_TURNS):
+            wanted = next(turns.further(hints, symbols, functools.partial(compat.in_range, env)), None)
             found = None if wanted is None else _near(env, hints, wanted, tied)
             if found is None:  # none, or none that the graph's guards allow
                 return
             yield found
-        if turns is not None:
-            raise CannotInstantiate("the region decides something at too many sizes to try them all")
+        raise CannotInstantiate("the region decides something at too many sizes to try them all")
 
     def at(self, sizes: Sizes) -> Graph:
         key = tuple(sorted((str(symbol), size) for symbol, size in sizes.items()))
@@ -130,10 +137,7 @@ def other_sizes(env: Any, symbols: Iterable[Any], numbers: Iterable[int], tied: 
     hints = compat.backed_hints(env)
     wanted = sorted(symbols, key=str)
 
-    def close(hint: int, turn: int) -> list[int]:
-        return [hint + step for step in _rotated(_STEPS, turn)]
-
-    near = _first_allowed(env, hints, wanted, close, tied)
+    near = _first_allowed(env, hints, wanted, _close, tied)
     if near is None:
         raise CannotInstantiate("no other sizes are found that the graph allows")
     yield near
@@ -148,6 +152,18 @@ def other_sizes(env: Any, symbols: Iterable[Any], numbers: Iterable[int], tied: 
     distant = _first_allowed(env, hints, wanted, far, tied)
     if distant is not None:
         yield distant
+
+
+def _one_by_one(env: Any, hints: Sizes, symbols: Iterable[Any], tied: Ties) -> Iterator[Sizes]:
+    """Sizes at which one symbol alone is another, as far as the guards allow that."""
+    for symbol in sorted(symbols, key=str):
+        found = _first_allowed(env, hints, [symbol], _close, tied)
+        if found is not None:
+            yield found
+
+
+def _close(hint: int, turn: int) -> list[int]:
+    return [hint + step for step in _rotated(_STEPS, turn)]
 
 
 def _rotated(steps: tuple[int, ...], turn: int) -> tuple[int, ...]:
@@ -241,16 +257,33 @@ def _stepwise_factor(node: fx.Node) -> str | None:
     """A number made of sizes that stands in the node's values and may be one and the same wherever it is looked at, but
     is not everywhere: min(length, 64) / 64, or the sum of that many ones.
     """
-    name = getattr(node.target, "__name__", str(node.target)).strip("_")
     made = compat.example_value(node)
     if node.op not in ("call_function", "call_method") or not isinstance(made, torch.Tensor):
         return None
     given = [compat.example_value(arg) for arg in [*node.args, *node.kwargs.values()] if isinstance(arg, fx.Node)]
-    if name not in _SIZED and (found := list(filter(compat.has_steps, given))):
+    if _name(node) not in _SIZED and (found := list(filter(compat.has_steps, given))):
         return str(found[0])
     sizes = [size for each in given if isinstance(each, torch.Tensor) for size in each.shape if compat.has_steps(size)]
     lost = sizes and not any(map(compat.has_steps, made.shape)) and _is_constant(node)
     return str(sizes[0]) if lost else None
+
+
+def _mere_numbers(nodes: Iterable[fx.Node]) -> set[Any]:
+    """Symbols that the region computes with and that are in no size of its tensors."""
+    tensors, used = set[Any](), set[Any]()
+    for node in nodes:
+        made = compat.example_value(node)
+        if not isinstance(made, torch.Tensor):
+            continue
+        tensors |= compat.free_symbols(made)
+        if node.op != "placeholder" and _name(node) not in _PLACES:
+            given = map(compat.example_value, node.all_input_nodes)
+            used |= compat.free_symbols([each for each in given if not isinstance(each, torch.Tensor)])
+    return used - tensors
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)).strip("_")
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -285,20 +318,31 @@ class Turns:
         self.seen.append((sizes, found))
         return None
 
-    def further(self, hints: Mapping[Any, int], symbols: Iterable[Any]) -> Iterator[dict[Any, int]]:
-        """Sizes at which comparisons that have come out one way so far come out the other way, the farthest last."""
-        farthest: dict[float, dict[Any, int]] = {}
+    def one_way(self) -> bool:
+        """Whether some comparison has come out one way so far."""
+        return any(True for _ in self._unturned())
+
+    def _unturned(self) -> Iterator[tuple[int, Edge]]:
         for index, edge in enumerate(self.own):
-            outcomes = edge.outcomes.union(*(found[index].outcomes for _, found in self.seen))
-            if len(outcomes) > 1:
-                continue
+            if len(edge.outcomes.union(*(found[index].outcomes for _, found in self.seen))) == 1:
+                yield index, edge
+
+    def further(
+        self, hints: Mapping[Any, int], symbols: Collection[Any], possible: Callable[[Any, int], bool]
+    ) -> Iterator[dict[Any, int]]:
+        """Sizes at which comparisons that have come out one way so far come out the other way, the farthest last; of
+        the symbols that were others in the instance that tells.
+        """
+        farthest: dict[float, dict[Any, int]] = {}
+        for index, edge in self._unturned():
             for sizes, found in self.seen:
                 before, after = _margin(edge), _margin(found[index])
                 if before == after or math.inf in (before, after):
                     continue
                 times = before / (before - after)
-                wanted = {symbol: hints[symbol] + _away(times * (sizes[symbol] - hints[symbol])) for symbol in symbols}
-                if min(wanted.values()) >= 2:
+                moved = [symbol for symbol in symbols if sizes[symbol] != hints[symbol]]
+                wanted = {symbol: hints[symbol] + _away(times * (sizes[symbol] - hints[symbol])) for symbol in moved}
+                if wanted and all(possible(symbol, size) for symbol, size in wanted.items()):
                     farthest[max(wanted.values())] = wanted
         yield from (farthest[size] for size in sorted(farthest))
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from kdacompile.compat.operators import operator_name
+from kdacompile.compat.operators import operator_name, overload_name
 
 X = TypeVar("X", bound=Hashable)
 
@@ -66,6 +66,8 @@ class Op:
 
     def __post_init__(self) -> None:
         self.name = operator_name(self.target).removeprefix("aten::")
+        if self.name == "view" and overload_name(self.target) == "dtype":  # the same bits are other numbers
+            self.name = "view_dtype"
 
     @property
     def out(self) -> Value:
