@@ -71,11 +71,21 @@ def _be_careful(tx: Any) -> None:
 
 def is_used() -> bool:
     """True if the region this thread captures is what it is because of ``widen``."""
+    env = _own()
+    return env is not None and (env.counts_left_open or (env.captured_further and env.unbacked_symint_counter > 0))
+
+
+def leaves_counts_open() -> bool:
+    """True if the region this thread captures was not told apart by a count of chunks that may be one."""
+    env = _own()
+    return env is not None and env.counts_left_open
+
+
+def _own() -> Any:
+    """The environment of this thread's region, if it is a widened one."""
     frame = sizes.frame()
     env: Any = None if frame is None else frame.output.shape_env
-    if not isinstance(env, _wide()):
-        return False
-    return env.counts_left_open or (env.captured_further and env.unbacked_symint_counter > 0)
+    return env if isinstance(env, _wide()) else None
 
 
 def refusals() -> tuple[type[Exception], ...]:
