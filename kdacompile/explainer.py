@@ -9,8 +9,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, cast
 
@@ -66,6 +68,7 @@ def explain(
         with collecting() as report, keeping, compat.dynamo_settings(_NO_LIMIT):
             report.result = compiled(*args, **kwargs)
         report.title, report.stages = _name(target), kept
+        _use_own_names(report, target)
         report.captured, report.device = probe.graphs, probe.device
         report.graph_breaks = probe.breaks + _unlocated_breaks(probe.breaks, breaks_before)
         if timed and report.matches:
@@ -143,6 +146,30 @@ def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     code = call.__code__.replace(co_name=f"explain_{next(_serial)}")
     return FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+
+
+_OF_THE_WRAPPER = re.compile(r"^args\[(\d+)\]|^kwargs\['(\w+)'\]|^(fn)(?=\.)")
+
+
+def _use_own_names(report: Report, fn: Callable[..., Any]) -> None:
+    """What the wrapper calls ``args[0]``, ``kwargs['q']`` and ``fn.weight`` gets the names that ``fn`` has for them."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values()
+    except (TypeError, ValueError):  # a function of C's
+        parameters = ()
+    names = [parameter.name for parameter in parameters if parameter.kind in positional]
+
+    def own(found: re.Match[str]) -> str:
+        place, name, _ = found.groups()
+        if place is None:
+            return name or "self"
+        return names[int(place)] if int(place) < len(names) else found[0]
+
+    for index, graph in enumerate(report.graphs):
+        roles = ({role: _OF_THE_WRAPPER.sub(own, text) for role, text in m.roles.items()} for m in graph.matches)
+        told = tuple(replace(m, roles=named) for m, named in zip(graph.matches, roles, strict=True))
+        report.graphs[index] = replace(graph, matches=told)
 
 
 def _unlocated_breaks(located: list[GraphBreak], before: Mapping[str, int]) -> list[GraphBreak]:

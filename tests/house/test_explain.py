@@ -108,3 +108,18 @@ def test_the_real_backend_is_the_default() -> None:
     assert report.graph_count == 1
     with pytest.raises(UnknownOptionError):
         kdacompile.explain(torch.sin, options={"kda.strct": True})(torch.ones(3))
+
+
+class Gated(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        state, out = torch.zeros(1, 2, 4, 4), list[Tensor]()
+        for t in range(q.shape[1]):
+            state = state * g[:, t].sigmoid()[..., None] + k[:, t, :, :, None] * v[:, t, :, None]
+            out.append((q[:, t, :, :, None] * state).sum(-2))
+        return torch.stack(out, 1)
+
+
+def test_tensors_have_the_names_that_the_model_has() -> None:
+    q, k, v, g = torch.randn(4, 1, 6, 2, 4)
+    (match,) = kdacompile.explain(Gated())(q, k, v=v, g=g).matches
+    assert [match.roles[role].split()[0] for role in "qkvg"] == ["q", "k", "v", "g"]
