@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ratio {row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})", flush=True)
     if args.json:
         setting = {"torch": torch.__version__, "threads": 1, "rows": [asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(setting, indent=1) + "\n")
+        args.json.write_text(json.dumps(setting, indent=1) + "\n", encoding="utf-8")
     for name, train in (("FORWARD", False), ("TRAINING", True)):
         print(name, "=", fitted([(row.prompt, row.inductor, row.kda) for row in rows if row.prompt.train is train]))
     return 0

@@ -12,7 +12,7 @@ import pytest
 from kdacompile.lowering.cpu.attention_cost import FORWARD, LEAST, TRAINING, Prompt, estimated_ratio, fitted, loses
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "mla-cpu.json"
-ROWS: list[dict[str, Any]] = json.loads(MEASURED.read_text())["rows"]
+ROWS: list[dict[str, Any]] = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
 
 
 def _prompt(row: dict[str, Any]) -> Prompt:
