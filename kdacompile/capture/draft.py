@@ -22,10 +22,12 @@ from kdacompile.search.compiler_pass import rewrite_function
 from kdacompile.settings import Settings
 
 RUN_ERRORS = (
-    RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError, NotImplementedError,
-    ArithmeticError,
+    RuntimeError, ValueError, TypeError, LookupError, AttributeError, NameError, AssertionError, ArithmeticError,
+    StopIteration, OSError,
 )  # fmt: skip
-"""What a function may raise when it is run on arguments it was not written for."""
+"""What a function may raise when it is run on arguments it was not written for; one that has classes of its own is not
+lifted (``identity``).
+"""
 
 
 @dataclass(frozen=True)

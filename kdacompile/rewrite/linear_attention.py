@@ -156,8 +156,10 @@ class LinearAttentionSplice(Splice[Recurrence]):
         cache = state.value.node
         if state.role in self.match.upcast or gradient.wants_gradient(cache):
             return False
-        is_view = all(name == "permute" for name, _ in state.steps(self.match.sizes))  # Mamba-2's has V before K
-        if not is_view or self.final.axes != state.axes or cache.op != "placeholder":
+        views = {"permute"} if self.writes_views else set[str]()  # Mamba-2's has V before K
+        if not views.issuperset(name for name, _ in state.steps(self.match.sizes)):
+            return False
+        if self.final.axes != state.axes or cache.op != "placeholder":
             return False
         if self.state_in_place:
             return self.final.value.node is cache

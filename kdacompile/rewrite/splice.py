@@ -39,8 +39,19 @@ class CannotSplice(Exception):
 class Splice(Generic[B]):
     """One rewrite: ``check`` everything, then (in a subclass) insert the op, ``redirect`` its results and ``erase``."""
 
-    def __init__(self, graph: fx.Graph, functional: Graph, match: Match[B], *, keep_strides: bool = True) -> None:
-        self.keep_strides = keep_strides
+    def __init__(
+        self,
+        graph: fx.Graph,
+        functional: Graph,
+        match: Match[B],
+        *,
+        keep_strides: bool = True,
+        writes_views: bool = True,
+    ) -> None:
+        """``writes_views``: whether ops may write to a view of an input. Where nothing but AOTAutograd compiles the
+        graph, such a view is made again at the offset that the first call's input had in its storage.
+        """
+        self.keep_strides, self.writes_views = keep_strides, writes_views
         self.graph = graph
         self.functional = functional
         self.storages, self.mutations = functional.storages, functional.mutations

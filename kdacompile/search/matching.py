@@ -252,7 +252,13 @@ class Matching(Generic[R, B]):
                 roles[role] += _chosen_by(match.inputs[role].value)
         with self.timed("rewrite"):
             try:
-                splice = self.splice(self.context.graph, graph, match, keep_strides=not self.context.trial)
+                splice = self.splice(
+                    self.context.graph,
+                    graph,
+                    match,
+                    keep_strides=not self.context.trial,
+                    writes_views=self.settings.inner != "aot_eager",
+                )
                 before = splice.check()
                 if self.settings.cost_model:
                     splice.check_cost()

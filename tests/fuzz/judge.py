@@ -37,6 +37,8 @@ SHAKES = 3
 """Times that eager is run with other roundings."""
 HOPELESS = 0.1
 """That far from it, eager's numbers say nothing."""
+SINGLE, SLIGHTLY = torch.finfo(torch.float32).eps, 1e-4
+"""A program in float64 that rounds to float32 on its way: so much at most is put down to those roundings."""
 ROUNDINGS, HARDLY = 80, 0.02
 """Up to so many roundings, and so much, constants are what they stand for: ``0.9 ** n`` in float32 is that power."""
 UNKNOWN = -1.0
@@ -106,7 +108,7 @@ def _trained(program: Program, given: Sequence[Tensor]) -> Outcome:
     results = tensors(program(*leaves))
     rng = torch.Generator().manual_seed(7)
     losses = [
-        (x * torch.randn(x.shape, generator=rng, dtype=torch.bfloat16).to(x.dtype)).sum()  # in every dtype the same
+        (x * (torch.randint(-128, 129, x.shape, generator=rng).to(x.dtype) / 64)).sum()  # in every dtype the same
         for x in results
         if x.requires_grad
     ]
@@ -230,9 +232,11 @@ class Judge:
                 continue
             if alike is False or allowed == UNKNOWN:
                 return UNSTABLE
-            moved = self._moved(recipe, index, what, other)
+            moved = self._moved(recipe, index, what, other, getattr(torch, recipe.dtype))
             if moved > DECIDED:
                 return UNSTABLE
+            if narrow and eps == SINGLE:
+                moved = max(moved, min(self._moved(recipe, index, what, other, torch.float32), SLIGHTLY))
             if error <= FARTHER * moved:
                 continue
             return f"call {index}: {what} differ by {error:.1e} (allowed {max(bound, allowed):.1e})"
@@ -272,9 +276,9 @@ class Judge:
             return UNKNOWN
         return between * (2e-7 if recipe.dtype == "float64" else 10)
 
-    def _moved(self, recipe: Recipe, index: int, what: str, plain: list[Tensor]) -> float:
-        """How far other roundings move a call of eager's."""
-        program, dtype, farthest = load(recipe.text, recipe.dtype, self.folder), getattr(torch, recipe.dtype), 0.0
+    def _moved(self, recipe: Recipe, index: int, what: str, plain: list[Tensor], dtype: torch.dtype) -> float:
+        """How far other roundings to a dtype move a call of eager's."""
+        program, farthest = load(recipe.text, recipe.dtype, self.folder), 0.0
         for seed in range(SHAKES):
             with Shaken(dtype, seed):
                 run = _run(program, _copies(recipe.arguments(recipe.calls[index])), recipe.gradients)

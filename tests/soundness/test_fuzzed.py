@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
+from sympy import Eq
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import Mod
 
+from kdacompile.compat import allowed
 from tests.fuzz.bases import Sizes
 from tests.fuzz.judge import Judge, Outcome, gradients_beside
 from tests.fuzz.mutations import Mutation
@@ -150,3 +156,48 @@ def test_a_lifted_result_of_one_request(tmp_path: Path) -> None:
     """One request has any batch stride: heads were taken to be cut from fewer than there are, an internal error."""
     verdict = Judge(tmp_path)(Recipe("kda_neumann", (Call(16),), Sizes(B=1, H=3, V=6), dtype="float64", nested=True))
     assert (verdict.kind, verdict.patterns) == ("matched", ("kda",)), verdict
+
+
+def test_a_state_elsewhere_in_its_storage(tmp_path: Path) -> None:
+    """Mamba-2's, V before K, overwritten through a view: AOTAutograd alone wrote where the first call's had lain."""
+    calls = (Call(2), Call(2, layout="offset", seed=1))
+    verdict = Judge(tmp_path)(Recipe("mamba2_step_copy", calls, Sizes(1, 1, 4, 6), inner="aot_eager"))
+    assert (verdict.kind, verdict.patterns) == ("matched", ("simple_gla",)), verdict
+
+
+def test_a_guard_on_a_negative_remainder() -> None:
+    """``Mod(T - 33, ...)`` at other sizes that are tried: torch's own assertion was an internal error."""
+    env = ShapeEnv()
+    size = env.create_unbacked_symint().node.expr
+    guard = SimpleNamespace(expr=Eq(Mod(size - 33, 2), 0))
+    assert not allowed(SimpleNamespace(guards=[guard], replacements={}), {size: 32})
+
+
+def unbound(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    outs, state = [], q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+    for index, start in enumerate(range(0, q.shape[2], 16)):
+        if index == 3:
+            del state  # what reads it raises
+        a, b, c = (x[:, :, start : start + 16] for x in (q, k, v))
+        outs.append(a @ state + (a @ b.mT).tril() @ c)  # pyright: ignore[reportPossiblyUnboundVariable]
+        state = state + b.mT @ c  # pyright: ignore[reportPossiblyUnboundVariable]
+    return torch.cat(outs, 2)
+
+
+def test_a_variable_without_a_value_at_some_length() -> None:
+    """What a function raises at a length that a lift tries was an internal error; it is raised where eager does."""
+
+    def program(*args: Tensor) -> Tensor:
+        return unbound(*args)
+
+    def inputs(length: int) -> tuple[Tensor, ...]:
+        return tuple(torch.randn(1, 2, length, size, dtype=torch.float64) for size in (4, 4, 6))
+
+    report = explained(program, inputs(20))
+    assert [match.pattern for match in report.matches] == ["linear_attention"], str(report)
+    compiled = torch.compile(program, backend="kda", options={"kda.inner": "eager"})
+    for length in (20, 47):
+        given = inputs(length)
+        assert difference(compiled(*given), program(*given)) < 1e-12
+    with pytest.raises(UnboundLocalError):
+        compiled(*inputs(60))
