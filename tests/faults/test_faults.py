@@ -18,7 +18,7 @@ from tests.faults.models import MODELS, Case
 
 STAGES = {
     "layers": ("kdacompile/capture/", "kdacompile/search/", "patterns/recurrence/", "lowering/cpu/recurrence.py"),
-    "latent": ("kdacompile/graph/", "patterns/engine/", "patterns/mla/", "lowering/expanded.py"),
+    "latent": ("kdacompile/graph/", "patterns/engine/", "patterns/mla/"),
     "cached": ("kdacompile/capture/tables.py", "patterns/canonical/", "kdacompile/rewrite/splice.py"),
 }
 
