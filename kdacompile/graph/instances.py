@@ -110,7 +110,7 @@ class Instances:
         if turns is None:
             return
         hints = compat.backed_hints(env)
-        if len(symbols) > 1 and turns.one_way():
+        if turns.apart and len(symbols) > 1 and turns.one_way():
             yield from _one_by_one(env, hints, symbols, tied)
         for _ in range(_MOST_TURNS):
             wanted = next(turns.further(hints, symbols, functools.partial(compat.in_range, env)), None)
@@ -301,8 +301,9 @@ def _is_constant(node: fx.Node) -> bool:
 class Turns:
     """The edges of one region at its instances."""
 
-    def __init__(self, ops: Iterable[Op]) -> None:
-        self.ops = list(ops)
+    def __init__(self, ops: Iterable[Op], *, apart: bool = False) -> None:
+        """``apart``: sizes may change one by one (queries and cached tokens may not: there are never more queries)."""
+        self.ops, self.apart = list(ops), apart
         self.own: list[Edge] = []
         self.seen: list[tuple[Mapping[Any, int], list[Edge]]] = []
 

@@ -284,7 +284,7 @@ class Matching(Generic[R, B]):
 
     def disagreement(self, graph: Graph, match: Match[B], tied: Ties = NO_TIES) -> str | None:
         """Why the match might not hold at all sizes that the graph allows; None if it does, as far as others tell."""
-        turns = Turns(_region(match))
+        turns = Turns(_region(match), apart="C" not in match.binding.sizes)
 
         def compare(sizes: Sizes) -> str | None:
             other, regions = self.context.at(sizes, self.spec)
