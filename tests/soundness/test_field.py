@@ -44,7 +44,7 @@ def test_exponentials_turn_sums_into_products() -> None:
     assert torch.equal(field.exp(a), torch.tensor([pow(field.BASE, int(x), P) for x in a]))
 
 
-@pytest.mark.parametrize("modulus", [P, R])
+@pytest.mark.parametrize("modulus", [P, R], ids=["values", "exponents"])
 def test_products_and_inverses(modulus: int) -> None:
     a, b = draw(2, 5, 7, modulus=modulus), draw(2, 7, 3, modulus=modulus, seed=1)
     wanted = torch.tensor(
@@ -84,7 +84,7 @@ def test_literals_stand_for_what_they_mean() -> None:
     assert read(1.0 + 1e-12) != 1 and read(1e-300) != 0
 
 
-@pytest.mark.parametrize("modulus", [P, R])
+@pytest.mark.parametrize("modulus", [P, R], ids=["values", "exponents"])
 def test_literals_that_are_nothing_modulo_the_prime_are_not_read(modulus: int) -> None:
     for number in (modulus, -3.0 * modulus, modulus * 2.0**-71, 1.0 / modulus):
         with pytest.raises(Silent):
