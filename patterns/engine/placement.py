@@ -122,12 +122,12 @@ def labelings(
 ) -> Sequence[tuple[str, dict[str, int]]]:
     """An axis of ``order`` for each dimension, as ``Placement.axes`` has it, with all sizes that are then known.
 
-    ``uniform`` dimensions have none. ``optional`` axes may be lacking although they are larger than one: the tensor is
-    then the same all along them. G counts key heads, of which H (heads) is a multiple. Asked again and again of tensors
-    of few shapes.
+    ``uniform`` dimensions have none, an empty tensor no axes at all. ``optional`` axes may be lacking although they are
+    larger than one: the tensor is then the same all along them. G counts key heads, of which H (heads) is a multiple.
+    Asked again and again of tensors of few shapes.
     """
     dims = [(i, size) for i, size in enumerate(shape) if size != 1 and i not in uniform]
-    if len(dims) > len(order):
+    if len(dims) > len(order) or 0 in shape:
         return ()
     given = dict(sizes)
     fitting = [[axis for axis in order if given.get(axis, size) == size] for _, size in dims]

@@ -37,8 +37,9 @@ SHAKES = 3
 """Times that eager is run with other roundings."""
 HOPELESS = 0.1
 """That far from it, eager's numbers say nothing."""
-SINGLE, SLIGHTLY = torch.finfo(torch.float32).eps, 1e-4
-"""A program in float64 that rounds to float32 on its way: so much at most is put down to those roundings."""
+SINGLE = torch.finfo(torch.float32).eps
+SINGLES = 10.0
+"""Times what roundings to float32 do to eager; of a program in float64, up to 1e-4."""
 ROUNDINGS, HARDLY = 80, 0.02
 """Up to so many roundings, and so much, constants are what they stand for: ``0.9 ** n`` in float32 is that power."""
 UNKNOWN = -1.0
@@ -235,9 +236,9 @@ class Judge:
             moved = self._moved(recipe, index, what, other, getattr(torch, recipe.dtype))
             if moved > DECIDED:
                 return UNSTABLE
-            if narrow and eps == SINGLE:
-                moved = max(moved, min(self._moved(recipe, index, what, other, torch.float32), SLIGHTLY))
             if error <= FARTHER * moved:
+                continue
+            if eps == SINGLE and error <= min(SINGLES * self._moved(recipe, index, what, other, torch.float32), 1e-4):
                 continue
             return f"call {index}: {what} differ by {error:.1e} (allowed {max(bound, allowed):.1e})"
         return _strides(ours, plain)
@@ -274,7 +275,7 @@ class Judge:
         between = apart([x.double() for x in single], [x.double() for x in double])
         if between > DECIDED:
             return UNKNOWN
-        return between * (2e-7 if recipe.dtype == "float64" else 10)
+        return between * (2e-7 if recipe.dtype == "float64" else SINGLES)
 
     def _moved(self, recipe: Recipe, index: int, what: str, plain: list[Tensor], dtype: torch.dtype) -> float:
         """How far other roundings to a dtype move a call of eager's."""

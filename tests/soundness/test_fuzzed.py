@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import Mod
 
 from kdacompile.compat import allowed
+from kdacompile.patterns.engine.placement import labelings
 from tests.fuzz.bases import Sizes
 from tests.fuzz.judge import Judge, Outcome, gradients_beside
 from tests.fuzz.mutations import Mutation
@@ -201,3 +202,9 @@ def test_a_variable_without_a_value_at_some_length() -> None:
         assert difference(compiled(*given), program(*given)) < 1e-12
     with pytest.raises(UnboundLocalError):
         compiled(*inputs(60))
+
+
+def test_an_empty_tensor_has_no_axes() -> None:
+    """What is left of a single head: its size was a number of key heads, and heads were divided by it."""
+    assert labelings((2, 5, 1, 4), frozenset(), "BTGK", {"H": 1})
+    assert not labelings((2, 5, 0, 4), frozenset(), "BTGK", {"H": 1})
