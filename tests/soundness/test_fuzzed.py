@@ -206,5 +206,5 @@ def test_a_variable_without_a_value_at_some_length() -> None:
 
 def test_an_empty_tensor_has_no_axes() -> None:
     """What is left of a single head: its size was a number of key heads, and heads were divided by it."""
-    assert labelings((2, 5, 1, 4), frozenset(), "BTGK", {"H": 1})
-    assert not labelings((2, 5, 0, 4), frozenset(), "BTGK", {"H": 1})
+    assert labelings((2, 5, 1, 4), frozenset(), "BTGK", (("H", 1),))
+    assert not labelings((2, 5, 0, 4), frozenset(), "BTGK", (("H", 1),))
