@@ -1,6 +1,6 @@
 """MLA prompts on the CPU, forward and in training, beside Inductor: what the cost model of the rewrite rests on.
 
-    python -m kdacompile.bench.latent_prompts [--json docs/results/mla-cpu.json] [--seconds 3] [--small]
+    python -m kdacompile.bench.latent_prompts [--json docs/results/fits/mla-cpu.json] [--seconds 3] [--small]
 
 Expanded keys and values, as models write them, fp32, one thread. Inductor alone and ``backend="kda"`` compile the same
 module in this process and take turns; times are of the processor, and the ratio is the median of the turns' own. The

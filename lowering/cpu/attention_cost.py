@@ -7,7 +7,8 @@ Both are matrix products, passes over the scores, and a part of their own for ev
 
 The op keeps neither keys and values nor scores for the backward, and computes them again; it skips what causality
 hides.
-The constants are fitted to what ``python -m kdacompile.bench.latent_prompts`` measured (``docs/results/mla-cpu.json``).
+The constants are fitted to what ``python -m kdacompile.bench.latent_prompts`` measured
+(``docs/results/fits/mla-cpu.json``).
 They are of one machine; what a decision rests on is a quotient of two such estimates.
 """
 

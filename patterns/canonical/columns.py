@@ -32,8 +32,9 @@ def apply(edit: Edit) -> None:
         if found is None or columns.op is None or found[0] != len(columns.shape) - 1:
             continue
         whole = columns.op.reads[0]
-        alike = (other for other in readers.get(numbering.of(whole), ()) if _same(op, columns, other))
-        twin = next(alike, None)
+        alike = [other for other in readers.get(numbering.of(whole), ()) if _same(op, columns, other)]
+        own = (other for other in alike if other.reads[0] is whole)  # rather than another layer's, equal as it is
+        twin = next(own, next(iter(alike), None))
         if twin is not None and twin.out.shape[:-1] == op.out.shape[:-1] and twin.out.shape[-1:] == whole.shape[-1:]:
             with contextlib.suppress(CannotEdit):
                 new = edit.call("narrow", twin.out, -1, found[1], columns.shape[-1], like=op.node)

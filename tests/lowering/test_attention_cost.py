@@ -1,4 +1,4 @@
-"""The cost model of MLA's prompts on a CPU against what was measured (``docs/results/mla-cpu.json``)."""
+"""The cost model of MLA's prompts on a CPU against what was measured (``docs/results/fits/mla-cpu.json``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from kdacompile.lowering.cpu.attention_cost import FORWARD, LEAST, TRAINING, Prompt, estimated_ratio, fitted, loses
 
-MEASURED = Path(__file__).parents[2] / "docs" / "results" / "mla-cpu.json"
+MEASURED = Path(__file__).parents[2] / "docs" / "results" / "fits" / "mla-cpu.json"
 ROWS: list[dict[str, Any]] = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
 
 
