@@ -122,12 +122,12 @@ def labelings(
 ) -> Sequence[tuple[str, dict[str, int]]]:
     """An axis of ``order`` for each dimension, as ``Placement.axes`` has it, with all sizes that are then known.
 
-    ``uniform`` dimensions have none, an empty tensor no axes at all. ``optional`` axes may be lacking although they are
-    larger than one: the tensor is then the same all along them. G counts key heads, of which H (heads) is a multiple.
-    Asked again and again of tensors of few shapes.
+    ``uniform`` dimensions have none. ``optional`` axes may be lacking although they are larger than one: the tensor is
+    then the same all along them. G counts key heads, of which H (heads) is a multiple; an empty tensor has none. Asked
+    again and again of tensors of few shapes.
     """
     dims = [(i, size) for i, size in enumerate(shape) if size != 1 and i not in uniform]
-    if len(dims) > len(order) or 0 in shape:
+    if len(dims) > len(order):
         return ()
     given = dict(sizes)
     fitting = [[axis for axis in order if given.get(axis, size) == size] for _, size in dims]
@@ -137,7 +137,7 @@ def labelings(
         missing = [axis for axis in order if axis not in axes]
         if any(axis not in optional and known.setdefault(axis, 1) != 1 for axis in missing):
             continue
-        if "H" in known and "G" in known and known["H"] % known["G"]:
+        if "H" in known and "G" in known and (not known["G"] or known["H"] % known["G"]):
             continue
         text = ["=" if i in uniform else "." for i in range(len(shape))]
         for axis, (i, _) in zip(axes, dims, strict=True):

@@ -204,7 +204,7 @@ def test_a_variable_without_a_value_at_some_length() -> None:
         compiled(*inputs(60))
 
 
-def test_an_empty_tensor_has_no_axes() -> None:
+def test_an_empty_tensor_has_no_key_heads() -> None:
     """What is left of a single head: its size was a number of key heads, and heads were divided by it."""
     assert labelings((2, 5, 1, 4), frozenset(), "BTGK", (("H", 1),))
     assert not labelings((2, 5, 0, 4), frozenset(), "BTGK", (("H", 1),))
