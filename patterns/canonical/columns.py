@@ -33,8 +33,8 @@ def apply(edit: Edit) -> None:
             continue
         whole = columns.op.reads[0]
         alike = [other for other in readers.get(numbering.of(whole), ()) if _same(op, columns, other)]
-        own = (other for other in alike if other.reads[0] is whole)  # rather than another layer's, equal as it is
-        twin = next(own, next(iter(alike), None))
+        # Of its own layer rather than of another one, where that is equal.
+        twin = min(alike, key=lambda other: other.reads[0] is not whole, default=None)
         if twin is not None and twin.out.shape[:-1] == op.out.shape[:-1] and twin.out.shape[-1:] == whole.shape[-1:]:
             with contextlib.suppress(CannotEdit):
                 new = edit.call("narrow", twin.out, -1, found[1], columns.shape[-1], like=op.node)
