@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 from kdacompile.commands import console
+
+if TYPE_CHECKING:
+    from kdacompile.patterns.recurrence.family import Pattern
 
 _HEADER = ("pattern", "name", "recurrence", "gate", "delta term")
 _GATES = {
@@ -30,15 +34,14 @@ def main(*, as_json: bool) -> int:
 
 
 def _rows(code: str) -> list[tuple[str, ...]]:
-    from kdacompile.patterns.recurrence.family import FAMILY
+    from kdacompile.patterns.recurrence.family import FAMILY, FORMS
 
-    return [
-        (
-            row.title,
-            code.format(row.name),
-            code.format(row.equation),
-            ", or ".join(_GATES[gate] for gate in row.gates),
-            "yes" if row.delta else "no",
-        )
-        for row in FAMILY
+    return [_row(code, row.title, (row.name,), row.equation, [row]) for row in FAMILY] + [
+        _row(code, form.title, form.names, form.equation, form.rows) for form in FORMS
     ]
+
+
+def _row(code: str, title: str, names: tuple[str, ...], equation: str, rows: list[Pattern]) -> tuple[str, ...]:
+    gates = dict.fromkeys(_GATES[gate] for row in rows for gate in row.gates)
+    delta = "yes" if rows[0].delta else "no"
+    return title, ", ".join(code.format(name) for name in names), code.format(equation), ", or ".join(gates), delta

@@ -85,6 +85,36 @@ FAMILY: tuple[Pattern, ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Form:
+    """A recurrence that the ops of ``names`` compute with tokens arranged otherwise; reports call it by those names."""
+
+    title: str
+    names: tuple[str, ...]
+    equation: str
+    source: str
+
+    @property
+    def rows(self) -> list[Pattern]:
+        return [row for row in FAMILY if row.name in self.names]
+
+
+FORMS: tuple[Form, ...] = (
+    Form(  # n tokens of the delta rule each: the gate of the first alone is not 0, the last alone is read
+        title="Gated DeltaProduct, n writes a token",
+        names=("kda", "gated_delta_rule", "delta_rule"),
+        equation="S_t = W_tn(.. W_t1(diag(exp g_t) S_{t-1})),  W_tj(S) = (I - b_tj k_tj k_tj^T) S + b_tj k_tj v_tj^T",
+        source="DeltaProduct, arXiv 2502.10297, eq. 3",
+    ),
+    Form(  # the op reads the state of the token before; the bonus is computed beside it
+        title="RWKV-5 and 6, a bonus u on a token's own write",
+        names=("gla", "simple_gla", "linear_attention"),
+        equation="o_t = (S_{t-1} + diag(u) k_t v_t^T)^T q_t,  S_t as in its row",
+        source="RWKV-5 and 6, arXiv 2404.05892, eq. 16 to 19",
+    ),
+)
+
+
 def pattern_of(gate: str, *, delta: bool) -> Pattern:
     """The row for a kind of gate (none, head, token, channel) with or without the delta term."""
     return next(row for row in FAMILY if row.delta == delta and gate in row.gates)

@@ -113,12 +113,16 @@ def chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
     return torch.cat(outs, 2), state
 
 
-def product_chunks_of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, size: int) -> Tensor:
-    """Queries and gates between zeros, every second output read."""
-    q, g = spread(q, 1), spread(g, 0)
+def product_chunks_of(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, size: int, *, decays: int = 0, reads: int = 1
+) -> Tensor:
+    """Queries and gates between zeros, every second output read: the state decays at one of a token's writes, and is
+    read after one.
+    """
+    q, g = spread(q, reads), spread(g, decays)
     state = zeros(q, v)
     q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))
-    return chunks(q, k, v, g, beta, state, size)[0].transpose(1, 2)[:, 1::2]
+    return chunks(q, k, v, g, beta, state, size)[0].transpose(1, 2)[:, reads::2]
 
 
 @spelling("gated_delta_rule", "q k v g beta", scale=1.0, writes=2, strongest_gate=-0.5, lengths=(4, 8), multiple=4)
@@ -186,3 +190,26 @@ def product_of_householders_at_once(q: Tensor, k: Tensor, v: Tensor, beta: Tenso
 def product_one_write_forgotten(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """Writes are counted by two where there are three a token, so that they do not come out even."""
     return product(q, k, v, g, beta, zeros(q, v), 2)[0]
+
+
+@near_miss(
+    "gated_delta_rule", "q k v g beta", scale=1.0, length=4, strongest_gate=-0.5, writes=2, multiple=4, expect="either"
+)
+def product_chunks_read_after_the_first_write(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    return product_chunks_of(q, k, v, g, beta, 8, reads=0)
+
+
+@near_miss(
+    "gated_delta_rule", "q k v g beta", scale=1.0, length=4, strongest_gate=-0.5, writes=2, multiple=4, expect="either"
+)
+def product_chunks_decay_at_the_last_write(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    return product_chunks_of(q, k, v, g, beta, 8, decays=1)
+
+
+@near_miss("kda", "q k v g beta state", scale=1.0, length=4, writes=2, expect="either")
+def product_with_one_gate_for_two_tokens(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> Tensor:
+    """Every second token decays, by what was meant for the one before."""
+    late = torch.stack([torch.zeros_like(g[:, ::2]), g[:, ::2]], 2).flatten(1, 2)
+    return product(q, k, v, late, beta, state)[0]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kdacompile.patterns.recurrence.definition import token_recurrence
+from kdacompile.patterns.recurrence.family import FORMS
 from kdacompile.report.collect import collecting
 from tests.compare import worst_error
 from tests.spellings.products import product_chunks, product_loop, spread
@@ -54,3 +55,9 @@ def test_gates_of_minus_1000_and_causality() -> None:
     assert worst_error(whole, product_loop(q, k, v, g, beta)) <= 1e-5
     k[:, 50:], v[:, 50:], q[:, 25:] = 3.0, -7.0, 2.0
     assert torch.equal(compiled(q, k, v, g, beta)[:, :25], whole[:, :25])
+
+
+def test_the_support_table_names_the_rows_that_products_and_bonuses_have() -> None:
+    products, bonuses = FORMS
+    assert {spelling.pattern for spelling in REGISTRY.values() if spelling.writes > 1} == set(products.names)
+    assert {spelling.pattern for spelling in REGISTRY.values() if "u" in spelling.takes} == set(bonuses.names)
