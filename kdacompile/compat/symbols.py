@@ -137,12 +137,14 @@ def tie(size: Any, other: Any) -> None:
 
 
 def name_of(env: Any, symbol: Any) -> str:
-    """A size as the caller of the graph knows it, "dimension 1 of x"; the symbol's own name where it is no input's."""
+    """A size as the caller of the graph knows it, "dimension 1 of x", or a number; the symbol's own name where it is
+    no input's.
+    """
     for source in env.var_to_sources.get(symbol, ()):
         text: Any = source.name() if callable(source.name) else source.name
-        found = re.fullmatch(r"L\['(\w+)'\](.*)\.size\(\)\[(\d+)\]", str(text))
+        found = re.fullmatch(r"L\['(\w+)'\](.*?)(?:\.size\(\)\[(\d+)\])?", str(text))
         if found is not None:
-            return f"dimension {found[3]} of {found[1]}{found[2]}"
+            return found[1] + found[2] if found[3] is None else f"dimension {found[3]} of {found[1]}{found[2]}"
     return str(symbol)
 
 

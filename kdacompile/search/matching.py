@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from torch import fx
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 24
 """Candidates checked per region before it is left alone."""
+
+MAX_WITHOUT = 4
+"""Candidates of a region that are checked as if nothing outside read their values, to tell why it was left alone."""
 
 NEAR = 64
 """Operators above a mask among which the one that chooses tokens is looked for."""
@@ -171,6 +175,8 @@ class Matching(Generic[R, B]):
                 break
         if failures:
             self.rejections.append(failures[0])
+        elif refused and (only := self.only_obstacle(obstacles)):
+            self.rejections.append(only)
         elif refused:
             candidate, verdict = min(refused, key=lambda pair: pair[1].max_error)
             likely = next(iter(candidate.bindings), None)  # there is none where no roles fit
@@ -193,9 +199,18 @@ class Matching(Generic[R, B]):
         with self.timed("proof"):
             return self.spec.verdicts(candidate, wide=self.settings.verify == "wide")
 
-    def rejection(self, obstacle: Obstacle) -> Rejection:
+    def only_obstacle(self, obstacles: list[Obstacle]) -> Rejection | None:
+        """The first obstacle, of a few, without which there would be a candidate that holds."""
+        without = ((obstacle, obstacle.candidate) for obstacle in obstacles if obstacle.candidate is not None)
+        for obstacle, candidate in islice(without, MAX_WITHOUT):
+            binding = self.judge(candidate).binding
+            if binding is not None:
+                return self.rejection(obstacle, binding.name)
+        return None
+
+    def rejection(self, obstacle: Obstacle, name: str = "") -> Rejection:
         node = obstacle.op.node if obstacle.op else None
-        return Rejection(self.spec.name, obstacle.reason, source_of(node), obstacle.code)
+        return Rejection(name or self.spec.name, obstacle.reason, source_of(node), obstacle.code)
 
     def reject_blocked(self, graph: Graph) -> None:
         """Near misses without a region: say which operator stands in the way, where that is known."""

@@ -49,11 +49,14 @@ Code = Literal[
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a region was left alone: ``code`` for machines, ``reason`` for people, ``op`` where it stands."""
+    """Why a region was left alone: ``code`` for machines, ``reason`` for people, ``op`` where it stands, and the
+    ``candidate`` that there would be without it, where that can be checked.
+    """
 
     code: Code
     reason: str
     op: Op | None = None
+    candidate: Candidate[Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ def read_latent(attention: Attention, numbering: Numbering) -> Read:
             if isinstance(parts, Parts):
                 return taken, parts
             near = near or parts
-    return attention, near or _expanded_cache(attention)
+    return attention, near or _two_latents(attention) or _expanded_cache(attention)
 
 
 def _meetings(found: Attention, numbering: Numbering) -> Iterator[_Meeting]:
@@ -133,8 +133,7 @@ class _Meeting:
                 if sizes is None:
                     continue
                 if self.keys and self.rope and next(labels(self.rope, "k_rope", sizes), None) is None:
-                    op = self.rope.op or self.found.softmax
-                    return Obstacle("per_head_rope", "every head has a rotated key of its own", op)
+                    return self.rope_per_head(self.rope)
                 # A rotated part of no columns (no positions) is an operand of the region, though not of the op.
                 tensors = {"q": query, "cache" if self.is_cache else "latent": self.latent}
                 tensors |= {role: operand(made.weight) for role, made in self.weights(keys).items()}
@@ -147,6 +146,12 @@ class _Meeting:
         if self.is_odd():
             reason = "the keys are made of more than a latent and one shared part"
         return Obstacle("roles", reason, self.found.softmax)
+
+    def rope_per_head(self, rope: Value) -> Obstacle:
+        made = Sources().of(rope).only
+        if made is not None and _expands(made):
+            return Obstacle("roles", "the keys are expanded from two latents", made.op)
+        return Obstacle("per_head_rope", "every head has a rotated key of its own", rope.op or self.found.softmax)
 
     def half(self, expanded: str) -> Obstacle:
         reason = f"only the {expanded} are expanded from the latent: weights are absorbed by hand on one side"
@@ -285,6 +290,11 @@ def _narrow(keys: Projection, values: Projection) -> bool:
     return 2 * keys.rank < sum(rows.values())
 
 
+def _expands(projection: Projection) -> bool:
+    """True if more columns come out than go in."""
+    return projection.rank**2 < projection.size
+
+
 # -- weights around ----------------------------------------------------------------------------------------------------
 
 
@@ -348,6 +358,17 @@ def _matrices(operands: list[Value]) -> int:
 
 
 # -- near misses -------------------------------------------------------------------------------------------------------
+
+
+def _two_latents(found: Attention) -> Obstacle | None:
+    """Keys of one latent, values of another."""
+    values, keys = Sources().of(found.values), Sources().of(*(term.keys for term in found.terms))
+    if values.only is None or keys.only is None or values.shared or not (_expands(values.only) and _expands(keys.only)):
+        return None
+    if tokens_of(values.only.activation) is tokens_of(keys.only.activation):
+        return None
+    reason = "keys are expanded from one latent, and values from another"
+    return Obstacle("roles", reason, found.softmax)
 
 
 def _expanded_cache(found: Attention) -> Obstacle | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.values import Numbering, first_column, operand, root, turn
 from kdacompile.patterns.engine.values import is_weight as is_given_weight
-from kdacompile.patterns.engine.vocabulary import ADDED_PRODUCTS, CONTRACTIONS, LAYOUT, PICKING, TURNS
+from kdacompile.patterns.engine.vocabulary import ADDED_PRODUCTS, CONTRACTIONS, INDEXED, LAYOUT, PICKING, TURNS
 
 REARRANGEMENTS = LAYOUT | frozenset(
     "slice split split_with_sizes select unbind cat slice_scatter select_scatter repeat constant_pad_nd".split()
@@ -70,7 +70,7 @@ class Made:
 
 def is_weight(value: Value) -> bool:
     """A weight that the graph is given, or that is computed from such weights alone: ``W + B A``, ``scale * W8``. Of
-    products those of parameters: one with a matrix may be tokens.
+    products and gathered rows those of parameters: others may be tokens.
     """
     if is_given_weight(value):
         return True
@@ -91,7 +91,8 @@ def is_weight(value: Value) -> bool:
 
 
 def _computes_weights(op: Op) -> bool:
-    return op.name in COMPUTED and not (op.name in CONTRACTIONS and any(is_matrix(read) for read in op.reads))
+    of_tokens = op.name in CONTRACTIONS | INDEXED and any(is_matrix(read) for read in op.reads)
+    return op.name in COMPUTED and not of_tokens
 
 
 def is_matrix(value: Value) -> bool:

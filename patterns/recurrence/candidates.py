@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -267,7 +267,10 @@ def read_region(
         obstacle = _obstacle(ops, group, outputs) or rounding(ops & group.ops, ops, cut, outputs)
         if obstacle and writes > 1:  # much that is no recurrence reads as several writes: nobody's near miss
             return
-        yield obstacle or Candidate(anchor, ops, cut, outputs, found, core=ops & group.ops)
+        candidate = Candidate(anchor, ops, cut, outputs, found, core=ops & group.ops)
+        if obstacle and obstacle.code == "escape":
+            obstacle = replace(obstacle, candidate=candidate)
+        yield obstacle or candidate
 
 
 def _obstacle(ops: set[Op], group: Group, outputs: list[Value]) -> Obstacle | None:

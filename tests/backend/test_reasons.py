@@ -46,6 +46,12 @@ def bounded_scores(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor)
     return (q @ k.mT).tril().clamp(-1.0, 1.0) @ v
 
 
+def scores_read(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = (q @ k.mT).tril()
+    return scores @ v, scores.square()
+
+
 @pytest.mark.parametrize(
     ("fn", "reason"),
     [
@@ -54,6 +60,7 @@ def bounded_scores(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor)
         (unknown_on_the_state, "an unknown operator on the state (asinh)"),
         (bounded_error, "on the state (clamp)"),
         (bounded_scores, "between products of activations (clamp)"),
+        (scores_read, "an intermediate value of the region is read by pow outside it"),
     ],
 )
 def test_the_operator_in_the_way_is_named(fn: Callable[..., Tensor], reason: str) -> None:

@@ -186,6 +186,20 @@ class PerHeadRope(Naive):
         return torch.cat([nope, own], dim=-1), v
 
 
+class KeysOfTwoLatents(PerHeadRope):
+    """What would be the rotated part is expanded from a latent as well."""
+
+    def expand(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        nope, v = self.kv_b_proj(latent).unflatten(-1, (HEADS, -1)).transpose(1, 2).split([NOPE, VALUE], dim=-1)
+        return torch.cat([nope, self.k_rope(rope).unflatten(-1, (HEADS, -1)).transpose(1, 2)], dim=-1), v
+
+
+class ValuesOfAnotherLatent(TwoProjections):
+    def expand(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        k, _ = super().expand(latent, rope)
+        return k, self.v_b_proj(latent.tanh()).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
 class WeightsReturned(Naive):
     def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         k, v = self.expand(latent, rope)
@@ -303,6 +317,8 @@ def _dropout() -> nn.Module:
 NEAR_MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "softcap": (Softcap, "tanh"),
     "per_head_rope": (PerHeadRope, "rotated key of its own"),
+    "keys_of_two_latents": (KeysOfTwoLatents, "two latents"),
+    "values_of_another_latent": (ValuesOfAnotherLatent, "values from another"),
     "weights_returned": (WeightsReturned, "attention weights"),
     "expanded_cache": (ExpandedCache, "cached expanded"),
     "expanded_static_cache": (ExpandedStaticCache, "cached expanded"),

@@ -11,7 +11,7 @@ from torch import Tensor
 import kdacompile
 from kdacompile.report.report import Report
 from tests.compare import relative_error
-from tests.mla.paged import BATCH, EACH, GATHERED, PAGE, PAGED, PAGES, Paged, arguments
+from tests.mla.paged import BATCH, EACH, GATHERED, PAGE, PAGED, PAGES, Expanded, Paged, arguments
 from tests.mla.test_recognised import EAGER
 
 
@@ -43,6 +43,24 @@ def test_other_gathers_stay(name: str) -> None:
     report, error = explained(name)
     assert len(report.matches) == 1 and gathers(report), str(report)
     assert error < 1e-6
+
+
+@pytest.mark.parametrize("cls", [Paged, Expanded])
+def test_a_pool_without_pages(cls: type[Paged]) -> None:
+    """``pool[slots]`` of two matrices, a slot for every token: it is no weight that is picked from."""
+
+    class Flat(cls):  # type: ignore[misc, valid-type]
+        def gathered(self, pool: Tensor, table: Tensor) -> Tensor:
+            return pool[table]
+
+    torch._dynamo.reset()
+    x, pool, table, lengths = arguments()
+    slots = (table[:, :, None] * PAGE + torch.arange(PAGE)).flatten(1)
+    module, inputs = Flat(), (x, pool.flatten(0, 1), slots, lengths)
+    with torch.no_grad():
+        report = kdacompile.explain(module, options=EAGER)(*inputs)
+        assert len(report.matches) == 1 and not gathers(report), str(report)
+        assert relative_error(report.result, module(*inputs)) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["Paged", "Clamped"])
