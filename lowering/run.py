@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from .cpu import Launch, bounds_of, prepare_recurrence
 from .errors import ArgumentError
 from .executor import Executable
 from .gates import FORMS
-from .layout import Layout, dense_layout, packed_layout
+from .layout import Layout, dense_layout, packed_layout, sequence_bounds
 from .linear_attention import linear_attention_program
 from .scratch import Scratch
 
@@ -73,7 +74,10 @@ def run_linear_attention(call: Call, scratch: Scratch | None = None) -> tuple[Te
     if launch is not None:
         return launch()
     scratch = None if functional else scratch or Scratch()
-    return _run(call, "chunk", chunk, scratch)
+    results = _run(call, "chunk", chunk, scratch)
+    if functional or call.q.device.type != "cpu" or all(bool(x.sum().isfinite()) for x in results):
+        return results
+    return _as_tokens_have_them(call, chunk)
 
 
 def run_linear_attention_step(call: Call, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:
@@ -107,6 +111,41 @@ def _run(call: Call, form: str, chunk: int, scratch: Scratch | None) -> tuple[Te
     normed = replace(call, q=l2norm(call.q, eps), k=l2norm(call.k, eps)) if eps else call
     run = executable(call.gate, call.delta, call.beta is not None, call.gate_fn, form)
     return execute(run, normed, layout_of(call, chunk), scratch)
+
+
+def _as_tokens_have_them(call: Call, chunk: int) -> tuple[Tensor, Tensor]:
+    """Results that are not all finite. What a token must not see is a product with zero in its chunk, which NaN and
+    infinities survive: the recurrence has numbers where the chunks have none. Nothing that is not finite has a part in
+    those, so that they are, to the bit, the chunks' with zeros in its place.
+    """
+    tokens = _token_by_token(call)
+    zeroed = {name: x.where(x.isfinite() | (x.isneginf() & (name == "g")), 0.0) for name, x in _per_token(call).items()}
+    chunks = _run(replace(call, **zeroed), "chunk", chunk, Scratch())
+    one, other = (x.where(x.isfinite() & y.isfinite(), y) for x, y in zip(chunks, tokens, strict=True))
+    return one, other
+
+
+def _token_by_token(call: Call) -> tuple[Tensor, Tensor]:
+    """By the recurrence itself, some tokens at a time: the states after all of them would fill the memory."""
+    o, finals = torch.empty_like(call.v, memory_format=torch.contiguous_format), list[Tensor]()
+    _, (shape, dtype) = call.results
+    initial = call.v.new_zeros(shape, dtype=dtype) if call.initial_state is None else call.initial_state
+    length = call.q.shape[1]
+    bounds = [0, length] if call.cu_seqlens is None else sequence_bounds(call.cu_seqlens, length)
+    for (start, end), state in zip(pairwise(bounds), initial.split(len(initial) // (len(bounds) - 1)), strict=True):
+        for first in range(start, end, CPU_CHUNK):
+            part = slice(first, min(first + CPU_CHUNK, end))
+            some = {name: x[:, part] for name, x in _per_token(call).items()}
+            some_tokens = replace(call, initial_state=state, cu_seqlens=None, **some)
+            o[:, part], state = _run(some_tokens, "token", 1, Scratch())
+        finals.append(state)
+    return o, torch.cat(finals)
+
+
+def _per_token(call: Call) -> dict[str, Tensor]:
+    """The operands that have a row for every token."""
+    named = zip(RECURRENT[:-1], call.recurrent, strict=False)
+    return {name: x for name, x in named if x is not None and x.dim() > 1}
 
 
 def layout_of(call: Call, chunk: int) -> Layout:

@@ -216,7 +216,7 @@ def rounding(
     """
     dtypes = {value.dtype for value in inputs if value.dtype.is_floating_point}
     least = min((dtype.itemsize for dtype in dtypes), default=0)
-    for op in casts:
+    for op in sorted(casts, key=lambda op: op.out.index):
         dtype = op.out.dtype
         if op.name != "_to_copy" or op.out.const or dtype.itemsize > least or dtype in dtypes:
             continue

@@ -191,7 +191,7 @@ def exits_of(graph: Graph, group: Group) -> list[Exit]:
     """The exits of a group, those of most anchors first."""
     masks = group.masks
     sinks: dict[int, list[Value]] = {}
-    for op in group.ops:
+    for op in sorted(group.ops, key=lambda op: op.out.index):  # exits of as many anchors in the order of the graph
         for value in op.outs:
             leaves = (
                 value in graph.outputs or value in graph.written or any(user not in group.ops for user in value.users)

@@ -133,6 +133,25 @@ def test_outputs_do_not_see_the_future(gate: str, delta: bool, functional: bool)
 
 
 @both_targets
+@pytest.mark.parametrize("lengths", [None, (40, 0, 110)])
+@pytest.mark.parametrize(("gate", "delta"), [("none", True), ("token", False), ("channel", True)])
+def test_earlier_tokens_do_not_see_what_is_not_finite(gate: str, delta: bool, lengths: tuple[int, ...] | None) -> None:
+    inputs = make_inputs(Case(gate, delta, 150, lengths=lengths, strength="strong"))
+    base, _ = run_linear_attention(inputs)
+    for name in given(inputs).keys() & {"q", "k", "v", "g", "beta"}:
+        for t, number in ((50, torch.nan), (77, torch.inf)):
+            changed = given(inputs)[name].clone()
+            changed[0, t, 1] = number
+            o, state = run_linear_attention(replace(inputs, **{name: changed}))
+            seen = torch.zeros_like(o, dtype=torch.bool)
+            seen[0, t : t + 1 if name == "q" else None, 1] = True
+            assert torch.equal(o[~seen], base[~seen]) and not o[seen].isfinite().any()
+            of_head = state[-1 if lengths else 0, 1]
+            assert of_head.isfinite().all() if name == "q" else not of_head.isfinite().all()
+            assert state.isfinite().sum() >= state.numel() - of_head.numel()
+
+
+@both_targets
 @pytest.mark.parametrize(("gate", "delta"), ROWS)
 def test_one_token_step(gate: str, delta: bool) -> None:
     for gate_form, strength in (("log", "mild"), ("factor", "mild"), ("log", "reset"), ("factor", "reset")):
