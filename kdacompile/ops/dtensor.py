@@ -10,7 +10,7 @@ which optional argument each of them is.
 
 from __future__ import annotations
 
-import math
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -43,9 +43,9 @@ class _Sharded:
         self.op, self.signature, self.tensors, self.options = op, signature, tensors, options
         self.module = sys.modules[_MODULE]
         self.mesh = next(x.device_mesh for x in tensors if isinstance(x, self.module.DTensor))
-        call = signature.call(*tensors, **{k: v for k, v in options.items() if k != "o_layout"})
+        self.call = signature.call(*tensors, **{k: v for k, v in options.items() if k != "o_layout"})
         self.layouts = [
-            dimensions(x.layout if isinstance(x.layout, str) else x.layout(call)) for x in signature.operands
+            dimensions(x.layout if isinstance(x.layout, str) else x.layout(self.call)) for x in signature.operands
         ]
         self.axes = dict(signature.axes)
         if signature is LINEAR_ATTENTION:
@@ -59,8 +59,8 @@ class _Sharded:
         operands = [self._local(*one) for one in inputs]
         results = self._over_ranks(operands) if TOKENS in self.cut else self.op(*operands, **self.options)
         if not isinstance(results, tuple):
-            return self._distributed(results, self.signature.result_layouts[0])
-        return tuple(map(self._distributed, results, self.signature.result_layouts))
+            return self._distributed(results, 0)
+        return tuple(self._distributed(x, place) for place, x in enumerate(results))
 
     def _over_ranks(self, operands: Sequence[Any]) -> Any:
         """o of this rank's tokens, and its part of the final state."""
@@ -120,18 +120,22 @@ class _Sharded:
         found = [i for i, name in enumerate(layout) if cut and self.axes.get(name) == cut]
         return found[0] if found and not (operand.broadcast and x.shape[found[0]] == 1) else None
 
-    def _distributed(self, x: Any, layout: str) -> Any:
-        names = [self.axes.get(name) for name in dimensions(layout)]
-        placements = [self._placement(cut, names) for cut in self.cut]
-        if TOKENS not in self.cut:
-            return self.module.DTensor.from_local(x, self.mesh, placements, run_check=False)
-        shape = list(x.shape)
-        for place, (cut, placement) in enumerate(zip(self.cut, placements, strict=True)):
-            if cut in names:  # tokens may be cut unevenly, but q has their number
-                whole = self.tensors[0].shape[1] if cut == TOKENS else shape[placement.dim] * self.mesh.size(place)
-                shape[placement.dim] = whole
-        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        more = {"shape": torch.Size(shape), "stride": strides}
+    def _distributed(self, x: Any, place: int) -> Any:
+        """Result number ``place``. Its sizes follow from those of the operands: from the shard's they would be symbols
+        where only the shards' sizes have changed from call to call.
+        """
+        layout, (shape, _) = dimensions(self.signature.result_layouts[place]), self.call.results[place]
+        if (
+            TOKENS in self.cut
+        ):  # their number is an option of the op: one that is known must be no symbol to AOTAutograd
+            shape = [int(n) if self.axes.get(name) == TOKENS else n for n, name in zip(shape, layout, strict=True)]
+        placements = [self._placement(cut, [self.axes.get(name) for name in layout]) for cut in self.cut]
+        order = self.options.get("o_layout", O_DIMENSIONS) if place == 0 else ""
+        inward = [O_DIMENSIONS.index(letter) for letter in order] or range(len(shape))
+        strides = [1] * len(shape)
+        for outer, inner in reversed(list(itertools.pairwise(inward))):
+            strides[outer] = strides[inner] * shape[inner]
+        more = {"shape": torch.Size(shape), "stride": tuple(strides)}
         return self.module.DTensor.from_local(x, self.mesh, placements, run_check=False, **more)
 
     def _placement(self, cut: str, names: Sequence[str | None]) -> Any:

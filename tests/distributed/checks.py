@@ -278,6 +278,32 @@ def tokens_of_dtensors(ranks: Ranks) -> None:
         linear_attention(placed["q"], placed["k"].redistribute(mesh, [Replicate()]), placed["v"])
 
 
+def dtensors_cut_otherwise(ranks: Ranks) -> None:
+    """One compiled function, of DTensors cut by heads, then by tokens, then by more tokens: only sizes of shards become
+    symbols, or those of the whole as well.
+    """
+    mesh = DeviceMesh("cpu", list(range(ranks.world)))
+
+    def attend(*given: Any) -> Any:
+        return linear_attention(*given[:5], A_log=given[5], gate_fn="softplus", output_final_state=True)
+
+    function = torch.compile(attend, backend="kda", options={"kda.inner": "aot_eager"})
+    for tokens, cuts in ((TOKENS, (2,) * 5 + (0,)), (TOKENS, (1,) * 5), (TOKENS + 3, (1,) * 5)):
+        tensors = operands("channel", None, tokens)
+        given = [*(tensors[name] for name in ("q", "k", "v", "g", "beta")), 0.3 * random(4)]
+        places = [Shard(dim) for dim in cuts] + [Replicate()] * (len(given) - len(cuts))
+        placed: list[Any] = [
+            distribute_tensor(x, mesh, [place]).requires_grad_() for x, place in zip(given, places, strict=True)
+        ]
+        whole = [x.clone().requires_grad_() for x in given]
+        found: list[list[Any]] = []
+        for inputs, call in ((placed, function), (whole, attend)):
+            o, state = call(*inputs)
+            found.append([o, state, *torch.autograd.grad(o.square().sum() + state.square().sum(), inputs)])
+        for have, want in zip(*found, strict=True):
+            torch.testing.assert_close(have.full_tensor(), want)
+
+
 def checkpoint_of_a_state(ranks: Ranks) -> None:
     """A state sharded by heads, saved by all ranks, is loaded by one process and by ranks that shard the batch."""
     mesh, tensors = DeviceMesh("cpu", list(range(ranks.world))), operands("token", None, TOKENS)

@@ -21,7 +21,8 @@ if not dist.is_available():
 
 TWO = (
     "rows_of_the_family", "rounding_of_bf16", "convolution", "latent_attention", "latent_attention_of_documents",
-    "under_compile", "ranks_that_differ", "checkpoint_of_a_state", "example",
+    "under_compile", "ranks_that_differ", "dtensors_cut_otherwise", "checkpoint_of_a_state",
+    "example",
 )  # fmt: skip
 MODELS = ("recurrences_and_convolutions", "latents", "region_of_torch", "refused")
 THREE = ("fragments_of_many_lengths", "gate_functions_and_layouts", "maps_in_steps", "tokens_of_dtensors")
