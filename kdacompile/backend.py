@@ -17,7 +17,6 @@ from kdacompile import capture, compat, doctor
 from kdacompile.capture import open_lengths, tables
 from kdacompile.containment import contain
 from kdacompile.errors import UnknownOptionError
-from kdacompile.graph import prefilter
 from kdacompile.graph.build import Tables
 from kdacompile.report import on_disk
 from kdacompile.report.collect import postpone
@@ -54,7 +53,7 @@ class KdaPass(compat.CustomGraphPass):
             run(graph)
         gm = graph.owning_module
         assert gm is not None  # Inductor's always have one
-        self.reports.append(compiler_pass.run(gm, self.settings, complete=capture.complete, analysis=self.analysis))
+        self.reports.append(compiler_pass.run(gm, self.settings, lifted=capture.lifted, analysis=self.analysis))
 
     def identity(self) -> str:
         """Changes with everything that could change the result, as far as the passes before this one tell."""
@@ -103,8 +102,10 @@ def kda(
 ) -> Callable[..., Any]:
     """The backend function; ``mode`` and ``options`` as torch.compile hands them over (see ``settings.parse``)."""
     settings = _for_this_machine(parse(mode, options), example_inputs)
-    found = contain("looking for tables", lambda: _tables(gm, example_inputs, settings), _none, strict=settings.strict)
-    analysis = Analysis(gm, settings, found)
+    analysis = Analysis(gm, settings)
+    analysis.tables = contain(
+        "looking for tables", lambda: _tables(analysis, example_inputs), _none, strict=settings.strict
+    )
     contain("choosing sizes to leave open", lambda: _open(analysis), _not_opened, strict=settings.strict)
     with open_lengths.given_up_where_refused():
         return _compiled(gm, example_inputs, analysis)
@@ -125,15 +126,15 @@ def _say_no_compiler() -> None:
     log.warning("no C++ compiler was found, so what kdacompile does not rewrite runs eagerly: %s", doctor.COMPILER_HINT)
 
 
-def _tables(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Tables:
+def _tables(analysis: Analysis, example_inputs: Sequence[Any]) -> Tables:
     """Inputs whose values a match may rely on. None beside passes of the user's: those run first, inside Inductor; and
     none where tokens lie on several ranks: the graph as captured would be no substitute.
     """
-    if settings.context_parallel is not None:
+    settings, prospects = analysis.settings, analysis.prospects
+    others = settings.inner == "inductor" and compat.as_passes(_earlier(settings))
+    if others or settings.context_parallel is not None or not (prospects.recurrence and prospects.owned):
         return {}
-    if settings.inner == "inductor" and compat.as_passes(_earlier(settings)):
-        return {}
-    return tables.find(gm.graph, example_inputs) if prefilter.may_have_recurrence(gm.graph) else {}
+    return tables.find(analysis.captured, example_inputs)
 
 
 def _none(reason: str) -> Tables:
@@ -157,7 +158,7 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], analysis: Analy
     if settings.inner == "inductor" and not analysis.tables:
         return _inductor(gm, example_inputs, analysis)
     reports = [
-        compiler_pass.run(module, settings, complete=capture.complete, analysis=analysis)
+        compiler_pass.run(module, settings, lifted=capture.lifted, analysis=analysis)
         for module in gm.modules()
         if isinstance(module, fx.GraphModule)
     ]
@@ -165,7 +166,9 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], analysis: Analy
     relied_on = {name: values for name, values in analysis.tables.items() if name in names}
     captured = fx.GraphModule(gm, analysis.captured) if relied_on else gm
     compiled = _INNER[settings.inner](gm, example_inputs, settings)
-    return contain("guarding tables", lambda: tables.guarded(compiled, captured, relied_on), lambda _: captured)
+    if not relied_on:
+        return compiled
+    return contain("guarding tables", lambda: tables.Guarded(compiled, captured, relied_on), lambda _: captured)
 
 
 def _earlier(settings: Settings) -> object:
@@ -196,7 +199,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], analysis: Analy
     run = KdaPass(settings, _earlier(settings), analysis)
     memory = contain(
         "looking for a report on disk",
-        lambda: on_disk.KeptReport(gm, run.identity(), capture.complete(GraphReport(), gm.graph, settings).matches),
+        lambda: on_disk.KeptReport(gm, run.identity(), tuple(capture.lifted(gm.graph))),
         lambda _: None,
         strict=settings.strict,
     )

@@ -6,6 +6,6 @@ graph serves all lengths, and capture takes as long for 64k tokens as for 64.
 """
 
 from kdacompile.capture.hook import install
-from kdacompile.capture.matches import complete
+from kdacompile.capture.matches import lifted
 
-__all__ = ["complete", "install"]
+__all__ = ["install", "lifted"]

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kdacompile import compat
-from kdacompile.capture import library, open_lengths, refusals
+from kdacompile.capture import library, open_lengths
 from kdacompile.capture.calls import MIN_TENSORS, Call, describe
 from kdacompile.capture.documented import Documented
 from kdacompile.capture.errors import Unliftable
@@ -26,6 +26,7 @@ from kdacompile.capture.lifting import Lifted, Lifts
 from kdacompile.compat import dynamo, sizes
 from kdacompile.containment import contain
 from kdacompile.errors import KdaError
+from kdacompile.report import refusals
 from kdacompile.report.collect import postpone
 from kdacompile.settings import Settings, parse
 

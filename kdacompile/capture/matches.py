@@ -1,4 +1,4 @@
-"""What a captured graph owes to lifting, for the report."""
+"""What is known of the ops in a captured graph that stand where functions were lifted, for the report."""
 
 from __future__ import annotations
 
@@ -10,38 +10,26 @@ import torch
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.capture import hook, refusals
+from kdacompile.capture import hook
 from kdacompile.ops.signature import LINEAR_ATTENTION
-from kdacompile.report.findings import GraphReport, Match
+from kdacompile.report.findings import Match
 from kdacompile.report.source import kind_of, name_of
-from kdacompile.settings import Settings
 
 _FROM = re.compile(r"<kdacompile lift (\w+)>")
 
 
-def complete(report: GraphReport, graph: fx.Graph, settings: Settings) -> GraphReport:
-    """The report with what was replaced before capture, and why the loops that were unrolled were not."""
-    told = [
-        replace(match, not_lifted=refusals.reason(match.loop) if settings.lift else "kda.lift is off")
-        if match.loop
-        else match
-        for match in report.matches
-    ]
-    return replace(report, matches=(*_lifted(graph), *told))
-
-
-def _lifted(graph: fx.Graph) -> Iterator[Match]:
+def lifted(graph: fx.Graph) -> Iterator[Match]:
     """One match for every op that stands where a lifted function was called."""
     for node in graph.nodes:
         if not compat.is_own_op(node):
             continue
         key = _FROM.search(str(node.meta.get("stack_trace", "")))
-        lifted = hook.lifts.known_by(key.group(1)) if key else None
-        if lifted is not None:
+        known = hook.lifts.known_by(key.group(1)) if key else None
+        if known is not None:
             op = str(node.target).removesuffix(".default").replace(".", "::")
-            match = next((match for match in lifted.matches if match.op == op), lifted.matches[0])
+            match = next((match for match in known.matches if match.op == op), known.matches[0])
             absorbed = tuple(dict.fromkeys([*match.absorbed, *node.meta.get(compat.ABSORBED, ())]))
-            yield replace(match, op=op, roles=_roles(node), absorbed=absorbed, lifted=lifted.verdict.function)
+            yield replace(match, op=op, roles=_roles(node), absorbed=absorbed, lifted=known.verdict.function)
 
 
 def _roles(node: fx.Node) -> dict[str, str]:

@@ -31,7 +31,6 @@ from kdacompile import compat
 from kdacompile.compat import region, sizes
 from kdacompile.graph import prefilter
 from kdacompile.ops.definitions import mla
-from kdacompile.rewrite.strides import CONCATENATIONS
 from kdacompile.search.compiler_pass import Analysis
 from kdacompile.settings import Settings
 from kdacompile.store.disk import read_checked, source_fingerprint, write_checked
@@ -55,10 +54,7 @@ def open_lengths(analysis: Analysis) -> None:
 
 def _of_caches(graph: fx.Graph) -> Iterator[int]:
     """What growing caches measure, and what they grow to, as masks do; only where both are captured as numbers."""
-    results = set(graph.output_node().all_input_nodes)
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target not in CONCATENATIONS or node not in results:
-            continue
+    for node in prefilter.concatenated(graph):
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
         after = compat.example_value(node)
         for before in (compat.example_value(each) for each in node.all_input_nodes if each.op == "placeholder"):

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,22 +57,15 @@ def _is_table(tensor: Tensor) -> bool:
     return bool(((tensor >= 0) & (tensor <= 1) | (tensor == -math.inf)).all())
 
 
-@dataclass(frozen=True)
-class Table:
-    """One input of the graph, and the values it must have."""
-
-    index: int
-    name: str
-    values: Tensor
-
-
 class Guarded:
     """Compiled code that is right for certain values of some inputs, and the captured graph for all others."""
 
-    def __init__(self, compiled: Callable[..., Any], captured: fx.GraphModule, tables: Iterable[Table]) -> None:
+    def __init__(self, compiled: Callable[..., Any], captured: fx.GraphModule, tables: Tables) -> None:
         self.compiled = compiled
         self.captured = captured
-        self.tables = list(tables)
+        names = [node.name for node in captured.graph.find_nodes(op="placeholder")]
+        self.tables = [(index, name, tables[name]) for index, name in enumerate(names) if name in tables]
+        """Place among the inputs, name and the values it must have."""
         self.warned = False
 
     def __call__(self, *args: Any) -> Any:
@@ -81,7 +73,7 @@ class Guarded:
             return self.compiled(*args)
         if not self.warned:
             self.warned = True
-            names = ", ".join(table.name for table in self.tables)
+            names = ", ".join(name for _, name, _ in self.tables)
             log.warning(
                 "tensors among %s have changed since they were compiled for; this graph now runs without fused "
                 "kernels (torch._dynamo.reset() compiles it anew)",
@@ -92,25 +84,17 @@ class Guarded:
     def are_unchanged(self, args: Sequence[Any]) -> bool:
         """True if every table has its values; one wait per device, and none while a CUDA graph is recorded."""
         pending: list[Tensor] = []
-        for table in self.tables:
-            given = args[table.index]
-            if type(given) is not Tensor or given.device != table.values.device or given.shape != table.values.shape:
+        for index, _, values in self.tables:
+            given = args[index]
+            if type(given) is not Tensor or given.device != values.device or given.shape != values.shape:
                 return False
             if given.device.type == "cpu":
-                if not torch.equal(given, table.values):
+                if not torch.equal(given, values):
                     return False
             else:
-                pending.append((given == table.values).all())
+                pending.append((given == values).all())
         if not pending:
             return True
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
         return bool(torch.stack(pending).all())
-
-
-def guarded(compiled: Callable[..., Any], captured: fx.GraphModule, tables: Tables) -> Callable[..., Any]:
-    """``compiled`` for as long as these inputs have these values; ``captured`` otherwise."""
-    if not tables:
-        return compiled
-    names = [node.name for node in captured.graph.find_nodes(op="placeholder")]
-    return Guarded(compiled, captured, [Table(i, name, tables[name]) for i, name in enumerate(names) if name in tables])

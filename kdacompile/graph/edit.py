@@ -7,7 +7,7 @@ model's graph: those that a match reads, and those that compute results of the m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from kdacompile.graph.ir import Graph, Op, Value, ancestors, map_values, walk_va
 from kdacompile.graph.recorder import Recorder
 from kdacompile.patterns.engine.values import Moves, moves
 from kdacompile.patterns.engine.vocabulary import LAYOUT, MAKERS
+
+Rule = Callable[["Edit"], None]
 
 
 class CannotEdit(Exception):
@@ -95,8 +97,7 @@ class Edit:
         written = {mutation.storage for mutation in functional.mutations}
         self.fixed = {node for node, storage in functional.storages.items() if storage in written}
         """Nodes that share memory with something the graph writes: what they hold depends on when they are read."""
-        self.recorder = Recorder()
-        self.recorder.graph = functional
+        self.recorder = Recorder(functional)
         self.recorder.values = max((value.index for op in functional.ops for value in op.outs), default=0)
         self.recorder.values += len(functional.inputs) + 1
         self.start = len(functional.ops), len(functional.mutations)
@@ -252,3 +253,15 @@ class Edit:
         for index, value in enumerate([*graph.inputs, *made], 1):
             value.index = index
         mark_uniform(graph)
+
+
+def apply(rules: Iterable[Rule], functional: Graph, calls: NewCalls) -> bool:
+    """Apply rules to a functional graph; True if one changed it."""
+    changed, before = False, functional.calls
+    for rule in rules:
+        edit = Edit(functional, calls)
+        rule(edit)
+        edit.finish()
+        changed |= edit.changed
+    functional.calls = calls if changed else before
+    return changed

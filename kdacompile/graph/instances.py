@@ -79,7 +79,7 @@ class Instances:
         guard: a match has them in it. ``tied`` symbols have the sizes of those they are mapped to. Where ``turns`` has
         comparisons that have come out one way so far, sizes at which they come out the other way are looked at as well.
         """
-        symbols = set[Any]().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
+        symbols = symbols_of(nodes)
         if not symbols:
             return None
         if any(compat.is_unbacked(symbol) for symbol in symbols):
@@ -127,6 +127,11 @@ class Instances:
             self.rewritten(functional)
             self.known[key] = functional
         return self.known[key]
+
+
+def symbols_of(nodes: Iterable[fx.Node]) -> set[Any]:
+    """The open sizes and numbers of what some nodes yield."""
+    return set[Any]().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
 
 
 # -- choosing sizes -----------------------------------------------------------------------------------------------

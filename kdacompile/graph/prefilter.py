@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.compat import local
 from kdacompile.graph.ir import reach
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS
 
@@ -19,14 +21,21 @@ _OUTER = frozenset("mul __mul__ multiply imul addcmul addcmul_".split())
 _ALWAYS_OUTER = frozenset("outer ger".split())
 
 _ATTENTION = frozenset({"scaled_dot_product_attention"})
-_SOFTMAX = frozenset({"softmax", "_softmax", "exp"})
+_SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax"})
+_EXPONENTIALS = frozenset({"exp"})
+_QUOTIENTS = frozenset(  # what makes a softmax of exponentials
+    "div div_ divide divide_ true_divide true_divide_ truediv itruediv __truediv__ __itruediv__ reciprocal reciprocal_ "
+    "pow pow_ __pow__ rsqrt log logsumexp normalize".split()
+)
 _MATRIX_PRODUCTS = frozenset("matmul __matmul__ bmm baddbmm einsum mm mul sum".split())
 
 _PROJECTIONS = frozenset({"linear", "matmul", "__matmul__", "einsum"})
 _SUMS = frozenset("add __add__ iadd".split())
-_MIXES = _ATTENTION | _SOFTMAX | frozenset({"embedding"})
+_MIXES = _ATTENTION | _SOFTMAX | _EXPONENTIALS | frozenset({"embedding"})
 _FAR = 32
 """Operators between two projections, as a norm, a cut and a cache take them."""
+
+CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 
 
 class Prospects(NamedTuple):
@@ -36,10 +45,27 @@ class Prospects(NamedTuple):
     attention: bool
     ops: bool
     """Ops of ours that are there already: lifted functions, or calls of ``kdacompile.ops``."""
+    subclasses: bool
+    """Calls on tensor subclasses."""
+    owned: bool
+    """Inputs that a module owns."""
+    grows: bool
+    """Results that are concatenations, as caches are."""
+
+    @property
+    def anything(self) -> bool:
+        return self.recurrence or self.attention or self.ops
 
 
 def prospects(graph: fx.Graph) -> Prospects:
-    return Prospects(may_have_recurrence(graph), may_have_attention(graph), any(map(compat.is_own_op, graph.nodes)))
+    return Prospects(
+        recurrence=may_have_recurrence(graph),
+        attention=may_have_attention(graph),
+        ops=any(map(compat.is_own_op, graph.nodes)),
+        subclasses=any(map(local.touches, graph.nodes)),
+        owned=any(map(compat.owner, graph.find_nodes(op="placeholder"))),
+        grows=any(True for _ in concatenated(graph)),
+    )
 
 
 def may_have_recurrence(graph: fx.Graph) -> bool:
@@ -58,21 +84,26 @@ def may_have_recurrence(graph: fx.Graph) -> bool:
 
 def may_have_attention(graph: fx.Graph) -> bool:
     """MLA is a softmax between two products, or scaled_dot_product_attention."""
-    products = softmax = 0
-    for _, name in _calls(graph):
-        if name in _ATTENTION:
-            return True
-        softmax += name in _SOFTMAX
-        products += name in _MATRIX_PRODUCTS
-        if softmax and products > 1:
-            return True
-    return False
+    names = Counter(name for _, name in _calls(graph))
+
+    def count(some: Iterable[str]) -> int:
+        return sum(names[name] for name in some)
+
+    softmax = count(_SOFTMAX) or (count(_EXPONENTIALS) and count(_QUOTIENTS))
+    return bool(count(_ATTENTION) or (softmax and count(_MATRIX_PRODUCTS) > 1))
+
+
+def concatenated(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Results of the graph that are concatenations."""
+    for node in graph.output_node().all_input_nodes:
+        if node.op == "call_function" and node.target in CONCATENATIONS:
+            yield node
 
 
 def heads_and_queries(graph: fx.Graph) -> Iterator[int]:
     """How many heads and queries attention in this graph is computed for, where captured as numbers; none are one."""
     for node, name in _calls(graph):
-        if name in _ATTENTION or name in _SOFTMAX:
+        if name in _ATTENTION | _SOFTMAX | _EXPONENTIALS:
             value = compat.example_value(node.all_input_nodes[0] if name in _ATTENTION else node)
             sizes: tuple[Any, ...] = tuple(value.shape)[1:-1]
             yield from (size for size in sizes if isinstance(size, int) and size > 1)

@@ -51,9 +51,9 @@ class Recorder(TorchDispatchMode):
     that value, when they are read next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, graph: Graph | None = None) -> None:
         super().__init__()
-        self.graph = Graph()
+        self.graph = Graph() if graph is None else graph
         self.aliases: dict[int, Alias] = {}
         self.storages: list[Storage] = []
         self.node: Any = None

@@ -38,7 +38,7 @@ class KeptReport:
         modules = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
         self.nodes = sum(len(module.graph.nodes) for module in modules)
         # Almost every graph of almost every model has nothing to report: for those nothing is hashed or written.
-        self.interesting = any(any(prefilter.prospects(module.graph)) for module in modules)
+        self.interesting = any(prefilter.prospects(module.graph).anything for module in modules)
         self.path = _file(modules, identity) if self.interesting else None
         nodes = [node for module in modules for node in module.graph.nodes] if self.interesting else []
         self.places = list(map(source_of, nodes))

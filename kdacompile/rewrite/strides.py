@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.graph.prefilter import concatenated
 
 
 def order(want: torch.Tensor) -> list[int]:
@@ -57,8 +58,6 @@ def like_channels(x: torch.Tensor, steps: Sequence[Any] | None = None) -> bool:
 # for these strides, and the second, whose cache a step has made, once more. Where a cache has no columns (rotated keys
 # of width 0), Inductor returns ``keys`` themselves, with strides of 0.
 
-CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
-
 
 def settle(graph: fx.Graph) -> bool:
     """Have results that are one tensor concatenated with nothing copied into the strides of eager mode.
@@ -66,9 +65,7 @@ def settle(graph: fx.Graph) -> bool:
     True if there were any.
     """
     changed = False
-    for node in graph.output_node().all_input_nodes:
-        if node.op != "call_function" or node.target not in CONCATENATIONS:
-            continue
+    for node in list(concatenated(graph)):
         full = [each for each in node.all_input_nodes if _sizes(each) != [0]]  # what caches begin as
         if len(full) != 1 or len(node.all_input_nodes) == 1:
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,9 +15,8 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.containment import contain
-from kdacompile.graph import aliases, prefilter
-from kdacompile.graph.build import Tables
-from kdacompile.graph.edit import NewCalls
+from kdacompile.graph import edit, prefilter
+from kdacompile.graph.build import Tables, overwritten
 from kdacompile.graph.ir import Graph, Op
 from kdacompile.graph.prefilter import Prospects
 from kdacompile.patterns import canonical
@@ -27,7 +26,7 @@ from kdacompile.patterns.mla.spec import LATENT_ATTENTION
 from kdacompile.patterns.recurrence.spec import CALLS, RECURRENCE
 from kdacompile.report import trace
 from kdacompile.report.collect import emit, postponed
-from kdacompile.report.findings import GraphReport, Rejection, internal
+from kdacompile.report.findings import GraphReport, Match, Rejection, internal
 from kdacompile.report.report import enforce
 from kdacompile.report.source import first_own_line, source_of
 from kdacompile.rewrite import local, strides
@@ -36,8 +35,8 @@ from kdacompile.rewrite.linear_attention import LinearAttentionSplice
 from kdacompile.search.matching import Context, Matching
 from kdacompile.settings import Settings
 
-Complete = Callable[[GraphReport, fx.Graph, Settings], GraphReport]
-"""Adds to the report on a graph what is known from before capture."""
+Lifted = Callable[[fx.Graph], Iterable[Match]]
+"""What is known of ops that stand in a graph where functions were lifted."""
 
 
 class Result(NamedTuple):
@@ -55,24 +54,27 @@ class Analysis:
     puts the same result in the graph's place.
     """
 
-    def __init__(self, gm: fx.GraphModule, settings: Settings, tables: Tables | None = None) -> None:
-        """``tables`` are inputs whose values matches may rely on: the caller sees to it that they keep them
-        (``Match.holds``).
-        """
-        self.gm, self.settings, self.tables = gm, settings, tables or {}
+    def __init__(self, gm: fx.GraphModule, settings: Settings) -> None:
+        self.gm, self.settings = gm, settings
         self.captured = gm.graph
+        self.tables: Tables = {}
+        """Inputs whose values matches may rely on: who gives some sees to it that they keep them (``Match.holds``)."""
         self.text: str | None = None
+
+    @functools.cached_property
+    def prospects(self) -> Prospects:
+        return prefilter.prospects(self.captured)
 
     @functools.cached_property
     def result(self) -> Result:
         """The rewritten copy. Raises what an error of ours raises."""
-        prospects = prefilter.prospects(self.captured)
-        if not any(prospects):
+        prospects = self.prospects
+        if not prospects.anything:
             return Result(self.captured, False, GraphReport(nodes=len(self.captured.nodes)))
         self.text = _text(self.captured)
         graph = compat.copy_of_graph(self.captured)
         with compat.no_python_dispatcher(), compat.no_saved_tensors_hooks():
-            localised = (prospects.recurrence or prospects.attention) and local.localise(graph)
+            localised = prospects.subclasses and local.localise(graph)
             search = Search(graph, prospects, self.settings, self.tables, trial=False)
             search.run()
         if localised and not search.found:
@@ -90,26 +92,27 @@ def _text(graph: fx.Graph) -> str:
 
 
 def run(
-    gm: fx.GraphModule, settings: Settings, *, complete: Complete | None = None, analysis: Analysis | None = None
+    gm: fx.GraphModule, settings: Settings, *, lifted: Lifted = lambda _: (), analysis: Analysis | None = None
 ) -> GraphReport:
     """Rewrite ``gm``; emits and returns the report. After an error of ours ``gm`` is as it was.
 
     ``analysis``: what is known of the graph, if capture has asked for it.
     """
 
+    def with_lifted(report: GraphReport, graph: fx.Graph) -> GraphReport:
+        return replace(report, matches=(*lifted(graph), *report.matches))
+
     def attempt() -> GraphReport:
         known = analysis if analysis is not None and analysis.is_of(gm) else Analysis(gm, settings)
         graph, found, report = known.result
-        report = complete(report, graph, settings) if complete is not None else report
-        if (report.matches and strides.settle(graph)) or found:
+        report = with_lifted(report, graph) if known.prospects.ops else report
+        if (report.matches and known.prospects.grows and strides.settle(graph)) or found:
             gm.graph = graph
         return report
 
     def instead(reason: str) -> GraphReport:
         report = GraphReport((), (internal(reason, first_own_line(gm.graph)),), len(gm.graph.nodes))
-        if (finish := complete) is None:
-            return report  # else there may be ops that stand where functions were lifted
-        return contain("completing a report", lambda: finish(report, gm.graph, settings), lambda _: report)
+        return contain("completing a report", lambda: with_lifted(report, gm.graph), lambda _: report)
 
     report = contain("rewriting a graph", attempt, instead, strict=settings.strict)
     report = replace(report, rejections=(*postponed(), *report.rejections))
@@ -150,7 +153,8 @@ class Search:
         self.tables = tables
         self.has_recurrence = prospects.recurrence or prospects.ops
         self.has_attention = prospects.attention and not trial  # a function that may become one op is a recurrence
-        self.applied: list[canonical.Rule] = []
+        self.prospects = prospects
+        self.applied: list[edit.Rule] = []
         """Canonical rules that the functional graph has seen."""
         self.seconds: dict[str, float] = {}
         self.nodes = len(graph.nodes)
@@ -183,7 +187,7 @@ class Search:
             self.recurrence.rejections += [
                 Rejection("linear_attention", error.reason, first_own_line(self.graph), "deadline")
             ]
-        if (node := local.left_alone(self.graph)) is not None:
+        if self.prospects.subclasses and (node := local.left_alone(self.graph)) is not None:
             reason = "tensor subclasses (DTensor, quantised) are computed with here; local tensors are rewritten"
             self.subclasses = [Rejection("linear_attention", reason, source_of(node), "subclass")]
         if self.found:
@@ -225,9 +229,10 @@ class Search:
         if self.attention.matches:
             functional = self.context.functional()
         functional = self.recurrence.run(functional)
-        self.calls.run(functional)
-        for rejection in self.calls.rejections:
-            log.info("nothing above an op is absorbed: %s", rejection)
+        if self.prospects.ops:
+            self.calls.run(functional)
+            for rejection in self.calls.rejections:
+                log.info("nothing above an op is absorbed: %s", rejection)
         if not (self.attention.matches or self.attention.rejections):
             self.recurrence.reject_blocked(functional)
 
@@ -244,24 +249,24 @@ class Search:
                 self.recurrence.missed = False
                 self.search()
 
-    def canonicalise(self, rule: canonical.Rule) -> bool:
+    def canonicalise(self, rule: edit.Rule) -> bool:
         """Apply ``rule`` to the functional graph, which is searched from here on; False if nothing comes of it."""
         self.context.rely_on({})
         functional = self.context.functional()
-        calls = functional.calls or NewCalls()
+        calls = functional.calls or edit.NewCalls()
         rules = [*self.applied, rule] if functional.calls else [rule]
         with self.timed("canonicalise"):
-            if not canonical.apply([rule], functional, calls):
+            if not edit.apply([rule], functional, calls):
                 return False
         trace.stage("canonical", functional)
         self.context.rejected.clear()  # what a group reads is written in another way
         self.applied = rules
-        self.context.instances.rewritten = lambda other: canonical.apply(rules, other, calls)
+        self.context.rewritten = lambda other: edit.apply(rules, other, calls)
         return True
 
     def shares_memory(self, functional: Graph) -> bool:
         """True, with a rejection, if the graph overwrites what another of its inputs reads."""
-        target = aliases.overwritten(functional, self.graph.nodes)
+        target = overwritten(functional, self.graph.nodes)
         if target is None:
             return False
         reason = "the graph overwrites an input that shares its memory with another input"

@@ -18,13 +18,13 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph.build import Tables, functional_graph
-from kdacompile.graph.instances import NO_TIES, Instances, Sizes, Ties, Turns
+from kdacompile.graph.instances import NO_TIES, Instances, Sizes, Ties, Turns, symbols_of
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
 from kdacompile.patterns import canonical
 from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.match import B, Candidate, Match, Obstacle, Verdict
 from kdacompile.patterns.engine.spec import Inner, R, Spec
-from kdacompile.report import findings, source, trace
+from kdacompile.report import findings, refusals, source, trace
 from kdacompile.report.findings import Rejection
 from kdacompile.report.source import describe, source_of
 from kdacompile.rewrite.splice import CannotSplice, Splice
@@ -66,8 +66,14 @@ class Context:
         if tables.keys() != self.tables.keys():
             self.known = None
         self.tables = tables
-        self.instances = Instances(self.graph, tables)
+        self.rewritten: Callable[[Graph], object] = lambda _: None
+        """Applies the canonical rules that the functional graph has seen to one at other sizes."""
         self.regions: dict[tuple[int, str], list[Any]] = {}
+        vars(self).pop("instances", None)
+
+    @functools.cached_property
+    def instances(self) -> Instances:
+        return Instances(self.graph, self.tables, self.rewritten)
 
     def functional(self) -> Graph:
         """The functional graph of the graph as it is now."""
@@ -285,8 +291,17 @@ class Matching(Generic[R, B]):
         self.rewritten |= match.candidate.ops
         holds = self.relied_on(match)
         found = findings.Match(name, match.mode, source, roles, match.max_error, op, match.absorbed, holds=holds)
-        self.matches.append(replace(found, loop=_loop(match), checked=match.shown))
+        self.matches.append(replace(found, checked=match.shown, **self.loop(match)))
         return None
+
+    def loop(self, match: Match[B]) -> dict[str, str]:
+        """ "file:line" of the loop whose turns the region is, if there is one, and why its function was not lifted."""
+        nodes = {op.node for op in match.candidate.ops if isinstance(op.node, fx.Node)}
+        found = None if match.mode == "step" or self.context.trial else source.unrolled(nodes)
+        if found is None:
+            return {}
+        lifts = self.settings.lift
+        return {"loop": found.place, "not_lifted": refusals.reason(found.place) if lifts else "kda.lift is off"}
 
     def relied_on(self, match: Match[B]) -> tuple[str, ...]:
         """Inputs of the graph whose values the match takes for constants."""
@@ -299,6 +314,9 @@ class Matching(Generic[R, B]):
 
     def disagreement(self, graph: Graph, match: Match[B], tied: Ties = NO_TIES) -> str | None:
         """Why the match might not hold at all sizes that the graph allows; None if it does, as far as others tell."""
+        nodes = _nodes(match)
+        if not symbols_of(nodes):
+            return None
         turns = Turns(_region(match), apart="C" not in match.binding.sizes)
 
         def compare(sizes: Sizes) -> str | None:
@@ -315,7 +333,7 @@ class Matching(Generic[R, B]):
                     return turns.add(sizes, _region(again))
             return "the region computes something else at other sizes"
 
-        return self.context.instances.anywhere(_nodes(match), compare, tied, turns)
+        return self.context.instances.anywhere(nodes, compare, tied, turns)
 
     def holds_at_equal_sizes(self, graph: Graph, match: Match[B]) -> bool:
         """Whether the match holds wherever two sizes are equal that are now; then that is guarded."""
@@ -384,14 +402,6 @@ def _nodes_of(ops: set[Op], inputs: Iterable[Value]) -> set[fx.Node]:
     """The Dynamo nodes of a region and what they read: tensors, sizes and other numbers."""
     own = {op.node for op in ops if op.node is not None} | {value.node for value in inputs}
     return own | {arg for node in own for arg in node.all_input_nodes if node.op != "placeholder"}
-
-
-def _loop(match: Match[Any]) -> str:
-    """ "file:line" of the loop whose turns the region is, "" if it was written down without one."""
-    if match.mode == "step":
-        return ""
-    found = source.unrolled({op.node for op in match.candidate.ops if isinstance(op.node, fx.Node)})
-    return "" if found is None else found.place
 
 
 def _chosen_by(mask: Value) -> str:

@@ -6,10 +6,7 @@ own graph is not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
-from kdacompile.graph.edit import Edit, NewCalls
-from kdacompile.graph.ir import Graph
+from kdacompile.graph.edit import Rule
 from kdacompile.patterns.canonical import (
     adapters,
     columns,
@@ -23,8 +20,6 @@ from kdacompile.patterns.canonical import (
     shared,
     stabilised,
 )
-
-Rule = Callable[[Edit], None]
 
 RULES: tuple[Rule, ...] = (
     shared.apply,
@@ -42,18 +37,6 @@ RULES: tuple[Rule, ...] = (
 
 ON_TRIAL: tuple[Rule, ...] = (shared.apply,)
 """Those for functions that may become one op, of which many more are looked at than are."""
-
-
-def apply(rules: Iterable[Rule], functional: Graph, calls: NewCalls) -> bool:
-    """Apply rules to a functional graph; True if one changed it."""
-    changed, before = False, functional.calls
-    for rule in rules:
-        edit = Edit(functional, calls)
-        rule(edit)
-        edit.finish()
-        changed |= edit.changed
-    functional.calls = calls if changed else before
-    return changed
 
 
 may_take_loops_apart = hoist.may_help

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kdacompile
-from kdacompile.graph.aliases import overlap
+from kdacompile.graph.build import overlap
 from tests.compare import worst_error
 
 B, H, K, V = 2, 3, 8, 12

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from kdacompile import containment
-from kdacompile.capture import hook, refusals, tables
+from kdacompile import backend, containment
+from kdacompile.capture import hook
 from kdacompile.capture.store import Verdict
 from kdacompile.errors import InternalError
 from kdacompile.explainer import explain
 from kdacompile.lowering.cpu import backward, compiler, recurrence
 from kdacompile.ops import fused, linear_attention
+from kdacompile.report import refusals
 from kdacompile.report.report import Report
-from kdacompile.rewrite import strides
 from kdacompile.rewrite.linear_attention import LinearAttentionSplice
 from kdacompile.search.matching import Matching
 from tests.backend.layers import delta_arguments, gated_delta_loop, gated_linear_parallel
@@ -46,8 +46,7 @@ def explained(options: dict[str, Any] | None = None) -> Report:
 PLACES = [
     (Matching, "judge"),
     (LinearAttentionSplice, "erase"),  # the op is in the graph by then
-    (strides, "settle"),
-    (tables, "find"),
+    (backend, "_tables"),
 ]
 
 
@@ -59,7 +58,7 @@ def test_the_graph_is_handed_on_as_it_was(owner: Any, name: str, monkeypatch: py
     (told,) = [rejection for rejection in report.rejections if rejection.code == "internal"]
     assert "please report it" in told.reason
     assert "Mistake: of ours" in told.reason
-    if owner is not tables:  # tables are looked for before anything else; without them the graph is rewritten
+    if owner is not backend:  # tables are looked for before anything else; without them the graph is rewritten
         assert not report.matches
         assert torch.equal(report.result, want)
         assert told.source.split(":")[0].endswith("layers.py")

@@ -9,9 +9,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from kdacompile.capture import hook, lifting, refusals
+from kdacompile.capture import hook, lifting
 from kdacompile.patterns.mla.spec import LATENT_ATTENTION
 from kdacompile.patterns.recurrence.spec import CALLS, RECURRENCE
+from kdacompile.report import refusals
 from kdacompile.report.collect import collecting
 from kdacompile.report.report import Report
 from tests.backend.layers import Layer, gated_delta_loop, gated_linear_parallel

@@ -1,0 +1,15 @@
+"""The way of a graph: each stage once, nothing entered that a graph has no use for, and no calls back up."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.flow import follow
+
+
+@pytest.mark.parametrize(("name", "most"), [("delta_rule_loop", 11), ("latent_attention", 13)])
+def test_a_graph_enters_few_modules_and_stays_on_its_way(name: str, most: int) -> None:
+    flow = follow(name)
+    assert {"kdacompile.backend", "kdacompile.graph.build", "kdacompile.rewrite.splice"} <= flow.entered.keys()
+    assert len(flow.entered) <= most, "\n".join(flow.entered)
+    assert flow.upward.keys() <= {("kdacompile.backend", "kdacompile.capture.open_lengths")}
