@@ -4,5 +4,5 @@
 ``worker`` is that process, ``measure`` has its clocks and scales, ``table`` the output. ``cuda``, ``cuda_grid``,
 ``train``, ``mla`` and ``parallel`` are suites of CUDA devices: ``rows`` has their operands, contenders and expected
 results, ``cuda_models`` whole models, ``device_clock`` their clocks. ``relay`` starts processes and ``record`` writes
-what was measured, for all suites; ``charts`` draws it.
+what was measured, for all suites.
 """

@@ -53,7 +53,7 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
     failed = 0
     if GRID in names:
         failed = cuda_grid.run(json_path, timeout)
-    print(f"{record.drawn_by(json_path)}; the tables are beside it (.md)")
+    print(f"\nwritten to {json_path}; the tables are beside it (.md)")
     ours = [figures for found in results.values() for name, figures in found.items() if name in ("ours", "portable")]
     return 1 if failed or any("failure" in figures for figures in ours) else 0
 

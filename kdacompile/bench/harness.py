@@ -51,7 +51,7 @@ def main(suite_name: str, only: Sequence[str] | None, json_path: Path, timeout: 
     done = [case for case in cases if case.name in results]
     if done:
         print(table.render(done, suite, results))
-        print(record.drawn_by(json_path))
+        print(f"\nwritten to {json_path}")
     if not finished:
         print(f"stopped after {len(done)} of {len(cases)} cases", file=sys.stderr)
         return 130

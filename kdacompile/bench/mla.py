@@ -191,5 +191,5 @@ def main(only: Sequence[str] | None, json_path: Path, contenders: Sequence[str] 
         done = [{**asdict(one), "results": results[one.name]} for one in cases if one.name in results]
         record.write(json_path, "mla", done, device=device)  # what is there when somebody stops it
     print(table(results))
-    print(record.drawn_by(json_path))
+    print(f"\nwritten to {json_path}")
     return 1 if any("failure" in found["ours"] for found in results.values() if "ours" in found) else 0

@@ -59,10 +59,6 @@ def _commit() -> str | None:
         return None
 
 
-def drawn_by(path: Path) -> str:
-    return f"\nwritten to {path}; `python -m kdacompile.bench.charts {path}` draws it"
-
-
 def aligned(rows: Rows) -> str:
     """A table whose first row is its header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -45,7 +45,7 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
 
     jobs = [Job(f"{name}, {who}", __name__, name, who) for name in chosen for who in contenders(name)]
     Relay(min(READY_SECONDS, timeout), timeout).run([jobs], done)
-    print(record.drawn_by(json_path))
+    print(f"\nwritten to {json_path}")
     return 1 if any("failure" in case["results"].get("ours", {}) for case in cases.values()) else 0
 
 

@@ -21,14 +21,6 @@ from kdacompile.report.findings import Match
 from kdacompile.search.compiler_pass import rewrite_function
 from kdacompile.settings import Settings
 
-RUN_ERRORS = (
-    RuntimeError, ValueError, TypeError, LookupError, AttributeError, NameError, AssertionError, ArithmeticError,
-    StopIteration, OSError,
-)  # fmt: skip
-"""What a function may raise when it is run on arguments it was not written for; one that has classes of its own is not
-lifted (``identity``).
-"""
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
+from kdacompile import compat
 from kdacompile.capture import library, store, template, verify
 from kdacompile.capture import replacement as namespace
 from kdacompile.capture.branches import FARTHEST
 from kdacompile.capture.calls import Call, Sizes, TensorArg, length_of, open_dimensions
 from kdacompile.capture.concolic import Concolic
 from kdacompile.capture.documented import Documented
-from kdacompile.capture.draft import RUN_ERRORS, Captured, bound, capture, turning_lengths
+from kdacompile.capture.draft import Captured, bound, capture, turning_lengths
 from kdacompile.capture.errors import NeverRuns, Unliftable, WrongLayout
 from kdacompile.capture.identity import Identity
 from kdacompile.capture.probes import roles, weakened
@@ -176,7 +177,7 @@ def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Sett
     other = load("draft", Verdict("", "", text)).run
     try:
         agreed = verify.compare_everywhere(Concolic(fn, identity), other, narrow, found, tried)
-    except (*RUN_ERRORS, NeverRuns):  # it knows its own number of heads
+    except (*compat.RUN_ERRORS, NeverRuns):  # it knows its own number of heads
         narrow = call
         agreed = verify.compare_everywhere(Concolic(fn, identity), other, call, found, tried)
     taken = agreed.taken
@@ -211,7 +212,7 @@ def captures(
     for plan in plans if chunk else [(3, 6, 11)]:
         try:
             captured = _alike(fn, call, plan, chunk, settings, known)
-        except RUN_ERRORS as error:
+        except compat.RUN_ERRORS as error:
             failure = WrongLayout(f"it does not run on stand-ins: {error}")
             continue
         try:

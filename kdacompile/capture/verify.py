@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kdacompile import compat
 from kdacompile.capture.branches import FARTHEST, to_visit
 from kdacompile.capture.calls import Call
 from kdacompile.capture.concolic import Concolic, Point
-from kdacompile.capture.draft import RUN_ERRORS, bound
+from kdacompile.capture.draft import bound
 from kdacompile.capture.errors import NeverRuns, Unliftable
 from kdacompile.capture.probes import make
 from kdacompile.compat.operators import tree_flatten, tree_leaves
@@ -114,14 +115,14 @@ def compare(
     try:
         with torch.no_grad():
             want = fn(*inputs) if concolic is None else concolic.run(fn, inputs, batch, length)
-    except RUN_ERRORS:
+    except compat.RUN_ERRORS:
         return None
     if not all(map(torch.equal, inputs, before)):
         raise Unliftable("it writes its arguments")
     try:
         with torch.no_grad():
             have = other(*inputs)
-    except RUN_ERRORS as error:
+    except compat.RUN_ERRORS as error:
         raise Unliftable(f"what it was captured as does not run at {length} tokens: {error}") from error
     if concolic is not None:  # a library's function may lay states out as its kernels like it
         _check_strides(have, want)
@@ -156,7 +157,7 @@ def compare_gradients(
                 raise Unliftable("it cuts gradients")
             seeds = [torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out) for out in outputs]
             results.append(list(torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)))
-        except RUN_ERRORS as error:
+        except compat.RUN_ERRORS as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             if run is fn:

@@ -50,6 +50,7 @@ from kdacompile.compat.inductor import (
 from kdacompile.compat.nodes import (
     ABSORBED,
     OWN_OPS,
+    RUN_ERRORS,
     attribute,
     called,
     copy_of_graph,

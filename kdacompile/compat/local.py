@@ -17,13 +17,10 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kdacompile.compat.nodes import example_value, fake_mode_of, is_detach, is_random, unlogged
+from kdacompile.compat.nodes import RUN_ERRORS, called, example_value, fake_mode_of, is_detach, is_random, unlogged
 
 _MODULE = "torch.distributed.tensor"
 _SAME = ("aten::detach", "aten::alias")
-
-# What a call may raise that was made on example values, or on parts of what it is meant for.
-_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 
 Mesh = frozenset[int]
 """Dimensions of a mesh."""
@@ -155,10 +152,8 @@ def _recorded(node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, list[Recorded
     """The result of a call on example values, and its operators; no result where it cannot be made."""
     with _disable_current_modes(), fake_mode_of(node), torch.no_grad(), unlogged(), _InnerCalls() as inner:
         try:
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs), inner.calls
-            return node.target(*args, **kwargs), inner.calls  # type: ignore[operator]
-        except _ERRORS:
+            return called(node.target, args, kwargs), inner.calls
+        except RUN_ERRORS:
             return None, []
 
 

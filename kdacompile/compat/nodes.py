@@ -249,6 +249,13 @@ def unlogged() -> Generator[None]:
         logger.removeFilter(of_others)
 
 
+RUN_ERRORS = (
+    RuntimeError, ValueError, TypeError, LookupError, AttributeError, NameError, AssertionError, ArithmeticError,
+    StopIteration, OSError,
+)  # fmt: skip
+"""What code may raise that is run on stand-ins, or on sizes and numbers that it was not written for."""
+
+
 def called(target: Any, args: Any, kwargs: Any) -> Any:
     """What a call yields: of a function, or of its first argument's method by that name."""
     return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)

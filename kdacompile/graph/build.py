@@ -32,10 +32,6 @@ from kdacompile.patterns.engine.vocabulary import AS_IS, ELEMENTWISE, TURNS
 
 log = logging.getLogger(__name__)
 
-# Replaying a node on meta tensors can fail in these ways (no meta kernel, data-dependent, symbolic without a hint); the
-# node then counts as opaque, which only ever means "do not look inside".
-REPLAY_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError, KeyError)
-
 META = torch.device("meta")
 
 SizeOf = Callable[[Any], int]
@@ -147,7 +143,7 @@ class _Replay:
             mark = self.recorder.mark()
             try:
                 self.env[node] = self.replay(node)
-            except REPLAY_ERRORS as error:
+            except compat.RUN_ERRORS as error:  # no meta kernel, data-dependent, no hint: nobody looks inside
                 log.debug("opaque: %s (%s)", node.format_node(), error)
                 self.recorder.roll_back(mark)
                 self.opaque(node)

@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from kdacompile import compat
-from kdacompile.graph.build import REPLAY_ERRORS, drop_unread, mark_uniform
+from kdacompile.graph.build import drop_unread, mark_uniform
 from kdacompile.graph.ir import Graph, Op, Value, ancestors, map_values, walk_values
 from kdacompile.graph.recorder import Recorder
 from kdacompile.patterns.engine.values import Moves, moves
@@ -50,7 +50,7 @@ class NewCalls:
             node = self.graph.create_node(op, target, given, named)  # type: ignore[arg-type]
             try:
                 compat.propagate_fake(node, like)
-            except REPLAY_ERRORS as error:
+            except compat.RUN_ERRORS as error:
                 self.graph.erase_node(node)
                 raise CannotEdit(str(error)) from error
             self.known[text] = node
@@ -163,7 +163,7 @@ class Edit:
         try:
             with torch.no_grad(), compat.no_fake_modes(), recorder:
                 result = compat.called(target, args, kwargs)
-        except REPLAY_ERRORS as error:
+        except compat.RUN_ERRORS as error:
             recorder.roll_back(mark)
             raise CannotEdit(str(error)) from error
         value = recorder.value_of(result)

@@ -6,16 +6,13 @@ Both are matrix products, passes over the scores, and a part of their own for ev
     the op:    expand + scores + values of what may be seen   in training:  4 expand + 4 scores + 3 values
 
 The op keeps neither keys and values nor scores for the backward, and computes them again; it skips what causality
-hides. The constants are fitted to what ``python -m kdacompile.bench.latent_prompts`` measured, which is in
+hides. The constants are fitted to what ``python -m benchmarks.latent_prompts`` measured, which is in
 ``docs/results/fits/mla-cpu.json``. They are of one machine; a decision rests on a quotient of two such estimates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 from .attention import ROWS
 
@@ -90,12 +87,3 @@ def estimated_ratio(prompt: Prompt) -> float:
 
 def _seconds(terms: Constants, constants: Constants) -> float:
     return sum(x * y for x, y in zip(constants, terms, strict=True))
-
-
-def fitted(measured: Sequence[tuple[Prompt, float, float]]) -> Constants:
-    """The constants that estimate these seconds of Inductor and of the op best, relative to each (least squares)."""
-    pairs = [(prompt.terms(op=op), times[op]) for prompt, *times in measured for op in (False, True)]
-    relative = torch.tensor([[x / time for x in terms] for terms, time in pairs], dtype=torch.float64)
-    scale = relative.amax(0)
-    found = torch.linalg.lstsq(relative / scale, relative.new_ones(len(pairs))).solution / scale
-    return tuple(float(f"{x:.3g}") for x in found)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kdacompile import compat
 from kdacompile.graph.ir import Op, Value, ancestors, map_values
 from kdacompile.patterns.engine.reduced import (
     SIZED,
@@ -253,7 +254,7 @@ def _call(op: Op, *, own: bool = False) -> Step:
         named = map_values(kwargs, lambda _: next(queue)) if kwargs else kwargs
         try:
             result = op.target(*args, **named)
-        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
+        except compat.RUN_ERRORS as error:
             raise EvaluationError(f"{op.name}: {error}") from error
         return [result] if isinstance(result, Tensor) else [item for item in result if isinstance(item, Tensor)]
 

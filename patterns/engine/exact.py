@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kdacompile import compat
 from kdacompile.graph.ir import Op, Value, map_values, walk_values
 from kdacompile.patterns.engine.evaluate import Planned
 from kdacompile.patterns.engine.field import GONE, Numbers, P, R, Silent, unreached
@@ -126,7 +127,7 @@ class Evaluation:
             results = self.compute(item, trait, self.fields[R if exponent_of(op, trait) is not None else modulus])
         except Silent as error:
             raise error if isinstance(error, SilentAt) else SilentAt(op, str(error)) from error
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        except compat.RUN_ERRORS as error:
             raise SilentAt(op, f"it does not run on residues ({error})") from error
         for value, result in zip(op.outs, results, strict=False):
             self.known[value, modulus] = result

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kdacompile.bench import charts, record, train
+from benchmarks import charts
+from kdacompile.bench import record, train
 from kdacompile.errors import BenchError
 
 

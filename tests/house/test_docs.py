@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kdacompile.bench import charts
+from benchmarks import charts
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

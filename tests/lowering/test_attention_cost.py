@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kdacompile.lowering.cpu.attention_cost import FORWARD, LEAST, TRAINING, Prompt, estimated_ratio, fitted, loses
+from benchmarks.latent_prompts import fitted
+from kdacompile.lowering.cpu.attention_cost import FORWARD, LEAST, TRAINING, Prompt, estimated_ratio, loses
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "fits" / "mla-cpu.json"
 ROWS: list[dict[str, Any]] = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]

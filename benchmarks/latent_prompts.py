@@ -1,6 +1,6 @@
 """MLA prompts on the CPU, forward and in training, beside Inductor: what the cost model of the rewrite rests on.
 
-    python -m kdacompile.bench.latent_prompts [--json docs/results/fits/mla-cpu.json] [--seconds 3] [--small]
+    python -m benchmarks.latent_prompts [--json docs/results/fits/mla-cpu.json] [--seconds 3] [--small]
 
 Expanded keys and values, as models write them, fp32, one thread. Inductor alone and ``backend="kda"`` compile the same
 module in this process and take turns; times are of the processor, and the ratio is the median of the turns' own. The
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kdacompile.lowering.cpu.attention_cost import Prompt, fitted
+from kdacompile.lowering.cpu.attention_cost import Constants, Prompt
 from kdacompile.report.collect import collecting
 
 SMALL, LARGE = (8, 64, 32, 64, 256), (16, 128, 64, 128, 512)
@@ -121,9 +121,18 @@ def _alternating(calls: dict[str, Callable[[], object]], seconds: float) -> dict
     return times
 
 
+def fitted(measured: Sequence[tuple[Prompt, float, float]]) -> Constants:
+    """The constants that estimate these seconds of Inductor and of the op best, relative to each (least squares)."""
+    pairs = [(prompt.terms(op=op), times[op]) for prompt, *times in measured for op in (False, True)]
+    relative = torch.tensor([[x / time for x in terms] for terms, time in pairs], dtype=torch.float64)
+    scale = relative.amax(0)
+    found = torch.linalg.lstsq(relative / scale, relative.new_ones(len(pairs))).solution / scale
+    return tuple(float(f"{x:.3g}") for x in found)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m kdacompile.bench.latent_prompts",
+        prog="python -m benchmarks.latent_prompts",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
