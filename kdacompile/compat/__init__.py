@@ -84,9 +84,9 @@ from kdacompile.compat.reporting import (
     trace_artifact,
 )
 from kdacompile.compat.symbols import (
+    Guards,
     NoHint,
     alike,
-    allowed,
     arithmetic_of,
     backed_hints,
     free_symbols,

@@ -170,18 +170,35 @@ def in_range(env: Any, symbol: Any, size: int) -> bool:
     return size not in (0, 1) and bool(known.lower <= size) and bool(size <= known.upper)
 
 
-def allowed(env: Any, sizes: dict[Any, int]) -> bool:
-    """True if ``sizes`` satisfy every guard of the graph that can be evaluated with them."""
-    numbers = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
-    numbers |= {symbol: expr.xreplace(numbers) for symbol, expr in env.replacements.items()}
-    return all(_holds(guard.expr, numbers) for guard in env.guards)
+class Guards:
+    """The guards of a graph as they are now; each is evaluated once for the same numbers, since thousands of sizes may
+    be tried.
+    """
 
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        conditions = dict.fromkeys(guard.expr.xreplace(env.replacements) for guard in env.guards)
+        self.read = {condition: sorted(condition.free_symbols, key=str) for condition in conditions}
+        self.known: dict[tuple[Any, ...], bool] = {}
 
-def _holds(condition: sympy.Basic, numbers: dict[Any, Any]) -> bool:
-    try:
-        return condition.xreplace(numbers) == sympy.true
-    except AssertionError:  # torch's Mod takes no negative number, such as T - 33 at 32 tokens
-        return False
+    def allow(self, sizes: dict[Any, int]) -> bool:
+        """True if ``sizes`` satisfy every guard."""
+        return all(self._holds(condition, sizes) for condition in self.read)
+
+    def allow_alone(self, symbol: Any, size: int) -> bool:
+        """True if the symbol's range and the guards about nothing else do."""
+        own = (condition for condition, read in self.read.items() if read == [symbol])
+        return in_range(self.env, symbol, size) and all(self._holds(condition, {symbol: size}) for condition in own)
+
+    def _holds(self, condition: Any, sizes: dict[Any, int]) -> bool:
+        key = (condition, *(sizes.get(symbol) for symbol in self.read[condition]))
+        if key not in self.known:
+            numbers = {symbol: sympy.Integer(sizes[symbol]) for symbol in self.read[condition] if symbol in sizes}
+            try:
+                self.known[key] = condition.xreplace(numbers) == sympy.true
+            except AssertionError:  # torch's Mod takes no negative number, such as T - 33 at 32 tokens
+                self.known[key] = False
+        return self.known[key]
 
 
 def guarded_with(env: Any, symbols: Collection[Any]) -> dict[Any, Any]:

@@ -185,8 +185,9 @@ def _first_allowed(
     mask with that of the prompt.
     """
     beside = {s: of for s, of in compat.guarded_with(env, {*symbols, *tied}).items() if s in hints and of in hints}
+    guards = compat.Guards(env)
     options = [
-        [size for size in choices(hints[symbol], turn) if size != hints[symbol] and compat.in_range(env, symbol, size)]
+        [size for size in choices(hints[symbol], turn) if size != hints[symbol] and guards.allow_alone(symbol, size)]
         for turn, symbol in enumerate(symbols)
     ]
     for picked in itertools.islice(_diagonally(options), _MAX_TRIES):
@@ -194,7 +195,7 @@ def _first_allowed(
         sizes |= {symbol: sizes[other] for symbol, other in tied.items()}
         moved = {other: hints[other] + sizes[symbol] - hints[symbol] for other, symbol in beside.items()}
         for these in (sizes, {**sizes, **moved}):
-            if compat.allowed(env, these):
+            if guards.allow(these):
                 return these
     return None
 

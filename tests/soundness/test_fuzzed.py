@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from sympy import Eq
+from sympy import Eq, floor, symbols
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import Mod
 
-from kdacompile.compat import allowed
+from kdacompile.compat import Guards
 from kdacompile.patterns.engine.placement import labelings
 from tests.fuzz.bases import Sizes
 from tests.fuzz.judge import Judge, Outcome, gradients_beside
@@ -171,7 +172,21 @@ def test_a_guard_on_a_negative_remainder() -> None:
     env = ShapeEnv()
     size = env.create_unbacked_symint().node.expr
     guard = SimpleNamespace(expr=Eq(Mod(size - 33, 2), 0))
-    assert not allowed(SimpleNamespace(guards=[guard], replacements={}), {size: 32})
+    assert not Guards(SimpleNamespace(guards=[guard], replacements={})).allow({size: 32})
+
+
+def test_guards_are_evaluated_once_for_the_same_numbers() -> None:
+    """Three lengths that guards bind to each other: each of thousands of sizes was put into every guard."""
+    a, b, c = sizes = symbols("a b c", positive=True, integer=True)
+    held = [Eq(floor(a / 8), 1), Eq(Mod(a + b, 8), 0), Eq(b, c)]
+    env = SimpleNamespace(guards=[SimpleNamespace(expr=expr) for expr in held], replacements={}, var_to_range={})
+    guards = Guards(env)
+    found = [
+        picked for picked in product(range(2, 20), repeat=3) if guards.allow(dict(zip(sizes, picked, strict=True)))
+    ]
+    assert found == [(x, y, y) for x in range(8, 16) for y in range(2, 20) if (x + y) % 8 == 0]
+    assert len(guards.known) <= 18 + 2 * 18 * 18
+    assert [size for size in range(20) if guards.allow_alone(a, size)] == [*range(8, 16)]
 
 
 def unbound(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
