@@ -17,7 +17,6 @@ SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 after_autograd_keys = torch._C._after_autograd_keyset
 after_version_counter_keys = torch._C._after_ADInplaceOrView_keyset
 any_requires_grad = torch._C._any_requires_grad
-below_autograd = torch._C._AutoDispatchBelowAutograd
 below_version_counter = torch._C._AutoDispatchBelowADInplaceOrView
 enable_single_level_autograd_function = torch._functorch.autograd_function.enable_single_level_autograd_function
 function_modes = torch._C._len_torch_function_stack

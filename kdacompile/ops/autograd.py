@@ -18,7 +18,6 @@ from kdacompile.ops.dispatch import (
     DispatchKey,
     DispatchKeySet,
     Kernel,
-    below_autograd,
     below_version_counter,
     inside_function,
     needs_derivative,
@@ -101,7 +100,7 @@ def functional_autograd(differentiated: Differentiated, kernels: Kernels) -> Ker
             return on_shards(op, signature, tensors, options)
         if differentiates:
             return record(_Recorded, differentiated, options, *tensors)
-        with below_autograd():
+        with below_version_counter():
             return kernel(*tensors, **options) if kernel is not None else op.redispatch(below, *tensors, **options)
 
     return autograd
@@ -157,7 +156,7 @@ def backward_autograd(op: Any) -> Kernel:
         if needs_derivative(tensors):
             return list(record(_Gradients, op, options, *tensors))
         _, below = next_kernel(keyset, {})
-        with below_autograd():
+        with below_version_counter():
             return op.redispatch(below, *tensors, **options)
 
     return autograd

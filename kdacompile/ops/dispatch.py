@@ -18,7 +18,6 @@ from kdacompile.compat.dispatcher import (
     after_version_counter_keys,
     any_requires_grad,
     backend_key,
-    below_autograd,
     below_version_counter,
     dispatch_state,
     enable_single_level_autograd_function,
@@ -63,7 +62,7 @@ def inside_function() -> Generator[None]:
     A function's forward runs with grad mode off. Under nested functorch transforms that would reach the levels further
     out, which would then take the result for a constant.
     """
-    with torch.set_grad_enabled(transforms_are_active()), below_autograd():
+    with torch.set_grad_enabled(transforms_are_active()), below_version_counter():
         yield
 
 

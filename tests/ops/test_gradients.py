@@ -95,6 +95,22 @@ def test_no_tokens() -> None:
     assert gradient.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("length", [1, 2, 19])
+@pytest.mark.parametrize("name", ["o", "state"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_may_be_overwritten(length: int, name: str, dtype: torch.dtype) -> None:
+    """Results are tensors of their own, whose history an in-place write joins, whatever views the kernels make."""
+    case = make_case(length=length)
+    case = _leaves(case.with_tensors(**{n: None if x is None else x.to(dtype) for n, x in case.tensors.items()}))
+    weights = _weights(case)
+    expected = _gradients(oracle(case), case, weights)
+    o, state = case.run()
+    (o if name == "o" else state).mul_(2).add_(1)
+    assert not o._is_view() and not state._is_view()
+    halves = [w / 2 if n == name else w for n, w in zip(("o", "state"), weights, strict=True)]
+    _compare(case, _gradients((o, state), case, (halves[0], halves[1])), expected, 3e-5)
+
+
 def test_in_place_step() -> None:
     """The state's old value is differentiated through, though it has been overwritten."""
     case = _leaves(make_case(length=1))
