@@ -93,7 +93,7 @@ docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 charts: $(DOCS_STAMP)
-	$(BIN)/python -m benchmarks.charts docs/results/*.json --out docs/charts --page docs/results.md
+	$(BIN)/python -m kdacompile.bench.charts docs/results/*.json --out docs/charts --page docs/results.md
 	cd examples && ../$(BIN)/kdacompile explain quickstart.py:made --no-time --svg ../docs/charts/explain.svg
 
 release-check: $(DOCS_STAMP)

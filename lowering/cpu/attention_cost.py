@@ -6,7 +6,7 @@ Both are matrix products, passes over the scores, and a part of their own for ev
     the op:    expand + scores + values of what may be seen   in training:  4 expand + 4 scores + 3 values
 
 The op keeps neither keys and values nor scores for the backward, and computes them again; it skips what causality
-hides. The constants are fitted to what ``python -m benchmarks.latent_prompts`` measured, which is in
+hides. The constants are fitted to what ``python -m kdacompile.bench.latent_prompts`` measured, which is in
 ``docs/results/fits/mla-cpu.json``. They are of one machine; a decision rests on a quotient of two such estimates.
 """
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor  # torch-private: a tensor subclass to try things with
 
-from benchmarks.latent_prompts import SMALL, Layer
+from kdacompile.bench.latent_prompts import SMALL, Layer
 from kdacompile.explainer import explain
 from kdacompile.lowering.cpu.attention_cost import Prompt
 from kdacompile.report.report import Report

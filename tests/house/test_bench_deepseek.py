@@ -7,7 +7,7 @@ import argparse
 import pytest
 import torch
 
-from benchmarks import deepseek
+from kdacompile.bench import deepseek
 from kdacompile.errors import BenchError
 
 SIZES = argparse.Namespace(cache=8192, batch=16, layers=4, heads=128)

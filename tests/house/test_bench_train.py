@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import charts
-from kdacompile.bench import record, train
+from kdacompile.bench import charts, record, train
 from kdacompile.errors import BenchError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import charts
+from kdacompile.bench import charts
 
 
 def case(name: str, length: int | None = None, *, train: bool = False, **seconds: float) -> dict[str, Any]:

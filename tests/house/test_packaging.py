@@ -18,7 +18,7 @@ MAX_LINES = 500
 
 
 def sources() -> list[Path]:
-    folders = [*MAPPED, "benchmarks", "tests", "examples"]
+    folders = [*MAPPED, "tests", "examples"]
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.latent_prompts import fitted
+from kdacompile.bench.latent_prompts import fitted
 from kdacompile.lowering.cpu.attention_cost import FORWARD, LEAST, TRAINING, Prompt, estimated_ratio, loses
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "fits" / "mla-cpu.json"

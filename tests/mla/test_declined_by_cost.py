@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.latent_prompts import SMALL, Layer
+from kdacompile.bench.latent_prompts import SMALL, Layer
 from kdacompile.errors import StrictError
 from kdacompile.explainer import explain
 from kdacompile.lowering.cpu.attention_cost import Prompt

@@ -1,6 +1,6 @@
 """A decode step of transformers' DeepSeek-V3 on a CUDA device: Inductor alone and ``backend="kda"``.
 
-    python -m benchmarks.deepseek [--cache 8192] [--batch 16] [--layers 4] [--heads 128] [--json FILE]
+    python -m kdacompile.bench.deepseek [--cache 8192] [--batch 16] [--layers 4] [--heads 128] [--json FILE]
 
 The attention has its real sizes (hidden 7168, latents of 1536 and 512, heads of 128 + 64 and 128 channels). The
 mixture of experts is replaced by a dense MLP of 2048 and the vocabulary is small, so that attention is what is
@@ -26,7 +26,7 @@ from kdacompile.bench.relay import Job, Outcome, Relay, Steps
 from kdacompile.errors import BenchError
 from kdacompile.report.collect import collecting
 
-MODULE = "benchmarks.deepseek"
+MODULE = "kdacompile.bench.deepseek"
 CONTENDERS = tuple((backend, mode) for mode in ("default", "reduce-overhead") for backend in ("inductor", "kda"))
 GOAL = 10.0
 """How many times faster than Inductor alone a step at the default sizes is meant to be."""
@@ -170,7 +170,7 @@ def table(results: dict[str, Figures], args: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.deepseek", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kdacompile.bench.deepseek", description=__doc__)
     for name, default in (("cache", 8192), ("batch", 16), ("layers", 4), ("heads", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", type=Path, help="write the figures here")

@@ -1,6 +1,6 @@
 """MLA prompts on the CPU, forward and in training, beside Inductor: what the cost model of the rewrite rests on.
 
-    python -m benchmarks.latent_prompts [--json docs/results/fits/mla-cpu.json] [--seconds 3] [--small]
+    python -m kdacompile.bench.latent_prompts [--json docs/results/fits/mla-cpu.json] [--seconds 3] [--small]
 
 Expanded keys and values, as models write them, fp32, one thread. Inductor alone and ``backend="kda"`` compile the same
 module in this process and take turns; times are of the processor, and the ratio is the median of the turns' own. The
@@ -132,7 +132,7 @@ def fitted(measured: Sequence[tuple[Prompt, float, float]]) -> Constants:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.latent_prompts",
+        prog="python -m kdacompile.bench.latent_prompts",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.charts FILE.json ...``: draws what a bench measured, as SVG, for light and dark pages.
+"""``python -m kdacompile.bench.charts FILE.json ...``: draws what a bench measured, as SVG, for light and dark pages.
 
 A file is what ``kdacompile bench --json`` wrote; each is drawn alone, or with ``--merge`` all together: parts of a
 suite that were measured one after the other, or forward and training of two suites under a ``--title``.

@@ -1,6 +1,6 @@
 """MLA decoding on the CPU: what a latent cache costs expanded at every step, and what it costs absorbed.
 
-    python -m benchmarks.latent [--cache 4096] [--heads 16] [--batch 1] [--threads 2]
+    python -m kdacompile.bench.latent [--cache 4096] [--heads 16] [--batch 1] [--threads 2]
 
 One token of DeepSeek-V3's attention (latent 512, heads of 128 + 64 and 128 channels) over a filled cache, as
 transformers writes it: ``kv_b_proj`` of the whole cache, the key filled part by part, eager attention. Inductor alone
@@ -68,7 +68,7 @@ def compare(heads: int, cached: int, batch: int, rounds: int) -> dict[str, float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.latent", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kdacompile.bench.latent", description=__doc__)
     for name, default in (("cache", 4096), ("heads", 16), ("batch", 1), ("threads", 2), ("rounds", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args(argv)
