@@ -79,14 +79,14 @@ class Replicated(ParallelStyle):
         return distribute_module(module, device_mesh, None, given)
 
 
-def tensor_parallel(block: nn.Module, mesh: DeviceMesh) -> None:
-    """Heads over the ranks of ``mesh``."""
-    heads, whole = (Shard(1),) * 3, (Replicate(), Replicate())
+def tensor_parallel(block: nn.Module, mesh: DeviceMesh, *, tokens: bool = False) -> None:
+    """Heads over the ranks of ``mesh``; with ``tokens``, tokens outside of the block (sequence parallel)."""
+    heads, whole, outside = (Shard(1),) * 3, (Replicate(), Replicate()), Shard(1) if tokens else Replicate()
     parallelize_module(
         block,
         mesh,
         {
-            "": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
+            "": PrepareModuleInput(input_layouts=(outside, Replicate()), desired_input_layouts=whole),
             "wq": ColwiseParallel(use_local_output=False),
             "wkv_a": Replicated(),
             "kv_norm": Replicated(),
@@ -99,7 +99,7 @@ def tensor_parallel(block: nn.Module, mesh: DeviceMesh) -> None:
                 desired_output_layouts=(Shard(1),),
                 use_local_output=False,
             ),
-            "wo": RowwiseParallel(output_layouts=Replicate()),
+            "wo": RowwiseParallel(output_layouts=outside),
         },
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 
 from examples.tensor_parallel import ROPE, Block
@@ -24,21 +26,25 @@ TOKENS, WIDTH = 8, 12
 
 
 class Hybrid(nn.Module):
-    """A short convolution, written in two ways, in front of the gated delta rule."""
+    """A short convolution, written in two ways or not at all, in front of the gated delta rule."""
 
-    def __init__(self, padded: bool, mixer: Callable[..., Tensor], heads: int = 2, size: int = 4) -> None:
+    def __init__(self, padded: bool | None, mixer: Callable[..., Tensor], heads: int = 2, size: int = 4) -> None:
         super().__init__()
         self.heads, self.padded, self.mixer = heads, padded, mixer
         channels = 3 * heads * size
         self.qkv = nn.Linear(WIDTH, channels, bias=False)
-        self.conv = nn.Conv1d(channels, channels, 3, groups=channels, padding=0 if padded else 2, bias=padded)
+        if padded is not None:
+            self.conv = nn.Conv1d(channels, channels, 3, groups=channels, padding=0 if padded else 2, bias=bool(padded))
         self.gates = nn.Linear(WIDTH, 2 * heads)
         self.out = nn.Linear(heads * size, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = self.qkv(x).transpose(1, 2)
-        mixed = self.conv(F.pad(mixed, (2, 0))) if self.padded else self.conv(mixed)[:, :, : x.shape[1]]
-        q, k, v = F.silu(mixed).transpose(1, 2).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        mixed = self.qkv(x)
+        if self.padded is not None:
+            mixed = mixed.transpose(1, 2)
+            mixed = self.conv(F.pad(mixed, (2, 0))) if self.padded else self.conv(mixed)[:, :, : x.shape[1]]
+            mixed = mixed.transpose(1, 2)
+        q, k, v = F.silu(mixed).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         gate, beta = self.gates(x).unflatten(-1, (2, self.heads)).unbind(-2)
         o = self.mixer(q, F.normalize(k, dim=-1), v, -F.softplus(gate), beta.sigmoid())
         return x + self.out(o.flatten(-2))
@@ -84,6 +90,24 @@ def recurrences_and_convolutions(ranks: Ranks) -> None:
 
 def latents(ranks: Ranks) -> None:
     compare(Block(), (torch.randn(2, TOKENS, 32), torch.randn(TOKENS, 1, ROPE)), (1, 0), "zigzag", {"mla": 1})
+
+
+def activations_of_dtensors(ranks: Ranks) -> None:
+    """Activations sharded by tokens from layer to layer (``Shard(1)``), the weights replicated."""
+    mesh = DeviceMesh("cpu", list(range(ranks.world)))
+    alone = nn.Sequential(*(Hybrid(None, operator) for _ in range(2)))
+    model, x = copy.deepcopy(alone), torch.randn(2, TOKENS, WIDTH)
+    distribute_module(model, mesh)
+    want = alone(x)
+    want.square().sum().backward()
+    options: Any = {"kda.inner": "aot_eager"}
+    have = torch.compile(model, backend="kda", fullgraph=True, options=options)(distribute_tensor(x, mesh, [Shard(1)]))
+    assert isinstance(have, DTensor) and have.placements == (Shard(1),)
+    torch.testing.assert_close(have.full_tensor(), want)
+    have.square().sum().backward()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        grad: Any = ours.grad
+        torch.testing.assert_close(grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-5)
 
 
 def region_of_torch(ranks: Ranks) -> None:

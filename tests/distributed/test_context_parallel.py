@@ -24,7 +24,7 @@ TWO = (
     "under_compile", "ranks_that_differ", "dtensors_cut_otherwise", "checkpoint_of_a_state",
     "example",
 )  # fmt: skip
-MODELS = ("recurrences_and_convolutions", "latents", "region_of_torch", "refused")
+MODELS = ("recurrences_and_convolutions", "latents", "activations_of_dtensors", "region_of_torch", "refused")
 THREE = ("fragments_of_many_lengths", "gate_functions_and_layouts", "maps_in_steps", "tokens_of_dtensors")
 
 

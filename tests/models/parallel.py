@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from examples.tensor_parallel import Block
 from examples.tensor_parallel import tensor_parallel as shard_heads
+from kdacompile.distributed import ContextParallel
 from kdacompile.report.collect import collecting
 from tests.distributed.processes import Ranks
 from tests.models import mla_zoo, zoo
@@ -33,8 +34,10 @@ def close(have: Tensor, want: Tensor, what: str) -> None:
     torch.testing.assert_close(whole(have).detach(), want.detach(), rtol=2e-4, atol=2e-5, msg=lambda m: f"{what}: {m}")
 
 
-def block(prepare: Callable[[nn.Module], None], *, inference: bool = True) -> None:
-    """Two layers, forward and backward, compiled layer by layer as torchtitan does."""
+def block(
+    prepare: Callable[[nn.Module], None], *, inference: bool = True, place: Callable[[Tensor], Tensor] = Tensor.clone
+) -> None:
+    """Two layers, forward and backward, compiled layer by layer as torchtitan does; ``place``: a rank's activations."""
     torch.manual_seed(0)
     alone = nn.ModuleList([Block() for _ in range(2)])
     torch.manual_seed(0)
@@ -42,7 +45,7 @@ def block(prepare: Callable[[nn.Module], None], *, inference: bool = True) -> No
     prepare(model)
     for layer in model:
         layer.compile(backend="kda", options=EAGER)
-    x, cos = torch.randn(4, 6, 32), torch.randn(6, 1, 4)
+    x, cos = torch.randn(4, 8, 32), torch.randn(8, 1, 4)
 
     def run(layers: nn.ModuleList, given: Tensor) -> Tensor:
         for layer in layers:
@@ -52,17 +55,17 @@ def block(prepare: Callable[[nn.Module], None], *, inference: bool = True) -> No
     want = run(alone, x)
     want.square().mean().backward()
     with collecting() as report:
-        have = run(model, x)
-        have.square().mean().backward()
+        have = run(model, place(x))
+        (have.square().sum() / want.numel()).backward()
     assert report.counts == {"mla": len(report.graphs) and sum(bool(graph.matches) for graph in report.graphs)}, report
     assert report.counts["mla"] in (1, 2), report  # the second layer may use the first one's code
-    close(have, want, "result")
+    close(have, place(want), "result")
     for (name, ours), (_, theirs) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None, name
         close(ours.grad, theirs.grad, name)
     if inference:
         with torch.no_grad():
-            close(run(model, x), want, "inference")
+            close(run(model, place(x)), place(want), "inference")
 
 
 def transformers_plan(name: str, shared: Path) -> None:
@@ -132,6 +135,42 @@ def kimi_linear(ranks: Ranks) -> None:
 
 def qwen3_next(ranks: Ranks) -> None:
     transformers_plan("qwen3_next", ranks.folder)
+
+
+def sequence_parallel(ranks: Ranks) -> None:
+    """Tokens on ranks between the layers, heads in them: gathered before attention, scattered behind."""
+    mesh = DeviceMesh("cpu", list(range(ranks.world)))
+
+    def prepare(model: nn.Module) -> None:
+        for layer in model.children():
+            shard_heads(layer, mesh, tokens=True)
+
+    # Contiguous: with other strides than the next layer's input has, sizes open, and Dynamo cannot have such DTensors.
+    block(prepare, place=lambda x: x.chunk(ranks.world, 1)[ranks.rank].contiguous())
+
+
+def context_parallel_model(ranks: Ranks) -> None:
+    """All of kimi_linear, KDA and latent attention, on a rank's tokens; its latent attention needs no positions."""
+    length = 16 * ranks.world
+    context = ContextParallel(order="zigzag", total_length=length)
+    model, ids = mla_zoo.CASES["kimi_linear"].build("sdpa"), mla_zoo.tokens(length)
+    want = model(input_ids=ids, use_cache=False).logits
+    weight = torch.linspace(-1, 1, want.numel()).view_as(want)
+    (want * weight).sum().backward()
+    expected = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    model.zero_grad()
+    options: Any = {**EAGER, "kda.context_parallel": context}
+    with collecting() as report:
+        mine = context.shard(ids)
+        have = torch.compile(model, backend="kda", options=options)(input_ids=mine, use_cache=False).logits
+        (have * context.shard(weight)).sum().backward()
+    assert report.counts == {"kda": 1, "mla": 1}, report
+    close(have, context.shard(want), "result")
+    for name, grad in expected.items():
+        share = model.get_parameter(name).grad
+        assert share is not None, name
+        dist.all_reduce(share)
+        torch.testing.assert_close(share, grad, rtol=1e-3, atol=1e-3 * float(grad.abs().max()), msg=name)
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:

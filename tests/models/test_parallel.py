@@ -20,13 +20,14 @@ def checks(*names: str) -> list[str]:
 
 def test_two_ranks(tmp_path: Path) -> None:
     """Latent attention in the style of torchtitan."""
-    in_processes(checks("tensor_parallel", "sharded_data_parallel"), 2, tmp_path)
+    in_processes(checks("tensor_parallel", "sequence_parallel", "sharded_data_parallel"), 2, tmp_path)
 
 
 def test_four_ranks(tmp_path: Path) -> None:
-    in_processes(checks("both"), 4, tmp_path)
+    in_processes(checks("both", "sequence_parallel"), 4, tmp_path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-def test_transformers_own_plan(tmp_path: Path) -> None:
-    in_processes(checks("deepseek_v3", "kimi_linear", "qwen3_next"), 2, tmp_path)
+def test_models_of_transformers(tmp_path: Path) -> None:
+    """By their own plan of tensor parallelism, and under context parallelism."""
+    in_processes(checks("deepseek_v3", "kimi_linear", "qwen3_next", "context_parallel_model"), 2, tmp_path)
