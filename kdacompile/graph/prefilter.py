@@ -21,11 +21,11 @@ _OUTER = frozenset("mul __mul__ multiply imul addcmul addcmul_".split())
 _ALWAYS_OUTER = frozenset("outer ger".split())
 
 _ATTENTION = frozenset({"scaled_dot_product_attention"})
-_SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax"})
+_SOFTMAX = frozenset({"softmax", "_softmax"})
 _EXPONENTIALS = frozenset({"exp"})
 _QUOTIENTS = frozenset(  # what makes a softmax of exponentials
     "div div_ divide divide_ true_divide true_divide_ truediv itruediv __truediv__ __itruediv__ reciprocal reciprocal_ "
-    "pow pow_ __pow__ rsqrt log logsumexp normalize".split()
+    "pow pow_ __pow__ rsqrt log logsumexp log_softmax _log_softmax normalize".split()
 )
 _MATRIX_PRODUCTS = frozenset("matmul __matmul__ bmm baddbmm einsum mm mul sum".split())
 
@@ -58,10 +58,12 @@ class Prospects(NamedTuple):
 
 
 def prospects(graph: fx.Graph) -> Prospects:
+    """What a graph has; where there is nothing to rewrite, the rest is not looked for."""
+    found = may_have_recurrence(graph), may_have_attention(graph), any(map(compat.is_own_op, graph.nodes))
+    if not any(found):
+        return Prospects(*found, subclasses=False, owned=False, grows=False)
     return Prospects(
-        recurrence=may_have_recurrence(graph),
-        attention=may_have_attention(graph),
-        ops=any(map(compat.is_own_op, graph.nodes)),
+        *found,
         subclasses=any(map(local.touches, graph.nodes)),
         owned=any(map(compat.owner, graph.find_nodes(op="placeholder"))),
         grows=any(True for _ in concatenated(graph)),

@@ -274,6 +274,7 @@ class AllRequestsInOne(Variant):
         return (weights @ v).transpose(1, 2).flatten(2)
 
 
+@left("keys are expanded from one latent, and values from another")
 class KeysOfAnother(Variant):
     """Keys of one latent, values of another: nothing that one cache could serve."""
 
@@ -298,5 +299,5 @@ class OverHeads(Variant):
         return scores.softmax(1)
 
 
-OTHERS: dict[str, type[nn.Module]] = {cls.__name__: cls for cls in (KeysOfAnother, NormedKeys, OverHeads)}
+OTHERS: dict[str, type[nn.Module]] = {cls.__name__: cls for cls in (NormedKeys, OverHeads)}
 """Of another kind: passed over in silence."""
