@@ -57,7 +57,7 @@ def plan(
     ``kdacompile.lowering.target.TARGETS``. ``optimise=False`` is the textbook's order of work, stage by stage, to
     compare with. ``io``: the inputs' dtype, bf16, fp16 or fp32. ``form``: "chunk", "token" for the one-token step,
     "segment" for what a run of chunks does to the state (its map, merged chunk after chunk), or "gradients", on a
-    target whose Cube and Vec are cores of their own and without a gate per channel. ``shape``: B, T, H
+    target whose Cube and Vec are cores of their own. ``shape``: B, T, H
     (heads), K, V (widths), C (tokens a chunk), BV (columns a value tile); for "mla" M (heads of a tile), K (the
     latent's rank), D (shared key columns), C (cached tokens a block), and B x H is the number of tiles. ``ranks``: the
     plan of one of so many ranks among which T tokens are cut in ``order`` (context parallelism, docs/distributed.md),
@@ -133,8 +133,7 @@ def _rows() -> Iterator[tuple[str, str, str]]:
         for target in _TABLE_TARGETS:
             yield pattern, "chunk", target
     for row in FAMILY:
-        if row.gate != "channel":
-            yield row.name, GRADIENTS, _TABLE_TARGETS[0]
+        yield row.name, GRADIENTS, _TABLE_TARGETS[0]
 
 
 def table() -> str:

@@ -101,13 +101,15 @@ def partition(
     values: str = "prologue",
     joins_scan: Callable[[N, set[N]], bool] | None = None,
     summed: Callable[[N], Sequence[N]] | None = None,
-    apart: bool = False,
+    apart: Callable[[N], bool] | None = None,
+    stays: Callable[[N], bool] = lambda node: False,
 ) -> dict[N, Section]:
     """The section of every node.
 
     ``outputs``, ``values``: as in :class:`~kdacompile.lowering.target.Target`. ``joins_scan``: whether a node that
     nothing waits for belongs to the scan's nodes all the same; ``summed``: the nodes that one is computed with;
-    ``apart``: whether sums over tokens behind two scans are a section of their own.
+    ``apart``: which nodes sum over tokens, where such sums behind two scans are a section of their own;
+    ``stays``: what is made in the prologue wherever it is read.
     """
     dependent = flow.dependent()
     scans = {section: flow.awaited(reverse=section is Section.REVERSE) & dependent for section in SCANS}
@@ -122,9 +124,9 @@ def partition(
         else:
             placed[node] = next((section for section, scan in scans.items() if joins(node, scan)), outputs)
     if flow.reverse:
-        _sink(flow, placed)
-        if apart:
-            _set_sums_apart(flow, placed)
+        _sink(flow, placed, stays)
+        if apart is not None:
+            _set_sums_apart(flow, placed, apart)
     if summed is not None:
         for node in reversed(flow.nodes):
             placed.update(dict.fromkeys(summed(node), placed[node]))
@@ -133,31 +135,52 @@ def partition(
     return placed
 
 
-def _sink(flow: Flow[N], placed: dict[N, Section]) -> None:
-    """What only the epilogue reads is made there: behind two scans there is much of it, and it need not lie in memory
-    while they run."""
+def _sink(flow: Flow[N], placed: dict[N, Section], stays: Callable[[N], bool]) -> None:
+    """What only the epilogue reads is made there, unless it ``stays``: behind two scans there is much of it, and it
+    need not lie in memory while they run."""
     for node in reversed(flow.nodes):
         readers = () if node.output is None else flow.readers(node.output)
-        if placed[node] is Section.PROLOGUE and all(placed[reader] is Section.EPILOGUE for reader in readers):
+        if (
+            placed[node] is Section.PROLOGUE
+            and not stays(node)
+            and all(placed[reader] is Section.EPILOGUE for reader in readers)
+        ):
             placed[node] = Section.EPILOGUE
 
 
-def _set_sums_apart(flow: Flow[N], placed: dict[N, Section]) -> None:
+def _set_sums_apart(flow: Flow[N], placed: dict[N, Section], over_tokens: Callable[[N], bool]) -> None:
     """Sums over tokens of what the epilogue makes, what follows from them, and what only they read and no other node of
-    the epilogue is needed for. A sum over rows keeps the rows of every tile that it is computed from on one core."""
+    the epilogue is needed for. A sum over rows keeps the rows of every tile that it is computed from on one core.
+    Products of matrices stay where they are, and so do sums by token."""
     inside = [node for node in flow.nodes if placed[node] is Section.EPILOGUE]
     sums: set[N] = set()
     for node in inside:
-        if node.kind in (OpKind.CUMSUM, OpKind.REDUCE) or sums.intersection(flow.before(node)):
+        if over_tokens(node) or sums.intersection(flow.before(node)):
             sums.add(node)
+
+    def read_by(node: N, found: set[N]) -> bool:
+        readers = () if node.output is None else flow.readers(node.output)
+        return bool(readers) and all(reader in found for reader in readers)
+
+    def stays(node: N) -> bool:
+        by_token = node.kind is OpKind.ROW_SUM and node.output is not None and node.output.type.rows == "C"
+        return by_token or node.kind in (OpKind.DOT, OpKind.GATED_DOT)
+
     only: set[N] = set()  # read by sums, directly or not
     for node in reversed(inside):
-        readers = () if node.output is None else flow.readers(node.output)
-        if node not in sums and readers and all(reader in sums | only for reader in readers):
+        if node not in sums and not stays(node) and read_by(node, sums | only):
             only.add(node)
     rest = {node for node in inside if node not in sums | only}
     while more := {n for n in only if rest & {*flow.before(n), *(flow.readers(n.output) if n.output else ())}}:
         only, rest = only - more, rest | more
+
+    def crosses(value: Value) -> bool:
+        return 1 in value.type.shape or not sums.isdisjoint(flow.readers(value))
+
+    for node in reversed(inside):  # tiles made for sums of a number a token, or of what crosses to them anyway
+        if node in rest and not stays(node) and read_by(node, sums | only):
+            made = [value for value in node.inputs if flow.made.get(value) in rest]
+            only |= {node} if all(map(crosses, made)) else set()
     placed.update(dict.fromkeys(sums | only, Section.SUMS))
 
 

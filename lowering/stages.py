@@ -169,7 +169,7 @@ def size(dim: Dim) -> sympy.Expr:
         return sympy.Integer(dim)
     if dim.isidentifier():
         return symbol(dim)
-    names = {name: symbol(name) for name in re.findall(r"[A-Za-z_]\w*", dim)}
+    names = {name: symbol(name) for name in re.findall(r"[A-Za-z_]\w*", dim) if name != "log"}
     return cast(sympy.Expr, parse_expr(dim, local_dict=names))
 
 

@@ -295,7 +295,14 @@ class Body(Emitter):
         return parts.get(task.op.kind, self._inverse_part)(task)
 
     def _weighted_part(self, task: Task) -> str:
-        """Parts of ``gated_dot`` with a gate per token."""
+        """Parts of ``gated_dot``. With a gate per channel pairs are weighted block by block, from where they lie, and
+        what follows is another kernel's."""
+        if task.op.inputs[2].type.cols != 1:
+            weights, scaled = (self.argument(f"{value.name}_ptr", Kind.IO) for value in task.inputs)
+            out = self.argument(f"{self._buffer(task.output).name}_ptr", Kind.F32)
+            turned = bool(task.op.attr("trans_a", False))
+            self.lines.add(f"pairs_below({out}, {weights}, {scaled}, at, C, K, R, LEVELS, {turned})")
+            return ""
         if task.part == "decayed":
             return f"({self.vec(task.inputs[0])} * {self._decays(task.op)}).to(io)"
         x = self.cube(task.inputs[0], turned=bool(task.op.attr("trans_a", False)), left=True)
@@ -328,8 +335,7 @@ class Body(Emitter):
         if op.inputs[2].type.cols != 1:
             gram = self.argument(f"{name}_diagonal_ptr", Kind.F32)
             if task.part == "product":
-                rows = self.argument(f"{'k' if strict else 'q'}_levels_ptr", Kind.IO)
-                cols = self.argument("k_levels_ptr", Kind.IO)
+                rows, cols = (self.argument(f"{value.name}_ptr", Kind.IO) for value in task.inputs)
                 self.lines.add(f"gram_below({gram}, {rows}, {cols}, at, C, K, R, LEVELS)")
             return f"lower(tl.load(tile_at({gram}, at, 0, C, C, C)), C, {strict})" if task.part == "triangle" else ""
         if task.part == "rows":

@@ -5,17 +5,18 @@ Every kernel has a one-dimensional grid of as many programs as there are cores a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 from ..adjoint_program import adjoint_program
 from ..errors import TileProgramError
-from ..ir import Value
+from ..ir import DType
 from ..linear_attention import linear_attention_program
 from ..plan import Options, Plan, plan
-from ..plan.whole import kernel_plans
-from ..stages import SCANS, Section, Task
-from ..target import Unit
+from ..plan.split import of_gates
+from ..plan.whole import SUB_CHUNKS, kernel_plans
+from ..stages import SCANS, Scope, Section, Stage, Task
 from .body import Body
 from .kernel import (
     Argument,
@@ -33,7 +34,6 @@ from .kernel import (
 
 CHUNK = 64
 FIRST = "ascend910b"  # the target whose modules are called by the program alone
-_SUB_CHUNK_MACRO = "sub_chunks"
 
 
 @cache
@@ -61,7 +61,7 @@ def chunk_module(
 
 def adjoint_chunk(gate: str, delta: bool) -> int:
     """Tokens of a chunk: with gates and the delta term the epilogue of 64 has no room in UB for 128 keys and values."""
-    return CHUNK // 2 if delta and gate != "none" else CHUNK
+    return CHUNK // 2 if delta and gate in ("head", "token") else CHUNK
 
 
 @cache
@@ -84,11 +84,16 @@ def _module(made: Plan, words: Sequence[str]) -> Module:
 
 
 def _section(made: Plan, section: Section, kernels: list[Kernel], scratch: dict[str, Scratch]) -> None:
-    tasks = _ordered(made, section)
-    if section is Section.PROLOGUE and any(t.part == "cols" for t in tasks):
-        own = _needs_gates(made, tasks)
-        kernels.append(_sub_chunk_kernel(made, own, scratch))
+    tasks, first = _ordered(made, section), made.section(section)[0]
+    if any(t.part == "cols" for t in first.tasks):
+        own = of_gates(made.program, first.tasks)
+        kernels.append(_channel_kernel(made, SUB_CHUNKS, first, own, scratch))
         tasks = [t for t in tasks if t not in own]
+    if any(t.part == "pairs" for t in first.tasks):
+        kernels.append(_channel_kernel(made, section.value, first, tasks, scratch))
+        tasks = []
+    if not tasks:
+        return
     scan = section in SCANS
     domain = Domain.LANE_COLUMNS if scan else _domain(tasks)
     body = Body(made, tasks, turns=scan, columns=domain is not Domain.CHUNKS)
@@ -199,45 +204,46 @@ def _scan_text(made: Plan, body: Body, section: Section) -> str:
 # ---- gates per channel
 
 
-def _needs_gates(made: Plan, tasks: list[Task]) -> list[Task]:
-    """The tasks of the prologue's first Vec stage that read gates, directly or not, and the scaled queries."""
-    first = made.section(Section.PROLOGUE)[0]
-    if first.unit is not Unit.VEC:
-        raise TileProgramError("the prologue does not begin on Vec", str(first.name))
-    gated: set[Value] = {op.result for op in made.program.ops if op.attrs == (("port", "g"),)}
-    gated |= {op.result for op in made.program.ops if set(op.inputs) & gated and len(op.inputs) == 1}
-    own: list[Task] = []
-    for task in first.tasks:
-        if set(task.inputs) & gated or set(task.op.inputs) & gated or task.name == "q_scaled":
-            gated.add(task.output)
-            own.append(task)
-    return [t for t in tasks if t in own]
+def _channel_kernel(made: Plan, name: str, stage: Stage, tasks: Sequence[Task], scratch: dict[str, Scratch]) -> Kernel:
+    """The kernel of macros_channel.py that does these ``tasks`` of a stage, and leaves and reads what the plan says."""
+    text, runtime, constants = macro_kernel(name)
+    for argument in runtime:
+        if (planned := _planned_name(made, argument)) != argument:
+            text = re.sub(rf"\b{argument}\b", planned, text)
+    runtime = tuple(_planned_name(made, argument) for argument in runtime)
+    names = [argument.removesuffix("_ptr") for argument in runtime if argument.endswith("_ptr")]
+    outputs = {task.name for task in tasks}
+    crossing = [*stage.reads, *(b for b in stage.writes if b.name in outputs)]
+    if missing := {b.name for b in crossing if b.scope is not Scope.PORT} - set(names):
+        raise TileProgramError(f"{name} does not have what the plan says it does", ", ".join(sorted(missing)))
+    if name == SUB_CHUNKS:
+        grams = (f"{task.op.result.name}_diagonal" for task in tasks if task.part == "rows")
+        scratch.update({gram: Scratch(gram, Kind.F32, ("C", "C")) for gram in grams})
+    for buffer in made.buffers:
+        if buffer.name in names and buffer.scope is not Scope.PORT:
+            kind = Kind.IO if buffer.dtype is DType.IO else Kind.F32
+            scratch.setdefault(buffer.name, Scratch(buffer.name, kind, buffer.shape))
+    kinds = {"chunks": Kind.I32, "scale": Kind.NUMBER, "tasks": Kind.COUNT, "g_ptr": Kind.F32, "grad_g_ptr": Kind.F32}
+    arguments = [Argument(a, kinds.get(a) or _pointer_kind(a, scratch)) for a in runtime]
+    domain = Domain.SUB_CHUNKS if name == SUB_CHUNKS else Domain.CHUNK_KEYS
+    return Kernel(name, domain, tuple(arguments), constants, text)
 
 
-def _sub_chunk_kernel(made: Plan, own: list[Task], scratch: dict[str, Scratch]) -> Kernel:
-    """The kernel ``sub_chunks`` of macros.py makes what ``own`` would; checked against what others read of it."""
-    delta = any(t.name.startswith("K_gated_neg") for t in own)
-    wanted = {"Q_gated_io", "K_decayed_io", "decay"} | ({"K_gated_neg_io"} if delta else set())
-    outside = {v for t in _all_tasks(made) if t not in own and not t.part for v in t.inputs}
-    left = {t.name for t in own if t.output in outside and t.name != "q_scaled"}
-    if not left <= wanted:
-        raise TileProgramError("sub_chunks does not make what the plan wants of it", ", ".join(sorted(left - wanted)))
-    buffers: dict[str, Scratch] = {
-        "decay": Scratch("decay", Kind.F32, ("K", 1)),
-        **{n: Scratch(n, Kind.IO, ("C", "K")) for n in ("Q_gated_io", "K_decayed_io", "K_gated_neg_io")},
-        **{n: Scratch(n, Kind.F32, ("C", "C")) for n in ("A_qk_diagonal", "A_kk_diagonal")},
-        **{n: Scratch(n, Kind.IO, ("C*LEVELS", "K")) for n in ("q_levels", "k_levels")},
-    }
-    text, runtime, constants = macro_kernel(_SUB_CHUNK_MACRO)
-    for name, buffer in buffers.items():
-        if delta or name not in ("K_gated_neg_io", "A_kk_diagonal"):
-            scratch[name] = buffer
-    kinds = {"chunks": Kind.I32, "scale": Kind.NUMBER, "tasks": Kind.COUNT, "g_ptr": Kind.F32}
-    arguments = [Argument(a, kinds.get(a) or _pointer_kind(a, buffers)) for a in runtime]
-    return Kernel(_SUB_CHUNK_MACRO, Domain.SUB_CHUNKS, tuple(arguments), constants, text)
+def _planned_name(made: Plan, argument: str) -> str:
+    """The plan's name for what an argument of macros_channel.py points to."""
+    tasks = _all_tasks(made)
+    for task in tasks:
+        gram = "A_kk_" if task.op.attr("strict", False) else "A_qk_"
+        if task.part == "rows" and argument.startswith(gram):
+            return argument.replace(gram, f"{task.op.result.name}_")
+    states = next((task.inputs for task in tasks if task.name == "S_GS"), ())
+    roles: dict[str, str] = dict(
+        zip(("S_seen_io_ptr", "GS_io_ptr"), (f"{value.name}_ptr" for value in states), strict=False)
+    )
+    return roles.get(argument, argument)
 
 
-def _pointer_kind(name: str, buffers: dict[str, Scratch]) -> Kind:
+def _pointer_kind(name: str, buffers: Mapping[str, Scratch]) -> Kind:
     buffer = buffers.get(name.removesuffix("_ptr"))
     return Kind.IO if buffer is None else buffer.kind
 

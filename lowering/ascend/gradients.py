@@ -40,8 +40,6 @@ def declines(call: Call) -> str | None:
     """Why the emitted kernels do not give the gradients of a call."""
     if reason := decline(call.q.shape[-1], call.v.shape[-1], call.compute_dtype):
         return reason
-    if call.gate == "channel":
-        return "no gradients of a gate per channel"
     if max(call.q.shape[-1], call.v.shape[-1]) > _WIDEST:
         return f"gradients of more than {_WIDEST} keys or values a head"
     if call.compute_dtype is torch.float32:
@@ -105,6 +103,7 @@ def run_gradients(
     constants = {
         "H": heads, "HV": value_heads, "C": chunk, "K": width, "V": columns,
         "BV": column_tile(width, columns), "R": SUB_CHUNK, "LEVELS": levels(chunk),
+        "DELTA": int(call.delta),
     }  # fmt: skip
     results = _results(call, sequences)
     ends = {"initial_state_ptr": call.initial_state, "grad_final_state_ptr": grad_state}
@@ -145,8 +144,9 @@ def _results(call: Call, sequences: int) -> dict[str, Tensor]:
         "initial_state": call.v.new_empty((sequences, heads, width, columns), dtype=torch.float32),
     }
     for name in ("g", "beta"):
-        if getattr(call, name) is not None:
-            made[name] = call.v.new_empty((heads, tokens), dtype=torch.float32)
+        if (x := getattr(call, name)) is not None:
+            shape = (batch, length, heads, width) if x.dim() == 4 else (heads, tokens)
+            made[name] = call.v.new_empty(shape, dtype=torch.float32)
     return {f"grad_{name}_ptr": x for name, x in made.items()}
 
 
@@ -160,7 +160,7 @@ def _gathered(call: Call, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         if name in ("q", "k") and x.shape != given.shape:
             x = x.unflatten(2, (heads, -1)).float().sum(3)
-        elif name in ("g", "beta"):
+        elif name in ("g", "beta") and x.dim() == 2:
             x = x.t().unflatten(0, (batch, length))
             x = x.sum((0, 1)) if given.dim() == 1 else x
         found[name] = x.to(given.dtype)
@@ -172,4 +172,6 @@ def _narrowed(name: str, x: Tensor, call: Call) -> Tensor:
     keys, values = call.q.shape[-1], call.v.shape[-1]
     if name == "initial_state":
         return x[..., :keys, :values]
-    return x[..., : keys if name in ("q", "k") else values] if name in ("q", "k", "v") else x
+    if name in ("g", "beta") and x.dim() < 4:
+        return x
+    return x[..., : values if name == "v" else keys]

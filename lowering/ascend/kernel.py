@@ -14,7 +14,7 @@ from pathlib import Path
 from ..ir import Dim
 
 SUB_CHUNK = 16  # tokens of a diagonal block: one fractal of the Cube
-MACROS = Path(__file__).with_name("macros.py")
+MACROS = tuple(Path(__file__).with_name(name) for name in ("macros.py", "macros_channel.py"))
 
 
 class Kind(str, Enum):
@@ -28,11 +28,13 @@ class Kind(str, Enum):
 
 
 class Domain(str, Enum):
-    """What a kernel has a task for. LANES are sequences by heads; both COLUMNS also cut the value columns into BV."""
+    """What a kernel has a task for. LANES are sequences by heads; both COLUMNS also cut the value columns into BV, and
+    KEYS the channels into BK."""
 
     SUB_CHUNKS = "sub-chunks of heads"
     CHUNKS = "chunks of heads"
     CHUNK_COLUMNS = "chunks of heads, by columns"
+    CHUNK_KEYS = "chunks of heads, by channels"
     LANE_COLUMNS = "lanes, by columns"
     HEAD_TILES = "queries by tiles of heads, by parts of the cache"
 
@@ -97,7 +99,7 @@ class Module:
 
 
 CONSTANTS = (
-    "H", "HV", "C", "K", "V", "BV", "R", "LEVELS", "DELTA", "INITIAL", "TOKENS",
+    "H", "HV", "C", "K", "BK", "V", "BV", "R", "LEVELS", "DELTA", "INITIAL", "TOKENS",
     "ROPE", "TILE", "TILES", "PARTS", "PAGE", "IN_PAGE", "MASK", "LATENT_ROW", "ROPE_ROW",
 )  # fmt: skip
 
@@ -109,13 +111,14 @@ def used_constants(text: str) -> tuple[str, ...]:
 
 @cache
 def _macros() -> dict[str, str]:
-    text = MACROS.read_text(encoding="utf-8")
-    lines = text.splitlines()
-    return {
-        node.name: "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef)
-    }
+    found: dict[str, str] = {}
+    for path in MACROS:
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef):
+                found[node.name] = "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
+    return found
 
 
 def macros_for(text: str) -> list[str]:

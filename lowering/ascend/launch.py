@@ -96,6 +96,12 @@ def column_tile(width: int, columns: int, *, alone: bool = False) -> int:
     return min(columns, _MOST_STATE // width // (2 if alone else 1), 64 if alone else 128)
 
 
+def key_tile(width: int) -> int:
+    """How many channels of a chunk a task has where channels do not meet: more would fill UB to the brim, and take the
+    compiler half a minute."""
+    return min(width, 64)
+
+
 def run_chunks(
     call: Call,
     *,
@@ -166,9 +172,11 @@ def launch_chunks(
         Domain.SUB_CHUNKS: tiles * (constants["C"] // SUB_CHUNK),
         Domain.CHUNKS: tiles,
         Domain.CHUNK_COLUMNS: tiles * (columns // block),
+        Domain.CHUNK_KEYS: tiles * (constants["K"] // key_tile(constants["K"])),
         Domain.LANE_COLUMNS: lanes * (columns // block),
     }[kernel.domain]
-    _launch(module, kernel, count, values, {**constants, "BV": block}, cores, launch)
+    constants = {**constants, "BV": block, "BK": key_tile(constants["K"])}
+    _launch(module, kernel, count, values, constants, cores, launch)
 
 
 def buffers_of(

@@ -128,6 +128,14 @@ def load_mask(ptr, at, position, width, C: tl.constexpr):
 
 
 @triton.jit
+def load_masks(ptr, at, position, width, stride, head, HEADS: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr):
+    """[TILE, C]: the same of the heads from ``head`` on, ``stride`` apart; 0 for those that do not exist."""
+    base = ptr + at.to(tl.int64) + position
+    shape = (HEADS - head, width - position)
+    return tl.load(tl.make_block_ptr(base, shape, (stride, 1), (0, 0), (TILE, C), (1, 0)), boundary_check=(0, 1))
+
+
+@triton.jit
 def divided(acc, total):
     """acc / total by rows; 0 where nothing was added."""
     return acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -205,16 +213,6 @@ def token_decays(g, C: tl.constexpr):
 
 
 @triton.jit
-def gate_total(g_ptr, token, head, rows, low, high, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr):
-    """exp of the sum of the gates of the sub-chunks low, ..., high - 1."""
-    total = tl.zeros([K], tl.float32)
-    for n in range(low, high):
-        g = tl.load(tokens_at(g_ptr, token + n * R, head, rows - n * R, 0, HV, R, K, K), boundary_check=(0,))
-        total += tl.sum(floor_gate(g), 0)
-    return tl.exp(total)
-
-
-@triton.jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
@@ -260,42 +258,6 @@ def block_at(ptr, at, row, column, C: tl.constexpr, N: tl.constexpr):
     """N rows and columns of a [C, C] tile."""
     base = ptr + at.to(tl.int64) * (C * C)
     return tl.make_block_ptr(base, (C, C), (C, 1), (row, column), (N, N), (1, 0))
-
-
-@triton.jit
-def level_at(ptr, at, row, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
-    """N rows of a [ROWS, K] tile."""
-    base = ptr + at.to(tl.int64) * (ROWS * K)
-    return tl.make_block_ptr(base, (ROWS, K), (K, 1), (row, 0), (N, K), (1, 0))
-
-
-@triton.jit
-def gram_block(
-    gram_ptr,
-    rows_ptr,
-    cols_ptr,
-    at,
-    level,
-    low,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
-    x = tl.load(level_at(rows_ptr, at, level * C + low + N, C * LEVELS, K, N))
-    y = tl.load(level_at(cols_ptr, at, level * C + low, C * LEVELS, K, N))
-    tl.store(block_at(gram_ptr, at, low + N, low, C, N), tl.dot(x, tl.trans(y), input_precision="ieee"))
-
-
-@triton.jit
-def gram_below(
-    gram_ptr, rows_ptr, cols_ptr, at, C: tl.constexpr, K: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr
-):
-    """What is below the diagonal blocks of a chunk's decay-weighted Gram matrix, where they lie: a product for every
-    pair of neighbours of a level."""
-    for level in tl.static_range(LEVELS):
-        for pair in tl.static_range(C // (2 * (R << level))):
-            gram_block(gram_ptr, rows_ptr, cols_ptr, at, level, 2 * pair * (R << level), C, K, R << level, LEVELS)
 
 
 @triton.jit
@@ -351,129 +313,3 @@ def join_blocks(m_ptr, at, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexp
     for level in tl.static_range(LEVELS):
         for pair in tl.static_range(C // (2 * (R << level))):
             join_pair(m_ptr, at, 2 * pair * (R << level), C, R << level)
-
-
-# ---- one gate per channel: a stage of its own
-
-
-@triton.jit
-def walk_rows(
-    q_ptr,
-    k_ptr,
-    g_ptr,
-    token,
-    group,
-    head,
-    rows,
-    scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    DELTA: tl.constexpr,
-):
-    """Walk the R tokens from ``token`` and keep, for every token j up to row i, forward[j] = decay(i, j), and
-    before[i] = decay(i, start): products of single gates, so that the diagonal blocks are exact for any gate.
-
-    Returns the keys, before, forward to the last row, and the Gram matrices [R, R] of queries and keys with keys.
-    """
-    row = tl.arange(0, R).to(tl.float32)
-    k = tl.load(tokens_at(k_ptr, token, group, rows, 0, H, R, K, K), boundary_check=(0,)).to(tl.float32)
-    before = tl.full([R, K], 1.0, tl.float32)
-    forward = tl.full([R, K], 1.0, tl.float32)
-    A_qk = tl.zeros([R, R], tl.float32)
-    A_kk = tl.zeros([R, R], tl.float32)
-    for i in range(R):
-        here = i.to(tl.float32)
-        g_i = tl.load(tokens_at(g_ptr, token + i, head, rows - i, 0, HV, 1, K, K), boundary_check=(0,))
-        q_i = tl.load(tokens_at(q_ptr, token + i, group, rows - i, 0, H, 1, K, K), boundary_check=(0,))
-        alpha = tl.exp(floor_gate(g_i))
-        forward = forward * tl.where(row[:, None] < here, alpha, 1.0)
-        before = before * tl.where(row[:, None] < here, 1.0, alpha)
-        kept = forward * k
-        qk = tl.where(row <= here, tl.sum(kept * (q_i.to(tl.float32) * scale), 1), 0.0)
-        A_qk = tl.where(row[:, None] == here, qk[None, :], A_qk)
-        if DELTA:
-            k_i = tl.load(tokens_at(k_ptr, token + i, group, rows - i, 0, H, 1, K, K), boundary_check=(0,))
-            kk = tl.where(row < here, tl.sum(kept * k_i.to(tl.float32), 1), 0.0)
-            A_kk = tl.where(row[:, None] == here, kk[None, :], A_kk)
-    return k, before, forward, A_qk, A_kk
-
-
-@triton.jit
-def diagonal_at(ptr, at, n, C: tl.constexpr, R: tl.constexpr):
-    base = ptr + at.to(tl.int64) * (C * C)
-    return tl.make_block_ptr(base, (C, C), (C, 1), (n * R, n * R), (R, R), (1, 0))
-
-
-@triton.jit(do_not_specialize=["tasks"])
-def sub_chunks(
-    q_ptr,
-    k_ptr,
-    g_ptr,
-    Q_gated_io_ptr,
-    K_gated_neg_io_ptr,
-    K_decayed_io_ptr,
-    decay_ptr,
-    A_qk_diagonal_ptr,
-    A_kk_diagonal_ptr,
-    q_levels_ptr,
-    k_levels_ptr,
-    chunks,
-    scale,
-    tasks,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    LEVELS: tl.constexpr,
-    DELTA: tl.constexpr,
-):
-    """Everything of R tokens that needs their gates one by one, for all sub-chunks in parallel, on Vec alone.
-
-    Beside the diagonal blocks: the rows and columns of the products between sub-chunks. At level l the second half of
-    2 R << l tokens are rows (times the decay since the half began), the first half columns (times the decay until it
-    ends).
-    """
-    core = tl.program_id(0)
-    cores = tl.num_programs(0)
-    N: tl.constexpr = C // R
-    io = Q_gated_io_ptr.dtype.element_ty
-    for task in range(core, tasks, cores):
-        n = task % N
-        at = task // N
-        head = at % HV
-        group = head // (HV // H)
-        start = tl.load(chunks + 2 * (at // HV))
-        length = tl.load(chunks + 2 * (at // HV) + 1)
-        token = start + n * R
-        rows = length - n * R
-        k, before, forward, A_qk, A_kk = walk_rows(
-            q_ptr, k_ptr, g_ptr, token, group, head, rows, scale, H, HV, K, R, DELTA
-        )
-        tl.store(diagonal_at(A_qk_diagonal_ptr, at, n, C, R), A_qk)
-        if DELTA:
-            tl.store(diagonal_at(A_kk_diagonal_ptr, at, n, C, R), A_kk)
-        q = tl.load(tokens_at(q_ptr, token, group, rows, 0, H, R, K, K), boundary_check=(0,)).to(tl.float32) * scale
-        q = q * before
-        before = k * before
-        forward = k * forward
-        for level in tl.static_range(LEVELS):
-            low = (n >> level) << level
-            since = gate_total(g_ptr, start, head, length, low, n, HV, K, R)
-            until = gate_total(g_ptr, start, head, length, n + 1, low + (1 << level), HV, K, R)
-            scaled = (at * LEVELS + level) * N + n
-            if (n >> level) % 2 == 1:
-                tl.store(tile_at(q_levels_ptr, scaled, 0, R, K, K), (q * since[None, :]).to(io))
-                tl.store(tile_at(k_levels_ptr, scaled, 0, R, K, K), (before * since[None, :]).to(io))
-            else:
-                tl.store(tile_at(k_levels_ptr, scaled, 0, R, K, K), (forward * until[None, :]).to(io))
-        since = gate_total(g_ptr, start, head, length, 0, n, HV, K, R)
-        until = gate_total(g_ptr, start, head, length, n + 1, N, HV, K, R)
-        tl.store(tile_at(Q_gated_io_ptr, at * N + n, 0, R, K, K), (q * since[None, :]).to(io))
-        tl.store(tile_at(K_decayed_io_ptr, at * N + n, 0, R, K, K), (forward * until[None, :]).to(io))
-        if DELTA:
-            tl.store(tile_at(K_gated_neg_io_ptr, at * N + n, 0, R, K, K), (before * since[None, :] * -1.0).to(io))
-        if n == 0:
-            tl.store(vector_at(decay_ptr, at, K), gate_total(g_ptr, start, head, length, 0, N, HV, K, R))

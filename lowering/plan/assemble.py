@@ -149,12 +149,12 @@ def task_flops(task: Task) -> sympy.Expr:
     """
     if not task.part:
         return op_flops(task.op)
-    rows, cols = task.output.type.shape
+    rows, cols = task.op.result.type.shape
     if task.part == "product" and task.op.kind is OpKind.GATED_DOT:
         return 2 * size(rows) * size(rows) * size(cols)
     if task.part == "product":
         return 2 * size(rows) * size(cols) * size(task.op.inputs[0].type.cols)
-    return size(rows) * size(cols)
+    return size(task.output.type.rows) * size(task.output.type.cols)
 
 
 def _bytes(buffer: Buffer) -> sympy.Expr:

@@ -17,7 +17,7 @@ from .drawn import Plan
 from .fold import Folded, fold, step
 from .hazards import Order
 from .model import NAIVE, WIDTHS, Options
-from .split import Graph, PlacedRun, Run, arrange, circuit_bound, fewest_runs, hand_overs, in_order, place
+from .split import Graph, PlacedRun, Run, arrange, circuit_bound, fewest_runs, gates_first, hand_overs, in_order, place
 from .units import legalise, tasks
 
 _NARROWEST = 16  # columns of a value tile: one fractal of the Cube
@@ -107,7 +107,7 @@ def _plan(folded: Folded, target: Target, options: Options, sizes: Mapping[str, 
         elif section in SCANS and graph.next:
             cut[section] = arrange(graph, inside, pipeline=options.pipeline, lookahead=options.lookahead)
         else:
-            cut[section] = fewest_runs(graph, inside)
+            cut[section] = gates_first(graph, fewest_runs(graph, inside))
     rule = Rule(graph, target, narrow=options.narrow, narrow_update=options.narrow_update)
     tiles = sizes["V"] // sizes["BV"] if "BV" in sizes else 1
     widths = {DType.IO: WIDTHS[io], DType.ACC: 4}

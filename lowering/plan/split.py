@@ -87,7 +87,54 @@ def place(graph: Graph, *, hoist: bool, outputs: Section, values: str = "prologu
         products = [t for t in terms if t.op.kind is OpKind.DOT and t.unit is Unit.CUBE]
         return products if len(products) == 2 else []
 
-    return partition(graph, outputs=outputs, values=values, joins_scan=narrows, summed=summed, apart=True)
+    return partition(
+        graph, outputs=outputs, values=values, joins_scan=narrows, summed=summed, apart=_over_tokens, stays=_scaled
+    )
+
+
+def _scaled(task: Task) -> bool:
+    """Whether a task scales for products what every channel has a decay of its own for: all of it is made at once."""
+    return task.part in ("rows", "cols")
+
+
+def _over_tokens(task: Task) -> bool:
+    """Whether a task sums over tokens on Vec: their gates, or pairs of which every channel has a decay of its own."""
+    return task.op.kind in (OpKind.CUMSUM, OpKind.REDUCE) or task.part == "pairs"
+
+
+def of_gates(program: Program, run: Sequence[Task]) -> list[Task]:
+    """The tasks of a prologue's first run on Vec that need a gate per channel, directly or not, up to where they round
+    what they make; and the scaled queries."""
+    gated = {op.result for op in program.ops if op.attrs == (("port", "g"),)}
+    gated |= {op.result for op in program.ops if set(op.inputs) & gated and len(op.inputs) == 1}
+    own: list[Task] = []
+    for task in run:
+        if gated & {*task.inputs, *task.op.inputs} or task.name == "q_scaled":
+            own.append(task)
+            if task.op.kind is not OpKind.CAST:
+                gated.add(task.output)
+    return own
+
+
+def gates_first(graph: Graph, runs: Sequence[Run]) -> list[Run]:
+    """The runs of a prologue in which what needs a gate per channel, a kernel of its own, has the first run for itself:
+    other tasks wait for the next run of Vec, unless Cube does not. Elsewhere Cube ends its first run with the Gram
+    matrices, which lie in a tensor, or the compiler would have one flag for them and the tile behind them."""
+    if runs and runs[0].unit is Unit.CUBE:
+        in_tensors = [t for t in runs[0].tasks if t.op.kind is OpKind.GATED_GRAM]
+        others = [t for t in runs[0].tasks if t not in in_tensors]
+        return [Run(Unit.CUBE, (*others, *in_tensors)), *runs[1:]]
+    if len(runs) < 3 or not any(task.part == "cols" for task in runs[0].tasks):
+        return list(runs)
+    first, cube, then, *rest = runs
+    own = of_gates(graph.program, first.tasks)
+    waited = set(cube.tasks)
+    for task in reversed(first.tasks):
+        if waited.intersection(graph.readers(task.output)):
+            waited.add(task)
+    late = tuple(t for t in first.tasks if t not in own and t not in waited)
+    kept = tuple(t for t in first.tasks if t not in late)
+    return [Run(first.unit, kept), cube, Run(then.unit, (*late, *then.tasks)), *rest]
 
 
 def in_order(tasks: Iterable[Task]) -> list[Run]:

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from ..decay import SUB_CHUNK
 from ..errors import TileProgramError
-from ..ir import Attr, DType, Op, OpKind, Program, TileType, Value, infer
+from ..ir import Attr, Dim, DType, Op, OpKind, Program, TileType, Value, infer
 from ..stages import Task
 from ..target import Target, Unit
 from ..validate import validate
@@ -40,7 +40,7 @@ def tasks(program: Program, target: Target, *, whole: bool = False) -> tuple[Tas
     ``whole``, nor where Cube could not leave their result as it is wanted."""
     found: list[Task] = []
     on_cube: set[Value] = set()
-    shared: dict[tuple[Value, Value], Value] = {}
+    shared: dict[tuple[Value, Value, str], Value] = {}
     inverted: tuple[Value, ...] = ()
     for op in program.ops:
         if op.kind in (OpKind.LOAD, OpKind.STORE, OpKind.CARRY) or is_widening(op):
@@ -90,45 +90,60 @@ def _unit(op: Op, on_cube: set[Value], target: Target) -> Unit:
     return Unit.CUBE if is_product(op) or cast_on_store else Unit.VEC
 
 
-def _gram_parts(program: Program, op: Op, shared: dict[tuple[Value, Value], Value]) -> list[Task]:
-    """``gated_gram`` by its changes of unit; ``shared`` has the scaled columns other Gram matrices use too.
+def _gram_parts(program: Program, op: Op, shared: dict[tuple[Value, Value, str], Value]) -> list[Task]:
+    """``gated_gram`` by its changes of unit; ``shared`` has the scaled rows and columns that other ops use too.
 
-    One gate per channel: Vec scales rows and columns around the start of every sub-chunk, Cube multiplies, Vec fills
-    the diagonal blocks and selects the triangle. One gate per token: Cube multiplies what was loaded, Vec scales.
+    One gate per channel: Vec scales rows and columns, level by level, around the middle of every two blocks, Cube
+    multiplies, Vec fills the diagonal blocks and selects the triangle. One gate per token: Cube multiplies what was
+    loaded, Vec scales.
     """
     x, y, gate = (narrow_source(program, v) for v in op.inputs)
     rows, cols = op.inputs[0].type.shape
     parts: list[Task] = []
     raw = Value(f"{op.result.name}_raw", TileType(rows, rows, DType.ACC))
     left, right = x, y
-    if gate.type.cols != 1 or x.type.dtype is not DType.IO:
-        left = Value(f"{op.result.name}_rows", TileType(rows, cols, DType.IO))
-        scaled = (x, gate) if gate.type.cols != 1 else (x,)
-        parts.append(Task(op, Unit.VEC, scaled, left, "rows"))
     if gate.type.cols != 1:
-        if (y, gate) not in shared:
-            right = Value(f"{y.name}_cols", TileType(f"{rows}*({rows}/{SUB_CHUNK} - 1)/2", cols, DType.IO))
-            parts.append(Task(op, Unit.VEC, (y, gate), right, "cols"))
-            shared[y, gate] = right
-        right = shared[y, gate]
+        half = TileType(_half_of_levels(rows), cols, DType.IO)
+        for source, part, name in ((x, "rows", op.result.name), (y, "cols", y.name)):
+            if (source, gate, part) not in shared:
+                shared[source, gate, part] = Value(f"{name}_{part}", half)
+                parts.append(Task(op, Unit.VEC, (source, gate), shared[source, gate, part], part))
+        left, right = shared[x, gate, "rows"], shared[y, gate, "cols"]
+    elif x.type.dtype is not DType.IO:
+        left = Value(f"{op.result.name}_rows", TileType(rows, cols, DType.IO))
+        parts.append(Task(op, Unit.VEC, (x,), left, "rows"))
     parts.append(Task(op, Unit.CUBE, (left, right), raw, "product"))
     finish = (raw, x, y, gate) if gate.type.cols != 1 else (raw, gate)
     parts.append(Task(op, Unit.VEC, finish, op.result, "triangle"))
     return parts
 
 
-def _weighted_parts(program: Program, op: Op, shared: dict[tuple[Value, Value], Value]) -> list[Task]:
-    """``gated_dot`` with a gate per token: Vec puts the decays to the weights, once for both directions, and Cube
-    multiplies. A gate per channel decays every column of a product differently, and has no split yet."""
+def _weighted_parts(program: Program, op: Op, shared: dict[tuple[Value, Value, str], Value]) -> list[Task]:
+    """``gated_dot`` by its changes of unit.
+
+    One gate per token: Vec puts the decays to the weights, once for both directions, and Cube multiplies. One per
+    channel, which decays every column of a product differently: Cube multiplies level by level what Vec has scaled for
+    the Gram matrices already, and Vec scales the products' rows again and adds the diagonal blocks.
+    """
     weights, y, gate = (narrow_source(program, v) for v in op.inputs)
-    if gate.type.cols != 1:
-        raise TileProgramError("no split of pairs that a gate per channel decays", str(op))
     parts: list[Task] = []
-    if (weights, gate) not in shared:
-        decayed = Value(f"{weights.name}_decayed", replace(weights.type, dtype=DType.IO))
-        parts.append(Task(op, Unit.VEC, (weights, gate), decayed, "decayed"))
-        shared[weights, gate] = decayed
-    return [*parts, Task(op, Unit.CUBE, (shared[weights, gate], y), op.result, "product")]
+    if gate.type.cols == 1:
+        if (weights, gate, "decayed") not in shared:
+            decayed = Value(f"{weights.name}_decayed", replace(weights.type, dtype=DType.IO))
+            parts.append(Task(op, Unit.VEC, (weights, gate), decayed, "decayed"))
+            shared[weights, gate, "decayed"] = decayed
+        return [*parts, Task(op, Unit.CUBE, (shared[weights, gate, "decayed"], y), op.result, "product")]
+    scaled = shared.get((y, gate, "rows" if op.attr("trans_a", False) else "cols"))
+    if scaled is None or weights.type.dtype is not DType.IO:
+        raise TileProgramError("pairs that a gate per channel decays are those of a Gram matrix, and narrow", str(op))
+    raw = Value(f"{op.result.name}_levels", replace(scaled.type, dtype=DType.ACC))
+    parts.append(Task(op, Unit.CUBE, (weights, scaled), raw, "product"))
+    return [*parts, Task(op, Unit.VEC, (raw, weights, y, gate), op.result, "pairs")]
+
+
+def _half_of_levels(rows: Dim) -> str:
+    """Rows of what a level scales, over all levels: half a chunk each, as blocks of SUB_CHUNK double to the chunk."""
+    return f"{rows}*log({rows}/{SUB_CHUNK}, 2)/2"
 
 
 def _inverse_parts(op: Op) -> list[Task]:

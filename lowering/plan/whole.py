@@ -79,8 +79,9 @@ def _kernel(plan: PlanData, name: str, stages: Sequence[Stage]) -> KernelPlan:
     in_tensors = _in_tensors(stages)
     passing = [b for b in inside if b.lifetime is not None and b.name not in in_tensors and unit.keys() & b.consumers]
     if stages[0].section not in SCANS:  # what Vec leaves for another kernel, Cube gets by itself
-        passing += [b for b in crossing if b.scope is Scope.TENSOR and unit[b.producer] is Unit.VEC]
-        again = [b for b in crossing if unit[b.producer] is Unit.VEC for _ in range(_products(stages, b.name) - 1)]
+        sent = [b for b in crossing if unit[b.producer] is Unit.VEC and b.name not in in_tensors]
+        passing += [b for b in sent if b.scope is Scope.TENSOR]
+        again = [b for b in sent for _ in range(_products(stages, b.name) - 1)]
         crossing, passing = crossing + again, passing + again
     return KernelPlan(name, tuple(stages), _handovers(stages, crossing), tuple(crossing), tuple(passing))
 
@@ -93,9 +94,11 @@ def _products(stages: Sequence[Stage], name: str) -> int:
 
 
 def _in_tensors(stages: Sequence[Stage]) -> set[str]:
-    """Gram matrices with a gate per channel: what is below the diagonal blocks is put beside them, in their tensor."""
+    """With a gate per channel: of a Gram matrix what is below the diagonal blocks is put beside them, in their tensor,
+    and the weights of pairs are read from theirs, block by block."""
     tasks = [task for stage in stages for task in stage.tasks if task.part == "product"]
-    return {task.name for task in tasks if task.op.kind is OpKind.GATED_GRAM and task.op.inputs[2].type.cols != 1}
+    levels = [task for task in tasks if task.op.inputs[2].type.cols != 1]
+    return {task.name if task.op.kind is OpKind.GATED_GRAM else task.inputs[0].name for task in levels}
 
 
 def _handovers(stages: Sequence[Stage], crossing: Sequence[Buffer]) -> int:

@@ -15,7 +15,7 @@ from tests.lowering.verify import Case, make_inputs, oracle, relative_error
 
 CORES = 3
 SIZES: Mapping[str, int] = {
-    "H": 2, "HV": 4, "C": 64, "K": 128, "V": 128, "BV": 128, "R": 16, "LEVELS": 2, "INITIAL": 1, "TOKENS": 1,
+    "H": 2, "HV": 4, "C": 64, "K": 128, "BK": 64, "V": 128, "BV": 128, "R": 16, "LEVELS": 2, "INITIAL": 1, "TOKENS": 1,
 }  # fmt: skip
 
 

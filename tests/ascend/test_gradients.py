@@ -24,7 +24,6 @@ from tests.ascend.tools import SimulatedDevice, Tools
 from tests.lowering.test_adjoint_program import wanted
 from tests.lowering.verify import Case, relative_error
 
-EMITTED = [row for row in ROWS if row[0] != "channel"]
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
 
 
@@ -57,7 +56,7 @@ def worst(
     return max(errors) if all(error >= 0.0 for error in errors) else float("nan")
 
 
-@pytest.mark.parametrize("row", EMITTED)
+@pytest.mark.parametrize("row", ROWS)
 def test_family(tools: Tools, row: tuple[str, bool]) -> None:
     """Grouped heads, packed sequences, one of them empty, K = V = 128, and between the kernels the plan's bytes."""
     scratch = Scratch(poison=True)
@@ -67,6 +66,8 @@ def test_family(tools: Tools, row: tuple[str, bool]) -> None:
     made = plan(adjoint_program(*row), "ascend910b", C=chunk)
     numbers = sum((128 - 1) * 4 for buffer in made.tensors if buffer.shape == (1, 1))  # kept as rows of K
     own = sum(made.bytes(made.buffer(x.name)) for x in adjoint_module(*row).scratch if x.per_core)
+    if row[0] == "channel":  # the Gram matrices' diagonals; and without delta term what crosses inside the prologue
+        numbers += (1 + row[1]) * chunk * chunk * 4 + (0 if row[1] else made.bytes(made.buffer("Q_gated_io")))
     chunks = 73 // chunk + 3  # the most there can be: no length is read on the host
     assert scratch.allocated_bytes == chunks * 4 * (made.tensor_bytes + numbers) + CORES * own
 
@@ -77,26 +78,28 @@ def test_without_beta_and_without_states(tools: Tools, row: tuple[str, bool]) ->
     assert worst(SimulatedDevice(tools), case) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("delta", [True, False])
-def test_gates_that_forget(tools: Tools, delta: bool) -> None:
-    case = ascend_case("token", delta, (64, 0, 40), strength="strong", value_heads=1)
+@pytest.mark.parametrize("row", [("token", True), ("token", False), ("channel", True), ("channel", False)])
+def test_gates_that_forget(tools: Tools, row: tuple[str, bool]) -> None:
+    case = ascend_case(*row, (64, 0, 40), strength="strong", value_heads=1)
     assert worst(SimulatedDevice(tools), case) < TOLERANCE[torch.bfloat16]
 
 
-def test_widths_that_are_no_power_of_two(tools: Tools) -> None:
-    case = ascend_case("token", True, (70, 3), key_width=24, value_width=100)
+@pytest.mark.parametrize("gate", ["token", "channel"])
+def test_widths_that_are_no_power_of_two(tools: Tools, gate: str) -> None:
+    case = ascend_case(gate, True, (70, 3), key_width=24, value_width=100)
     assert worst(SimulatedDevice(tools), case, torch.float16) < TOLERANCE[torch.float16]
 
 
-@pytest.mark.parametrize("cores", [1, 20])
-def test_any_order_of_blocks_and_cores(tools: Tools, cores: int) -> None:
-    case = ascend_case("token", True, (70, 0, 40), key_width=32, value_width=32)
+@pytest.mark.parametrize(("gate", "cores"), [("token", 1), ("token", 20), ("channel", 20)])
+def test_any_order_of_blocks_and_cores(tools: Tools, gate: str, cores: int) -> None:
+    case = ascend_case(gate, True, (70, 0, 40), key_width=32, value_width=32)
     assert worst(SimulatedDevice(tools, seed=cores), case, cores=cores) < TOLERANCE[torch.bfloat16]
 
 
 # ---- what must be seen
 
 CASE = ascend_case("token", True, (70,), key_width=32, value_width=32)
+CHANNELS = replace(CASE, gate="channel")
 
 
 @pytest.mark.parametrize(
@@ -114,10 +117,30 @@ def test_a_wrong_text(tools: Tools, kernel: str, right: str, wrong: str) -> None
     assert worst(changed(tools, **{kernel: change}), case) > 0.05
 
 
-@pytest.mark.parametrize(("kernel", "flag"), [("reverse", 0), ("reverse", 1), ("epilogue", 0), ("epilogue", 1)])
-def test_a_synchronisation_dropped_on_both_sides(tools: Tools, kernel: str, flag: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "right", "wrong"),
+    [
+        ("sub_chunks", "start, head, length, 0, low, n,", "start, head, length, 0, 0, n,"),  # as if halves began at 0
+        ("epilogue", "LEVELS, True)", "LEVELS, False)"),
+        ("sums", "whole += tl.sum(gates, 0)", "whole += 0.0"),  # nothing from later sub-chunks
+        ("sums", "head // (HV // H)", "head % H"),
+    ],
+)
+def test_a_wrong_text_with_gates_per_channel(tools: Tools, kernel: str, right: str, wrong: str) -> None:
+    """By its numbers."""
+    change: Callable[[str], str] = lambda text: text.replace(right, wrong)  # noqa: E731
+    assert worst(changed(tools, **{kernel: change}), replace(CHANNELS, heads=2, value_heads=4)) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    [(CASE, "reverse"), (CASE, "epilogue"), (CHANNELS, "epilogue")],
+    ids=lambda x: getattr(x, "gate", x),
+)
+@pytest.mark.parametrize("flag", [0, 1])
+def test_a_synchronisation_dropped_on_both_sides(tools: Tools, case: Case, kernel: str, flag: int) -> None:
     def is_right(device: SimulatedDevice) -> bool:
-        return worst(device, CASE) < TOLERANCE[torch.bfloat16]
+        return worst(device, case) < TOLERANCE[torch.bfloat16]
 
     edit = (synchronisation(flag), rf"{NOTHING}\1", -1)
     assert damage_is_caught(tools, kernel, [edit], is_right, RACE)

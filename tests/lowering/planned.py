@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kdacompile.lowering.ascend.emit import chunk_module
-from kdacompile.lowering.ascend.launch import chunk_of, column_tile, levels
+from kdacompile.lowering.ascend.launch import chunk_of, column_tile
 from kdacompile.lowering.linear_attention import linear_attention_program
 from kdacompile.lowering.plan import Plan, plan
 from kdacompile.lowering.run import choose_chunk
@@ -82,7 +82,7 @@ def ascend_scratch(case: Case, cores: int, target: str = "ascend910b") -> int:
     per_tile += sum((case.key_width - 1) * 4 for b in made.tensors if b.shape == (1, 1))
     if case.gate == "channel":
         per_tile += (1 + case.delta) * chunk * chunk * 4
-        per_tile += 2 * levels(chunk) * chunk * case.key_width * case.dtype.itemsize
+        per_tile += sum(made.bytes(b) for b in made.buffers if b.name.endswith(("_rows", "_cols")))
         # scaled keys (K_gated_neg with the delta term, else K_decayed), which the plan has cross inside the prologue
         per_tile += chunk * case.key_width * case.dtype.itemsize
     per_core = sum(made.bytes(made.buffer(name)) for name in own)

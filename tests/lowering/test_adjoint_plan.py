@@ -9,10 +9,10 @@ import torch
 
 from kdacompile.lowering.adjoint_program import adjoint_program
 from kdacompile.lowering.calls import RECURRENT
-from kdacompile.lowering.errors import TileProgramError
 from kdacompile.lowering.executor import Executable
 from kdacompile.lowering.linear_attention import ROWS
 from kdacompile.lowering.plan import Plan, plan
+from kdacompile.lowering.plan.whole import kernel_plans
 from kdacompile.lowering.run import layout_of
 from kdacompile.lowering.stages import SCANS, Section
 from kdacompile.lowering.target import Unit
@@ -20,14 +20,12 @@ from tests.lowering.test_adjoint_program import wanted
 from tests.lowering.test_program import check_golden
 from tests.lowering.verify import Case, make_inputs, relative_error
 
-PLANNED = [row for row in ROWS if row[0] != "channel"]
-
 
 def plan_of(row: tuple[str, bool], *, beta: bool = True) -> Plan:
     return plan(adjoint_program(*row, beta=beta), "ascend910b", K=64, V=64, C=64)
 
 
-@pytest.mark.parametrize("row", PLANNED)
+@pytest.mark.parametrize("row", ROWS)
 def test_both_scans_have_the_fewest_hand_overs(row: tuple[str, bool]) -> None:
     """With the delta term two each, as the forward's scan; without it both are element-wise."""
     made = plan_of(row)
@@ -37,7 +35,7 @@ def test_both_scans_have_the_fewest_hand_overs(row: tuple[str, bool]) -> None:
     assert all({stage.unit for stage in made.section(section)} == expected for section in SCANS)
 
 
-@pytest.mark.parametrize("row", [("token", False), ("token", True)])
+@pytest.mark.parametrize("row", [("token", False), ("token", True), ("channel", True)])
 def test_text(row: tuple[str, bool]) -> None:
     check_golden(f"{ROWS[row]}_adjoint.ascend910b.plan.txt", str(plan_of(row)))
 
@@ -48,12 +46,17 @@ def test_both_scans_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("delta", [True, False])
-def test_a_gate_per_channel_is_declined(delta: bool) -> None:
-    with pytest.raises(TileProgramError, match="gate per channel"):
-        plan_of(("channel", delta))
+def test_what_needs_gates_per_channel_is_made_by_two_kernels(delta: bool) -> None:
+    """In front of all products and behind them; Cube has no part in them, and sections between do not read the gate."""
+    made = plan_of(("channel", delta))
+    first, *others, last = kernel_plans(made)
+    assert (first.name, last.name) == ("sub_chunks", "sums") and first.handovers == last.handovers == 0
+    for kernel in others:
+        tasks = [task for stage in kernel.stages for task in stage.tasks if task.part != "triangle"]
+        assert not any(value.name.startswith("g") and value.type.cols == "K" for t in tasks for value in t.inputs)
 
 
-@pytest.mark.parametrize("row", [row for row in PLANNED if row[0] != "head"])
+@pytest.mark.parametrize("row", [row for row in ROWS if row[0] != "head"])
 def test_numbers_of_the_plan(row: tuple[str, bool]) -> None:
     """On torch, with every tile in the dtype it is planned in, but for the pairs' decayed weights, which the executor
     keeps in fp32."""

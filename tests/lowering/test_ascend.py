@@ -37,6 +37,7 @@ MODULES = {
     "gated_delta_rule.epilogue": chunk_module("token", True, outputs="epilogue"),
     "simple_gla": chunk_module("token", False),
     "gated_delta_rule.adjoint": adjoint_module("token", True),
+    "kda.adjoint": adjoint_module("channel", True),
     "kda.step": step_module("channel", True),
     "kda.step.fused": step_module("channel", True, fused=FUSED),
 }
@@ -46,7 +47,7 @@ def every_module() -> list[Module]:
     rows = [(*row, beta) for row in ROWS for beta in (True, False)]
     made = [make(*row) for row in rows for make in (chunk_module, step_module)]
     made += [step_module(*row, fused=FUSED) for row in rows]
-    made += [adjoint_module(*row) for row in rows if row[0] != "channel"]
+    made += [adjoint_module(*row) for row in rows]
     return made + [chunk_module(*row, target="ascend910_95") for row in rows]
 
 
@@ -235,12 +236,11 @@ def test_gradients_that_have_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None
         for gate, dtype, width in (
             ("channel", torch.bfloat16, 16),
             ("token", torch.float32, 16),
-            ("token", torch.bfloat16, 256),
+            ("channel", torch.bfloat16, 256),
             ("token", torch.bfloat16, 16),
         )
     }
     assert found == {
-        "no gradients of a gate per channel",
         "gradients of 16-bit operands only",
         "gradients of more than 128 keys or values a head",
         None,

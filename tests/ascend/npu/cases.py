@@ -104,12 +104,14 @@ def pulled(case: Case, run: Callable[[Case], tuple[Tensor, ...]]) -> tuple[Tenso
     return torch.autograd.grad(o.square().sum() + state.square().sum(), list(leaves.values()))
 
 
-def test_gradients(triton: SimulatedTriton) -> None:
+@pytest.mark.parametrize("gate", ["token", "channel"])
+def test_gradients(triton: SimulatedTriton, gate: str) -> None:
     """Kernels forward and backward; norms and gate functions in front of them are differentiated by torch."""
-    case = make_case(gate="token", gate_fn="softplus", batch=1, heads=1, length=40).to(torch.bfloat16)
+    case = make_case(gate=gate, gate_fn="softplus", batch=1, heads=1, length=40).to(torch.bfloat16)
     found = pulled(on_device(case), Case.run)
     names = [name for name, _ in triton.launched]
-    assert names == ["prologue", "scan", "prologue", "scan", "reverse", "epilogue", "sums"]
+    forward = ["sub_chunks"] * (gate == "channel") + ["prologue", "scan"]
+    assert names == [*forward, *forward, "reverse", "epilogue", "sums"]
     assert all(x.device == NPU for x in found)
     assert close(found, pulled(case, oracle), 2e-2)
 
@@ -165,6 +167,24 @@ def test_a_captured_graph_of_packed_sequences(triton: SimulatedTriton) -> None:
     for run in steps:
         run()
     assert close((o, state), oracle(other), HALF)
+
+
+def test_a_captured_backward_pass_of_packed_sequences(triton: SimulatedTriton) -> None:
+    """Replayed for other numbers and other lengths, as the forward pass is."""
+    case = packed()
+    placed = on_device(case)
+    pulled(placed, Case.run)  # compiles
+    with npu.capture() as steps:
+        found = pulled(placed, Case.run)
+    halves = {name: None if x is None else 0.5 * x for name, x in case.tensors.items()}
+    other = Case(halves, case.options, torch.tensor([0, 3, 38, 40], dtype=torch.int32))
+    for mine, now in zip((*placed.positional, placed.cu_seqlens), (*other.positional, other.cu_seqlens), strict=True):
+        if mine is not None:
+            mine.detach().copy_(there(now))
+    for run in steps:
+        run()
+    assert [name for name, _ in triton.launched].count("sums") == 2
+    assert close(found, pulled(other, oracle), 2e-2)
 
 
 def test_captured_steps_of_a_compiled_model(triton: SimulatedTriton) -> None:
