@@ -50,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--suite", default="cpu", help="cpu, lengths, cuda, mla, train or parallel (default: cpu)")
     bench.add_argument("--case", action="append", help="only cases whose name contains this; may be repeated")
     bench.add_argument("--json", type=Path, default=Path("bench.json"), help="where the figures go")
-    bench.add_argument("--timeout", type=_positive, default=1800, help="seconds allowed per contender (default: 1800)")
+    allowed = "seconds allowed for each wait for a contender (default: 1800; to get ready on a GPU 240 to 300)"
+    bench.add_argument("--timeout", type=_positive, help=allowed)
     return parser
 
 

@@ -26,7 +26,7 @@ from kdacompile.bench import cuda_grid, record
 from kdacompile.bench.cuda_cases import CASES, TUNED_BY_OTHERS, Case, contenders
 from kdacompile.bench.cuda_table import markdown, table
 from kdacompile.bench.record import Results
-from kdacompile.bench.relay import Job, Outcome, Relay
+from kdacompile.bench.relay import LONGEST, Job, Outcome, Relay
 from kdacompile.store.disk import write_whole
 
 _WORKER = "kdacompile.bench.cuda_worker"
@@ -35,7 +35,7 @@ GRID = "grid"
 _READY_SECONDS = 300.0  # a compiler that takes longer is out of the race
 
 
-def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
+def main(only: Sequence[str] | None, json_path: Path, timeout: float | None) -> int:
     """Run, print the table, write it and the JSON. Exit status 1 where one of ours failed."""
     device = record.cuda_device("cuda")
     names = record.chosen([*(case.name for case in CASES), GRID], only)
@@ -58,7 +58,7 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
     return 1 if failed or any("failure" in figures for figures in ours) else 0
 
 
-def _run(cases: Sequence[Case], timeout: float, write: Callable[[Results], None]) -> Results:
+def _run(cases: Sequence[Case], timeout: float | None, write: Callable[[Results], None]) -> Results:
     """Measure; what is there is written whenever a process has come to its end."""
     results: Results = {case.name: {} for case in cases}
     groups: dict[tuple[str, str], list[str]] = {}
@@ -78,7 +78,7 @@ def _run(cases: Sequence[Case], timeout: float, write: Callable[[Results], None]
         print(f"{job.name}: {outcome.reason if outcome.failure else 'done'}", file=sys.stderr, flush=True)
         write(results)
 
-    Relay(min(_READY_SECONDS, timeout), timeout).run(_waves(jobs), done)
+    Relay(timeout or _READY_SECONDS, timeout or LONGEST).run(_waves(jobs), done)
     return results
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from kdacompile.bench import device_clock, record, rows
-from kdacompile.bench.relay import Job, Outcome, Relay, Steps
+from kdacompile.bench.relay import LONGEST, Job, Outcome, Relay, Steps
 from kdacompile.store.disk import write_whole
 
 ROWS = {"kda": ("channel", True), "gdn": ("token", True), "gla": ("channel", False), "ssd": ("token", False)}
@@ -133,7 +133,7 @@ def _lines(timings: Sequence[Timing]) -> dict[tuple[str, str, str, int], list[Ti
     return lines
 
 
-def run(json_path: Path, timeout: float) -> int:
+def run(json_path: Path, timeout: float | None) -> int:
     """The whole grid, a process for each row, norm and gate; tables and heat map are written as these end.
 
     They are ``-grid.json``, ``-grid.md`` and ``-grid.svg`` beside ``json_path``. Returns how many processes failed.
@@ -155,7 +155,9 @@ def run(json_path: Path, timeout: float) -> int:
             write_whole(stem.with_suffix(".md"), markdown(timings))
             write_whole(stem.with_suffix(".svg"), heat_map(timings))
 
-    Relay(timeout, timeout).run([[Job(line, __name__, line, "ours+fla", "fla") for line in lines]], done)
+    Relay(timeout or LONGEST, timeout or LONGEST).run(
+        [[Job(line, __name__, line, "ours+fla", "fla") for line in lines]], done
+    )
     print(markdown(timings))
     return len(failures)
 

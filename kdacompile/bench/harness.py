@@ -19,14 +19,14 @@ from typing import Any
 
 from kdacompile.bench import measure, record, table
 from kdacompile.bench.record import Figures, Results
-from kdacompile.bench.relay import Worker
+from kdacompile.bench.relay import LONGEST, Worker
 from kdacompile.bench.suites import SUITES, Case, Suite
 from kdacompile.errors import BenchError, MissingDependencyError
 
 ROUNDS = 5
 
 
-def main(suite_name: str, only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
+def main(suite_name: str, only: Sequence[str] | None, json_path: Path, timeout: float | None = None) -> int:
     """Run, print the table, write the JSON. Exit status 1 where a contender failed."""
     if suite_name in ("cuda", "train"):  # cases, clocks and contenders of their own
         return import_module(f"kdacompile.bench.{suite_name}").main(only, json_path, timeout)
@@ -47,7 +47,7 @@ def main(suite_name: str, only: Sequence[str] | None, json_path: Path, timeout: 
         about = {"title": suite.title or f"suite {suite_name}", "machine": _machine(), "load": busy or measure.load()}
         record.write(json_path, suite_name, done, **about)
 
-    results, finished = _run_all(suite_name, suite, cases, timeout, write)
+    results, finished = _run_all(suite_name, suite, cases, timeout or LONGEST, write)
     done = [case for case in cases if case.name in results]
     if done:
         print(table.render(done, suite, results))
@@ -96,15 +96,15 @@ def _run_case(suite_name: str, suite: Suite, case: Case, timeout: float, place: 
                     _progress(f"{label}, {name}: round {turn + 1} of {ROUNDS} ...", last=False)
                 worker.go()
                 worker.until_ready(timeout, "not finished")
-        found = {name: _figures(worker, outs[name]) for name, worker in workers.items()}
+        found = {name: _figures(worker, outs[name], timeout) for name, worker in workers.items()}
     for name, figures in found.items():
         _progress(f"{label}, {name}: {table.one_line(figures)}", last=True)
     return found
 
 
-def _figures(worker: Worker, out: Path) -> Figures:
+def _figures(worker: Worker, out: Path, timeout: float) -> Figures:
     """What it measured, or why not."""
-    worker.until_done()
+    worker.until_done(timeout)
     if worker.failure is None and out.exists():
         return json.loads(out.read_text(encoding="utf-8"))
     return {"failure": worker.failure or "no figures", "stderr": worker.stderr}

@@ -13,20 +13,26 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from kdacompile.store.disk import write_whole
 
 READY, GO = "ready", "go"
+LONGEST = 1800.0
+"""Seconds allowed for anything, where nobody says how many."""
 Steps = Generator[tuple[str, Any] | None, None, None]
 """Of a worker: None once it is ready, then names and figures."""
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 _STDERR_TAIL = 15
+_POLL = 0.2  # seconds from one look whether a worker lives to the next
 
 
 @dataclass(frozen=True)
@@ -64,27 +70,31 @@ class Outcome:
 class Worker:
     """The process of a command, with empty compiler caches: it says that it is ready, and again after every line that
     it is sent. ``failure``: why it did not come so far.
+
+    A thread listens to it, and no wait is longer than it is allowed to be: a compiler that a worker started may hold
+    its output open after the worker's end.
     """
 
     def __init__(self, command: Sequence[str], triton_cache: str = "") -> None:
         self.failure: str | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="kdacompile-bench-")
+        self._folder = tempfile.TemporaryDirectory(prefix="kdacompile-bench-", ignore_cleanup_errors=True)
         environment = {**os.environ, **{name: str(Path(self._folder.name, place)) for name, place in _CACHES.items()}}
         if triton_cache:
             environment["TRITON_CACHE_DIR"] = triton_cache
-        self._errors = Path(self._folder.name, "stderr")
+        self._errors, self._said = Path(self._folder.name, "stderr"), SimpleQueue[str]()
         with self._errors.open("w") as stderr:
             self._process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
             )
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.communicate()
+        self._process.kill()
+        self._process.wait()
+        self._send_no_more()
         self._folder.cleanup()
 
     @property
@@ -94,23 +104,18 @@ class Worker:
 
     def until_ready(self, seconds: float, late: str = "not ready") -> None:
         """Wait, and stop it when it is ``late``."""
-        if self.failure is not None:
-            return
-        expired = threading.Event()
-
-        def give_up() -> None:
-            expired.set()
-            self._process.kill()
-
-        timer = threading.Timer(seconds, give_up)
-        timer.start()
-        assert self._process.stdout is not None
-        try:
-            ready = any(line.strip() == READY for line in iter(self._process.stdout.readline, ""))
-        finally:
-            timer.cancel()
-        if not ready:
-            self.failure = f"{late} after {seconds:.0f} s" if expired.is_set() else self._exit_status()
+        end = time.monotonic() + seconds
+        while self.failure is None:
+            ended = self._process.poll() is not None  # what it said before its end may still be on its way
+            try:
+                if self._said.get(timeout=min(_POLL, max(end - time.monotonic(), 0))) == READY:
+                    return
+            except Empty:
+                if ended:
+                    self.failure = f"exit status {self._process.returncode}"
+                elif time.monotonic() >= end:
+                    self.failure = f"{late} after {seconds:.0f} s"
+                    self._process.kill()
 
     def go(self) -> None:
         """Have it go on."""
@@ -119,21 +124,31 @@ class Worker:
             if self.failure is None:
                 print(GO, file=self._process.stdin, flush=True)
         except OSError:  # it has ended
-            self.failure = self._exit_status()
+            self.failure = f"exit status {self._process.wait()}"
 
-    def until_done(self, seconds: float | None = None) -> None:
-        """Wait for its end, nothing more being sent."""
+    def until_done(self, seconds: float) -> None:
+        """Wait for its end, nothing more being sent, and stop it when that is late."""
         if self.failure is not None:
             return
+        self._send_no_more()
         try:
-            self._process.communicate(timeout=seconds)
+            status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.failure = f"not finished after {seconds:.0f} s"
+            self._process.kill()
         else:
-            self.failure = None if self._process.returncode == 0 else self._exit_status()
+            self.failure = f"exit status {status}" if status else None
 
-    def _exit_status(self) -> str:
-        return f"exit status {self._process.wait()}"
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as said:
+            for line in said:
+                self._said.put(line.strip())
+
+    def _send_no_more(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended
+            self._process.stdin.close()
 
 
 class Relay:
@@ -151,25 +166,39 @@ class Relay:
         """
         with tempfile.TemporaryDirectory(prefix="kdacompile-bench-") as shared:
             for wave in waves:
+                names = "; ".join(job.name for job in wave)
+                print(f"getting ready, for {self._ready:.0f} s at most: {names}", file=sys.stderr, flush=True)
                 barrier = threading.Barrier(len(wave))
-                with ThreadPoolExecutor(len(wave)) as pool:
-                    running = [pool.submit(self._follow, job, shared, barrier, done) for job in wave]
-                for future in running:
-                    future.result()
+                with ThreadPoolExecutor(len(wave)) as pool, ExitStack() as stack:  # the workers end before the threads
+                    workers = [stack.enter_context(_started(job, shared)) for job in wave]
+                    running = [
+                        pool.submit(self._follow, job, worker, shared, barrier, done)
+                        for job, worker in zip(wave, workers, strict=True)
+                    ]
+                    for future in running:
+                        future.result()
 
-    def _follow(self, job: Job, shared: str, barrier: threading.Barrier, done: Callable[[Job, Outcome], None]) -> None:
-        cache = str(Path(shared, job.shares)) if job.shares else ""
-        out = Path(shared, f"{job.name}.json")
-        command = [sys.executable, "-m", __name__, job.module, job.group, job.contender, str(out)]
-        with Worker(command, cache) as worker:
-            worker.until_ready(self._ready)
-            barrier.wait()
-            if worker.failure is None:
-                with self._device:
-                    worker.go()
-                    worker.until_done(self._timed)
-            found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-            done(job, Outcome(worker.failure, worker.stderr, found))
+    def _follow(
+        self, job: Job, worker: Worker, shared: str, barrier: threading.Barrier, done: Callable[[Job, Outcome], None]
+    ) -> None:
+        worker.until_ready(self._ready)
+        barrier.wait()
+        if worker.failure is None:
+            with self._device:
+                worker.go()
+                worker.until_done(self._timed)
+        out = _found_by(job, shared)
+        found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+        done(job, Outcome(worker.failure, worker.stderr, found))
+
+
+def _found_by(job: Job, shared: str) -> Path:
+    return Path(shared, f"{job.name}.json")
+
+
+def _started(job: Job, shared: str) -> Worker:
+    command = [sys.executable, "-m", __name__, job.module, job.group, job.contender, str(_found_by(job, shared))]
+    return Worker(command, str(Path(shared, job.shares)) if job.shares else "")
 
 
 def work(module: str, group: str, contender: str, out: str) -> None:

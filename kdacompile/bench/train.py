@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kdacompile.bench import device_clock, record, rows
 from kdacompile.bench.record import Figures
-from kdacompile.bench.relay import Job, Outcome, Relay, Steps
+from kdacompile.bench.relay import LONGEST, Job, Outcome, Relay, Steps
 
 ROWS = ("kda", "gdn", "gla", "simple", "delta", "mamba")
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)  # of kda; other rows are measured at MEASURED
@@ -30,7 +30,7 @@ READY_SECONDS, SAMPLES = 240.0, 7
 _LONGEST = {"eager": 4096, "inductor": 512}  # tokens up to which torch's operators are asked; Inductor unrolls loops
 
 
-def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
+def main(only: Sequence[str] | None, json_path: Path, timeout: float | None) -> int:
     """Run, print a line a measurement, write the JSON. Exit status 1 where one of ours failed."""
     device = record.cuda_device("train")
     chosen = record.chosen([*ROWS, *MODELS], only)
@@ -44,7 +44,7 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float) -> int:
         record.write(json_path, "train", list(cases.values()), device=device, title=title)
 
     jobs = [Job(f"{name}, {who}", __name__, name, who) for name in chosen for who in contenders(name)]
-    Relay(min(READY_SECONDS, timeout), timeout).run([jobs], done)
+    Relay(timeout or READY_SECONDS, timeout or LONGEST).run([jobs], done)
     print(f"\nwritten to {json_path}")
     return 1 if any("failure" in case["results"].get("ours", {}) for case in cases.values()) else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from kdacompile.bench import cuda, cuda_table
 from kdacompile.bench.cuda_cases import CASES, MODELS, contenders
-from kdacompile.bench.relay import Job, Outcome, Relay
+from kdacompile.bench.relay import Job, Outcome, Relay, Worker
 from kdacompile.errors import BenchError
 
 WORKER = "tests.house.relay_worker"
@@ -77,6 +78,15 @@ def test_workers_are_timed_alone_and_failures_have_reasons(tmp_path: Path) -> No
     turns = [tuple(map(float, line.split()[:2])) for line in out.read_text().splitlines()]
     (_, first_end), (second_start, _) = sorted(turns)
     assert first_end <= second_start
+
+
+def test_a_worker_that_ends_is_not_waited_for_where_what_it_started_lives_on() -> None:
+    left = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(25)']); sys.exit(4)"
+    )
+    with Worker([sys.executable, "-c", left]) as worker:
+        worker.until_ready(20.0)
+        assert worker.failure == "exit status 4"
 
 
 def test_caches_are_a_job_s_own_unless_it_shares_one(tmp_path: Path) -> None:
