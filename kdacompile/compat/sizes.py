@@ -128,7 +128,30 @@ def _note(captured: Any, wanted: Open, read: bool) -> tuple[int, ...]:
     if news:
         sizes: Any = tuple(auto_dynamic if dim in news else auto_unset for dim in range(wanted.rank))
         update_automatic_dynamic(captured, wanted.source, FrameStateSizeEntry(size=sizes))
+    if wanted.rank > 2:
+        update_automatic_dynamic(captured, wanted.source, FrameStateSizeEntry()).__class__ = _with_strides()
     return news
+
+
+@functools.cache
+def _with_strides() -> Any:
+    from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
+
+    class OpenStrides(FrameStateSizeEntry):
+        """Of a tensor with an open size, strides are open that count rows of it: a cache that was cut back is a slice,
+        whose strides are no products of its sizes. Torch has them so, and captures a slice anew.
+        """
+
+        def is_stride_dynamic(self, dim: int) -> bool:
+            return isinstance(self.size, tuple) and auto_dynamic in self.size[dim + 1 :]
+
+        def __reduce__(self) -> Any:
+            """On disk, where torch keeps what it has seen, it is torch's own."""
+            plain = FrameStateSizeEntry()
+            vars(plain).update(vars(self))
+            return plain.__reduce_ex__(2)
+
+    return OpenStrides
 
 
 def capture_again(reason: str) -> Exception:
