@@ -4,8 +4,7 @@ The Dynamo graph is replayed on meta tensors and every ATen operator is written 
 resolved on the way, so the copy is pure single assignment: a write through a view becomes ``select_scatter`` and the
 like, and later reads see the new value. Nothing is computed, and the Dynamo graph itself stays untouched.
 
-Symbolic sizes are replaced by their hints: the functional graph is one concrete instance. What
-holds for other sizes is the proof's business (it asks for several instances).
+Symbolic sizes are replaced by their hints: the functional graph is one concrete instance (``instances``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Symbolic sizes: a match must hold at every size the compiled graph will be called with, not only at today's.
 
 The functional graph is one concrete instance, at the sizes it was captured with, and a proof speaks about that instance
-alone. So where a region has symbolic sizes it is read and proven again at others that the graph's guards
-allow: once near the captured sizes, and once beyond every number the region's code mentions (a window of 256 tokens
-does not show at 20). The same Dynamo nodes must play the same roles with the same options, or the region declines.
+alone. So where a region has symbolic sizes it is read and proven again at others that the graph's guards allow: near
+the captured sizes, and beyond every number the region's code mentions (a window of 256 tokens does not show at 20). The
+same Dynamo nodes must play the same roles with the same options, or the region declines.
 """
 
 from __future__ import annotations

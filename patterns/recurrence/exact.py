@@ -12,8 +12,7 @@ Without the delta term u = b v. With a bonus r (RWKV-6) a token reads what was t
 
     o = (q a / d) S + (tril((q a / d) (k / a)^T, -1) + diag(q r k)) v      d_t = exp(g_t)
 
-A factor on the whole output is measured (``scale``), so the output is compared up to
-one number.
+A factor on the whole output is measured (``scale``), so the output is compared up to one number.
 """
 
 from __future__ import annotations

@@ -9,9 +9,11 @@ its sigmoid) is no activation of ours.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 
@@ -31,8 +33,8 @@ _SMOOTH = SAME_DATA | frozenset(
 )
 """Operators without a branch of their own (that of ``where`` is its condition's)."""
 
-Affine = dict[tuple[int, int], float]
-"""A sum of ``c x^i r^j``, by (i, j): x the logit, r the rate exp(A_log)."""
+X, RATE = sympy.symbols("x r", real=True)
+"""The logit and the rate exp(A_log), as polynomials of which values of a cone are written down."""
 
 
 def turning_points(cone: Cone) -> list[float] | None:
@@ -42,14 +44,10 @@ def turning_points(cone: Cone) -> list[float] | None:
     for op in cone.ops:
         if op.out.const or op.name in _SMOOTH:
             continue
-        differences = list(_differences(op, affine))
-        if not differences or None in differences:
+        points = [None if each is None else _zero(each) for each in _differences(op, affine)]
+        if not points or None in points:
             return None
-        for difference in differences:
-            point = _zero(difference or {})
-            if point is None:
-                return None
-            found.add(point)
+        found.update(point for point in points if point is not None)
     return sorted(found) if len(found) <= MOST else None
 
 
@@ -72,7 +70,7 @@ def points(cone: Cone) -> Tensor | None:
     return found[torch.randperm(len(found), generator=torch.Generator().manual_seed(3))]
 
 
-def _differences(op: Op, affine: _Affine) -> Iterator[Affine | None]:
+def _differences(op: Op, affine: _Affine) -> Iterator[sympy.Expr | None]:
     """Functions at whose zeros the operator takes another branch; None for one that is not affine."""
     args: tuple[Any, ...] = op.args
     if op.name in _COMPARISONS:
@@ -90,89 +88,77 @@ def _differences(op: Op, affine: _Affine) -> Iterator[Affine | None]:
         yield affine.difference(args[0], threshold / beta)
 
 
-def _zero(difference: Affine) -> float | None:
-    """The x, or the r x, at which ``a x r^j + c r^k`` is zero, for k = j or k = 0; None if it is no such function."""
-    slopes = {key: c for key, c in difference.items() if key[0] == 1 and c}
-    rest = {key: c for key, c in difference.items() if key[0] == 0 and c}
-    if len(slopes) != 1 or len(rest) > 1:
+def _zero(difference: sympy.Expr) -> float | None:
+    """The x, or the r x, at which a polynomial of degree one in x is zero; None if that is no number."""
+    poly = sympy.Poly(difference, X, RATE)
+    if poly.degree(X) != 1 or poly.degree(RATE) > 1:
         return None
-    j, slope = next((key[1], c) for key, c in slopes.items())
-    k, offset = next(((key[1], c) for key, c in rest.items()), (0, 0.0))
-    if j not in (0, 1) or k not in (0, j):
-        return None
-    point = -offset / slope
-    return point if math.isfinite(point) and abs(point) < 1e12 else None
+    slope, offset = (sympy.Poly(difference, X).coeff_monomial(power) for power in (X, 1))
+    zero = sympy.cancel(-offset / slope)
+    point = next((float(each) for each in (zero, sympy.cancel(zero * RATE)) if each.is_number), math.inf)
+    return point if abs(point) < 1e12 else None
 
 
-def _flat(value: Value) -> Affine | None:
+def _flat(value: Value) -> sympy.Expr | None:
     """A constant that is one number throughout."""
     try:
         data = constant(value).double()
     except EvaluationError:
         return None
-    return {(0, 0): float(data.min())} if data.numel() and bool((data == data.reshape(-1)[0]).all()) else None
+    uniform = data.numel() and bool((data == data.reshape(-1)[0]).all()) and bool(data.isfinite().all())
+    return sympy.Float(float(data.min())) if uniform else None
 
 
 class _Affine:
-    """Values of a cone as sums of ``c x^i r^j``."""
+    """Values of a cone as polynomials of the logit and the rate, of degree one in each at the most."""
 
     def __init__(self, cone: Cone) -> None:
         self.cone = cone
-        self.known: dict[Value, Affine | None] = {cone.sources[0].value: {(1, 0): 1.0}}
+        self.known: dict[Value, sympy.Expr | None] = {cone.sources[0].value: X}
         self.rate = cone.sources[1].value if len(cone.sources) > 1 else None
 
-    def __call__(self, item: Any) -> Affine | None:
+    def __call__(self, item: Any) -> sympy.Expr | None:
         plain = number(item)
         if plain is not None:
-            return {(0, 0): plain}
+            return sympy.Float(plain) if math.isfinite(plain) else None
         if not isinstance(item, Value):
             return None
-        if item.const and item not in self.known:
-            self.known[item] = _flat(item)
         if item not in self.known:
-            self.known[item] = None
-            self.known[item] = self.compute(item)
+            self.known[item] = None  # while it is computed
+            self.known[item] = _flat(item) if item.const else self.compute(item)
         return self.known[item]
 
-    def difference(self, one: Any, other: Any) -> Affine | None:
-        return self.plus(self(one), self(other), -1.0)
+    def difference(self, one: Any, other: Any) -> sympy.Expr | None:
+        left, right = self(one), self(other)
+        return None if left is None or right is None else left - right
 
-    def plus(self, one: Affine | None, other: Affine | None, times: float = 1.0) -> Affine | None:
-        if one is None or other is None:
-            return None
-        return {key: one.get(key, 0.0) + times * other.get(key, 0.0) for key in {*one, *other}}
-
-    def times(self, one: Affine | None, other: Affine | None) -> Affine | None:
-        if one is None or other is None:
-            return None
-        found: Affine = {}
-        for (i, j), a in one.items():
-            for (k, n), b in other.items():
-                found[i + k, j + n] = found.get((i + k, j + n), 0.0) + a * b
-        return found if all(i < 2 and j < 2 for i, j in found) else None
-
-    def compute(self, value: Value) -> Affine | None:
+    def compute(self, value: Value) -> sympy.Expr | None:
         op = value.op
-        if op is None or (op not in self.cone.ops and not value.const):
+        if op is None or op not in self.cone.ops:
             return None
         if op.name in SAME_DATA:
-            return self.rate_or(op.reads[0])
+            return None if self.is_rate(op.reads[0]) else self(op.reads[0])
         if op.name == "exp" and self.is_rate(op.reads[0]):
-            return {(0, 1): 1.0}
-        if op.name in ("add", "sub", "rsub") and not op.kwargs and len(op.args) == 2:
-            one, other = self(op.args[0]), self(op.args[1])
-            pair = (other, one) if op.name == "rsub" else (one, other)
-            return self.plus(*pair, 1.0 if op.name == "add" else -1.0)
-        if op.name == "mul":
-            return self.times(self(op.args[0]), self(op.args[1]))
-        if op.name == "neg":
-            return self.times(self(op.args[0]), {(0, 0): -1.0})
-        divisor = number(op.args[1]) if op.name == "div" and not op.kwargs else None
-        return self.times(self(op.args[0]), {(0, 0): 1.0 / divisor}) if divisor else None
-
-    def rate_or(self, value: Value) -> Affine | None:
-        return None if self.is_rate(value) else self(value)
+            return RATE
+        if op.kwargs or op.name not in _ARITHMETIC:
+            return None
+        operands = [self(arg) for arg in op.args]
+        divided = op.name == "div" and number(op.args[1]) in (None, 0.0)
+        if None in operands or divided:
+            return None
+        found = sympy.expand(_ARITHMETIC[op.name](*operands))
+        return found if all(sympy.degree(found, symbol) < 2 for symbol in (X, RATE)) else None
 
     def is_rate(self, value: Value) -> bool:
         value = root(value, SAME_DATA, until=lambda step: step is self.rate or step.op not in self.cone.ops)
         return self.rate is not None and value is self.rate
+
+
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "rsub": lambda x, y: y - x,
+    "mul": operator.mul,
+    "neg": operator.neg,
+    "div": operator.truediv,
+}
