@@ -78,9 +78,10 @@ def _merge() -> Program:
 
 
 @cache
-def decode_program(*, rope: bool = True) -> Program:
+def decode_program(*, rope: bool = True, masks: bool = False) -> Program:
     """One block of the latent ``c`` into the carry, absorbed: inputs ``max0``, ``sum0`` and ``acc0`` are what outputs
-    ``max``, ``sum`` and ``acc`` were a block before. ``rope``: whether keys have the part that all heads share."""
+    ``max``, ``sum`` and ``acc`` were a block before. ``rope``: whether keys have the part that all heads share;
+    ``masks``: whether every head has a mask of its own."""
     notes = "hidden is 0 for tokens that may be seen, and so low for others that their weight is 0"
     b = Builder("latent_attention", axis="block", notes=notes)
     m0, l0 = (b.input(name, _MAX, per=Per.LANE) for name in ("max0", "sum0"))
@@ -92,7 +93,7 @@ def decode_program(*, rope: bool = True) -> Program:
         q_rope = b.input("q_rope", TileType("M", "D"), per=Per.LANE)
         k_rope = b.input("k_rope", TileType("C", "D"), heads="shared")
         scores = b.dot(q_rope, k_rope, scores, trans_b=True, name="S")
-    hidden = b.input("hidden", TileType(1, "C"), per=Per.STEP)
+    hidden = b.input("hidden", TileType("M" if masks else 1, "C"), per=Per.STEP)
     seen = b.add(b.scale(scores, "scale", "S_scaled"), hidden, "S_seen")
     m = b.max(m0, b.row_max(seen, "m_block"), "m")
     weights = b.exp(b.sub(seen, m, "S_shifted"), "P")

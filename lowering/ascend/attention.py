@@ -27,23 +27,39 @@ _START = {
 }
 
 
-def attention_plan(heads: int, block: int, rank: int, rope: int, io: str, target: str = "ascend910b") -> Plan:
-    """The plan of ``heads`` heads by ``block`` cached tokens; ``rope`` 0 where keys have no shared part."""
+def attention_plan(
+    heads: int, block: int, rank: int, rope: int, io: str, target: str = "ascend910b", *, masks: bool = False
+) -> Plan:
+    """The plan of ``heads`` heads by ``block`` cached tokens; ``rope`` 0 where keys have no shared part, ``masks``
+    where every head has one of its own."""
     sizes: dict[str, Any] = {"D": rope} if rope else {}
-    return plan(decode_program(rope=rope > 0), target, io=io, M=heads, C=block, K=rank, **sizes)
+    return plan(decode_program(rope=rope > 0, masks=masks), target, io=io, M=heads, C=block, K=rank, **sizes)
 
 
 @cache
-def attention_module(rope: bool) -> Module:
-    """``attend`` and ``merge``; their texts are the same for all sizes."""
-    made = attention_plan(32, BLOCK, 512, 64 if rope else 0, "bf16")
-    kernels = (_attend(made, rope), _merge())
+def attention_module(rope: bool, masks: bool = False) -> Module:
+    """``attend`` and ``merge``; their texts are the same for all sizes. ``masks``: every head has one of its own."""
+    made = attention_plan(32, BLOCK, 512, 64 if rope else 0, "bf16", masks=masks)
+    kernels = (_attend(made, rope, masks), _merge())
     title = f"{made.program.name}, {made.handovers} hand-overs a block."
-    name = made.program.name + ("" if rope else "_norope")
+    name = made.program.name + ("" if rope else "_norope") + ("_masks" if masks else "")
     return Module(name, assemble(title, [kernel.text for kernel in kernels]), kernels)
 
 
-def _attend(made: Plan, rope: bool) -> Kernel:
+_HIDDEN = (
+    "hidden = hidden_after(rows, C)",
+    "if MASK:",
+    "    masked = row // queries * mask_batch + row % queries * mask_query",
+    "    hidden += load_mask(mask_ptr, masked, position, width, C)",
+)
+_HIDDEN_BY_HEAD = (
+    "masked = row // queries * mask_batch + row % queries * mask_query + head * mask_head",
+    "hidden = load_masks(mask_ptr, masked, position, width, mask_head, head, H, TILE, C)",
+    "hidden += hidden_after(rows, C)[None, :]",
+)
+
+
+def _attend(made: Plan, rope: bool, masks: bool) -> Kernel:
     tasks = [task for stage in made.section(Section.SCAN) for task in stage.tasks]
     early = [t for stage in made.section(Section.SCAN) for t in stage.tasks if stage.shift.get(t.name)]
     # a product may overwrite its left operand, so queries are loaded for each
@@ -69,10 +85,7 @@ def _attend(made: Plan, rope: bool) -> Kernel:
         "    position = start + first",
         "    rows = tl.minimum(PAGE, visible - start) - first",
         *loads,
-        "hidden = hidden_after(rows, C)",
-        "if MASK:",
-        "    masked = row // queries * mask_batch + row % queries * mask_query",
-        "    hidden += load_mask(mask_ptr, masked, position, width, C)",
+        *(_HIDDEN_BY_HEAD if masks else _HIDDEN),
         *printer.lines,
         *(f"{name}0 = {value}" for name, value in _stored(made.program).items()),
     ]
@@ -98,7 +111,7 @@ def _attend(made: Plan, rope: bool) -> Kernel:
     }
     kinds |= {"scale": Kind.NUMBER}
     counts = ("page_stride", "rope_stride", "pages", "queries", "mask_batch", "mask_query", "width", "tasks")
-    kinds |= dict.fromkeys(counts, Kind.COUNT)
+    kinds |= dict.fromkeys((*counts, "mask_head") if masks else counts, Kind.COUNT)
     if not rope:
         kinds = {name: kind for name, kind in kinds.items() if "rope" not in name}
     return _kernel("attend", lines, kinds, ["io = q_ptr.dtype.element_ty"])

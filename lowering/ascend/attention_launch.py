@@ -33,8 +33,6 @@ def decline(call: Attention) -> str | None:
     operands = (call.q, call.q_rope, call.latent, call.k_rope, call.w_uk, call.w_uv)
     dtypes = {x.dtype for x in operands if x is not None}
     rope = 0 if call.k_rope is None else call.k_rope.shape[-1]
-    if call.mask is not None and call.mask.shape[1] > 1:
-        return "a mask of its own for every head"
     if not call.absorbed:
         return "many queries: the expanded form does less"
     if len(dtypes) > 1 or not dtypes <= _IO.keys():
@@ -52,16 +50,22 @@ def block_of(call: Attention) -> int:
     """Cached tokens of a block: they lie in one page, whose last may be short, and their tiles fit. 0 if none do."""
     rope = 0 if call.k_rope is None else call.k_rope.shape[-1]
     page = 0 if call.block_table is None else call.page
-    return _block(page, head_tile(call.q.shape[2]), call.latent.shape[-1], rope, _IO[call.latent.dtype])
+    tile, io = head_tile(call.q.shape[2]), _IO[call.latent.dtype]
+    return _block(page, tile, call.latent.shape[-1], rope, io, masks_of_heads(call))
+
+
+def masks_of_heads(call: Attention) -> bool:
+    """Whether every head has a mask of its own."""
+    return call.mask is not None and call.mask.shape[1] > 1
 
 
 @cache
-def _block(page: int, heads: int, rank: int, rope: int, io: str) -> int:
+def _block(page: int, heads: int, rank: int, rope: int, io: str, masks: bool) -> int:
     blocks = [BLOCK >> n for n in range((BLOCK // SUB_CHUNK).bit_length())]
     whole = [block for block in blocks if page % block == 0]
     for block in whole or [block for block in blocks if block < 2 * max(page, SUB_CHUNK)]:
         try:
-            check_layout(attention_plan(heads, block, rank, rope, io))
+            check_layout(attention_plan(heads, block, rank, rope, io, masks=masks))
         except CapacityError:
             continue
         return block
@@ -94,7 +98,7 @@ def _attend(call: Attention, cores: int, launch: Launcher, scratch: Scratch) -> 
     block, tile = block_of(call), head_tile(heads)
     rows, tiles = batch * queries, -(-heads // tile)
     parts = parts_of(rows * tiles, -(-call.width // block), cores)
-    module = attention_module(call.q_rope is not None)
+    module = attention_module(call.q_rope is not None, masks_of_heads(call))
     o = torch.empty(rows, heads, rank, dtype=io, device=device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
     values: dict[str, Any] = {
@@ -150,13 +154,13 @@ def parts_of(tasks: int, blocks: int, cores: int) -> int:
 
 
 def _mask(mask: Tensor) -> dict[str, Any]:
-    """What is added to the scores of all heads, ``[B, T, S]`` in fp32 (-inf where bools hide), and its strides:
-    0 along what it is the same for."""
+    """What is added to the scores, ``[B, heads or 1, T, S]`` in fp32 (-inf where bools hide), and its strides: 0 along
+    what it is the same for."""
     if mask.dtype is torch.bool:
         mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
-    mask = mask.squeeze(1).float().contiguous()
-    batch, query = (0 if size == 1 else stride for size, stride in zip(mask.shape[:2], mask.stride()[:2], strict=True))
-    return {"mask_ptr": mask, "mask_batch": batch, "mask_query": query}
+    mask = mask.float().contiguous()
+    strides = (0 if size == 1 else stride for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True))
+    return {"mask_ptr": mask, **dict(zip(("mask_batch", "mask_head", "mask_query"), strides, strict=True))}
 
 
 def _visible(call: Attention) -> Tensor:

@@ -156,8 +156,9 @@ def definition(name: str, arguments: Sequence[Argument], constants: Iterable[str
     words = [a.name for a in arguments] + [f"{c}:tl.constexpr" for c in constants]  # no blank: one word to wrap
     listed = textwrap.fill(", ".join(words), 112, initial_indent="    ", subsequent_indent="    ")
     counts = [f'"{a.name}"' for a in arguments if a.kind is Kind.COUNT]  # change from call to call
+    decorator = f"@triton.jit(do_not_specialize=[{', '.join(counts)}])"
     return [
-        f"@triton.jit(do_not_specialize=[{', '.join(counts)}])",
+        *textwrap.wrap(decorator, 128, subsequent_indent="    "),
         f"def {name}(",
         listed.replace(":tl", ": tl") + ",",
         "):",

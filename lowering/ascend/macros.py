@@ -131,8 +131,8 @@ def load_mask(ptr, at, position, width, C: tl.constexpr):
 def load_masks(ptr, at, position, width, stride, head, HEADS: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr):
     """[TILE, C]: the same of the heads from ``head`` on, ``stride`` apart; 0 for those that do not exist."""
     base = ptr + at.to(tl.int64) + position
-    shape = (HEADS - head, width - position)
-    return tl.load(tl.make_block_ptr(base, shape, (stride, 1), (0, 0), (TILE, C), (1, 0)), boundary_check=(0, 1))
+    block = tl.make_block_ptr(base, (HEADS - head, width - position), (stride, 1), (0, 0), (TILE, C), (1, 0))
+    return tl.load(block, boundary_check=(0, 1))
 
 
 @triton.jit

@@ -34,12 +34,13 @@ def constants(heads: int, block: int, **sizes: int) -> dict[str, int]:
     return {**SIZES, "H": 4 * heads, "TILE": heads, "TILES": 4, "C": block, **sizes}
 
 
-@pytest.mark.parametrize(("parts", "mask"), [(1, 0), (8, 1)])
+@pytest.mark.parametrize(("parts", "mask"), [(1, 0), (8, 1), (1, 2)])
 @pytest.mark.parametrize(("heads", "block", "io"), TILES)
 def test_compiles_as_planned(tools: Tools, heads: int, block: int, io: torch.dtype, parts: int, mask: int) -> None:
-    """Workspace, hand-overs, flags, every operand of Cube twice and every sum once, tile by tile, with a mask too."""
-    made = attention_plan(heads, block, 512, 64, IO[io])
-    kernel = attention_module(True).kernel("attend")
+    """Workspace, hand-overs, flags, every operand of Cube twice and every sum once, tile by tile. ``mask``: 1 for one
+    of all heads, 2 for one of every head."""
+    made = attention_plan(heads, block, 512, 64, IO[io], masks=mask == 2)
+    kernel = attention_module(True, mask == 2).kernel("attend")
     facts = tools.compile(kernel, constants(heads, block, PARTS=parts, MASK=mask), io=io).facts
     assert facts["workspace_bytes"] == made.apart_bytes
     assert facts["handovers"] == made.handovers == 2
@@ -136,21 +137,26 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks": {"cached": 150, "sinks": True},
     "mask": {"cached": 300, "mask": "bool", "lengths": (300, 140)},
     "mask over pages": {"cached": 96, "mask": "bool", "page": 24, "tokens": 2, "lengths": (96, 25)},
-    "added mask": {"cached": 150, "mask": "float", "heads": 16},
+    "added masks of heads": {"cached": 150, "mask": "float", "heads": 16},
+    "added masks of odd heads over pages": {
+        "cached": 96,
+        "mask": "float",
+        "heads": 40,
+        "batch": 1,
+        "page": 24,
+        "tokens": 2,
+    },
     "prompt": {"cached": 40, "tokens": 20, "batch": 1, "heads": 16, "causal": True},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(tools: Tools, name: str) -> None:
-    """Slots past a request's length hold NaN, and its table garbage past its last page. A mask is that of all heads;
-    one of bools hides everything from one request."""
+    """Slots past a request's length hold NaN, and its table garbage past its last page. A mask of bools is that of all
+    heads, and hides everything from one request."""
     case = make(**CASES[name])
-    if (mask := case.tensors["mask"]) is not None:
-        mask = mask[:, :1].contiguous()
-        if mask.dtype is torch.bool:
-            mask[0, :, 0] = False
-        case = case.with_tensors(mask=mask)
+    if (mask := case.tensors["mask"]) is not None and mask.dtype is torch.bool:
+        mask[0, :, 0] = False
     assert errors(attend(SimulatedDevice(tools), case), case) < TOLERANCE[torch.bfloat16]
 
 

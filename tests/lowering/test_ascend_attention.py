@@ -58,9 +58,9 @@ def launches(given: Attention, scratch: Scratch | None = None) -> list[Launch]:
     return seen
 
 
-@pytest.mark.parametrize("rope", [True, False])
-def test_golden(rope: bool) -> None:
-    module = attention_module(rope)
+@pytest.mark.parametrize(("rope", "masks"), [(True, False), (False, False), (True, True)])
+def test_golden(rope: bool, masks: bool) -> None:
+    module = attention_module(rope, masks)
     path = GOLDENS / f"{module.name}.ascend.py.txt"
     if os.environ.get("KDA_ACCEPT") == "1":
         path.write_text(module.source)
@@ -68,8 +68,7 @@ def test_golden(rope: bool) -> None:
 
 
 def test_the_texts_keep_the_rules_of_the_target() -> None:
-    for rope in (True, False):
-        module = attention_module(rope)
+    for module in (attention_module(rope, masks) for rope in (True, False) for masks in (True, False)):
         compile(module.source, module.name, "exec")
         assert max(map(len, module.source.splitlines())) <= 130
         assert not re.search(r"tl\.arange\([^)]*\)(\[[^]]*\])? *[<>=]", module.source)
@@ -144,18 +143,20 @@ def test_masks_are_added_to_the_scores() -> None:
     (attend, *_) = launches(call(queries=3, mask=seen))
     mask = attend.arguments["mask_ptr"]
     assert isinstance(mask, Tensor) and mask.dtype is torch.float32
-    assert torch.equal(mask == 0, seen[:, 0]) and torch.equal(mask.isneginf(), ~seen[:, 0])
+    assert torch.equal(mask == 0, seen) and torch.equal(mask.isneginf(), ~seen)
     strides = [attend.arguments[f"mask_{name}"] for name in ("batch", "query")]
     assert attend.constants["MASK"] == 1 and strides == [900, 300]
     (attend, *_) = launches(call(queries=3, mask=torch.zeros(2, 1, 1, 300).bfloat16()))
     assert [attend.arguments[f"mask_{name}"] for name in ("batch", "query")] == [300, 0]
     assert launches(call())[0].constants["MASK"] == 0
+    (attend, *_) = launches(call(queries=3, mask=torch.zeros(1, 32, 3, 300)))
+    assert [attend.arguments[f"mask_{name}"] for name in ("batch", "head", "query")] == [0, 900, 300]
+    assert attend.module.name == "latent_attention_masks" and attend.constants["C"] == 128
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"mask": torch.ones(1, 32, 1, 300, dtype=torch.bool)}, "a mask of its own for every head"),
         ({"queries": 512, "w_uk": torch.zeros(32, 512, 512), "w_uv": torch.zeros(32, 128, 512)}, "many queries"),
         ({"rank": 384}, "rank 384"),
         ({"dtype": torch.float64}, "not of one dtype"),
