@@ -61,7 +61,7 @@ def plan(
     (heads), K, V (widths), C (tokens a chunk), BV (columns a value tile); for "mla" M (heads of a tile), K (the
     latent's rank), D (shared key columns), C (cached tokens a block), and B x H is the number of tiles. ``ranks``: the
     plan of one of so many ranks among which T tokens are cut in ``order`` (context parallelism, docs/distributed.md),
-    with what it sends: a :class:`~kdacompile.distributed.cost.ParallelPlan`.
+    with what it computes and sends forward and backward: a :class:`~kdacompile.distributed.cost.ParallelPlan`.
 
     Raises :class:`~kdacompile.errors.UnknownPatternError`, and from ``kdacompile.lowering`` ``ArgumentError`` on a
     wrong size and ``CapacityError`` where a tile does not fit the target.
@@ -89,13 +89,16 @@ def _of_a_rank(made: Callable[..., Plan], pattern: str, ranks: int, order: str, 
         raise lowering.ArgumentError(f"{ranks} ranks for {pattern}: tokens of linear attention's chunks are cut")
     per_rank, sizes = Fragments(order, ranks).per_rank, {**DEFAULTS, **shape}
     tokens = -(-sizes["T"] // (ranks * per_rank)) * per_rank
-    found = made(**{**shape, "T": tokens, "V": sizes["V"] + row.delta * sizes["K"]})
+    alone = made(**{**shape, "T": tokens})
+    two_passes = alone.target.name == "cuda_sm90" and alone.io == "bf16" and 32 <= sizes["K"] <= 128
+    found = alone if two_passes else made(**{**shape, "T": tokens, "V": sizes["V"] + row.delta * sizes["K"]})
     layer = Layer(
         sizes["T"], sizes["H"], sizes["H"], sizes["K"], sizes["V"],
         batch=sizes["B"], delta=row.delta, channel_gate=row.gate == "channel", element=WIDTHS[found.io],
     )  # fmt: skip
     given = {field.name: getattr(found, field.name) for field in fields(found)}
-    return ParallelPlan(**given, ranks=ranks, order=order, layer=layer)
+    adjoint = adjoint_program(row.gate, row.delta, beta=row.delta)
+    return ParallelPlan(**given, ranks=ranks, order=order, layer=layer, adjoint=adjoint, two_passes=two_passes)
 
 
 def names() -> list[str]:

@@ -1,21 +1,26 @@
 """What context parallelism of linear attention sends and computes: formulas, on paper for any number of GPUs.
 
-One layer, one call. With the maps, each rank sends its fragments' (A, B) in float32, whatever T is. It computes one
-pass, with the delta rule of V + K columns, and a product with the states that enter; the backward call adds another
-such product. Over heads, each rank sends its operands and gets o back. A ring carries an all-gather of n bytes a rank
-in ``(ranks - 1) n / bandwidth``, an all-to-all in ``(ranks - 1) / ranks n / bandwidth``; both take a latency a message.
+One layer, one call. With the maps, each rank sends its fragments' (A, B) in float32, whatever T is, and backward B'. It
+prepares its chunks once and scans them twice, or makes one pass, with the delta rule of V + K columns, and a product
+with the states that enter; the backward call adds a scan or such a product. Over heads, each rank sends its operands
+and gets o back. A ring carries an all-gather of n bytes a rank in ``(ranks - 1) n / bandwidth``, an all-to-all in
+``(ranks - 1) / ranks n / bandwidth``; both take a latency a message.
 Above 16 ranks maps are composed in steps, one map a message.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import sympy
+
 from kdacompile.distributed.fragments import GATHERED
+from kdacompile.lowering.ir import Op, Program
 from kdacompile.lowering.plan import Plan
-from kdacompile.lowering.plan.cost import total_flops
-from kdacompile.lowering.stages import evaluate
+from kdacompile.lowering.plan.cost import all_steps, total_flops
+from kdacompile.lowering.stages import evaluate, op_flops
 from kdacompile.ops.errors import ContextParallelError
 
 STATE_BYTES = 4
@@ -57,7 +62,12 @@ class Layer:
     def map_bytes(self) -> int:
         """Bytes of one fragment's (A, B)."""
         width = self.keys if self.delta else 1
-        return STATE_BYTES * self.batch * self.value_heads * self.keys * (width + self.values)
+        return self.state_bytes // self.values * (width + self.values)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states, B' of one fragment."""
+        return STATE_BYTES * self.batch * self.value_heads * self.keys * self.values
 
     @property
     def token_bytes(self) -> int:
@@ -69,7 +79,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Cost:
-    """``sent`` bytes by each rank in one forward call, ``seconds`` of it, ``held`` bytes of what all ranks sent."""
+    """``sent`` bytes by each rank in one call, ``seconds`` of it, ``held`` bytes of what all ranks sent."""
 
     method: str
     sent: int
@@ -78,15 +88,22 @@ class Cost:
 
 
 def communication(
-    layer: Layer, ranks: int, *, method: str = "maps", order: str = "zigzag", link: Link = NVLINK
+    layer: Layer,
+    ranks: int,
+    *,
+    method: str = "maps",
+    order: str = "zigzag",
+    link: Link = NVLINK,
+    backward: bool = False,
 ) -> Cost:
-    """What one forward call sends. A backward call sends as much again (with maps, B' alone: less)."""
+    """What one call sends. With the maps, a backward call sends B' alone, in steps A as well; over heads the same."""
     if method == "maps":
-        mine = layer.map_bytes * (2 if order == "zigzag" else 1)
+        several = 2 if order == "zigzag" else 1
         if ranks > GATHERED:
-            messages = (ranks - 1).bit_length() + 1
-            seconds = messages * (mine / link.bandwidth + link.latency * (2 if order == "zigzag" else 1))
+            mine, messages = layer.map_bytes * several, (ranks - 1).bit_length() + 1
+            seconds = messages * (mine / link.bandwidth + link.latency * several)
             return Cost(method, mine * messages, mine, seconds)
+        mine = (layer.state_bytes if backward else layer.map_bytes) * several
         sent = mine * (ranks - 1)
         return Cost(method, sent, mine * ranks, sent / link.bandwidth + (ranks - 1) * link.latency)
     if layer.value_heads % ranks:
@@ -103,51 +120,100 @@ def link_between(ranks: int) -> Link:
 
 
 @dataclass(frozen=True)
+class Direction:
+    """A forward or a backward call: multiplies and adds of a rank and of one GPU that has all tokens, and what is sent,
+    with the maps and, if the ranks divide the heads, over heads. The code waits for what is sent: nothing overlaps.
+    """
+
+    rank_flops: int
+    alone_flops: int
+    sends: tuple[Cost, ...]
+
+
+@dataclass(frozen=True)
 class ParallelPlan(Plan):
-    """The plan of a rank's pass over its own tokens (with K more columns under the delta rule), and what ranks send."""
+    """The plan of a rank's pass over its own tokens, and what ranks compute and send forward and backward.
+
+    ``two_passes``: kernels scan the chunks twice (:mod:`.two_passes`). Elsewhere one pass has K more columns under the
+    delta rule, which are in this plan (:class:`.local.Readers`). ``adjoint``: the program of the gradients.
+    """
 
     ranks: int
     order: str
     layer: Layer
+    adjoint: Program
+    two_passes: bool
 
     @property
-    def rank_flops(self) -> int:
-        """Multiplies and adds of a rank in one forward call."""
-        return self._flops(self.sizes["V"], self.sizes["T"]) + self._product(self.sizes["T"])
+    def forward(self) -> Direction:
+        columns = self.layer.values + self.layer.delta * self.layer.keys
+        more = self._scan(self.program, columns) if self.two_passes else self._product
+        alone = self._total(total_flops(self), self.layer.values, self.layer.tokens)
+        return Direction(self._total(total_flops(self), self.sizes["V"]) + more, alone, self._sends(backward=False))
 
     @property
-    def alone_flops(self) -> int:
-        """Those of one GPU that has all tokens."""
-        return self._flops(self.layer.values, self.layer.tokens)
-
-    @property
-    def costs(self) -> tuple[Cost, ...]:
-        """What a forward call sends: with the maps and, if the ranks divide the heads, over heads."""
-        given: Any = {"order": self.order, "link": link_between(self.ranks)}
-        methods = ("maps",) if self.layer.value_heads % self.ranks else ("maps", "heads")
-        return tuple(communication(self.layer, self.ranks, method=method, **given) for method in methods)
+    def backward(self) -> Direction:
+        step = all_steps(self, _flops(self.adjoint.ops))
+        more = self._scan(self.adjoint, self.layer.values) if self.two_passes else self._product
+        alone = self._total(step, self.layer.values, self.layer.tokens)
+        return Direction(self._total(step, self.layer.values) + more, alone, self._sends(backward=True))
 
     def as_data(self) -> dict[str, Any]:
         """What it adds to a plan, as plain data."""
-        flops = {"rank_flops": self.rank_flops, "alone_flops": self.alone_flops}
-        return {"ranks": self.ranks, "order": self.order, **flops, "sends": [asdict(cost) for cost in self.costs]}
+        calls = {"forward": asdict(self.forward), "backward": asdict(self.backward)}
+        return {"ranks": self.ranks, "order": self.order, "two_passes": self.two_passes, **calls}
 
     def __str__(self) -> str:
-        link = link_between(self.ranks)
-        share = self.alone_flops / self.rank_flops
-        computed = f"a rank computes {self.rank_flops:.3g} multiplies and adds, one GPU {self.alone_flops:.3g}"
-        lines = [f"on {self.ranks} ranks, {self.order}, {self.layer.tokens} tokens in all"]
-        lines.append(f"  {computed}: {share:.2f} times as many")
-        for cost in self.costs:
-            lines.append(
-                f"  {cost.method}: a rank sends {cost.sent / 1e6:,.1f} MB in a forward call and holds "
-                f"{cost.held / 1e6:,.1f} MB, {cost.seconds * 1e6:,.0f} us at {link.bandwidth / 1e9:.0f} GB/s"
-            )
+        speed = link_between(self.ranks).bandwidth / 1e9
+        how = (
+            "two scans of chunks that are prepared once"
+            if self.two_passes
+            else "one pass, and a product with what enters"
+        )
+        lines = [f"on {self.ranks} ranks, {self.order}, {self.layer.tokens} tokens in all: {how}"]
+        for name, call in (("forward", self.forward), ("backward", self.backward)):
+            computed = f"a rank computes {call.rank_flops:.3g} multiplies and adds, one GPU {call.alone_flops:.3g}"
+            lines.append(f"  {name}: {computed}, {call.alone_flops / call.rank_flops:.2f} times as many")
+            for cost in call.sends:
+                sent = f"a rank sends {cost.sent / 1e6:,.1f} MB and holds {cost.held / 1e6:,.1f} MB"
+                lines.append(f"    {cost.method}: {sent}; it waits {cost.seconds * 1e6:,.0f} us at {speed:.0f} GB/s")
         return super().__str__() + "\n" + "\n".join(lines) + "\n"
 
-    def _flops(self, columns: int, tokens: int) -> int:
-        return evaluate(total_flops(self), {**self.sizes, "V": columns, "T": tokens})
+    def _sends(self, *, backward: bool) -> tuple[Cost, ...]:
+        given: Any = {"order": self.order, "link": link_between(self.ranks), "backward": backward}
+        methods = ("maps",) if self.layer.value_heads % self.ranks else ("maps", "heads")
+        return tuple(communication(self.layer, self.ranks, method=method, **given) for method in methods)
 
-    def _product(self, tokens: int) -> int:
-        """Of the readers with the states that enter."""
-        return 2 * self.layer.batch * self.layer.value_heads * tokens * self.layer.keys * self.layer.values
+    def _total(self, formula: sympy.Expr, columns: int, tokens: int | None = None) -> int:
+        return evaluate(formula, {**self.sizes, "V": columns, "T": tokens or self.sizes["T"]})
+
+    def _scan(self, program: Program, columns: int) -> int:
+        """Of a scan that makes states alone."""
+        return self._total(all_steps(self, _flops(_of_states(program))), columns)
+
+    @property
+    def _product(self) -> int:
+        """Of the readers with the states that enter, or with the gradient of o."""
+        return 2 * self.layer.batch * self.layer.value_heads * self.sizes["T"] * self.layer.keys * self.layer.values
+
+
+def _flops(ops: Iterable[Op]) -> sympy.Expr:
+    return sum((op_flops(op) for op in ops), sympy.Integer(0))
+
+
+def _of_states(program: Program) -> list[Op]:
+    """The ops that lead from a program's last carry to its next step."""
+    carry = program.reverse or program.carry
+    assert carry is not None
+    moved = {carry.name}
+    behind = list[Op]()
+    for op in program.ops:
+        if op.output is not None and any(value.name in moved for value in op.inputs):
+            moved.add(op.output.name)
+            behind.append(op)
+    wanted, found = {carry.step.name}, list[Op]()
+    for op in reversed(behind):
+        if op.output is not None and op.output.name in wanted:
+            found.append(op)
+            wanted |= {value.name for value in op.inputs}
+    return found

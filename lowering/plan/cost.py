@@ -23,15 +23,16 @@ _BINARY = (OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.MASK)
 
 def total_flops(plan: PlanData) -> sympy.Expr:
     """Multiplies and adds of the whole sequence, for all batch entries and heads."""
-    return _all_steps(plan, sum((stage.flops for stage in plan.stages), sympy.Integer(0)))
+    return all_steps(plan, sum((stage.flops for stage in plan.stages), sympy.Integer(0)))
 
 
 def total_bytes(plan: PlanData) -> sympy.Expr:
     """Bytes through global memory: ports once a reading or writing stage, tensors and workspaces at both ends."""
-    return _all_steps(plan, sum((stage.bytes for stage in plan.stages), sympy.Integer(0)))
+    return all_steps(plan, sum((stage.bytes for stage in plan.stages), sympy.Integer(0)))
 
 
-def _all_steps(plan: PlanData, a_step: sympy.Expr) -> sympy.Expr:
+def all_steps(plan: PlanData, a_step: sympy.Expr) -> sympy.Expr:
+    """Of the whole sequence, for all batch entries and heads, what one lane's step comes to."""
     lanes = symbol("B") * symbol("H")
     steps = symbol("T") / symbol("C") if "C" in plan.sizes else sympy.Integer(1)
     return sympy.expand(lanes * steps * a_step)

@@ -37,30 +37,52 @@ def test_maps_cost_the_same_for_any_length_and_operands_do_not() -> None:
 
 def test_a_plan_of_a_rank_counts_one_pass_of_more_columns_and_one_product() -> None:
     sizes: Any = {"T": 1 << 17, "H": 32, "K": 128, "V": 128}
-    alone, rank = plan("kda", "cuda_sm90", **sizes), plan("kda", "cuda_sm90", ranks=2, **sizes)
+    alone, rank = plan("kda", "cpu", **sizes), plan("kda", "cpu", ranks=2, **sizes)
     more: Any = {**sizes, "T": 1 << 16, "V": 256}
-    wide = plan("kda", "cuda_sm90", **more)
+    wide = plan("kda", "cpu", **more)
     product = 2 * 32 * (1 << 16) * 128 * 128
-    assert isinstance(rank, ParallelPlan) and rank.sizes == wide.sizes
-    assert rank.rank_flops == evaluate(total_flops(wide), wide.sizes) + product
-    assert rank.alone_flops == evaluate(total_flops(alone), alone.sizes)
-    assert rank.costs[0] == communication(kda(1 << 17), 2)
-    assert "a rank sends 8.4 MB" in str(rank)
+    assert isinstance(rank, ParallelPlan) and rank.sizes == wide.sizes and not rank.two_passes
+    assert rank.forward.rank_flops == evaluate(total_flops(wide), wide.sizes) + product
+    assert rank.forward.alone_flops == evaluate(total_flops(alone), alone.sizes)
+    assert rank.backward.rank_flops == rank.backward.alone_flops // 2 + product
+    assert rank.forward.sends[0] == communication(kda(1 << 17), 2)
+
+
+def test_a_plan_of_a_rank_on_hopper_counts_a_second_scan() -> None:
+    """Of states alone: ``W S`` and ``K^T V_new``, 2 C K columns each, and the decay of the state."""
+    sizes: Any = {"T": 1 << 17, "H": 32, "K": 128, "V": 128}
+    rank = plan("kda", "cuda_sm90", ranks=2, **sizes)
+    assert isinstance(rank, ParallelPlan) and rank.two_passes and rank.sizes["V"] == 128
+    chunks = 32 * (1 << 16) // rank.sizes["C"]
+    scan = chunks * (4 * rank.sizes["C"] * 128 + 128) * 256
+    assert rank.forward.rank_flops == rank.forward.alone_flops // 2 + scan
+    assert rank.backward.alone_flops // 2 < rank.backward.rank_flops < rank.backward.alone_flops // 2 + scan
+    assert "a rank sends 8.4 MB" in str(rank) and "two scans" in str(rank)
+    assert not plan("kda", "cuda_sm90", io="fp32", ranks=2, **sizes).two_passes  # type: ignore[attr-defined]
+
+
+def test_a_backward_call_sends_what_is_asked_of_states_alone_unless_in_steps() -> None:
+    layer = kda(1 << 17)
+    forward, back = (communication(layer, 8, backward=backward) for backward in (False, True))
+    assert 2 * back.sent == forward.sent
+    assert communication(layer, 64, backward=True) == communication(layer, 64)
 
 
 @pytest.mark.parametrize("name", ["kda", "gated_delta_rule", "gla", "simple_gla"])
 def test_the_document_says_how_much_work_all_ranks_do(name: str) -> None:
     sizes: Any = {"T": 1 << 17, "H": 32, "K": 128, "V": 128}
-    rank = plan(name, "cuda_sm90", ranks=2, **sizes)
-    assert isinstance(rank, ParallelPlan)
-    said = {"kda": "1.98 times", "gated_delta_rule": "rule 1.99", "gla": "GLA 1.36", "simple_gla": "GLA 1.36"}[name]
-    assert f"{2 * rank.rank_flops / rank.alone_flops:.2f}" in said and said in " ".join(PAGE.read_text().split())
+    found: list[str] = []
+    for target in ("cpu", "cuda_sm90"):
+        rank = plan(name, target, ranks=2, **sizes)
+        assert isinstance(rank, ParallelPlan)
+        found += [f"{2 * call.rank_flops / call.alone_flops:.2f}" for call in (rank.forward, rank.backward)]
+    assert f"| {' | '.join([name, *found])} |" in PAGE.read_text()
 
 
 def test_a_plan_of_a_rank_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gla", "--target", "cpu", "--ranks", "48", "--order", "contiguous", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["parallel"]
-    assert [sent["method"] for sent in found["sends"]] == ["maps"]  # 48 ranks do not divide 16 heads
+    assert [sent["method"] for sent in found["forward"]["sends"]] == ["maps"]  # 48 ranks do not divide 16 heads
     with pytest.raises(ArgumentError, match="2 ranks for mla"):
         plan("mla", ranks=2)
     with pytest.raises(ArgumentError, match="2 ranks for kda, token"):
