@@ -198,11 +198,16 @@ class Search:
         """The graph as it is (adapters merged, where there is attention), with the values of tables, in other forms."""
         for rule in canonical.FOR_ATTENTION if self.has_attention else ():
             self.canonicalise(rule)
-        self.search()
+        again = not compat.switches_modes(self.graph)
         inputs = self.graph.find_nodes(op="placeholder") if self.tables and self.has_recurrence else ()
         if any(node.users for node in inputs if node.name in self.tables):
+            inside, self.context.inside = self.context.inside, self.context.inside and not again
+            self.search()
+            self.context.inside = inside
             self.search_with_tables()
-        if not compat.switches_modes(self.graph):
+        else:
+            self.search()
+        if again:
             self.search_canonical_forms()
 
     @property
@@ -275,13 +280,16 @@ class Search:
         return True
 
     def search_with_tables(self) -> None:
-        """Once more with the values of tables, for what does not hold without them."""
+        """Once more with the values of tables, for what does not hold without them, and before a part of it is looked
+        for: a chunk of one token is a step. If nothing does, parts wait for the canonical forms.
+        """
         without = self.recurrence.rejections
         matched = len(self.recurrence.matches)
         self.context.rely_on(self.tables)
         self.search()
         if len(self.recurrence.matches) == matched:
             self.recurrence.rejections = without
+            self.context.inside = False
 
     def report(self) -> GraphReport:
         matches = (*self.recurrence.matches, *self.attention.matches)
