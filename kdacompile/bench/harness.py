@@ -20,10 +20,8 @@ from typing import Any
 from kdacompile.bench import measure, record, table
 from kdacompile.bench.record import Figures, Results
 from kdacompile.bench.relay import LONGEST, Worker
-from kdacompile.bench.suites import SUITES, Case, Suite
+from kdacompile.bench.suites import ROUNDS, SUITES, Case, Suite
 from kdacompile.errors import BenchError, MissingDependencyError
-
-ROUNDS = 5
 
 
 def main(suite_name: str, only: Sequence[str] | None, json_path: Path, timeout: float | None = None) -> int:
@@ -35,8 +33,6 @@ def main(suite_name: str, only: Sequence[str] | None, json_path: Path, timeout: 
     suite = _suite(suite_name)
     names = record.chosen([case.name for case in suite.cases], only)
     cases = [case for case in suite.cases if case.name in names]
-    if util.find_spec("fla"):
-        print("warning: flash-linear-attention is installed and transformers binds its functions", file=sys.stderr)
     busy = measure.load()
     if busy:
         print(f"warning: {busy}", file=sys.stderr)
@@ -111,7 +107,8 @@ def _figures(worker: Worker, out: Path, timeout: float) -> Figures:
 
 
 def _command(suite_name: str, case: Case, contender: str, out: Path) -> list[str]:
-    return [sys.executable, "-m", "kdacompile.bench.worker", suite_name, case.name, contender, str(out)]
+    group = f"{suite_name} {case.name}"
+    return [sys.executable, "-m", "kdacompile.bench.relay", "kdacompile.bench.worker", group, contender, str(out)]
 
 
 def _progress(text: str, *, last: bool) -> None:

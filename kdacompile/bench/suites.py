@@ -8,6 +8,10 @@ _KIMI = "transformers.models.kimi_linear.modeling_kimi_linear"
 _QWEN = "transformers.models.qwen3_next.modeling_qwen3_next"
 
 
+ROUNDS = 5
+"""In which contenders take turns."""
+
+
 @dataclass(frozen=True)
 class Goal:
     """How many times better than Inductor alone ours is meant to be; None where there is no mark."""

@@ -1,25 +1,18 @@
-"""One contender on one case, in this process alone: ``python -m kdacompile.bench.worker SUITE CASE CONTENDER OUT``.
-
-It makes its first call, says that it is ready, and times one round for every line it is sent: contenders take turns.
-What it measured is written when nothing more is sent.
-"""
+"""One contender on one case of a suite, in a process of its own (see ``relay``)."""
 
 from __future__ import annotations
 
 import importlib
-import json
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kdacompile.bench import measure, rows
-from kdacompile.bench.relay import READY
-from kdacompile.bench.suites import SUITES, Case
+from kdacompile.bench.relay import Steps
+from kdacompile.bench.suites import ROUNDS, SUITES, Case
 from kdacompile.report.collect import collecting
 
 ROUND_SECONDS = 0.5
@@ -93,7 +86,9 @@ def first_call(call: Call, oracle: Call) -> dict[str, Any]:
     }
 
 
-def main(suite_name: str, case_name: str, contender: str, out: str) -> None:
+def measured(group: str, contender: str) -> Steps:
+    """One round for every line that it is sent, so that contenders take turns; ``group``: "SUITE CASE"."""
+    suite_name, case_name = group.split()
     suite = SUITES[suite_name]
     case = next(case for case in suite.cases if case.name == case_name)
     torch.set_num_threads(suite.threads)
@@ -104,16 +99,10 @@ def main(suite_name: str, case_name: str, contender: str, out: str) -> None:
     clock = time.process_time if suite.threads == 1 else measure.wall
     figures = first_call(call, oracle)
     samples: list[float] = []
-    print(READY, flush=True)
-    for _ in sys.stdin:
+    for _ in range(ROUNDS):
+        yield None
         samples += measure.samples_of(call, ROUND_SECONDS, clock)
-        print(READY, flush=True)
+    yield None
     run = measure.Timing.of(samples)
     figures |= {"run_seconds": run.median, "run_low_seconds": run.low, "run_high_seconds": run.high}
-    Path(out).write_text(
-        json.dumps({**figures, "peak_tensor_bytes": measure.peak_tensor_bytes(call)}), encoding="utf-8"
-    )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    yield from {**figures, "peak_tensor_bytes": measure.peak_tensor_bytes(call)}.items()
