@@ -53,16 +53,18 @@ def open_lengths(analysis: Analysis) -> None:
 
 
 def _of_caches(graph: fx.Graph) -> Iterator[int]:
-    """What growing caches measure, and what they grow to, as masks do; only where both are captured as numbers."""
+    """What growing caches measure, and what they grow to, as masks do, where that is captured as a number."""
     for node in prefilter.concatenated(graph):
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
         after = compat.example_value(node)
         for before in (compat.example_value(each) for each in node.all_input_nodes if each.op == "placeholder"):
             if before.dim() != after.dim():  # nothing yet: torch.cat takes an empty tensor of one dimension for that
                 continue
-            lengths = (before.shape[dim], after.shape[dim])
-            if all(isinstance(length, int) and length > 1 for length in lengths):
-                yield from lengths
+            length, total = before.shape[dim], after.shape[dim]
+            if isinstance(length, int) and length > 1:
+                yield length
+                if isinstance(total, int):  # it is open already where the number of new tokens is
+                    yield total
 
 
 def _of_prompts(graph: fx.Graph) -> set[int]:

@@ -94,6 +94,17 @@ def test_steps_over_caches_of_all_lengths(fn: Any, expected: int) -> None:
     assert graphs() == expected
 
 
+def test_a_cache_that_was_cut_back_shares_the_graph_of_a_whole_one() -> None:
+    """Its strides count rows that it does not have any more."""
+    run = compiled(step)
+    for cached, cut in ((70, 0), (71, 5), (30, 1), (31, 0)):
+        args = token(cached)
+        args[5] = torch.cat([args[5], args[5][:, :cut]], dim=1)[:, :cached]
+        for have, want in zip(run(*args), step(*args), strict=True):
+            assert relative_error(have, want) < 1e-5
+    assert graphs() == 1
+
+
 def test_a_cache_of_one_token_takes_a_graph_of_its_own() -> None:
     run = compiled(step)
     for cached in (1, 2, 70):
