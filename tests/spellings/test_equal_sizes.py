@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import kdacompile
-from kdacompile.patterns.recurrence import proof
+from kdacompile.patterns.recurrence import first_tokens
 
 SIZES = [(1, 20, 2, 16), (1, 20, 1, 4), (3, 20, 1, 4), (1, 6, 2, 4), (1, 16, 16, 16), (2, 20, 2, 8)]
 
@@ -57,14 +57,14 @@ def test_roles_are_found_where_all_shapes_are_equal(pattern: str, sizes: tuple[i
 def test_wrong_readings_are_refuted_on_a_corner(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a model's widths a wrong reading has states of gigabytes: all columns are run for the right one alone."""
     whole: list[tuple[int, ...]] = []
-    definition = proof.token_recurrence
+    definition = first_tokens.token_recurrence
 
     def counted(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **options: object) -> tuple[Tensor, Tensor]:
         if v.shape[3] > 4:
             whole.append(tuple(v.shape))
         return definition(q, k, v, *given, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(proof, "token_recurrence", counted)
+    monkeypatch.setattr(first_tokens, "token_recurrence", counted)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 12, 8, 8) for _ in range(3))
     alpha = torch.rand(q.shape if pattern == "gla" else q.shape[:3])
