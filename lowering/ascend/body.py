@@ -320,6 +320,9 @@ class Body(Emitter):
         op = task.op
         if task.part == "blocks":
             x = self.vec(op.inputs[0])
+            if len(task.inputs) > 1:
+                inverted = self._buffer_load(self._buffer(task.inputs[1]), turned=False)[0]
+                return f"tl.where(same_block(C, R), {inverted}, -{x})"
             return f"inverse_of_blocks({x}, -{x}, C, R)"
         if task.part == "join":
             blocks = f"{op.result.name}_blocks"

@@ -207,6 +207,10 @@ def _scan_text(made: Plan, body: Body, section: Section) -> str:
 def _channel_kernel(made: Plan, name: str, stage: Stage, tasks: Sequence[Task], scratch: dict[str, Scratch]) -> Kernel:
     """The kernel of macros_channel.py that does these ``tasks`` of a stage, and leaves and reads what the plan says."""
     text, runtime, constants = macro_kernel(name)
+    known = {"BETA": any(port.name == "beta" for port in made.program.inputs), "INVERTED": _inverts(made) is not None}
+    for constant, value in known.items():
+        text = re.sub(rf"\b{constant}\b", str(value), text.replace(f"    {constant}: tl.constexpr,\n", ""))
+    constants = tuple(constant for constant in constants if constant not in known)
     for argument in runtime:
         if (planned := _planned_name(made, argument)) != argument:
             text = re.sub(rf"\b{argument}\b", planned, text)
@@ -223,7 +227,8 @@ def _channel_kernel(made: Plan, name: str, stage: Stage, tasks: Sequence[Task], 
         if buffer.name in names and buffer.scope is not Scope.PORT:
             kind = Kind.IO if buffer.dtype is DType.IO else Kind.F32
             scratch.setdefault(buffer.name, Scratch(buffer.name, kind, buffer.shape))
-    kinds = {"chunks": Kind.I32, "scale": Kind.NUMBER, "tasks": Kind.COUNT, "g_ptr": Kind.F32, "grad_g_ptr": Kind.F32}
+    kinds = {"chunks": Kind.I32, "scale": Kind.NUMBER, "tokens": Kind.COUNT, "tasks": Kind.COUNT}
+    kinds |= dict.fromkeys(("g_ptr", "beta_ptr", "grad_g_ptr"), Kind.F32)
     arguments = [Argument(a, kinds.get(a) or _pointer_kind(a, scratch)) for a in runtime]
     domain = Domain.SUB_CHUNKS if name == SUB_CHUNKS else Domain.CHUNK_KEYS
     return Kernel(name, domain, tuple(arguments), constants, text)
@@ -236,11 +241,18 @@ def _planned_name(made: Plan, argument: str) -> str:
         gram = "A_kk_" if task.op.attr("strict", False) else "A_qk_"
         if task.part == "rows" and argument.startswith(gram):
             return argument.replace(gram, f"{task.op.result.name}_")
+    if argument == "M_inverted_ptr" and (inverted := _inverts(made)) is not None:
+        return f"{inverted.name}_ptr"
     states = next((task.inputs for task in tasks if task.name == "S_GS"), ())
     roles: dict[str, str] = dict(
         zip(("S_seen_io_ptr", "GS_io_ptr"), (f"{value.name}_ptr" for value in states), strict=False)
     )
     return roles.get(argument, argument)
+
+
+def _inverts(made: Plan) -> Task | None:
+    """The task that inverts diagonal blocks where they are made."""
+    return next((task for task in _all_tasks(made) if task.part == "diagonal"), None)
 
 
 def _pointer_kind(name: str, buffers: Mapping[str, Scratch]) -> Kind:

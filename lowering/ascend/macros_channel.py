@@ -16,7 +16,17 @@ are in a later block of a level and half in an earlier one; a *level* buffer has
 import triton
 import triton.language as tl
 
-from .macros import block_at, floor_gate, part_at, row_products, tile_at, tokens_at, vector_at
+from .macros import (
+    block_at,
+    floor_gate,
+    gates_at,
+    inverse_of_blocks,
+    part_at,
+    row_products,
+    tile_at,
+    tokens_at,
+    vector_at,
+)
 
 
 @triton.jit
@@ -132,7 +142,7 @@ def diagonal_at(ptr, at, n, C: tl.constexpr, R: tl.constexpr):
     return tl.make_block_ptr(base, (C, C), (C, 1), (n * R, n * R), (R, R), (1, 0))
 
 
-@triton.jit(do_not_specialize=["tasks"])
+@triton.jit(do_not_specialize=["tokens", "tasks"])
 def sub_chunks(
     q_ptr,
     k_ptr,
@@ -146,8 +156,11 @@ def sub_chunks(
     A_qk_rows_ptr,
     A_kk_rows_ptr,
     k_cols_ptr,
+    beta_ptr,
+    M_inverted_ptr,
     chunks,
     scale,
+    tokens,
     tasks,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -156,9 +169,12 @@ def sub_chunks(
     R: tl.constexpr,
     LEVELS: tl.constexpr,
     DELTA: tl.constexpr,
+    BETA: tl.constexpr,
+    INVERTED: tl.constexpr,
 ):
     """Everything of R tokens that needs their gates one by one, for all sub-chunks in parallel: diagonal blocks, tokens
-    scaled for products with the state, and the rows and columns of every level."""
+    scaled for products with the state, and the rows and columns of every level. ``INVERTED``: also the inverses of the
+    diagonal blocks that the triangular inverse begins with, times ``BETA`` where there is one."""
     core = tl.program_id(0)
     cores = tl.num_programs(0)
     N: tl.constexpr = C // R
@@ -178,6 +194,11 @@ def sub_chunks(
         tl.store(diagonal_at(A_qk_diagonal_ptr, at, n, C, R), A_qk)
         if DELTA:
             tl.store(diagonal_at(A_kk_diagonal_ptr, at, n, C, R), A_kk)
+        if INVERTED:
+            if BETA:
+                beta = tl.load(gates_at(beta_ptr, token, head, rows, tokens, R), boundary_check=(0,))
+                A_kk = A_kk * beta[:, None]
+            tl.store(diagonal_at(M_inverted_ptr, at, n, C, R), inverse_of_blocks(A_kk, 0.0, R, R))
         q = tl.load(tokens_at(q_ptr, token, group, rows, 0, H, R, K, K), boundary_check=(0,)).to(tl.float32) * scale
         q = q * before
         before = k * before

@@ -50,14 +50,17 @@ def assumptions(plan: PlanData) -> list[str]:
 
 
 def sharing(plan: PlanData, stage: Stage) -> int:
-    """How many cores share the rows of a stage's tiles: one Cube, and a group's Vec cores in the scan, or with a task
-    of each one's own where a kernel has no products. In other kernels the compiler gives each Vec core whole tiles."""
+    """How many cores share the rows of a stage's tiles: one Cube, and a group's Vec cores in the scan, with a task of
+    each one's own where a kernel has no products, and where the compiler splits rows: in the epilogues of gradients,
+    and in prologues whose triangular inverse begins with diagonal blocks that another kernel has inverted. In other
+    kernels it gives each Vec core whole tiles."""
     if stage.unit is not Unit.VEC:
         return 1
-    if stage.section in SCANS:
-        return plan.target.vec_cores
     kernel = next(found for found in kernel_plans(plan) if any(stage is other for other in found.stages))
-    return 1 if any(other.unit is Unit.CUBE for other in kernel.stages) else plan.target.vec_cores
+    alone = all(other.unit is not Unit.CUBE for other in kernel.stages)
+    gradients = stage.section is Section.EPILOGUE and plan.program.reverse is not None
+    inverted = any(task.part == "blocks" and len(task.inputs) > 1 for other in kernel.stages for task in other.tasks)
+    return plan.target.vec_cores if stage.section in SCANS or alone or gradients or inverted else 1
 
 
 def task_seconds(plan: PlanData, task: Task, cores: int) -> float:
@@ -89,10 +92,12 @@ def _vec_cycles(plan: PlanData, task: Task, cores: int) -> float:
     rates = plan.target.rates
     rows, cols = (_extent(plan, dim) for dim in task.output.type.shape)
     lanes, start = rates["vec_lanes"].value, rates["vec_start"].value
-    if task.part == "blocks":
+    if task.part == "diagonal" or (task.part == "blocks" and len(task.inputs) == 1):
         return SUB_CHUNK * start + rows * SUB_CHUNK**2 / (lanes / 2) / cores
     if task.op.kind is OpKind.UNIT_LOWER_INVERSE and not task.part:
         return rows * start + rows * rows * cols / 2 / (lanes / 2) / cores
+    if task.part == "pairs":  # walks the tokens of a sub-chunk
+        return 4 * SUB_CHUNK * (start + rows * cols / (lanes / 2) / cores)
     if task.part == "triangle":
         inner = _extent(plan, task.op.inputs[0].type.cols) if len(task.inputs) > 2 else 1
         return 4 * start + (rows * cols + 4 * rows * 8 * inner) / (lanes / 2) / cores

@@ -52,7 +52,7 @@ def tasks(program: Program, target: Target, *, whole: bool = False) -> tuple[Tas
             found += _weighted_parts(program, op, shared)
             continue
         if target.split and target.narrows and op.kind is OpKind.UNIT_LOWER_INVERSE and not whole:
-            found += _inverse_parts(op)
+            found += _inverse_parts(program, op)
             on_cube.add(op.result)
             inverted = op.inputs
             continue
@@ -146,17 +146,27 @@ def _half_of_levels(rows: Dim) -> str:
     return f"{rows}*log({rows}/{SUB_CHUNK}, 2)/2"
 
 
-def _inverse_parts(op: Op) -> list[Task]:
+def _inverse_parts(program: Program, op: Op) -> list[Task]:
     """``unit_lower_inverse``: Vec inverts the diagonal blocks of one fractal by forward substitution, and negates what
     is below them; Cube joins two neighbours x and y into ``[[x, 0], [y l x, y]]``, level by level. All in one tile.
 
-    What Cube makes on the way, y l of all levels, has as many elements as ``left`` says.
+    With a gate per channel the diagonal blocks are inverted where they are made, without Cube, and what Vec does later
+    goes by elements. What Cube makes on the way, y l of all levels, has as many elements as ``left`` says.
     """
     (x,), size, name = op.inputs, op.result.type.rows, op.result.name
     blocks = Value(f"{name}_blocks", TileType(size, size, DType.ACC))
     left = Value(f"{name}_left", TileType(f"{size}/2", f"{size} - {SUB_CHUNK}", DType.ACC))
+    gram, factors = program.producer(x), tuple[Value, ...]()
+    if gram.kind is OpKind.MUL:
+        gram, factors = program.producer(gram.inputs[0]), gram.inputs[1:]
+    first, source = list[Task](), (x,)
+    if gram.kind is OpKind.GATED_GRAM and gram.inputs[2].type.cols != 1:
+        inverted = Value(f"{name}_inverted", x.type)
+        inputs = tuple(narrow_source(program, value) for value in (*gram.inputs[1:], *factors))
+        first, source = [Task(op, Unit.VEC, inputs, inverted, "diagonal")], (x, inverted)
     return [
-        Task(op, Unit.VEC, (x,), blocks, "blocks"),
+        *first,
+        Task(op, Unit.VEC, source, blocks, "blocks"),
         Task(op, Unit.CUBE, (blocks,), left, "left"),
         Task(op, Unit.CUBE, (left, blocks), op.result, "join"),
     ]

@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from kdacompile.lowering.ascend.emit import CHUNK, chunk_module
-from kdacompile.lowering.ascend.kernel import Module
+from kdacompile.lowering.adjoint_program import adjoint_program
+from kdacompile.lowering.ascend.emit import CHUNK, adjoint_module, chunk_module
+from kdacompile.lowering.ascend.kernel import Kernel, Module
 from kdacompile.lowering.ascend.launch import column_tile
 from kdacompile.lowering.ascend.npu import MOST_STEP
 from kdacompile.lowering.ascend.step import PLAIN, step_module
 from kdacompile.lowering.errors import CapacityError
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
 from kdacompile.lowering.plan import Options, Plan, plan
+from kdacompile.lowering.plan.cost import sharing
+from kdacompile.lowering.plan.whole import kernel_plans
 from kdacompile.lowering.stages import Section
-from kdacompile.lowering.target import ASCEND910_95, ASCEND910B, ASCEND910B1, Target
+from kdacompile.lowering.target import ASCEND910_95, ASCEND910B, ASCEND910B1, Target, Unit
 from tests.ascend.cases import SIZES
 from tests.ascend.layout import check_cube, check_on_chip, check_vec, within_capacity
 from tests.ascend.tools import ARCH, NEXT_ARCH, ROOT, ToolError, Tools
@@ -90,6 +93,35 @@ def test_the_next_state_does_not_wait_for_the_output(tools: Tools, row: tuple[st
     (told,) = (found.start() for found in re.finditer(r"sync_block_set\[<CUBE>, <PIPE_FIX>", cube))
     after = [[x.start() > told for x in re.finditer(rf"call @{name}", cube)] for name in ("mma_tile", "fixpipe_nz2nd")]
     assert after == [[False] * 4 + [True], [False] * 2 + [True]]
+
+
+def tile_rows(tools: Tools, kernel: Kernel, sizes: dict[str, int]) -> set[int]:
+    """Rows of the fp32 tiles that a Vec core has, beside those of a diagonal block and single rows."""
+    text = (Path(tools.compile(kernel, sizes).folder) / "kernel.mlir").read_text()
+    vec = re.split(r"\n  func\.func", text[text.index(f"func.func @{kernel.name}_mix_aiv(") :])[0]
+    shapes = re.findall(r"memref<(\d+)x\d+(?:x\d+)*xf32, #hivm.address_space<ub>>", vec)
+    return {int(rows) for rows in shapes} - {1, 4, 8, 16, 24}
+
+
+@pytest.mark.parametrize(
+    ("gate", "adjoint", "kernel", "split"),
+    [
+        ("channel", False, "prologue", True),
+        ("channel", True, "prologue", True),
+        ("channel", True, "epilogue", True),
+        ("none", True, "epilogue", True),
+        ("token", False, "prologue", False),
+    ],
+)
+def test_rows_are_split_between_the_vec_cores(tools: Tools, gate: str, adjoint: bool, kernel: str, split: bool) -> None:
+    """As the modelled times count it: each core has half of every tile, or whole ones."""
+    module = adjoint_module(gate, True) if adjoint else chunk_module(gate, True)
+    program = adjoint_program(gate, True) if adjoint else linear_attention_program(gate, True)
+    made = plan(program, ASCEND910B, C=CHUNK)
+    stage = next(s for k in kernel_plans(made) if k.name == kernel for s in k.stages if s.unit is Unit.VEC)
+    assert sharing(made, stage) == 1 + split
+    rows = tile_rows(tools, module.kernel(kernel), constants(True))
+    assert rows == {CHUNK // 2} if split else CHUNK in rows
 
 
 @pytest.mark.parametrize("row", [("token", False), ("none", False), ("none", True)])

@@ -66,8 +66,8 @@ def test_family(tools: Tools, row: tuple[str, bool]) -> None:
     made = plan(adjoint_program(*row), "ascend910b", C=chunk)
     numbers = sum((128 - 1) * 4 for buffer in made.tensors if buffer.shape == (1, 1))  # kept as rows of K
     own = sum(made.bytes(made.buffer(x.name)) for x in adjoint_module(*row).scratch if x.per_core)
-    if row[0] == "channel":  # the Gram matrices' diagonals; and without delta term what crosses inside the prologue
-        numbers += (1 + row[1]) * chunk * chunk * 4 + (0 if row[1] else made.bytes(made.buffer("Q_gated_io")))
+    if row[0] == "channel":  # the Gram matrices' diagonals, inverted too; or what crosses inside the prologue
+        numbers += (1 + 2 * row[1]) * chunk * chunk * 4 + (0 if row[1] else made.bytes(made.buffer("Q_gated_io")))
     chunks = 73 // chunk + 3  # the most there can be: no length is read on the host
     assert scratch.allocated_bytes == chunks * 4 * (made.tensor_bytes + numbers) + CORES * own
 

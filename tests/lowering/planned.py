@@ -73,7 +73,7 @@ def triton_scratch(case: Case) -> int:
 def ascend_scratch(case: Case, cores: int, target: str = "ascend910b") -> int:
     """Emitted Ascend kernels: the plan's tensors for every chunk and head, and a buffer a core for what more than one
     product of the scan reads. A number is kept as a row of K; gates per channel bring what ``sub_chunks`` leaves: the
-    diagonals of the Gram matrices, and a level's rows and columns each."""
+    diagonals of the Gram matrices and their inverses, and a level's rows and columns each."""
     tile = column_tile(case.key_width, case.value_width)
     chunk = chunk_of(case.chunk_size, case.gate, case.delta, case.key_width, case.dtype)
     made = _plan(case, target, chunk, case.key_width, case.value_width, tile)
@@ -81,7 +81,8 @@ def ascend_scratch(case: Case, cores: int, target: str = "ascend910b") -> int:
     per_tile = made.tensor_bytes
     per_tile += sum((case.key_width - 1) * 4 for b in made.tensors if b.shape == (1, 1))
     if case.gate == "channel":
-        per_tile += (1 + case.delta) * chunk * chunk * 4
+        inverted = any(b.name.endswith("_inverted") for b in made.buffers)
+        per_tile += (1 + case.delta + inverted) * chunk * chunk * 4
         per_tile += sum(made.bytes(b) for b in made.buffers if b.name.endswith(("_rows", "_cols")))
         # scaled keys (K_gated_neg with the delta term, else K_decayed), which the plan has cross inside the prologue
         per_tile += chunk * case.key_width * case.dtype.itemsize
