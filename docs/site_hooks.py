@@ -12,16 +12,6 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
-def on_config(config: Any) -> Any:
-    """Entries of the navigation whose page nobody has written yet are left out; pages without one come last."""
-    config.nav = _existing(config.nav)
-    listed = str(config.nav)
-    others = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if f"'{page.name}'" not in listed]
-    if others:
-        config.nav.append({"More": others})
-    return config
-
-
 def on_files(files: Any, config: Any) -> Any:
     """The repository's own pages, with links as they are from docs/."""
     for name, page in OUTSIDE.items():
@@ -54,20 +44,3 @@ def on_page_content(html: str, **_: Any) -> str:
 
 def _named(role: re.Match[str]) -> str:
     return f"<code>{role[1].rpartition('.')[2]}</code>"
-
-
-def _existing(entries: list[Any]) -> list[Any]:
-    kept: list[Any] = []
-    for entry in entries:
-        if isinstance(entry, dict):
-            ((title, inside),) = entry.items()
-            inside = _existing(inside) if isinstance(inside, list) else inside
-            if inside and (isinstance(inside, list) or _exists(inside)):
-                kept.append({title: inside})
-        elif _exists(entry):
-            kept.append(entry)
-    return kept
-
-
-def _exists(page: str) -> bool:
-    return page in OUTSIDE.values() or (ROOT / "docs" / page).exists()

@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands.add_parser("plan", help="how a pattern is cut into stages for a target, and its buffers"))
     overhead = commands.add_parser("overhead", help="what the backend costs programs that have nothing for it")
     overhead.add_argument("program", nargs="?", default="", help="only programs whose names begin so")
+    overhead.add_argument("--json", type=Path, help="where the figures go")
     bench = commands.add_parser("bench", help="time ours beside Inductor alone and eager, each in its own process")
     bench.add_argument("--suite", default="cpu", help="cpu, lengths, cuda, mla, train or parallel (default: cpu)")
     bench.add_argument("--case", action="append", help="only cases whose name contains this; may be repeated")
@@ -140,7 +141,7 @@ def _chosen(arguments: argparse.Namespace) -> int:
     if arguments.command == "overhead":
         from kdacompile.bench import overhead
 
-        return overhead.main(arguments.program)
+        return overhead.main(arguments.program, arguments.json)
     if arguments.command == "plan":
         from kdacompile import plans
 

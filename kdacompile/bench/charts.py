@@ -39,7 +39,7 @@ _FALLBACK = "#969696"
 
 def seconds_of(figures: Mapping[str, Any]) -> float | None:
     """The time of a call, in whatever the suite measured it."""
-    for key, unit in (("run_seconds", 1.0), ("device_us", 1e-6), ("decode_ms", 1e-3)):
+    for key, unit in (("run_seconds", 1.0), ("device_us", 1e-6), ("decode_ms", 1e-3), ("ms", 1e-3)):
         if figures.get(key):
             return float(figures[key]) * unit
     return None

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdacompile.bench import device_clock, rows
+from kdacompile.bench import device_clock, record, rows
 from kdacompile.bench.relay import Job, Outcome, Relay, Steps
 from kdacompile.errors import BenchError
 from kdacompile.report.collect import collecting
@@ -145,15 +145,18 @@ def run_all(args: argparse.Namespace) -> dict[str, Figures]:
         failed = {"failure": "\n".join([outcome.failure or "no figures", *outcome.stderr[-8:]])}
         results[job.name] = outcome.found.get(job.name, failed)
 
-    sizes = json.dumps({name: getattr(args, name) for name in ("cache", "batch", "layers", "heads")})
-    Relay(READY_SECONDS, TIMED_SECONDS).run([[Job(name, MODULE, sizes, name) for name in results]], done)
+    group = json.dumps({name: getattr(args, name) for name in ("cache", "batch", "layers", "heads")})
+    Relay(READY_SECONDS, TIMED_SECONDS).run([[Job(name, MODULE, group, name) for name in results]], done)
     return results
+
+
+def sizes(args: argparse.Namespace) -> str:
+    return f"{args.layers} layers of {args.heads} heads, bf16"
 
 
 def table(results: dict[str, Figures], args: argparse.Namespace) -> str:
     """One line a contender, and how the pairs compare."""
-    sizes = f"{args.layers} layers of {args.heads} heads, bf16"
-    lines = [f"one token over {args.cache} cached, batch {args.batch}, {sizes}"]
+    lines = [f"one token over {args.cache} cached, batch {args.batch}, {sizes(args)}"]
     for name, figures in results.items():
         if "failure" in figures:
             lines.append(f"  {name:<26}failed: {figures['failure']}")
@@ -180,7 +183,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = run_all(args)
     print(table(results, args))
     if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        case = {"name": f"step over {args.cache}", "results": results}
+        record.write(
+            args.json, "deepseek", [case], device=torch.cuda.get_device_name(), title=f"DeepSeek-V3, {sizes(args)}"
+        )
     return 1 if any("failure" in figures for figures in results.values()) else 0
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kdacompile import backend, compat
+from kdacompile.bench import record
 from kdacompile.capture import hook
 from kdacompile.errors import BenchError
 from kdacompile.settings import Settings
@@ -242,13 +244,13 @@ def measure(fn: Callable[..., Any], arguments: tuple[Tensor, ...]) -> Figures:
     return Figures(sum(nodes), first_call, clock.seconds, same)
 
 
-def main(only: str = "") -> int:
-    """Measure every program whose name begins so and print the table; exit status 1 where a mark is missed."""
+def main(only: str = "", json_path: Path | None = None) -> int:
+    """Measure the programs whose names begin so; the table, and the JSON. Exit status 1 where a mark is missed."""
     chosen = {name: make for name, make in PROGRAMS.items() if name.startswith(only)}
     if not chosen:
         raise BenchError(detail=f"no program begins with {only!r}; there are {', '.join(PROGRAMS)}")
     print(_HEADER)
-    missed = 0
+    missed, cases = 0, list[record.Figures]()
     # Once a process, the backend reads its own sources for the caches' keys; the first program pays for that.
     for name, make in chosen.items():
         torch.manual_seed(0)
@@ -260,5 +262,9 @@ def main(only: str = "") -> int:
             flush=True,
         )
         missed += not figures.fine
+        parts = {"first call": figures.first_call, "kda": figures.ours}
+        cases.append({"name": name, "results": {part: {"run_seconds": seconds} for part, seconds in parts.items()}})
+        if json_path is not None:
+            record.write(json_path, "overhead", cases, title="First calls, and what the backend takes of them")
     print(f"marks: at most {MOST:.0%} of the first call, and no function around Inductor's")
     return 1 if missed else 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kdacompile.bench import charts
+from kdacompile.bench import charts, deepseek, overhead
 
 
 def case(name: str, length: int | None = None, *, train: bool = False, **seconds: float) -> dict[str, Any]:
@@ -77,3 +77,16 @@ def test_the_text_beside_a_chart_says_what_is_drawn() -> None:
     bars = {"suite": "two", "title": "Cases", "cases": [case("cpu", kda=1.0, other=2.0)]}
     made = charts.page({"a": lines, "b": bars}, "charts")
     assert 'alt="Lengths: time against length"' in made and 'alt="Cases: bars, time a call"' in made
+
+
+def test_what_overhead_and_the_decode_step_write_has_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "measure", lambda *_: overhead.Figures(3, 2.0, 0.02, True))
+    monkeypatch.setattr(
+        deepseek, "run_all", lambda _: {"kda default": {"ms": 3.0}, "inductor default": {"failure": "x"}}
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "none")
+    files = [tmp_path / "overhead.json", tmp_path / "deepseek.json"]
+    assert overhead.main("pointwise", files[0]) == 0 and deepseek.main(["--json", str(files[1])]) == 1
+    (first,), (second,) = (charts.load(path)["cases"] for path in files)
+    assert charts.times(first) == {"first call": 2.0, "kda": 0.02} and charts.times(second) == {"kda default": 3e-3}

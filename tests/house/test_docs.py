@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from kdacompile.bench import charts
 
 ROOT = Path(__file__).parents[2]
+SITE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -87,6 +89,28 @@ def test_figures_of_the_gpu_are_those_of_its_page() -> None:
     for case in charts.panels(record["cases"])["forward"]:
         for contender, figures in case["results"].items():
             assert f"| {case['name']} | {contender} | {figures['device_us']} us |" in table
+
+
+def test_the_site_has_every_page_once_and_every_name() -> None:
+    """What the strict build asks for, where its tools are not installed."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"^\s+- .*: ([\w-]+\.md)$", text[text.index("nav:\n") :], re.MULTILINE)
+    outside = [page.name for page in PAGES if page.parent == ROOT] + ["CHANGELOG.md"]
+    assert sorted(listed) == sorted(
+        [page.name for page in PAGES if page.parent != ROOT] + [SITE[name] for name in outside]
+    )
+    for name in re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE):
+        pkgutil.resolve_name(name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_site_has_the_anchors_of_the_repository(page: Path) -> None:
+    """A title has one address on both, or nobody links to it; and no two titles of a page have one."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    ours = [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles]
+    assert len(set(ours)) == len(ours)
+    linked = {link for other in PAGES for link in re.findall(rf"{re.escape(page.name)}#([\w-]+)\)", other.read_text())}
+    assert linked <= set(ours)
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
