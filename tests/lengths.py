@@ -32,6 +32,8 @@ MODELS = ("kimi_linear", "glm5_next", "bailing_hybrid", "qwen3_next", "qwen3_5",
 PREFILL_GRAPHS, STEP_GRAPHS = 3, 2
 """Any length, and one: Dynamo makes graphs of their own for sizes of one, of the prompt and of the cache that a prompt
 of one token leaves. The third for prompts is transformers' own branch for prompts shorter than the convolution."""
+ONE_CHUNK_APART = ("qwen3_next", "qwen3_5", "olmo_hybrid")
+"""A fourth: what transformers' gated delta rule returns in fp32 lies otherwise within one chunk than for several."""
 BOUND = 1e-5
 DYNAMO: dict[str, Any] = {"fail_on_recompile_limit_hit": True}  # where torch.compile would fall back to eager
 TITLE = "| model | graphs of prompts | graphs of steps | largest graph | largest error | CPU s |"
@@ -52,11 +54,10 @@ class Tally:
     """Of prompts beyond the bound: the errors of both forwards against fp64."""
     seconds: float = 0.0
 
-    @property
-    def problem(self) -> str:
+    def problem(self, name: str) -> str:
         if self.unmatched:
             return f"{self.unmatched} graphs without all matches"
-        if self.prefill > PREFILL_GRAPHS or self.step > STEP_GRAPHS:
+        if self.prefill > PREFILL_GRAPHS + (name in ONE_CHUNK_APART) or self.step > STEP_GRAPHS:
             return "too many graphs"
         beyond = sum(error > BOUND for error in self.errors)
         sound = beyond == len(self.exact) and all(have <= eager for have, eager in self.exact)
@@ -143,8 +144,9 @@ def main() -> int:
     for name in arguments.models:
         tally = measure(CASES[name], prompts, arguments.inner, arguments.attention)
         rows.append(tally.row(name))
-        print(rows[-1], tally.problem, flush=True)
-        good &= not tally.problem
+        problem = tally.problem(name)
+        print(rows[-1], problem, flush=True)
+        good &= not problem
     if arguments.markdown:
         with arguments.markdown.open("a") as file:
             print("", where + ":", "", *rows, sep="\n", file=file)
