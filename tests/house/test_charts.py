@@ -80,10 +80,9 @@ def test_the_text_beside_a_chart_says_what_is_drawn() -> None:
 
 
 def test_what_overhead_and_the_decode_step_write_has_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {"ms": 3.0, "error": 4e-3, "compile_s": 12.0, "peak_gib": 0.5}
     monkeypatch.setattr(overhead, "measure", lambda *_: overhead.Figures(3, 2.0, 0.02, True))
-    monkeypatch.setattr(
-        deepseek, "run_all", lambda _: {"kda default": {"ms": 3.0}, "inductor default": {"failure": "x"}}
-    )
+    monkeypatch.setattr(deepseek, "run_all", lambda _: {"kda default": step, "inductor default": {"failure": "x"}})
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "none")
     files = [tmp_path / "overhead.json", tmp_path / "deepseek.json"]
