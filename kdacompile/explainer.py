@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 
 from kdacompile import compat
+from kdacompile.errors import SubjectError
 from kdacompile.report import trace
 from kdacompile.report.collect import collecting
 from kdacompile.report.findings import GraphBreak, Saved, Stage
@@ -56,6 +57,8 @@ def explain(
     (``report.saved``). ``stages`` keeps every graph as text, from Dynamo's to the rewritten one (``report.stages``).
     ``backend`` replaces the backend function itself, for tests.
     """
+    if not callable(fn):
+        raise SubjectError(subject=fn, problem="it is neither a function nor a module")
     target = _original(fn)
     settings = {"kda.inner": "eager", **(options or {})}
 

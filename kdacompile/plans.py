@@ -28,6 +28,7 @@ from kdacompile.patterns.recurrence.family import FAMILY, Pattern
 
 STATE_KERNEL = "gdn_state"  # the state kernel of public libraries, to compare with
 GRADIENTS = "gradients"  # the form of a pattern that is its adjoint
+_FORMS = ("chunk", "token", "segment", GRADIENTS)
 MLA = "mla"  # decoding over a latent: M heads, a latent of K columns and D shared columns, blocks of C cached tokens
 
 _MLA_SHAPE = {"M": 32, "C": 128, "K": 512, "D": 64}
@@ -66,6 +67,11 @@ def plan(
     Raises :class:`~kdacompile.errors.UnknownPatternError`, and from ``kdacompile.lowering`` ``ArgumentError`` on a
     wrong size and ``CapacityError`` where a tile does not fit the target.
     """
+    sizes: dict[str, object] = {"ranks": ranks or 1, **shape}
+    if wrong := {name: n for name, n in sizes.items() if not isinstance(n, int)}:
+        raise lowering.ArgumentError(f"sizes are whole numbers, got {wrong}")
+    if form not in _FORMS:
+        raise lowering.ArgumentError(f"form must be one of {', '.join(_FORMS)}; got {form!r}")
     program = _program(pattern, form, naive=optimise is False)
 
     if form == GRADIENTS:

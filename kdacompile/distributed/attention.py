@@ -30,7 +30,7 @@ def parallel_mla(
     operands: Sequence[Tensor | None], options: Mapping[str, Any], context: ContextParallel
 ) -> tuple[Tensor, Tensor]:
     """o and lse of this rank's queries, from the op's arguments; q, latent and k_rope are this rank's tokens."""
-    call = Attention(*operands, **options)  # type: ignore[arg-type]
+    call, context = Attention(*operands, **options), ContextParallel.checked(context)  # type: ignore[arg-type]
     for name in _REFUSED:
         if getattr(call, name) is not None:
             raise ContextParallelError(problem=f"MLA takes no {name} here")

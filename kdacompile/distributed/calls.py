@@ -20,7 +20,7 @@ def linear_attention(
     operands: Sequence[Tensor | None], options: Mapping[str, Any], context: ContextParallel, *, final_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     """o of this rank's tokens and, if wanted, the final state of whole sequences, from the op's arguments."""
-    call = LINEAR_ATTENTION.call(*operands, **options)
+    call, context = LINEAR_ATTENTION.call(*operands, **options), ContextParallel.checked(context)
     _check_ranks(call, context)
     if context.method == "heads":
         return _by_heads(call, options, context, final_state)

@@ -201,6 +201,15 @@ class ContextParallel:
     def fragments(self) -> Fragments:
         return Fragments(self.order, self.ranks)
 
+    @classmethod
+    def checked(cls, given: object) -> ContextParallel:
+        """What was given as ``context_parallel``; an error unless it is one."""
+        if not isinstance(given, cls):
+            raise ContextParallelError(
+                problem=f"context_parallel must be a ContextParallel, got {type(given).__name__}"
+            )
+        return given
+
     @property
     def key(self) -> Key:
         return self.name, self.order, self.total_length or 0, self.method, bool(self.steps)

@@ -37,6 +37,12 @@ from kdacompile.ops.errors import (
 Size = int | torch.SymInt
 
 
+def check_number(name: str, value: object) -> None:
+    """Raise where an option is neither a number nor None."""
+    if value is not None and not isinstance(value, (int, float, torch.SymInt, torch.SymFloat, Tensor)):
+        raise OptionError(name=name, expected="a number", actual=value)
+
+
 def check_sequence(call: Call, *, symbolic: bool = False) -> None:
     """Raise the typed error of the first argument of ``linear_attention`` that is wrong."""
     if call.chunk_size < 0:

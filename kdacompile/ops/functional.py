@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kdacompile.lowering.gates import GATE_FUNCTIONS
 from kdacompile.ops import definitions
-from kdacompile.ops.checks import check_tensors
+from kdacompile.ops.checks import check_number, check_tensors
 from kdacompile.ops.errors import GateParameterError, OptionError, RankError, StateError
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def linear_attention(
     _check_gate_parameters(gate_fn, A_log, gate_scale)
     operands = (q, k, v, g, beta, _to_kv(initial_state, state_layout), A_log, dt_bias, cu_seqlens)
     options = _options(q, g, scale, delta, gate_fn, gate_scale, sigmoid_beta, qk_l2norm, out_dtype)
+    check_number("chunk_size", chunk_size)
     options["chunk_size"] = 0 if chunk_size is None else chunk_size
     final_state: Tensor | None
     if context_parallel is None:
@@ -176,6 +177,8 @@ def _options(
     sigmoid_beta: bool, qk_l2norm: bool | float, out_dtype: torch.dtype | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The options that the ops of a sequence and of a step share, with their defaults."""
+    check_number("scale", scale)
+    check_number("gate_scale", gate_scale)
     return {
         "scale": _default_scale(q) if scale is None else scale,
         "delta": delta,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kdacompile.lowering.operands import Kind
 from kdacompile.ops import definitions
-from kdacompile.ops.checks import check_tensors
+from kdacompile.ops.checks import check_number, check_tensors
 from kdacompile.ops.errors import DtypeError, OptionError, RankError, SizeError
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def mla(
     optional = {"q_rope": q_rope, "k_rope": k_rope, "w_uk": w_uk, "w_uv": w_uv, "mask": mask, "sinks": sinks}
     optional |= {"lengths": lengths, "block_table": block_table, "schedule": schedule}
     check_tensors({"q": q, "latent": latent}, optional)
+    check_number("scale", scale)
     if scale is None:
         if w_uk is None:
             raise OptionError(name="scale", expected="a number: without w_uk it has no default", actual=None)

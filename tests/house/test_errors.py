@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from kdacompile import errors
-from kdacompile.errors import CompileError, KdaError, StrictError, UnknownOptionError
+from kdacompile import errors, explain, plan
+from kdacompile.errors import CompileError, KdaError, OptionTypeError, StrictError, SubjectError, UnknownOptionError
+from kdacompile.lowering.errors import ArgumentError
+from kdacompile.ops import linear_attention, mla
+from kdacompile.ops.errors import ContextParallelError, OptionError
+from kdacompile.settings import parse
 
 
 def test_every_error_is_a_kda_error_with_a_docstring() -> None:
@@ -36,3 +41,35 @@ def test_an_error_of_the_backend_reaches_the_user_as_itself(error: CompileError)
 
     with pytest.raises(type(error)):
         torch.compile(torch.sin, backend=backend)(torch.ones(2))
+
+
+X = torch.ones(1, 2, 1, 4)
+ATTEND: Any = linear_attention
+LATENT: Any = mla
+EXPLAIN: Any = explain
+PLAN: Any = plan
+PARSE: Any = parse
+WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: ATTEND(X, X, X, scale="a"), OptionError, "scale must be a number, got 'a'"),
+    (lambda: ATTEND(X, X, X, chunk_size="64"), OptionError, "chunk_size must be a number, got '64'"),
+    (lambda: ATTEND(X, X, X, context_parallel="cp"), ContextParallelError, "must be a ContextParallel, got str"),
+    (lambda: LATENT(X, None, X[:, :, 0], None, scale=[1]), OptionError, "scale must be a number"),
+    (
+        lambda: LATENT(X, None, X[:, :, 0], None, scale=1.0, context_parallel={}),
+        ContextParallelError,
+        "must be a ContextParallel, got dict",
+    ),
+    (lambda: PARSE(None, ["kda.strict"]), OptionTypeError, "option 'options' must be a dict"),
+    (lambda: PLAN("kda", T="8192"), ArgumentError, "sizes are whole numbers, got {'T': '8192'}"),
+    (lambda: PLAN("kda", C=None), ArgumentError, "sizes are whole numbers, got {'C': None}"),
+    (lambda: PLAN("kda", ranks=1.5), ArgumentError, "sizes are whole numbers, got {'ranks': 1.5}"),
+    (lambda: PLAN("kda", form="chunks"), ArgumentError, "form must be one of chunk, token, segment, gradients"),
+    (lambda: EXPLAIN(None), SubjectError, "cannot explain None: it is neither a function nor a module"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "said"), WRONG)
+def test_what_is_given_wrong_is_named(call: Callable[[], object], error: type[Exception], said: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert said in str(caught.value)
