@@ -69,8 +69,7 @@ def parse(mode: str | None = None, options: Mapping[str, Any] | None = None) -> 
     """Validate ``mode`` and ``options`` as torch.compile hands them over."""
     own: dict[str, Any] = {}
     inductor: dict[str, Any] = {}
-    handed_over: object = options
-    if not isinstance(handed_over, Mapping | None):
+    if not isinstance(cast(object, options), Mapping | None):
         raise OptionTypeError(key="options", expected="a dict", value=options)
     given = dict(options or {})
     mode = _checked_mode(mode, given.pop("mode", None))
