@@ -6,7 +6,7 @@ else behind both, for all chunks at once. With W = T (b K_g), U = T (b V) the sc
     V'  = U - W S                        S'  = diag(exp G_C) S + K_d^T V'
     dV' = P^T dO + K_d dS'               dS  = diag(exp G_C) dS' + Q_g^T dO - W^T dV'
 
-K_g and W are kept negated, as they are added.
+K_g and W are kept negated, as they are added; P, L and T are called A_qk, A_kk and M, as in the forward's program.
 Operands of products that element-wise sums read as well are rounded once, for both: what ``q dq`` and ``k dk`` have in
 common then cancels.
 """
@@ -75,7 +75,7 @@ class _Adjoint:
     def build(self) -> Program:
         b = self.b
         decays = self.decays()
-        p = self.gram(self.q, self.k, strict=False, name="P")
+        p = self.gram(self.q, self.k, strict=False, name="A_qk")
         q_gated = self.by(self.q, decays.before, "Q_gated")
         k_decayed = self.by(self.k, decays.behind, "K_decayed")
         # rounded even where nothing gates it: the compiler would send what Vec has loaded to Cube, which loads it too
@@ -86,8 +86,8 @@ class _Adjoint:
         inverse = lower = w = None
         u = self.by(self.v, self.beta, "U")
         if k_gated is not None:
-            lower = self.gram(self.k, self.k, strict=True, name="L")
-            inverse = b.unit_lower_inverse(self.by(lower, self.beta, "L_beta"), "T")
+            lower = self.gram(self.k, self.k, strict=True, name="A_kk")
+            inverse = b.unit_lower_inverse(self.by(lower, self.beta, "A_kk_beta"), "M")
             w = b.dot(inverse, self.by(k_gated, self.beta, "K_beta_neg"), name="W_neg")
             u = b.dot(inverse, u, name="U_new")
         state = b.carry("S", TileType("K", "V"), "initial_state", "final_state")
@@ -99,7 +99,7 @@ class _Adjoint:
         if w is not None:
             change = b.dot(w, grad_new, change, trans_a=True, name="GS_change")
         self.step(grad_state, decays, change, "GS", reverse=True)
-        state, grad_state = self.rounded(state, "S_seen"), self.rounded(grad_state, "GS_seen")
+        state, grad_state = self.rounded(state, "S_seen", "S_io"), self.rounded(grad_state, "GS_seen", "GS_io")
         new_v = new_v if new_v is self.v else self.rounded(new_v, "V_seen")
         return self.gradients(decays, k_decayed, lower, inverse, k_gated, state, grad_state, new_v, grad_new)
 

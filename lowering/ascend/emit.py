@@ -207,14 +207,11 @@ def _scan_text(made: Plan, body: Body, section: Section) -> str:
 def _channel_kernel(made: Plan, name: str, stage: Stage, tasks: Sequence[Task], scratch: dict[str, Scratch]) -> Kernel:
     """The kernel of macros_channel.py that does these ``tasks`` of a stage, and leaves and reads what the plan says."""
     text, runtime, constants = macro_kernel(name)
-    known = {"BETA": any(port.name == "beta" for port in made.program.inputs), "INVERTED": _inverts(made) is not None}
+    known = {"BETA": any(port.name == "beta" for port in made.program.inputs)}
+    known["INVERTED"] = any(task.part == "diagonal" for task in tasks)
     for constant, value in known.items():
         text = re.sub(rf"\b{constant}\b", str(value), text.replace(f"    {constant}: tl.constexpr,\n", ""))
     constants = tuple(constant for constant in constants if constant not in known)
-    for argument in runtime:
-        if (planned := _planned_name(made, argument)) != argument:
-            text = re.sub(rf"\b{argument}\b", planned, text)
-    runtime = tuple(_planned_name(made, argument) for argument in runtime)
     names = [argument.removesuffix("_ptr") for argument in runtime if argument.endswith("_ptr")]
     outputs = {task.name for task in tasks}
     crossing = [*stage.reads, *(b for b in stage.writes if b.name in outputs)]
@@ -234,31 +231,6 @@ def _channel_kernel(made: Plan, name: str, stage: Stage, tasks: Sequence[Task], 
     return Kernel(name, domain, tuple(arguments), constants, text)
 
 
-def _planned_name(made: Plan, argument: str) -> str:
-    """The plan's name for what an argument of macros_channel.py points to."""
-    tasks = _all_tasks(made)
-    for task in tasks:
-        gram = "A_kk_" if task.op.attr("strict", False) else "A_qk_"
-        if task.part == "rows" and argument.startswith(gram):
-            return argument.replace(gram, f"{task.op.result.name}_")
-    if argument == "M_inverted_ptr" and (inverted := _inverts(made)) is not None:
-        return f"{inverted.name}_ptr"
-    states = next((task.inputs for task in tasks if task.name == "S_GS"), ())
-    roles: dict[str, str] = dict(
-        zip(("S_seen_io_ptr", "GS_io_ptr"), (f"{value.name}_ptr" for value in states), strict=False)
-    )
-    return roles.get(argument, argument)
-
-
-def _inverts(made: Plan) -> Task | None:
-    """The task that inverts diagonal blocks where they are made."""
-    return next((task for task in _all_tasks(made) if task.part == "diagonal"), None)
-
-
 def _pointer_kind(name: str, buffers: Mapping[str, Scratch]) -> Kind:
     buffer = buffers.get(name.removesuffix("_ptr"))
     return Kind.IO if buffer is None else buffer.kind
-
-
-def _all_tasks(made: Plan) -> list[Task]:
-    return [task for stage in made.stages for task in stage.tasks]

@@ -331,7 +331,7 @@ def sums(
     GK_pairs_levels_ptr,
     GK_row_pairs_levels_ptr,
     GK_col_pairs_levels_ptr,
-    S_seen_io_ptr,
+    S_io_ptr,
     GS_io_ptr,
     decay_ptr,
     grad_q_ptr,
@@ -364,7 +364,7 @@ def sums(
         group = head // (HV // H)
         start = tl.load(chunks + 2 * (at // HV))
         length = tl.load(chunks + 2 * (at // HV) + 1)
-        whole = row_products(S_seen_io_ptr, GS_io_ptr, task, BK, V, BV) * tl.load(part_at(decay_ptr, at, column, K, BK))
+        whole = row_products(S_io_ptr, GS_io_ptr, task, BK, V, BV) * tl.load(part_at(decay_ptr, at, column, K, BK))
         for turn in range(N):
             n = N - 1 - turn
             token = start + n * R

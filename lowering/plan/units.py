@@ -183,7 +183,7 @@ class _Legaliser:
         self.ops: list[Op] = []
         self.new: dict[Value, Value] = {}  # value of the old program -> of the new one
         self.producer: dict[Value, Op] = {}  # of the new program
-        self.names = {value.name for value in program.values()}
+        self.names = {op.output.name for op in program.ops if op.output is not None and op.kind is not OpKind.CAST}
         self.narrowed: dict[Value, Value] = {}
         self.negated: dict[Value, Value] = {}
         self.inverses: set[Value] = set()  # by a diagonal matrix

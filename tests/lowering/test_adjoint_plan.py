@@ -40,8 +40,9 @@ def test_text(row: tuple[str, bool]) -> None:
     check_golden(f"{ROWS[row]}_adjoint.ascend910b.plan.txt", str(plan_of(row)))
 
 
-def test_both_scans_are_drawn() -> None:
-    page = plan_of(("token", True)).to_html()
+@pytest.mark.parametrize("gate", ["token", "channel"])
+def test_both_scans_are_drawn(gate: str) -> None:
+    page = plan_of((gate, True)).to_html()
     assert page.count("the scan of one core group") == page.count("the reverse of one core group") == 1
 
 
