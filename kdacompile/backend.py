@@ -18,6 +18,7 @@ from kdacompile.capture import open_lengths, tables
 from kdacompile.containment import contain
 from kdacompile.errors import UnknownOptionError
 from kdacompile.graph.build import Tables
+from kdacompile.lowering.ahead import telling
 from kdacompile.report import on_disk
 from kdacompile.report.collect import postpone
 from kdacompile.report.findings import GraphReport
@@ -107,7 +108,7 @@ def kda(
         "looking for tables", lambda: _tables(analysis, example_inputs), _none, strict=settings.strict
     )
     contain("choosing sizes to leave open", lambda: _open(analysis), _not_opened, strict=settings.strict)
-    with open_lengths.given_up_where_refused():
+    with telling("a first call: proving what matches, and compiling"), open_lengths.given_up_where_refused():
         return _compiled(gm, example_inputs, analysis)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -253,6 +254,17 @@ def ranks_that_differ(ranks: Ranks) -> None:
     with pytest.raises(ContextParallelError, match="T is 4 on rank 0, but 6 on rank 1"):
         x = random(1, 6 if ranks.rank else 4, 2, 4)
         linear_attention(x, x, x, context_parallel=ContextParallel(order="zigzag"))
+
+
+def a_rank_that_does_not_come(ranks: Ranks) -> None:
+    """The others get torch.distributed's error after the group's timeout, before and behind the check of sizes."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    assert not isinstance(group, int)
+    for check in (True, False):
+        x = random(1, 4, 2, 4)
+        if ranks.rank == 0:
+            with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|closed|aborted"):
+                linear_attention(x, x, x, context_parallel=ContextParallel(group, check=check))
 
 
 def tokens_of_dtensors(ranks: Ranks) -> None:

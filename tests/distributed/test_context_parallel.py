@@ -22,7 +22,7 @@ if not dist.is_available():
 TWO = (
     "rows_of_the_family", "rounding_of_bf16", "convolution", "latent_attention", "latent_attention_of_documents",
     "under_compile", "ranks_that_differ", "dtensors_cut_otherwise", "checkpoint_of_a_state",
-    "example",
+    "a_rank_that_does_not_come", "example",
 )  # fmt: skip
 MODELS = ("recurrences_and_convolutions", "latents", "activations_of_dtensors", "region_of_torch", "refused")
 THREE = ("fragments_of_many_lengths", "gate_functions_and_layouts", "maps_in_steps", "tokens_of_dtensors")

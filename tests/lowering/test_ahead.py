@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from kdacompile import containment
+from kdacompile.lowering import ahead
 from kdacompile.lowering.ahead import compile_ahead
 from kdacompile.lowering.recorded import Recorder
 from kdacompile.lowering.scratch import Scratch
@@ -65,3 +67,22 @@ def test_a_triton_that_compiles_one_after_the_other(monkeypatch: pytest.MonkeyPa
     kernel = Kernel()
     compile_ahead(lambda scratch: two_kernels(scratch, kernel, kernel), Recorder(()))
     assert not kernel.compiled
+
+
+@pytest.mark.parametrize("looked_at", [True, False])
+def test_what_takes_long_is_told_in_the_log_and_at_a_terminal(
+    looked_at: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timers: list[threading.Timer] = []
+
+    def timer(seconds: float, tell: Callable[[], None]) -> threading.Timer:
+        timers.append(kind(0.0, tell))
+        return timers[-1]
+
+    kind = threading.Timer
+    monkeypatch.setattr("threading.Timer", timer)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: looked_at)
+    with pytest.raises(KeyboardInterrupt), ahead.telling("compiling"):
+        timers[0].join(60)
+        raise KeyboardInterrupt
+    assert ("kdacompile: compiling" in capsys.readouterr().err) is looked_at
