@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from .common import exp2, pinned
+from .common import barrier, exp2, pinned
 
 LIMIT = gl.constexpr(-12.4)  # 16 of these and SHIFT leave factors from 2^-99 to 2^99: in range of bf16 with a key
 SHIFT = gl.constexpr(99.0)
@@ -33,6 +33,7 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, FLAT, 2))
 LEFT4 = gl.constexpr(gl.DotOperandLayout(0, BATCH, 2))
 RIGHT4 = gl.constexpr(gl.DotOperandLayout(1, BATCH, 2))
 PART = gl.constexpr(32)  # channels at a time
+PARTS = gl.constexpr(4)
 TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))  # rows of 64 or more, 16 bits each
 NARROW = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))  # rows of PART
 NARROW4 = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
@@ -44,7 +45,19 @@ DOWN = gl.constexpr(gl.SliceLayout(1, FLAT.value))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))  # how [64, PART] meets memory: 16 bytes a thread
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # and [64, 128]
 TOKEN = gl.constexpr(gl.SliceLayout(1, WIDE.value))
+PARTED = gl.constexpr(
+    gl.BlockedLayout([1, 1, 8], [4, 2, 4], [1, 8, 1], [2, 0, 1])
+)  # and [4, 64, PART], the same elements
 SLIM = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # and [rows, 64]
+
+
+@gluon.jit
+def tiles_apart(COUNT: gl.constexpr):
+    """Tiles of shared memory apart: stores into one wait for nobody who reads another."""
+    tiles = ()
+    for _ in gl.static_range(COUNT):
+        tiles = tiles + (gl.allocate_shared_memory(gl.bfloat16, [64, PART], NARROW),)  # noqa: RUF005
+    return tiles
 
 
 @gluon.jit
@@ -95,11 +108,29 @@ def inside_sums(mask, high, low):
 
 
 @gluon.jit
+def narrow(x):
+    """fp32 as bf16, two at a time: what is converted one by one takes four times as long."""
+    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.bfloat16, True, 2)
+
+
+@gluon.jit
+def widened(x):
+    """bf16 as fp32, two at a time."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], gl.float32, True, 2
+    )
+
+
+@gluon.jit
 def put_split(high, low, x):
     """x in two parts of the dtype of two tiles."""
-    h = x.to(high.dtype)
+    if high.dtype == gl.bfloat16:
+        h = narrow(x)
+        low.store(narrow(x - widened(h)))
+    else:
+        h = x.to(high.dtype)
+        low.store((x - h.to(gl.float32)).to(low.dtype))
     high.store(h)
-    low.store((x - h.to(gl.float32)).to(low.dtype))
 
 
 @gluon.jit
@@ -109,14 +140,55 @@ def block_totals(g, totals):
 
 
 @gluon.jit
-def over_block(totals, block, at: gl.constexpr, EARLIER: gl.constexpr):
-    """The decay over block ``at`` in the rows of later blocks (EARLIER: of earlier ones), 1 in the others."""
-    line = totals.slice(at, 1, 0).load(FLAT)
-    if EARLIER:
-        scaled = block < at
+def line_of(lines, at: gl.constexpr):
+    """[1, 1, PART]: the decay over block ``at``."""
+    return lines.slice(at, 1, 0).load(gl.SliceLayout(1, BATCH))[:, None, :]
+
+
+@gluon.jit
+def over_block(lines, at: gl.constexpr, WHICH: gl.constexpr):
+    """[4, 1, PART]: the decay over block ``at`` for the rows of the blocks "after" it, "before" it, or "until" it."""
+    block = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, BATCH)))[:, None, None]
+    if WHICH == "after":
+        decays = block > at
+    elif WHICH == "before":
+        decays = block < at
     else:
-        scaled = block > at
-    return gl.where(scaled, line, 1.0)
+        decays = block <= at
+    return gl.where(decays, line_of(lines, at), 1.0)
+
+
+@gluon.jit
+def over_chunk(lines):
+    """[1, 1, PART]: the decay over all blocks."""
+    return (line_of(lines, 0) * line_of(lines, 1)) * (line_of(lines, 2) * line_of(lines, 3))
+
+
+@gluon.jit
+def scaled(x, by):
+    """[64, PART] times a factor of each block's rows [4, 1, PART]."""
+    return flat(by_block(x) * by)
+
+
+@gluon.jit
+def over_gates(spread, ended, rest, later_t, work):
+    """Gradients of log gates: ``spread`` of the tokens from a gate on, ``ended`` (bf16) of those before it, ``rest``.
+
+    rest: [1, 1, PART]; later_t: 1 from the diagonal on; work: three tiles that nobody reads any more behind a barrier.
+    """
+    barrier()
+    put_split(work[0], work[1], spread)
+    work[2].store(ended)
+    dg = flat(
+        by_block(gl.zeros([64, PART], gl.float32, layout=FLAT) - widened(ended)) + rest
+    )  # its own is not before it
+    for at in gl.static_range(0, 64, 16):
+        later = later_t.slice(at, 16, 1).load(LEFT)
+        dg = mma_v2(later, work[0].slice(at, 16, 0).load(RIGHT), dg)
+        dg = mma_v2(later, work[1].slice(at, 16, 0).load(RIGHT), dg)
+        until = later_t.slice(at, 16, 0).permute((1, 0)).load(LEFT)
+        dg = mma_v2(until, work[2].slice(at, 16, 0).load(RIGHT), dg)
+    return dg
 
 
 @gluon.jit
@@ -212,27 +284,30 @@ def store_rows(base, x, step, left):
 
 
 @gluon.jit
-def load_parts(base, st, sd, left):
-    """A tile [64, 128] of a tensor's tokens, in four parts of PART channels; zeros from row ``left`` on."""
-    i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))[:, None]
-    d = gl.arange(0, PART, layout=gl.SliceLayout(0, ROWS))[None, :]
-    at = base + i * st + d * sd
-    live = i < left
-    x0 = gl.load(at, mask=live, other=0.0)
-    x1 = gl.load(at + PART * sd, mask=live, other=0.0)
-    x2 = gl.load(at + 2 * PART * sd, mask=live, other=0.0)
-    x3 = gl.load(at + 3 * PART * sd, mask=live, other=0.0)
-    return x0, x1, x2, x3
+def load_tile(base, st, sd, left):
+    """A tile [64, 128] of a tensor's tokens; zeros from row ``left`` on."""
+    i = gl.arange(0, 64, layout=TOKEN)[:, None]
+    d = gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE))[None, :]
+    return gl.load(base + i * st + d * sd, mask=i < left, other=0.0)
 
 
 @gluon.jit
-def put_parts(tiles, x0, x1, x2, x3):
-    tiles.index(0).store(x0)
-    tiles.index(1).store(x1)
-    tiles.index(2).store(x2)
-    tiles.index(3).store(x3)
+def put_parts(tiles, x):
+    """A tile [64, 128] as PARTS tiles of PART channels."""
+    x = gl.permute(gl.reshape(x, [64, PARTS, PART]), (1, 0, 2))
+    tiles._reinterpret(tiles.dtype, [PARTS, 64, PART], NARROW4).store(x)
+
+
+@gluon.jit
+def parts_of(tiles):
+    """What ``put_parts`` was given."""
+    x = tiles._reinterpret(tiles.dtype, [PARTS, 64, PART], NARROW4).load(PARTED)
+    return gl.convert_layout(gl.reshape(gl.permute(x, (1, 0, 2)), [64, 128]), WIDE)
 
 
 @gluon.jit
 def part_of(tiles, part):
-    return tiles.index(part).load(FLAT).to(gl.float32)
+    x = tiles.index(part).load(FLAT)
+    if tiles.dtype == gl.bfloat16:
+        x = widened(x)
+    return x.to(gl.float32)

@@ -27,6 +27,7 @@ from .backward_blocks import (
     NARROW,
     NARROW4,
     PART,
+    PARTS,
     RIGHT4,
     ROWS,
     SHIFT,
@@ -37,27 +38,31 @@ from .backward_blocks import (
     flat,
     inside_mask,
     inside_sums,
-    load_parts,
+    load_tile,
+    narrow,
     over_block,
     own_chunk,
     part_of,
     product,
     put_parts,
     put_split,
+    scaled,
     store_rows,
+    tiles_apart,
+    widened,
 )
+from .backward_bounded import grams, lowered
 from .common import barrier, exp2, given_beta, given_rate, log2_gate
+
+LINE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 2], [1, 0]))  # [4, PART]
 
 
 @gluon.jit
-def _rates(x0, x1, x2, x3, rates, eps):
+def _rates(x, rates, eps):
     """One over the norms of q or k, for the gradients too."""
-    x0 = x0.to(gl.float32)
-    x1 = x1.to(gl.float32)
-    x2 = x2.to(gl.float32)
-    x3 = x3.to(gl.float32)
-    rate = gl.rsqrt(gl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1) + eps)
-    gl.store(rates + gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)), rate)
+    x = widened(x)
+    rate = gl.rsqrt(gl.sum(x * x, 1) + eps)
+    gl.store(rates + gl.arange(0, 64, layout=TOKEN), rate)
     return gl.convert_layout(rate, DOWN)[:, None]
 
 
@@ -92,13 +97,12 @@ def _leave_strict(tile, a_square, own, one, at: gl.constexpr, row, b):
 @gluon.jit
 def _part(
     p0, p1, p2, p_own, l0, l1, l2, l_own, part, q_t, k_t, g_t, A_log_ptr, dt_bias_ptr, head, left, gate_scale,
-    q_rate, k_rate, work, totals, qg_to, kg_to, kd_to, total_line,
-    FN: gl.constexpr, DELTA: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr,
+    q_rate, k_rate, work, totals, qg_to, kg_to, kd_to, total_line, lines_to,
+    FN: gl.constexpr, DELTA: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """Add what some channels give to the columns of P and L, and leave their decayed q and k."""
     i = gl.arange(0, 64, layout=DOWN)[:, None]
     d = part * PART + gl.arange(0, PART, layout=ACROSS)[None, :]
-    block = i >> 4
     bias = 0.0
     if BIAS:
         bias = gl.load(dt_bias_ptr + head * 128 + d).to(gl.float32)
@@ -108,59 +112,72 @@ def _part(
     g = gl.where(i < left, log2_gate(part_of(g_t, part) + bias, rate, gate_scale, FN), 0.0)
     q = part_of(q_t, part) * q_rate
     k = part_of(k_t, part) * k_rate
-    high = work.index(0)._reinterpret(gl.float16, [64, PART], NARROW)
-    low = work.index(1)._reinterpret(gl.float16, [64, PART], NARROW)
     barrier()
-    put_split(high, low, gl.maximum(g, LIMIT))
-    within = inside_sums(inside_mask("until", gl.float16), high, low) + SHIFT
-    near = exp2(within)
-    barrier()
-    work.index(0).store((q * near).to(gl.bfloat16))
-    work.index(1).store((k * near).to(gl.bfloat16))
-    work.index(2).store((k * exp2(-within)).to(gl.bfloat16))
-    p_own = _own_products(work.index(0), work.index(2), p_own)
-    if DELTA:
-        l_own = _own_products(work.index(1), work.index(2), l_own)
-    barrier()
-    put_split(high, low, g)
     block_totals(g, totals)
-    up = exp2(inside_sums(inside_mask("until", gl.float16), high, low))
-    q *= up
-    ended = k * exp2(inside_sums(inside_mask("after", gl.float16), high, low))
-    k *= up
-    barrier()
-    work.index(0).store(q.to(gl.bfloat16))
-    work.index(1).store(k.to(gl.bfloat16))
-    work.index(2).store(ended.to(gl.bfloat16))
-    ended *= over_block(totals, block, 1, True) * over_block(totals, block, 2, True)
-    store_rows(kd_to, ended * over_block(totals, block, 3, True), 128, 64)
+    at = gl.arange(0, 4, layout=gl.SliceLayout(1, LINE))[:, None]
+    column = gl.arange(0, PART, layout=gl.SliceLayout(0, LINE))[None, :]
+    gl.store(lines_to + at * PART + column, totals.load(LINE))
     whole = totals.slice(0, 1, 0).load(FLAT) * totals.slice(1, 1, 0).load(FLAT)
     whole *= totals.slice(2, 1, 0).load(FLAT) * totals.slice(3, 1, 0).load(FLAT)
     gl.store(total_line + d, whole)
-    p2 = product(work.index(0), work.index(2).slice(32, 16, 0), p2, PART)
-    decay = over_block(totals, block, 2, False)
-    q *= decay
-    if DELTA:
-        l2 = product(work.index(1), work.index(2).slice(32, 16, 0), l2, PART)
-        k *= decay
-    barrier()
-    work.index(0).store(q.to(gl.bfloat16))
-    work.index(1).store(k.to(gl.bfloat16))
-    p1 = product(work.index(0), work.index(2).slice(16, 16, 0), p1, PART)
-    decay = over_block(totals, block, 1, False)
-    q *= decay
-    if DELTA:
-        l1 = product(work.index(1), work.index(2).slice(16, 16, 0), l1, PART)
-        k *= decay
-    barrier()
-    work.index(0).store(q.to(gl.bfloat16))
-    work.index(1).store(k.to(gl.bfloat16))
-    p0 = product(work.index(0), work.index(2).slice(0, 16, 0), p0, PART)
-    decay = over_block(totals, block, 0, False)
-    store_rows(qg_to, q * decay, 128, 64)
-    if DELTA:
-        l0 = product(work.index(1), work.index(2).slice(0, 16, 0), l0, PART)
-        store_rows(kg_to, k * decay, 128, 64)
+    if BOUNDED:
+        p0, p1, p2, p_own, l0, l1, l2, l_own, ended = grams(
+            p0, p1, p2, p_own, l0, l1, l2, l_own, q, k, g, work, totals, DELTA
+        )  # fmt: skip
+        store_rows(kd_to, ended, 128, 64)
+        store_rows(qg_to, lowered(work[0].load(ROWS)), 128, 64)
+        if DELTA:
+            store_rows(kg_to, lowered(work[4].load(ROWS)), 128, 64)
+    else:
+        high = work[0]._reinterpret(gl.float16, [64, PART], NARROW)
+        low = work[1]._reinterpret(gl.float16, [64, PART], NARROW)
+        barrier()
+        put_split(high, low, gl.maximum(g, LIMIT))
+        within = inside_sums(inside_mask("until", gl.float16), high, low) + SHIFT
+        near = exp2(within)
+        barrier()
+        work[0].store(narrow(q * near))
+        work[1].store(narrow(k * near))
+        work[2].store((k * exp2(-within)).to(gl.bfloat16))
+        p_own = _own_products(work[0], work[2], p_own)
+        if DELTA:
+            l_own = _own_products(work[1], work[2], l_own)
+        barrier()
+        put_split(high, low, g)
+        up = exp2(inside_sums(inside_mask("until", gl.float16), high, low))
+        q *= up
+        ended = k * exp2(inside_sums(inside_mask("after", gl.float16), high, low))
+        k *= up
+        barrier()
+        work[0].store(q.to(gl.bfloat16))
+        work[1].store(k.to(gl.bfloat16))
+        work[2].store(ended.to(gl.bfloat16))
+        ended = scaled(ended, over_block(totals, 1, "before") * over_block(totals, 2, "before"))
+        store_rows(kd_to, scaled(ended, over_block(totals, 3, "before")), 128, 64)
+        p2 = product(work[0], work[2].slice(32, 16, 0), p2, PART)
+        decay = over_block(totals, 2, "after")
+        q = scaled(q, decay)
+        if DELTA:
+            l2 = product(work[1], work[2].slice(32, 16, 0), l2, PART)
+            k = scaled(k, decay)
+        barrier()
+        work[0].store(q.to(gl.bfloat16))
+        work[1].store(k.to(gl.bfloat16))
+        p1 = product(work[0], work[2].slice(16, 16, 0), p1, PART)
+        decay = over_block(totals, 1, "after")
+        q = scaled(q, decay)
+        if DELTA:
+            l1 = product(work[1], work[2].slice(16, 16, 0), l1, PART)
+            k = scaled(k, decay)
+        barrier()
+        work[0].store(q.to(gl.bfloat16))
+        work[1].store(k.to(gl.bfloat16))
+        p0 = product(work[0], work[2].slice(0, 16, 0), p0, PART)
+        decay = over_block(totals, 0, "after")
+        store_rows(qg_to, scaled(q, decay), 128, 64)
+        if DELTA:
+            l0 = product(work[1], work[2].slice(0, 16, 0), l0, PART)
+            store_rows(kg_to, scaled(k, decay), 128, 64)
     return p0, p1, p2, p_own, l0, l1, l2, l_own
 
 
@@ -169,9 +186,10 @@ def prepare(
     q_ptr, q_sb, q_st, q_sh, q_sd, k_ptr, k_sb, k_st, k_sh, k_sd, g_ptr, g_sb, g_st, g_sh, g_sd,
     beta_ptr, beta_sb, beta_st, beta_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T,
     gate_scale, l2norm_eps, first_head,
-    qg_buffer, kg_buffer, kd_buffer, total_buffer, p_buffer, l_buffer, a_buffer, beta_buffer, rate_buffer,
+    qg_buffer, kg_buffer, kd_buffer, total_buffer, lines_buffer, p_buffer, l_buffer, a_buffer, beta_buffer, rate_buffer,
     HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr,
     SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr, PACKED: gl.constexpr,
+    BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """A block has one chunk of one head, and takes a few channels at a time."""
     pid, chunk, head = own_chunk(first_head, HP)
@@ -180,59 +198,70 @@ def prepare(
         runs = chunk < gl.load(chunk_offsets + N)
     if runs:
         batch, first, left = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
-        work = gl.allocate_shared_memory(gl.bfloat16, [3, 64, PART], NARROW)
+        work = tiles_apart(9 if BOUNDED else 3)
         totals = gl.allocate_shared_memory(gl.float32, [4, PART], LINES)
         row = gl.arange(0, 64, layout=TOKEN)
-        q_t = gl.allocate_shared_memory(gl.bfloat16, [4, 64, PART], NARROW)
-        k_t = gl.allocate_shared_memory(gl.bfloat16, [4, 64, PART], NARROW)
-        g_t = gl.allocate_shared_memory(g_ptr.dtype.element_ty, [4, 64, PART], NARROW)
+        q_t = gl.allocate_shared_memory(gl.bfloat16, [PARTS, 64, PART], NARROW)
+        k_t = gl.allocate_shared_memory(gl.bfloat16, [PARTS, 64, PART], NARROW)
+        g_t = gl.allocate_shared_memory(g_ptr.dtype.element_ty, [PARTS, 64, PART], NARROW)
         q_base = q_ptr + batch * q_sb + first * q_st + (head // GROUP) * q_sh
         k_base = k_ptr + batch * k_sb + first * k_st + (head // GROUP) * k_sh
-        q0, q1, q2, q3 = load_parts(q_base, q_st, q_sd, left)
-        k0, k1, k2, k3 = load_parts(k_base, k_st, k_sd, left)
-        g0, g1, g2, g3 = load_parts(g_ptr + batch * g_sb + first * g_st + head * g_sh, g_st, g_sd, left)
-        put_parts(q_t, q0, q1, q2, q3)
-        put_parts(k_t, k0, k1, k2, k3)
-        put_parts(g_t, g0, g1, g2, g3)
+        q = load_tile(q_base, q_st, q_sd, left)
+        k = load_tile(k_base, k_st, k_sd, left)
+        g = load_tile(g_ptr + batch * g_sb + first * g_st + head * g_sh, g_st, g_sd, left)
+        put_parts(q_t, q)
+        put_parts(k_t, k)
+        put_parts(g_t, g)
         q_rate = 1.0
         k_rate = 1.0
         if L2NORM:
-            q_rate = _rates(q0, q1, q2, q3, rate_buffer + pid * 128, l2norm_eps)
-            k_rate = _rates(k0, k1, k2, k3, rate_buffer + pid * 128 + 64, l2norm_eps)
+            q_rate = _rates(q, rate_buffer + pid * 128, l2norm_eps)
+            k_rate = _rates(k, rate_buffer + pid * 128 + 64, l2norm_eps)
         b = gl.full([64], 1.0, gl.float32, layout=TOKEN)
         if BETA:
             at = beta_ptr + batch * beta_sb + (first + row) * beta_st + head * beta_sh
             b = given_beta(gl.load(at, mask=row < left, other=0.0), row, left, SIGMOID)
             gl.store(beta_buffer + pid * 64 + row, b)
         zero = gl.zeros([64, 16], gl.float32, layout=FLAT)
-        none = gl.zeros([4, 16, 16], gl.float32, layout=BATCH)
+        none = zero
+        if not BOUNDED:
+            none = gl.zeros([4, 16, 16], gl.float32, layout=BATCH)
         tile = pid * (64 * 128)
         p0, p1, p2, p_own = zero, zero, zero, none
         l0, l1, l2, l_own = zero, zero, zero, none
-        for part in range(4):
+        for part in range(PARTS):
             to = tile + part * PART
             p0, p1, p2, p_own, l0, l1, l2, l_own = _part(
                 p0, p1, p2, p_own, l0, l1, l2, l_own, part, q_t, k_t, g_t, A_log_ptr, dt_bias_ptr, head, left,
                 gate_scale, q_rate, k_rate, work, totals, qg_buffer + to, kg_buffer + to, kd_buffer + to,
-                total_buffer + pid * 128, FN, DELTA, RATE, BIAS,
+                total_buffer + pid * 128, lines_buffer + pid * (4 * 128) + part * (4 * PART),
+                FN, DELTA, RATE, BIAS, BOUNDED,
             )  # fmt: skip
         i = gl.arange(0, 64, layout=DOWN)[:, None]
-        p_own = flat(p_own)
+        if BOUNDED:
+            p_own0, p_own1, p_own2, p_own3 = p0, p1, p2, p_own
+        else:
+            p_own3 = flat(p_own)
+            p_own0, p_own1, p_own2 = p_own3, p_own3, p_own3
         square = pid * (64 * 64)
         barrier()
         p_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-        p_t.slice(0, 16, 1).store(_columns(p_own, p0, 0, i, False).to(gl.bfloat16))
-        p_t.slice(16, 16, 1).store(_columns(p_own, p1, 1, i, False).to(gl.bfloat16))
-        p_t.slice(32, 16, 1).store(_columns(p_own, p2, 2, i, False).to(gl.bfloat16))
-        p_t.slice(48, 16, 1).store(_columns(p_own, p_own, 3, i, False).to(gl.bfloat16))
+        p_t.slice(0, 16, 1).store(_columns(p_own0, p0, 0, i, False).to(gl.bfloat16))
+        p_t.slice(16, 16, 1).store(_columns(p_own1, p1, 1, i, False).to(gl.bfloat16))
+        p_t.slice(32, 16, 1).store(_columns(p_own2, p2, 2, i, False).to(gl.bfloat16))
+        p_t.slice(48, 16, 1).store(_columns(p_own3, p_own3, 3, i, False).to(gl.bfloat16))
         if DELTA:
-            l_own = flat(l_own)
+            if BOUNDED:
+                l_own0, l_own1, l_own2, l_own3 = l0, l1, l2, l_own
+            else:
+                l_own3 = flat(l_own)
+                l_own0, l_own1, l_own2 = l_own3, l_own3, l_own3
             l_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
             b = gl.convert_layout(b, DOWN)[:, None]
-            _leave_strict(l_t, a_buffer + square, l_own, l0, 0, i, b)
-            _leave_strict(l_t, a_buffer + square, l_own, l1, 1, i, b)
-            _leave_strict(l_t, a_buffer + square, l_own, l2, 2, i, b)
-            _leave_strict(l_t, a_buffer + square, l_own, l_own, 3, i, b)
+            _leave_strict(l_t, a_buffer + square, l_own0, l0, 0, i, b)
+            _leave_strict(l_t, a_buffer + square, l_own1, l1, 1, i, b)
+            _leave_strict(l_t, a_buffer + square, l_own2, l2, 2, i, b)
+            _leave_strict(l_t, a_buffer + square, l_own3, l_own3, 3, i, b)
         barrier()
         store_rows(p_buffer + square, p_t.load(ROWS), 64, 64)
         if DELTA:

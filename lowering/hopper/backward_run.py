@@ -6,6 +6,7 @@ first and third phase are the emitted ones; with a gate per token or head, or no
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 from torch import Tensor
 
 from ..calls import Call
+from ..gates import GATE_FUNCTIONS
 from ..triton.backward_run import Backward, Buffers, TritonGradients, schedule
 from ..triton.run import tensor_arguments
 from .run import machine
 
 WIDTH, CHUNK = 128, 64
 COLUMNS = 64  # of V, in a block of the scan
+LOWEST = -5.0  # of log gates, for the kernels of ``backward_bounded.py``
 APART = 16  # elements: what copies to shared memory ask of strides
 
 
@@ -62,6 +65,12 @@ class HopperBackward(Backward):
         """Whether they are those of a gate per token or head, or of none."""
         return self._call.gate != "channel"
 
+    @property
+    def _bounded(self) -> bool:
+        """Whether decays over 16 tokens of the strongest gate there can be stay in range."""
+        lowest = GATE_FUNCTIONS[self._call.gate_fn].lower_bound(self._call.gate_scale)
+        return self._call.gate == "channel" and lowest >= LOWEST
+
     def _normed_apart(self, call: Call) -> bool:
         return call.qk_l2norm_eps > 0.0 and not self._by_blocks
 
@@ -69,7 +78,7 @@ class HopperBackward(Backward):
         return 1 if self._by_blocks else super()._rate_parts()
 
     def _operands(self, grad_state: Tensor | None) -> dict[str, Any]:
-        values = super()._operands(grad_state) | {"SCALAR": self._by_token_gates}
+        values = super()._operands(grad_state) | {"SCALAR": self._by_token_gates, "BOUNDED": self._bounded}
         rows = [("v", self._call.v), ("do", self._grad_o)]
         if self._by_token_gates:
             rows += [("q", self._call.q), ("k", self._call.k)]
@@ -85,12 +94,37 @@ class HopperBackward(Backward):
         return x if fits else self._scratch.copied(x)
 
     def _kept(self, wanted: Buffers, tiles: int) -> Buffers:
+        if self._by_blocks:
+            del wanted["own"]
+            return wanted | {"lines": ((tiles, 4, WIDTH), torch.float32)}
         if not self._by_token_gates:
             return wanted
         kept = {name: buffer for name, buffer in wanted.items() if name not in _OF_CHANNELS}
         if self._call.gate != "none":
             kept["sums"] = ((tiles, CHUNK), torch.float32)
         return kept
+
+    def _made(self, wanted: Buffers, heads: int) -> dict[str, Tensor]:
+        """What the third phase does not read lies where it will write gradients, if it does so once, ``a`` in ``z``."""
+        over = () if heads != self._heads else _UNREAD if self._by_blocks else ("t",) if self._by_token_gates else ()
+        hosts = [
+            self._found[name].view(-1).view(torch.uint8) for name in ("dq", "dk", "dv", "dg") if name in self._found
+        ]
+        lent = {}
+        for name in (name for name in over if name in wanted):
+            size = _bytes(*wanted[name])
+            host = next((n for n, host in enumerate(hosts) if host.numel() >= size), None)
+            if host is not None:
+                lent[name], hosts[host] = hosts[host][:size], hosts[host][size:]
+        made = super()._made({name: wanted[name] for name in wanted if name not in (*lent, "a")}, heads)
+        if "a" in wanted:  # the inverse reads it before the scan writes z
+            lent["a"] = made["z"].view(-1).view(torch.uint8)[: _bytes(*wanted["a"])]
+        for name, place in lent.items():
+            shape, dtype = wanted[name]
+            made[name] = place.view(dtype).view(shape)
+            if self._scratch.poison:
+                made[name].fill_(float("nan"))
+        return made
 
     def _prepare(self, tiles: int) -> None:
         if self._by_token_gates:
@@ -123,6 +157,7 @@ class HopperBackward(Backward):
         self._scratch.launch(kernel, grid)(**arguments, num_warps=8, **options)
 
 
+_UNREAD = ("qg", "kg", "kd", "t", "p")  # by the kernel of gradients with a gate per channel
 _OF_CHANNELS = (
     "qg",
     "kg",
@@ -131,6 +166,10 @@ _OF_CHANNELS = (
     "own",
     "dlog",
 )  # what kernels for a gate per channel hand on, or emitted ones
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 @cache

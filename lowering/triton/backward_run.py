@@ -290,14 +290,13 @@ class Backward:
             if call.gate != "none":
                 wanted["kg"] = (token, self._dtype)
         wanted = self._kept(wanted, tiles)
-        device = call.q.device
-        made = {name: self._scratch.empty(shape, dtype, device) for name, (shape, dtype) in wanted.items()}
+        made = self._made(wanted, heads)
         if call.delta and call.gate == "none" and "kd" in made:
             made["kg"] = made["kd"]
         made["dp"] = made["p"]  # what is read last is overwritten in place, by the program that reads it
         if call.delta:
             made["dl"] = made["l"]
-        names = "qg kg kd total sums p l a t beta rate s d r vn z own dlog dp dl".split()
+        names = "qg kg kd total lines sums p l a t beta rate s d r vn z own dlog dp dl".split()
         values = {f"{name}_buffer": made.get(name, nothing) for name in names}
         results = "dq dk dv dg dbeta dstate dbias drate".split()
         return values | {f"{name}_ptr": self._found.get(name, nothing) for name in results}
@@ -305,6 +304,11 @@ class Backward:
     def _kept(self, wanted: Buffers, tiles: int) -> Buffers:
         """The buffers that the kernels of all phases use, of these."""
         return wanted
+
+    def _made(self, wanted: Buffers, heads: int) -> dict[str, Tensor]:
+        """The buffers, of ``heads`` that are worked on together."""
+        device = self._call.q.device
+        return {name: self._scratch.empty(shape, dtype, device) for name, (shape, dtype) in wanted.items()}
 
     def _gradients(self) -> Gradients:
         call, found = self._call, self._found

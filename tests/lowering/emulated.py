@@ -23,6 +23,9 @@ _ASM: dict[str, Callable[[Tensor], Tensor]] = {
     "lg2": torch.log2,
     "rcp": torch.reciprocal,
     "mov": lambda x: x,
+    "cvt": lambda x: x.to(torch.bfloat16),
+    "shl": lambda x: x.float(),
+    "{.r": lambda x: (x.float() * 2.0**-58).to(torch.bfloat16),
 }
 
 
@@ -132,6 +135,7 @@ class Language(types.ModuleType):
         self.full = lambda shape, x, dtype, layout=None: torch.full(shape, x, dtype=dtype)
         self.convert_layout = lambda x, layout: x
         self.reshape = lambda x, shape: x.reshape(shape)
+        self.permute = lambda x, order: x.permute(order)
         self.sum = lambda x, axis: x.sum(axis)
         self.exp2 = lambda x: torch.exp2(_tile(x))
         self.abs, self.rsqrt = torch.abs, torch.rsqrt

@@ -50,6 +50,16 @@ def test_gate_functions(fn: str, delta: bool) -> None:
     compare(case_of(gate_fn=fn, delta=delta))
 
 
+@pytest.mark.parametrize("bound", [-5.0, -5.5])
+def test_gates_at_their_bound(bound: float) -> None:
+    """Two sets of kernels, for a bound that 16 tokens stay in range with, and below."""
+    case = case_of(length=200, gate_fn="sigmoid").with_options(gate_scale=bound)
+    g = case.tensors["g"]
+    assert g is not None
+    compare(case.with_tensors(g=g + 20.0), ("o",))
+    compare(case.with_tensors(g=torch.where(torch.rand(g.shape) < 0.5, g + 20.0, g - 20.0)), ("o",))
+
+
 @pytest.mark.parametrize("fn", ["sigmoid", "softplus", "logsigmoid"])
 def test_gate_functions_of_tokens(fn: str) -> None:
     compare(case_of(gate="token", gate_fn=fn))
@@ -107,8 +117,9 @@ def test_an_expanded_gradient() -> None:
 
 
 @pytest.mark.parametrize("gate", ["channel", "token"])
-def test_later_tokens_change_no_earlier_gradient(gate: str) -> None:
-    later_is_ignored(rounded(case_of(length=300, gate=gate), torch.bfloat16), "cuda", KERNELS)
+@pytest.mark.parametrize("fn", ["log", "sigmoid"])
+def test_later_tokens_change_no_earlier_gradient(gate: str, fn: str) -> None:
+    later_is_ignored(rounded(case_of(length=300, gate=gate, gate_fn=fn), torch.bfloat16), "cuda", KERNELS)
 
 
 def test_no_length_is_read_on_the_host_and_a_graph_can_be_replayed() -> None:
