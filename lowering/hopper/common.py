@@ -170,13 +170,13 @@ def tile_count(begin, total, worker, workers, rounds, early):
 
 
 @gluon.jit
-def announce(flag, some, PARTS: gl.constexpr = 1):
-    """Count PARTS up in ``flag``, if ``some``: who sees that sees what came before the last barrier of these warps.
+def announce(flag, some):
+    """Set ``flag``, if ``some``: who sees that sees what came before the last barrier of these warps.
 
     What they had waited for until then, other warps' writes too, came before.
     """
     if some:
-        gl.atomic_add(flag, PARTS, sem="release", scope="gpu")
+        gl.atomic_add(flag, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -189,25 +189,25 @@ def stores_done(READY: gl.constexpr):
 
 
 @gluon.jit
-def await_tiles(flags, n, count, step, PARTS: gl.constexpr):
-    """Wait, in one warp, until all parts of its n-th tile have been announced, and say up to which tile they have.
+def await_tiles(flags, n, count, step):
+    """Wait, in one warp, until its n-th tile has been announced, and say up to which tile all have.
 
     Its tiles are ``step`` flags apart. Whoever is told may read them, the copy engine too.
     """
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     at = flags.to(gl.int64) + 4 * (gl.minimum(n + lane, count - 1) * step).to(gl.int64)
-    seen = _leading(at, lane, PARTS)
+    seen = _leading(at, lane)
     while seen == 0:
-        seen = _leading(at, lane, PARTS)
+        seen = _leading(at, lane)
     gl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [lane], gl.int32, False, 1)
     barrier()
     return n + seen
 
 
 @gluon.jit
-def _leading(at, lane, PARTS: gl.constexpr):
+def _leading(at, lane):
     flags = gl.inline_asm_elementwise("ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [at], gl.int32, False, 1)
-    return gl.min(gl.where(flags >= PARTS, 32, lane), 0)
+    return gl.min(gl.where(flags > 0, 32, lane), 0)
 
 
 @gluon.jit
@@ -308,6 +308,13 @@ def row_factor(square, eps, RAW: gl.constexpr):
 def keep_line(line, x):
     """A number of every token [8, 8] into 64 in shared memory."""
     line.store(gl.reshape(x, [64]))
+
+
+@gluon.jit
+def kept_line(line, ROWS: gl.constexpr):
+    """What ``keep_line`` kept [64], of each warp's eight tokens [8, 8, 1]."""
+    rows = line._reinterpret(gl.float32, [8, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    return rows.load(gl.SliceLayout(2, ROWS))[:, :, None]
 
 
 @gluon.jit

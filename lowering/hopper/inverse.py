@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .common import ACROSS, DOWN, LEFT, SEQUENCE, TILE, barrier, magnitude, over, pinned
+from .common import ACROSS, DOWN, LEFT, SEQUENCE, SQUARE, TILE, barrier, magnitude, over, pinned
 
 
 @gluon.jit
@@ -143,12 +143,16 @@ def scaled_back(qk, k_squares, q_squares, scale, RAW: gl.constexpr):
 
 
 @gluon.jit
-def _leave(x, betas, k_squares, m_out, d_out, row, RAW: gl.constexpr):
-    across = betas.load(ACROSS)
+def _leave(x, betas, k_squares, m_out, d_out, row, RAW: gl.constexpr, APART: gl.constexpr):
     if RAW:
         x = x * over(magnitude(k_squares.load(DOWN)))[:, None]
-        across = across * magnitude(k_squares.load(ACROSS))
-    m_out.store((x * across[None, :]).to(gl.bfloat16))
+        across = magnitude(k_squares.load(ACROSS))
+        if not APART:
+            across = betas.load(ACROSS) * across
+        x = x * across[None, :]
+    elif not APART:
+        x = x * betas.load(ACROSS)[None, :]
+    m_out.store(x.to(gl.bfloat16))
     fence_async_shared()
     barrier()
     tma.async_copy_shared_to_global(d_out, [row, 0], m_out)
@@ -156,12 +160,13 @@ def _leave(x, betas, k_squares, m_out, d_out, row, RAW: gl.constexpr):
 
 @gluon.jit
 def leave_inverse(
-    A, z, i, j, betas, k_squares, steep, tiles, at: gl.constexpr, d_out, row, CHECKED: gl.constexpr, RAW: gl.constexpr
+    A, z, i, j, betas, k_squares, steep, tiles, at, d_out, row, CHECKED: gl.constexpr, RAW: gl.constexpr,
+    APART: gl.constexpr = False,
 ):  # fmt: skip
     """Send M, the inverse of I + A with columns times beta, to the buffer's rows from ``row``; see ``factors_of``.
 
     A is in ``tiles[at]`` too, as fp16. CHECKED: rows from ``steep`` on may have an inverse that fp16 does not hold.
-    The rows before never change with them: outputs are causal bit for bit.
+    The rows before never change with them: outputs are causal bit for bit. APART: without beta.
     """
     # The tile that nobody has read since the last barrier.
     m_out = tiles.index(at + 1)._reinterpret(gl.bfloat16, [64, 64], TILE)
@@ -177,11 +182,26 @@ def leave_inverse(
             fence_async_shared()
             barrier()
             x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-            _leave(gl.where(i < steep, x, y), betas, k_squares, m_out, d_out, row, RAW)
+            _leave(gl.where(i < steep, x, y), betas, k_squares, m_out, d_out, row, RAW, APART)
         else:
             i = pinned(i)
             x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-            _leave(x, betas, k_squares, m_out, d_out, row, RAW)
+            _leave(x, betas, k_squares, m_out, d_out, row, RAW, APART)
     else:
+        # Read again: registers did not hold it beside the products of q.
+        A = tiles.index(at).load(SQUARE).to(gl.float32)
         x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-        _leave(x, betas, k_squares, m_out, d_out, row, RAW)
+        _leave(x, betas, k_squares, m_out, d_out, row, RAW, APART)
+
+
+@gluon.jit
+def unknown_zero(n, RAW: gl.constexpr):
+    """0 for a loop's n-th turn, which the compiler does not know.
+
+    Where tiles are indexed with it, it computes the descriptors of their products where they are used. It would keep
+    them in registers otherwise, more than there are. RAW: a plain 0, with which what follows a branch is right.
+    """
+    zero = n >> 30
+    if RAW:
+        zero = 0
+    return zero

@@ -18,14 +18,17 @@ from .schedules import CHUNK, WIDTHS, Schedule, padded, schedule, tile_factors, 
 
 MAX_SHIFT = 122  # 2^122 times a row of norm 2 is finite in bf16, and 2^-122 is normal
 COMBINED = 16  # columns of V whose state a block carries from segment to segment
-# A thread of the gram warps where K is wide; the row warps share what is left. Measured from 136 to 200 in steps of 8.
-GRAM_REGISTERS = {"bounded": 200, "unbounded": 168, "unbounded, keys as they are": 176, "linear": 136}
+# A thread of the gram warps where K is wide; the row warps share what is left. Measured in steps of 8.
+GRAM_REGISTERS = {"bounded": 184, "unbounded": 168, "unbounded, keys as they are": 184, "linear": 136}
 NARROW_REGISTERS = 248  # the same where K is padded to 64
 # Of a tile in a block of a prepare kernel, by the padded K, on an H200.
 TILE_MICROSECONDS = {
     64: {"bounded": 4.1, "unbounded": 5.2, "token": 3.3, "linear": 4.0},
-    128: {"bounded": 6.0, "unbounded": 10.6, "token": 4.15, "linear": 7.5},
-}
+    128: {
+        "bounded": 4.9, "bounded, keys as they are": 6.0, "unbounded": 8.5, "unbounded, keys as they are": 10.6,
+        "token": 4.15, "linear": 7.5,
+    },
+}  # fmt: skip
 LOG2E = math.log2(math.e)
 
 
@@ -49,6 +52,11 @@ def gram_registers(kernel: str, width: int, *, raw: bool) -> int:
     return GRAM_REGISTERS["unbounded, keys as they are" if raw and kernel == "unbounded" else kernel]
 
 
+def tile_microseconds(call: Call, width: int) -> float:
+    costs, kernel = TILE_MICROSECONDS[width], kind(call)
+    return costs[kernel] if call.qk_l2norm_eps else costs.get(f"{kernel}, keys as they are", costs[kernel])
+
+
 def shift(gate_scale: float) -> int:
     """Half of the binary orders of magnitude that 32 tokens of the strongest gate span, rounded up."""
     return math.ceil(16 * -gate_scale * LOG2E)
@@ -61,7 +69,7 @@ def scheduled(call: Call) -> Schedule:
     gate = "channel" if call.gate == "channel" else "token"
     return schedule(
         batch, length, heads, width, multiprocessors(call.q.device), packed=packed, width=keys, gate=gate,
-        delta=call.delta, tile_microseconds=TILE_MICROSECONDS[keys][kind(call)],
+        delta=call.delta, tile_microseconds=tile_microseconds(call, keys),
     )  # fmt: skip
 
 
@@ -122,6 +130,12 @@ class Launches:
             "SIGMOID_BETA": call.sigmoid_beta and call.beta is not None, "PACKED": call.cu_seqlens is not None,
             "RAW": not call.qk_l2norm_eps, "READY": plan.early > 0, "WIDTH": plan.width,
         }  # fmt: skip
+
+    @property
+    def apart(self) -> bool:
+        """Whether the scan multiplies by beta, not ``prepare_scalar``: see ``scan.py``."""
+        call = self.call
+        return self.plan.gate == "token" and call.beta is not None and not call.sigmoid_beta
 
     def _locate_chunks(self, cu_seqlens: Tensor) -> None:
         from ..triton import macros
@@ -265,7 +279,7 @@ class DeltaLaunches(Launches):
         self.scratch.launch(self.scan, (blocks, self.sequence_heads, segments))(
             described(rows, (CHUNK, plan.width)), self.v, self.q, self.k, line(factors, self.factors_of_tile),
             self.announced, *after, self.value_heads // call.q.shape[2], *span, SCALAR=plan.gate == "token",
-            READY=plan.early > 0, launch_pdl=not plan.spare, **given,
+            READY=plan.early > 0, APART=self.apart, launch_pdl=not plan.spare, **given,
         )  # fmt: skip
 
 

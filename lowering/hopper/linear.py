@@ -71,7 +71,7 @@ def _load_warp(
         stage = n % STAGES
         c = tile + n * step
         if READY:
-            known = await_known(announced + tile, n, known, count, step, 2)
+            known = await_known(announced + tile, n, known, count, step)
         mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
         bar = full.index(stage)
         mbarrier.expect(bar, ROWS * 2 + MADE)

@@ -139,8 +139,8 @@ class DeltaPasses(_TwoPasses, DeltaLaunches):
             described(rows, (CHUNK, plan.width)), self.v, self.q, self.k, line(factors, self.factors_of_tile),
             self.announced, *after, self.value_heads // self.call.q.shape[2], plan.spans[n][0] + begin, chunks, chunks,
             SCALAR=plan.gate == "token", READY=False, BV=columns, WIDTH=plan.width, STAGES=plan.stages,
-            HAS_INITIAL=True, OUTPUT=False, PACKED=self.call.cu_seqlens is not None, num_warps=columns // 16,
-            launch_pdl=True,
+            HAS_INITIAL=True, OUTPUT=False, PACKED=self.call.cu_seqlens is not None, APART=self.apart,
+            num_warps=columns // 16, launch_pdl=True,
         )  # fmt: skip
 
 

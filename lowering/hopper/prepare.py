@@ -8,8 +8,9 @@ With ``G_r`` the sum of a chunk's first r log2 gates, ``M = (I + A_kk)^-1 diag(b
     rows 128..192   K_decayed = k * 2^(G_63 - G)
     rows 192..      M and A_qk: side by side where WIDTH is 128, one after the other where it is 64
 
-and ``decay = 2^(G_63)`` in fp32. A block is persistent and has two roles. Eight *row* warps load q, k and the gate, and
-make everything that is one value a row and channel; four *gram* warps make the [64, 64] matrices and invert.
+and ``decay = 2^(G_63)`` in fp32. A block is persistent and has three roles. One warp loads (:mod:`.prepare_load`),
+eight *row* warps make everything that is one value a row and channel, four *gram* warps make the [64, 64] matrices and
+invert.
 
 Exponents. The Gram matrices need 2^(G_i - G_j), i >= j, as a product of a row's factor and a column's. Inside a half
 of 32 tokens, with ``D`` the sum of gates from its start, that is 2^(D_i + s) times 2^(-D_j - s): where every gate is at
@@ -38,20 +39,11 @@ from .common import (
     HALF,
     LOG2E,
     SQUARE,
-    STAGES,
     TILE,
-    TILE4,
-    TOKENS,
     add,
-    announce,
     barrier,
     exp2,
-    fetch,
-    fetch_bias,
-    given_beta,
-    given_rate,
     keep_line,
-    locate,
     next_may_start,
     nth_tile,
     over,
@@ -67,24 +59,8 @@ from .common import (
     squares_rows,
     stores_done,
 )
-from .inverse import factors_of, leave_inverse, scaled_back
-
-
-@gluon.jit
-def _load_tile(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, d_g, inputs, full, stage, PACKED: gl.constexpr):
-    here = c < total
-    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, batch, first, places, PACKED)
-    WIDTH: gl.constexpr = inputs.shape[2]
-    bar = full.index(stage)
-    mbarrier.expect(bar, 3 * 64 * WIDTH * 2, pred=here)
-    for j in gl.static_range(3):
-        to = inputs.index(3 * stage + j)._reinterpret(gl.bfloat16, [1, 64, 1, WIDTH], TILE4)
-        if j == 0:
-            tma.async_copy_global_to_shared(d_g, [i_b, token, i_h, 0], bar, to, pred=here)
-        elif j == 1:
-            tma.async_copy_global_to_shared(d_k, [i_b, token, i_h // GROUP, 0], bar, to, pred=here)
-        else:
-            tma.async_copy_global_to_shared(d_q, [i_b, token, i_h // GROUP, 0], bar, to, pred=here)
+from .inverse import factors_of, leave_inverse, scaled_back, unknown_zero
+from .prepare_load import LOAD_REGISTERS, header, header_buffers, load_warp
 
 
 @gluon.jit
@@ -107,11 +83,9 @@ def _sum_before(sums, group, LINE: gl.constexpr):
 
 @gluon.jit
 def _row_warps(
-    d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay, announced,
-    T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, bound, shift, unshift,
-    inputs, rows, columns, betas, norms, sums, full, ready, free,
-    HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr,
+    buffer, decay, HV, first, places, begin, total, rounds, early, scale, eps, bound, shift, unshift,
+    inputs, gates, biases, numbers, rows, columns, norms, sums, full, full_gates, inputs_free, ready, free,
+    PACKED: gl.constexpr, RAW: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = inputs.shape[2]
     ROWS: gl.constexpr = rows_layout(WIDTH)
@@ -119,35 +93,28 @@ def _row_warps(
     group = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
     row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LINE))
-    place = gl.arange(0, 64, layout=TOKENS)
     to = (group.to(gl.int64) * 8 + row.to(gl.int64)) * WIDTH + column[None, None, :].to(gl.int64)
     low = group < 4
     block, step, total, count = own_tiles(total, HV, first, places, begin, rounds, early, PACKED)
-    for s in gl.static_range(STAGES):
-        c = nth_tile(s, begin, total, block, step, rounds, early)
-        _load_tile(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, d_g, inputs, full, s, PACKED)
-    last = begin
     for it in range(count):
         c = nth_tile(it, begin, total, block, step, rounds, early)
-        _, token, end, i_h, A, b = fetch(
-            c, T, HV, batch, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place, HAS_A, HAS_BETA, PACKED
-        )  # fmt: skip
-        bias = fetch_bias(dt_bias, i_h, K, column, HAS_DT)
-        rate = given_rate(A, HAS_A) * LOG2E
-        betas.index(it & 3).store(given_beta(b, token + place, end, SIGMOID_BETA))
-        stage = it % STAGES
-        mbarrier.wait(full.index(stage), (it // STAGES) & 1)
-        live = token + group * 8 + row < end
-        x = rows_of(inputs.index(3 * stage)) * rate + (bias.to(gl.float32) * rate)[None, None, :]
+        stage = it & 1
+        mbarrier.wait(full_gates.index(stage), (it >> 1) & 1)
+        bias, rate, left = header(biases, numbers, stage, LINE)
+        live = group * 8 + row < left
+        x = rows_of(gates.index(stage)) * rate + bias
         g = sigmoid2(x) * gl.where(live, bound, 0.0)
         if PACKED:
             g = gl.where(live, g, 0.0)
         within = gl.associative_scan(g, 1, add)
         sums.store(gl.sum(g, 1))
-        k = rows_within(inputs.index(3 * stage + 1), live, PACKED)
+        k_tile = inputs.index(2 * stage)
+        q_tile = inputs.index(2 * stage + 1)
+        mbarrier.wait(full.index(stage), (it >> 1) & 1)
+        k = rows_within(k_tile, live, PACKED)
         k_square = gl.sum(k * k, 2)
         k_norm = row_factor(k_square, eps, RAW)[:, :, None]
-        q = rows_within(inputs.index(3 * stage + 2), live, PACKED)
+        q = rows_within(q_tile, live, PACKED)
         q_square = gl.sum(q * q, 2)
         q_norm = row_factor(q_square, eps, RAW)[:, :, None]
         if RAW:
@@ -156,8 +123,6 @@ def _row_warps(
         else:
             q_norm *= scale
         barrier()
-        if READY:
-            announce(announced + last, it > 0)
         out = buffer + c.to(gl.int64) * ((192 + squares_rows(WIDTH)) * WIDTH)
         out_decay = decay + c.to(gl.int64) * WIDTH
         before, half0, half1 = _sum_before(sums, group, LINE)
@@ -168,16 +133,16 @@ def _row_warps(
         gl.store(out_decay + column[None, None, :], decay0 * decay1)
         up = exp2(D)
         # q and k are read again: registers hold neither of them beside the gates.
-        q = rows_within(inputs.index(3 * stage + 2), live, PACKED) * q_norm * up
+        q = rows_within(q_tile, live, PACKED) * q_norm * up
         mbarrier.wait(free, (it & 1) ^ 1)
-        put(rows.slice(64, 64, 0), q)
+        put(rows.index(1), q)
         q *= unshift * start
         if RAW:
             q *= over(q_norm) * scale
         gl.store(out + 64 * WIDTH + to, q.to(gl.bfloat16))
-        k = rows_within(inputs.index(3 * stage + 1), live, PACKED) * k_norm
+        k = rows_within(k_tile, live, PACKED) * k_norm
         k_up = k * up
-        put(rows.slice(0, 64, 0), k_up)
+        put(rows.index(0), k_up)
         k_gated = k_up * (unshift * start)
         if RAW:
             k_gated *= over(k_norm)
@@ -189,25 +154,24 @@ def _row_warps(
         fence_async_shared()
         barrier()
         mbarrier.arrive(ready, count=1)
-        then = nth_tile(it + STAGES, begin, total, block, step, rounds, early)
-        _load_tile(then, total, T, HV, GROUP, batch, first, places, d_q, d_k, d_g, inputs, full, stage, PACKED)
+        mbarrier.arrive(inputs_free.index(stage), count=1)
         k_end *= gl.where(low, decay1, 1.0)
         if RAW:
             k_end *= over(k_norm)
         gl.store(out + 128 * WIDTH + to, k_end.to(gl.bfloat16))
-        last = c
-    if READY:
-        barrier()
-        announce(announced + last, count > 0)
+    # Once more: the gram warps say of every tile when all of it is in memory, after the next one was ready.
+    barrier()
+    mbarrier.wait(free, (count & 1) ^ 1)
+    mbarrier.arrive(ready, count=1)
 
 
 @gluon.jit
-def _gram(x, columns):
+def _gram(x, columns, zero):
     """x [64, WIDTH] times every column's factor: inside the halves [64, 64], across them [64, 32]."""
     same = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     cross = gl.zeros([64, 32], gl.float32, layout=HALF)
-    same = warpgroup_mma(x, columns.index(0).permute((1, 0)), same, use_acc=False, is_async=True)
-    first = columns.index(1).slice(0, 32, 0)
+    same = warpgroup_mma(x, columns.index(zero).permute((1, 0)), same, use_acc=False, is_async=True)
+    first = columns.index(zero + 1).slice(0, 32, 0)
     cross = warpgroup_mma(x, first.permute((1, 0)), cross, use_acc=False, is_async=True)
     return same, cross
 
@@ -222,32 +186,32 @@ def _select(same, cross, i, j, unshift):
 
 @gluon.jit
 def _gram_warps(
-    d_out, announced, HV, first, places, begin, total, rounds, early, scale, unshift,
-    rows, columns, betas, norms, tiles, ready, free,
+    d_out, HV, first, places, begin, total, rounds, early, scale, unshift,
+    rows, columns, betas, norms, tiles, ready, free, written,
     PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr, CHECKED: gl.constexpr,
 ):  # fmt: skip
-    WIDTH: gl.constexpr = rows.shape[1]
+    WIDTH: gl.constexpr = rows.shape[2]
     SQUARES: gl.constexpr = squares_rows(WIDTH)
     qk_out = tiles.index(4)._reinterpret(gl.bfloat16, [64, 64], TILE)
     z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     i0 = gl.arange(0, 64, layout=gl.SliceLayout(1, SQUARE))
     j0 = gl.arange(0, 64, layout=gl.SliceLayout(0, SQUARE))
     block, step, total, count = own_tiles(total, HV, first, places, begin, rounds, early, PACKED)
-    last = begin
     for it in range(count):
         c = nth_tile(it, begin, total, block, step, rounds, early)
         row = c * (192 + SQUARES) + 192
         i = pinned(i0)[:, None]
         j = j0[None, :]
+        zero = unknown_zero(it, RAW)
         mbarrier.wait(ready, it & 1)
-        k_same, k_cross = _gram(rows.slice(0, 64, 0), columns)
-        q_same, q_cross = _gram(rows.slice(64, 64, 0), columns)
+        k_same, k_cross = _gram(rows.index(zero), columns, zero)
+        q_same, q_cross = _gram(rows.index(zero + 1), columns, zero)
         beta, k_squares, q_squares = betas.index(it & 3), norms.index(2 * (it & 3)), norms.index(2 * (it & 3) + 1)
         beta_i, steep = factors_of(beta, k_squares, RAW, CHECKED)
         stores_done(READY)
         barrier()
         if READY:
-            announce(announced + last, it > 0)
+            mbarrier.arrive(written.index((it + 3) & 3), count=1, pred=it > 0)
         k_same, k_cross = warpgroup_mma_wait(2, [k_same, k_cross])
         A = gl.where(i > j, _select(k_same, k_cross, i, j, unshift) * beta_i[:, None], 0.0)
         tiles.index(0).store(A.to(gl.float16))
@@ -258,12 +222,12 @@ def _gram_warps(
         barrier()
         mbarrier.arrive(free, count=1)
         tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
-        leave_inverse(A, z, i, j, beta, k_squares, steep, tiles, 0, d_out, row, CHECKED, RAW)
-        last = c
+        leave_inverse(A, z, i, j, beta, k_squares, steep, tiles, zero, d_out, row, CHECKED, RAW)
     stores_done(READY)
     if READY:
+        mbarrier.wait(ready, count & 1)
         barrier()
-        announce(announced + last, count > 0)
+        mbarrier.arrive(written.index((count + 3) & 3), count=1, pred=count > 0)
 
 
 @gluon.jit(
@@ -281,20 +245,27 @@ def prepare(
     gate, in powers of two. shift: at least 16 * -bound, an integer; unshift = 2^-shift. PACKED: ``places`` has the
     chunks of all sequences, see ``packing.py``.
     """
-    inputs = gl.allocate_shared_memory(gl.bfloat16, [3 * STAGES, 64, WIDTH], TILE)
-    rows = gl.allocate_shared_memory(gl.bfloat16, [128, WIDTH], TILE)
+    inputs = gl.allocate_shared_memory(gl.bfloat16, [4, 64, WIDTH], TILE)
+    gates = gl.allocate_shared_memory(gl.bfloat16, [2, 64, WIDTH], TILE)
+    rows = gl.allocate_shared_memory(gl.bfloat16, [2, 64, WIDTH], TILE)
     columns = gl.allocate_shared_memory(gl.bfloat16, [2, 64, WIDTH], TILE)
     tiles = gl.allocate_shared_memory(gl.float16, [5, 64, 64], TILE)
     sums = gl.allocate_shared_memory(gl.float32, [8, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    # Of four tiles: the gram warps read them until they begin the next one, and the row warps are two ahead by then.
-    betas = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    biases, numbers, betas = header_buffers(WIDTH)
     norms = gl.allocate_shared_memory(gl.float32, [8, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # squared, if RAW
     CHECKED: gl.constexpr = RAW
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full_gates = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    inputs_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    written = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
+    for s in gl.static_range(2):
         mbarrier.init(full.index(s), count=1)
+        mbarrier.init(full_gates.index(s), count=2)
+        mbarrier.init(inputs_free.index(s), count=1)
+    for s in gl.static_range(4):
+        mbarrier.init(written.index(s), count=1)
     mbarrier.init(ready, count=1)
     mbarrier.init(free, count=1)
     fence_async_shared()
@@ -304,15 +275,20 @@ def prepare(
     gl.warp_specialize(
         [
             (_row_warps, (
-                d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay, announced,
-                T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, bound, shift, unshift,
-                inputs, rows, columns, betas, norms, sums, full, ready, free,
-                HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY, RAW,
+                buffer, decay, HV, first, places, begin, total, rounds, early, scale, eps, bound, shift, unshift,
+                inputs, gates, biases, numbers, rows, columns, norms, sums, full, full_gates, inputs_free, ready, free,
+                PACKED, RAW,
             )),
             (_gram_warps, (
-                d_out, announced, HV, first, places, begin, total, rounds, early, scale, unshift,
-                rows, columns, betas, norms, tiles, ready, free, PACKED, READY, RAW, CHECKED,
+                d_out, HV, first, places, begin, total, rounds, early, scale, unshift,
+                rows, columns, betas, norms, tiles, ready, free, written, PACKED, READY, RAW, CHECKED,
+            )),
+            (load_warp, (
+                d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places,
+                T, K, HV, GROUP, batch, first, begin, total, rounds, early,
+                inputs, gates, biases, numbers, betas, full, full_gates, inputs_free, inputs_free,
+                announced, written, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY, LOG2E,
             )),
         ],
-        [4], [GRAM_REGISTERS],
+        [4, 1], [GRAM_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip

@@ -54,7 +54,7 @@ from .common import (
     tile_count,
     tiles_of,
 )
-from .inverse import first_steep, leave_inverse
+from .inverse import first_steep, leave_inverse, unknown_zero
 
 GROUPS = gl.constexpr(3)
 
@@ -108,6 +108,7 @@ def _group(
     PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr,
 ):  # fmt: skip
     CHECKED: gl.constexpr = RAW
+    APART: gl.constexpr = HAS_BETA and not SIGMOID_BETA
     WIDTH: gl.constexpr = inputs.shape[2]
     SQUARES: gl.constexpr = squares_rows(WIDTH)
     k_tile = inputs.index(2 * WHICH)
@@ -155,6 +156,7 @@ def _group(
         )  # fmt: skip
         i = pinned(i0)[:, None]
         j = j0[None, :]
+        zero = unknown_zero(n, RAW)
         if RAW:
             q_norm = gl.full([64], 1.0, gl.float32, layout=DOWN) * scale
         else:
@@ -168,6 +170,8 @@ def _group(
             norms.store(k_square)
         else:
             k_norm = gl.rsqrt(k_square + eps)
+            if APART:  # never 0: the scan divides by the last one of a chunk
+                k_norm = gl.where(i0 < tokens_left, gl.maximum(k_norm, 2.0**-100), 1.0)
             norms.store(k_norm)
         qk = warpgroup_mma_wait(0, [qk])
         stores_done(READY)
@@ -202,11 +206,14 @@ def _group(
         gl.store(at, k_norm * up)
         gl.store(at + 64, q_norm * up)
         gl.store(at + 128, k_norm * exp2(whole - G_i))
-        gl.store(at + 192, gl.zeros([64], gl.float32, layout=DOWN) + exp2(whole))
+        if APART:
+            gl.store(at + 192, beta_i)
+        else:
+            gl.store(at + 192, gl.zeros([64], gl.float32, layout=DOWN) + exp2(whole))
         fence_async_shared()
         barrier()
         tma.async_copy_shared_to_global(d_out, [(c + 1) * SQUARES - 64, WIDTH - 64], qk_out)
-        leave_inverse(A, z, i, j, betas, norms, steep, tiles, 5 * WHICH, d_out, c * SQUARES, CHECKED, RAW)
+        leave_inverse(A, z, i, j, betas, norms, steep, tiles, 5 * WHICH + zero, d_out, c * SQUARES, CHECKED, RAW, APART)
         last = c
     stores_done(READY)
     if READY:

@@ -1,6 +1,6 @@
 """Gluon: what :mod:`.prepare` makes, for a gate per channel that nothing bounds (KDA, K <= 128).
 
-The rows left for the scan are the same, and so are the two roles of a block. Blocks of 16 tokens take the place of the
+The rows left for the scan are the same, and so are the roles of a block. Blocks of 16 tokens take the place of the
 halves, in two levels. A row's factor in the Gram matrices is 2^(D_i + SHIFT), ``D`` the sum of gates from the start of
 its block. A column of the same block has 2^(-D_j - SHIFT); there, and there only, a gate counts as at least -LEAST, so
 that 16 of them stay in range: what such a gate leaves of a term, 2^-14, is far below what bf16 keeps of the others. A
@@ -30,18 +30,11 @@ from .common import (
     QUARTER,
     SQUARE,
     TILE,
-    TILE4,
-    TOKENS,
     add,
-    announce,
     barrier,
     exp2,
-    fetch,
-    fetch_bias,
-    given_beta,
-    given_rate,
     keep_line,
-    locate,
+    kept_line,
     log2_gate,
     next_may_start,
     nth_tile,
@@ -57,34 +50,12 @@ from .common import (
     squares_rows,
     stores_done,
 )
-from .inverse import factors_of, leave_inverse, scaled_back
+from .inverse import factors_of, leave_inverse, scaled_back, unknown_zero
+from .prepare_load import LOAD_REGISTERS, header, header_buffers, load_warp
 
 LEAST = gl.constexpr(14.0)  # 16 of these and SHIFT leave factors between 2^-108 and 2^116: elements of q and k as
 SHIFT = gl.constexpr(116.0)  # small as 2^-10, times these, are normal numbers in bf16
 UNSHIFT = gl.constexpr(2.0**-116)
-
-
-@gluon.jit
-def _load_rows(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, full, stage, PACKED: gl.constexpr):
-    here = c < total
-    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, batch, first, places, PACKED)
-    WIDTH: gl.constexpr = inputs.shape[2]
-    bar = full.index(stage)
-    mbarrier.expect(bar, 2 * 64 * WIDTH * 2, pred=here)
-    k_to = inputs.index(2 * stage)._reinterpret(gl.bfloat16, [1, 64, 1, WIDTH], TILE4)
-    tma.async_copy_global_to_shared(d_k, [i_b, token, i_h // GROUP, 0], bar, k_to, pred=here)
-    q_to = inputs.index(2 * stage + 1)._reinterpret(gl.bfloat16, [1, 64, 1, WIDTH], TILE4)
-    tma.async_copy_global_to_shared(d_q, [i_b, token, i_h // GROUP, 0], bar, q_to, pred=here)
-
-
-@gluon.jit
-def _load_gates(c, total, T, HV, batch, first, places, d_g, gates, bar, PACKED: gl.constexpr):
-    here = c < total
-    i_b, token, _, i_h = locate(gl.minimum(c, total - 1), T, HV, batch, first, places, PACKED)
-    WIDTH: gl.constexpr = gates.shape[1]
-    mbarrier.expect(bar, 64 * WIDTH * (d_g.dtype.primitive_bitwidth // 8), pred=here)
-    to = gates._reinterpret(d_g.dtype, [1, 64, 1, WIDTH], d_g.layout)
-    tma.async_copy_global_to_shared(d_g, [i_b, token, i_h, 0], bar, to, pred=here)
 
 
 @gluon.jit
@@ -126,58 +97,50 @@ def _sums_around(sums, group, LINE: gl.constexpr):
 
 @gluon.jit
 def _row_warps(
-    d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
-    T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
-    inputs, gates, rows, columns, betas, norms, sums, full, full_gates, ready, free,
-    FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr, RAW: gl.constexpr, DELTA: gl.constexpr,
+    buffer, decay, HV, first, places, begin, total, rounds, early, scale, eps, gate_scale,
+    inputs, gates, biases, numbers, betas, rows, columns, norms, sums, full, full_gates, gates_free, ready, free,
+    FN: gl.constexpr, PACKED: gl.constexpr, RAW: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = inputs.shape[2]
+    GATES: gl.constexpr = gates.shape[0]
     ROWS: gl.constexpr = rows_layout(WIDTH)
     LINE: gl.constexpr = gl.SliceLayout(1, ROWS)
     group = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
     row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LINE))
-    place = gl.arange(0, 64, layout=TOKENS)
     to = (group.to(gl.int64) * 8 + row.to(gl.int64)) * WIDTH + column[None, None, :].to(gl.int64)
     block, step, total, count = own_tiles(total, HV, first, places, begin, rounds, early, PACKED)
-    c = nth_tile(0, begin, total, block, step, rounds, early)
-    _load_gates(c, total, T, HV, batch, first, places, d_g, gates, full_gates, PACKED)
-    _load_rows(c, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, full, 0, PACKED)
     for it in range(count):
-        then = nth_tile(it + 1, begin, total, block, step, rounds, early)
-        _, token, end, i_h, A, b = fetch(
-            c, T, HV, batch, first, places, A_log, beta, beta_sb, beta_st, beta_sh, place, HAS_A, HAS_BETA, PACKED
-        )  # fmt: skip
-        bias = fetch_bias(dt_bias, i_h, K, column, HAS_DT)
-        rate = given_rate(A, HAS_A)
-        betas.index(it & 3).store(given_beta(b, token + place, end, SIGMOID_BETA))
-        live = token + group * 8 + row < end
-        mbarrier.wait(full_gates, it & 1)
-        x = rows_of(gates) + bias.to(gl.float32)[None, None, :]
+        c = nth_tile(it, begin, total, block, step, rounds, early)
+        stage = it & 1
+        slot = it % GATES
+        mbarrier.wait(full_gates.index(slot), (it // GATES) & 1)
+        bias, rate, left = header(biases, numbers, stage, LINE)
+        live = group * 8 + row < left
+        x = rows_of(gates.index(slot)) + bias
         g = gl.where(live, log2_gate(x, rate, gate_scale, FN), 0.0)
         within = gl.associative_scan(g, 1, add)
         sums.index(0).store(gl.sum(g, 1))
         g = gl.maximum(g, -LEAST)
         D = gl.associative_scan(g, 1, add)
         sums.index(1).store(gl.sum(g, 1))
-        stage = it & 1
         k_tile = inputs.index(2 * stage)
         q_tile = inputs.index(2 * stage + 1)
         mbarrier.wait(full.index(stage), (it >> 1) & 1)
         k = rows_within(k_tile, live, PACKED)
         k_square = gl.sum(k * k, 2)
-        k_norm = row_factor(k_square, eps, RAW)[:, :, None]
         q = rows_within(q_tile, live, PACKED)
         q_square = gl.sum(q * q, 2)
-        q_norm = row_factor(q_square, eps, RAW)[:, :, None]
+        k_line = norms.index(2 * (it & 3))
+        q_line = norms.index(2 * (it & 3) + 1)
         if RAW:
-            keep_line(norms.index(2 * (it & 3)), k_square)
-            keep_line(norms.index(2 * (it & 3) + 1), q_square)
+            keep_line(k_line, k_square)
+            keep_line(q_line, q_square)
         else:
-            q_norm *= scale
+            k_norm = row_factor(k_square, eps, RAW)[:, :, None]
+            q_norm = row_factor(q_square, eps, RAW)[:, :, None] * scale
         barrier()
-        _load_gates(then, total, T, HV, batch, first, places, d_g, gates, full_gates, PACKED)
+        mbarrier.arrive(gates_free.index(slot), count=1)
         if DELTA:
             out = buffer + c.to(gl.int64) * ((192 + squares_rows(WIDTH)) * WIDTH)
             out_q = out + 64 * WIDTH
@@ -190,19 +153,21 @@ def _row_warps(
         gl.store(decay + c.to(gl.int64) * WIDTH + column[None, None, :], exp2(whole))
         up = exp2(D + (_sum_inside(sums.index(1), group, LINE) + SHIFT))
         # q and k are read again: registers hold neither of them beside the gates.
+        if RAW:
+            q_norm = row_factor(kept_line(q_line, ROWS), eps, RAW)
         q = rows_within(q_tile, live, PACKED) * q_norm
         mbarrier.wait(free, (it & 1) ^ 1)
-        # The tiles of the chunk before are free as well: q and k, and the columns that took their place.
-        _load_rows(then, total, T, HV, GROUP, batch, first, places, d_q, d_k, inputs, full, stage ^ 1, PACKED)
-        put(rows.slice(64 if DELTA else 0, 64, 0), q * up)
+        put(rows.index(1 if DELTA else 0), q * up)
         q *= exp2(within + (inside + before))
         if RAW:
             q *= over(q_norm) * scale
         gl.store(out_q + to, q.to(gl.bfloat16))
+        if RAW:
+            k_norm = row_factor(kept_line(k_line, ROWS), eps, RAW)
         k = rows_within(k_tile, live, PACKED) * k_norm
         put(columns.index(0), k * reciprocal(up))
         if DELTA:
-            put(rows.slice(0, 64, 0), k * up)
+            put(rows.index(0), k * up)
             k_gated = k * exp2(within + (inside + before))
             if RAW:
                 k_gated *= over(k_norm)
@@ -218,24 +183,22 @@ def _row_warps(
         k *= exp2(after)
         if RAW:
             k *= over(k_norm)
-        if not DELTA:  # what is written is beta v; betas [64] as they are laid out, 8 of each warp
-            given = betas.index(it & 3)._reinterpret(gl.float32, [8, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-            k *= given.load(gl.SliceLayout(2, ROWS))[:, :, None]
+        if not DELTA:  # what is written is beta v
+            k *= kept_line(betas.index(it & 3), ROWS)
         gl.store(out_end + to, k.to(gl.bfloat16))
-        c = then
-    # Once more, for the last tile: the gram warps announce it when all of it is in memory.
+    # Once more: the gram warps say of every tile when all of it is in memory, after the next one was ready.
     barrier()
     mbarrier.wait(free, (count & 1) ^ 1)
     mbarrier.arrive(ready, count=1)
 
 
 @gluon.jit
-def _gram(x, columns, far, farther):
+def _gram(x, columns, zero, far, farther):
     """x [64, WIDTH] times the columns of the same block and of the blocks at distance 1, 2 and 3."""
     same = gl.zeros([64, 64], gl.float32, layout=SQUARE)
-    same = warpgroup_mma(x, columns.index(0).permute((1, 0)), same, use_acc=False, is_async=True)
+    same = warpgroup_mma(x, columns.index(zero).permute((1, 0)), same, use_acc=False, is_async=True)
     one = gl.zeros([64, 64], gl.float32, layout=SQUARE)
-    one = warpgroup_mma(x, columns.index(1).permute((1, 0)), one, use_acc=False, is_async=True)
+    one = warpgroup_mma(x, columns.index(zero + 1).permute((1, 0)), one, use_acc=False, is_async=True)
     two = gl.zeros([64, 32], gl.float32, layout=HALF)
     two = warpgroup_mma(x, far.slice(0, 32, 0).permute((1, 0)), two, use_acc=False, is_async=True)
     three = gl.zeros([64, 16], gl.float32, layout=QUARTER)
@@ -261,41 +224,39 @@ def _select(same, one, two, three, i, j):
 
 @gluon.jit
 def _gram_warps(
-    d_out, announced, HV, first, places, begin, total, rounds, early, scale,
-    inputs, rows, columns, betas, norms, tiles, ready, free,
+    d_out, HV, first, places, begin, total, rounds, early, scale,
+    inputs, rows, columns, betas, norms, tiles, ready, free, inputs_free, written,
     PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr, CHECKED: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    WIDTH: gl.constexpr = rows.shape[1]
+    WIDTH: gl.constexpr = rows.shape[2]
     SQUARES: gl.constexpr = squares_rows(WIDTH)
     qk_out = tiles.index(4 if DELTA else 0)._reinterpret(gl.bfloat16, [64, 64], TILE)
     z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     i0 = gl.arange(0, 64, layout=gl.SliceLayout(1, SQUARE))
     j0 = gl.arange(0, 64, layout=gl.SliceLayout(0, SQUARE))
     block, step, total, count = own_tiles(total, HV, first, places, begin, rounds, early, PACKED)
-    last = begin
     for it in range(count):
         c = nth_tile(it, begin, total, block, step, rounds, early)
         row = c * (192 + SQUARES) + 192 if DELTA else c * (2 * WIDTH + 64) + 2 * WIDTH
         i = pinned(i0)[:, None]
         j = j0[None, :]
+        zero = unknown_zero(it, RAW)
         far = inputs.index(2 * (it & 1))
         farther = inputs.index(2 * (it & 1) + 1)
         mbarrier.wait(ready, it & 1)
-        # Of the tile before, the row warps had stored their part too: announcing it costs them registers.
         stores_done(READY)
         barrier()
         if READY:
-            announce(announced + last, it > 0, 2)
+            mbarrier.arrive(written.index((it + 3) & 3), count=1, pred=it > 0)
         if DELTA:
-            same, one, two, three = _gram(rows.slice(0, 64, 0), columns, far, farther)
+            same, one, two, three = _gram(rows.index(zero), columns, zero, far, farther)
         beta, k_squares, q_squares = betas.index(it & 3), norms.index(2 * (it & 3)), norms.index(2 * (it & 3) + 1)
         beta_i, steep = factors_of(beta, k_squares, RAW, CHECKED)
         if DELTA:
             same, one, two, three = warpgroup_mma_wait(0, [same, one, two, three])
             A = gl.where(i > j, _select(same, one, two, three, i, j) * beta_i[:, None], 0.0)
-        same, one, two, three = _gram(rows.slice(64 if DELTA else 0, 64, 0), columns, far, farther)
-        if DELTA:
             tiles.index(0).store(A.to(gl.float16))
+        same, one, two, three = _gram(rows.index(zero + (1 if DELTA else 0)), columns, zero, far, farther)
         same, one, two, three = warpgroup_mma_wait(0, [same, one, two, three])
         qk = scaled_back(_select(same, one, two, three, i, j), k_squares, q_squares, scale, RAW)
         if not DELTA:
@@ -304,17 +265,17 @@ def _gram_warps(
         fence_async_shared()
         barrier()
         mbarrier.arrive(free, count=1)
+        mbarrier.arrive(inputs_free.index(it & 1), count=1)
         if DELTA:
             tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
-            leave_inverse(A, z, i, j, beta, k_squares, steep, tiles, 0, d_out, row, CHECKED, RAW)
+            leave_inverse(A, z, i, j, beta, k_squares, steep, tiles, zero, d_out, row, CHECKED, RAW)
         else:
             tma.async_copy_shared_to_global(d_out, [row, 0], qk_out)
-        last = c
     stores_done(READY)
     if READY:
         mbarrier.wait(ready, count & 1)
         barrier()
-        announce(announced + last, count > 0, 2)
+        mbarrier.arrive(written.index((count + 3) & 3), count=1, pred=count > 0)
 
 
 @gluon.jit(
@@ -334,23 +295,30 @@ def prepare_unbounded(
     """
     CHECKED: gl.constexpr = DELTA and RAW
     inputs = gl.allocate_shared_memory(gl.bfloat16, [4, 64, WIDTH], TILE)
-    gates = gl.allocate_shared_memory(
-        d_g.dtype, [64, WIDTH], gl.NVMMASharedLayout(128, d_g.dtype.primitive_bitwidth, 2)
-    )  # fmt: skip
-    rows = gl.allocate_shared_memory(gl.bfloat16, [128 if DELTA else 64, WIDTH], TILE)
+    BITS: gl.constexpr = d_g.dtype.primitive_bitwidth
+    GATES: gl.constexpr = 32 // BITS  # tiles of them that there is room for
+    gates = gl.allocate_shared_memory(d_g.dtype, [GATES, 64, WIDTH], gl.NVMMASharedLayout(128, BITS, 2))
+    rows = gl.allocate_shared_memory(gl.bfloat16, [2 if DELTA else 1, 64, WIDTH], TILE)
     columns = gl.allocate_shared_memory(gl.bfloat16, [2, 64, WIDTH], TILE)
     tiles = gl.allocate_shared_memory(gl.float16, [5 if DELTA else 1, 64, 64], TILE)
     sums = gl.allocate_shared_memory(gl.float32, [2, 8, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    # Of four tiles: the gram warps read them until they begin the next one, and the row warps are two ahead by then.
-    betas = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    biases, numbers, betas = header_buffers(WIDTH)
     norms = gl.allocate_shared_memory(gl.float32, [8, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # squared, if RAW
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full_gates = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full_gates = gl.allocate_shared_memory(gl.int64, [GATES, 1], mbarrier.MBarrierLayout())
+    gates_free = gl.allocate_shared_memory(gl.int64, [GATES, 1], mbarrier.MBarrierLayout())
+    inputs_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    written = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for s in gl.static_range(2):
         mbarrier.init(full.index(s), count=1)
-    mbarrier.init(full_gates, count=1)
+        mbarrier.init(inputs_free.index(s), count=1)
+    for s in gl.static_range(4):
+        mbarrier.init(written.index(s), count=1)
+    for s in gl.static_range(GATES):
+        mbarrier.init(full_gates.index(s), count=2)
+        mbarrier.init(gates_free.index(s), count=1)
     mbarrier.init(ready, count=1)
     mbarrier.init(free, count=1)
     fence_async_shared()
@@ -360,15 +328,21 @@ def prepare_unbounded(
     gl.warp_specialize(
         [
             (_row_warps, (
-                d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places, buffer, decay,
-                T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
-                inputs, gates, rows, columns, betas, norms, sums, full, full_gates, ready, free,
-                FN, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, RAW, DELTA,
+                buffer, decay, HV, first, places, begin, total, rounds, early, scale, eps, gate_scale,
+                inputs, gates, biases, numbers, betas, rows, columns, norms, sums, full, full_gates, gates_free, ready,
+                free, FN, PACKED, RAW, DELTA,
             )),
             (_gram_warps, (
-                d_out, announced, HV, first, places, begin, total, rounds, early, scale,
-                inputs, rows, columns, betas, norms, tiles, ready, free, PACKED, READY, RAW, CHECKED, DELTA,
+                d_out, HV, first, places, begin, total, rounds, early, scale,
+                inputs, rows, columns, betas, norms, tiles, ready, free, inputs_free, written,
+                PACKED, READY, RAW, CHECKED, DELTA,
+            )),
+            (load_warp, (
+                d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places,
+                T, K, HV, GROUP, batch, first, begin, total, rounds, early,
+                inputs, gates, biases, numbers, betas, full, full_gates, inputs_free, gates_free,
+                announced, written, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY, 0,
             )),
         ],
-        [4], [GRAM_REGISTERS],
+        [4, 1], [GRAM_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip

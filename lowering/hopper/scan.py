@@ -12,6 +12,10 @@ Where a gate is one number a token (SCALAR), :mod:`.prepare_scalar` leaves M, A_
     R      = V - f_k (K S)                 V_new = M R
     O      = f_q (Q S) + A_qk V_new        S     = decay S + K^T (f_left V_new)
 
+APART, beta is what the call gives, not its sigmoid, and may be large: it multiplies R, not M's columns, whose rounding
+was most of the state's error. M's diagonal is then exactly one. The fourth column is beta, and decay the quotient of
+f_k and f_left of the last token.
+
 All five products have S^T, R^T or V_new^T as the operand in registers: what one leaves in an accumulator is already in
 place as the next one's operand. One warp loads STAGES chunks ahead; o leaves through shared memory, a chunk late, and
 beside the products that nothing can be done without.
@@ -89,7 +93,7 @@ def _load_warp(
         stage = n % STAGES
         c = tile + n * step
         if READY:
-            known = await_known(announced + tile, n, known, count, step, 1 if SCALAR else 2)
+            known = await_known(announced + tile, n, known, count, step)
         mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
         bar = full.index(stage)
         mbarrier.expect(bar, (LOADED * 64 * WIDTH + 64 * BV) * 2 + FACTORS * 4)
@@ -114,9 +118,9 @@ def _load_warp(
 
 
 @gluon.jit
-def await_known(flags, n, known, count, step, WRITERS: gl.constexpr):
+def await_known(flags, n, known, count, step):
     if n >= known:
-        known = await_tiles(flags, n, count, step, WRITERS)
+        known = await_tiles(flags, n, count, step)
     return known
 
 
@@ -181,7 +185,7 @@ def _state_warps(
     K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
     parts, values, lines, out, full, empty,
     BV: gl.constexpr, STAGES: gl.constexpr, SCALAR: gl.constexpr, READY: gl.constexpr, HAS_INITIAL: gl.constexpr,
-    OUTPUT: gl.constexpr, PACKED: gl.constexpr,
+    OUTPUT: gl.constexpr, PACKED: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = BV // 16
     WIDTH: gl.constexpr = parts.shape[2]
@@ -229,6 +233,10 @@ def _state_warps(
             out.permute((1, 0)).store(o16)
         if SCALAR:
             k_factor = line.slice(0, 64).load(PLACES)[None, :]
+            if APART:
+                beta = line.slice(3 * 64, 64).load(PLACES)[None, :]
+                k_factor = k_factor * beta
+                v = v * beta
             left_factor = line.slice(2 * 64, 64).load(PLACES)[None, :]
         else:
             k_factor = 1.0
@@ -239,7 +247,10 @@ def _state_warps(
             R = gl.where(places < left, R, 0.0)
         R = gl.convert_layout(R.to(gl.bfloat16), LEFT_TOKENS)
         V_new = warpgroup_mma(R, M.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if SCALAR:
+        if APART:  # nothing decays after the last token: its factors differ by the decay of the chunk
+            f_last, left_last = line.slice(63, 1), line.slice(3 * 64 - 1, 1)
+            down = (f_last.load(gl.SliceLayout(0, KEYS)) / left_last.load(gl.SliceLayout(0, KEYS)))[None, :]
+        elif SCALAR:
             down = line.slice(3 * 64, 1).load(gl.SliceLayout(0, KEYS))[None, :]
         else:
             down = line.load(gl.SliceLayout(0, KEYS))[None, :]
@@ -288,7 +299,7 @@ def scan(
     d_buffer, d_v, d_q, d_k, d_factors, announced, d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss,
     f_sl, f_sk, f_rows, f_columns, cu_seqlens, chunk_offsets, T, K, V, VP, HV, GROUP, first, chunks, length,
     BV: gl.constexpr, STAGES: gl.constexpr, SCALAR: gl.constexpr, READY: gl.constexpr, HAS_INITIAL: gl.constexpr,
-    OUTPUT: gl.constexpr, PACKED: gl.constexpr, WIDTH: gl.constexpr,
+    OUTPUT: gl.constexpr, PACKED: gl.constexpr, APART: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Chunks ``first .. first + chunks`` in segments of ``length``; grid (blocks of V, sequences * HV, segments).
 
@@ -300,7 +311,7 @@ def scan(
     OUTPUT: the last segment leaves the state. Without, the first VP columns of ``final`` are the segments' B, the
     others A, rounded to tf32, of ``S -> A S + B``; of the first segment they are the state after it, its A is not made.
     PACKED: chunk_offsets ``[N + 1]`` says where the chunks of each sequence begin among all; one segment. READY:
-    ``announced`` counts the parts of every tile in memory, and the kernel before this one may still be at work.
+    ``announced`` says of every tile that it is in memory, and the kernel before this one may still be at work.
     """
     i_v = gl.program_id(0)
     segment = gl.program_id(2)
@@ -332,7 +343,7 @@ def scan(
             (_state_warps, (
                 d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
                 K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
-                parts, values, lines, out, full, empty, BV, STAGES, SCALAR, READY, HAS_INITIAL, OUTPUT, PACKED,
+                parts, values, lines, out, full, empty, BV, STAGES, SCALAR, READY, HAS_INITIAL, OUTPUT, PACKED, APART,
             )),
             (_load_warp, (
                 d_buffer, d_v, d_q, d_k, d_factors, announced, i_b, i_h, i_v, step, GROUP, tile, token, count,

@@ -60,10 +60,15 @@ def compile_prepare_unbounded(
 
 
 def compile_prepare_scalar(
-    packed: bool = False, ready: bool = False, width: int = 128, raw: bool = False, gate_fn: str = "softplus"
+    packed: bool = False,
+    ready: bool = False,
+    width: int = 128,
+    raw: bool = False,
+    gate_fn: str = "softplus",
+    apart: bool = False,
 ) -> Any:
     signature = {"g": "*bf16", "gate_scale": "fp32"}
-    constants = {"PACKED": packed, "FN": gate_fn, "READY": ready, "WIDTH": width, "RAW": raw}
+    constants = {"PACKED": packed, "FN": gate_fn, "READY": ready, "WIDTH": width, "RAW": raw, "SIGMOID_BETA": not apart}
     return _compile_prepare(prepare_scalar.prepare_scalar, signature, constants, 4)
 
 
@@ -74,6 +79,7 @@ def compile_scan(
     scalar: bool = False,
     ready: bool = False,
     width: int = 128,
+    apart: bool = False,
 ) -> Any:
     tile, rows = _descriptor(1, 64, 1, columns), _descriptor(1, 64, 1, width)
     signature = dict.fromkeys(scan.scan.arg_names, "i32") | {"d_q": rows, "d_k": rows, "d_v": tile, "d_o": tile}
@@ -81,7 +87,7 @@ def compile_scan(
     signature |= {"o_rows": "*bf16", "initial": "*fp32", "final": "*fp32", "cu_seqlens": "*i64"}
     plan = Schedule(8, 8, columns, 1, columns, 1, 1, width)
     constants = {"BV": columns, "STAGES": plan.stages, "HAS_INITIAL": True, "OUTPUT": output}
-    constants |= {"SCALAR": scalar, "READY": ready, "PACKED": packed, "WIDTH": width}
+    constants |= {"SCALAR": scalar, "READY": ready, "PACKED": packed, "WIDTH": width, "APART": apart}
     return _compile(scan.scan, signature | {"chunk_offsets": "*i32"}, constants, columns // 16)
 
 

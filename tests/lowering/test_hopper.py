@@ -319,7 +319,10 @@ def test_compiles_for_hopper(kernel: str, packed: bool) -> None:
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("kernel", ["bounded", "unbounded", "token", "scan64", "scan128", "ends", "token_scan64"])
+@pytest.mark.parametrize(
+    "kernel",
+    ["bounded", "unbounded", "token", "token_apart", "scan64", "scan128", "ends", "token_scan64", "token_scan64_apart"],
+)
 def test_narrow_heads_compile_for_hopper(kernel: str) -> None:
     from tests.lowering import hopper_offline as offline
 
@@ -331,6 +334,8 @@ def test_narrow_heads_compile_for_hopper(kernel: str) -> None:
         "scan128": lambda: offline.compile_scan(128, packed=True, width=64),
         "ends": lambda: offline.compile_scan(64, output=False, width=64),
         "token_scan64": lambda: offline.compile_scan(64, packed=True, scalar=True, width=64),
+        "token_apart": lambda: offline.compile_prepare_scalar(ready=True, width=64, apart=True),
+        "token_scan64_apart": lambda: offline.compile_scan(64, scalar=True, width=64, apart=True),
     }
     _fits(kernels[kernel]())
 
