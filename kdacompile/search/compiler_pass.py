@@ -154,6 +154,8 @@ class Search:
         self.has_recurrence = prospects.recurrence or prospects.ops
         self.has_attention = prospects.attention and not trial  # a function that may become one op is a recurrence
         self.prospects = prospects
+        self.copied = False
+        """Whether an operand of an op was copied."""
         self.applied: list[edit.Rule] = []
         """Canonical rules that the functional graph has seen."""
         self.seconds: dict[str, float] = {}
@@ -180,6 +182,8 @@ class Search:
                 self.reject(reason, first_own_line(self.graph), "transform")
             return
         trace.stage("dynamo", self.graph)
+        if self.prospects.ops and not self.context.trial:
+            self.keep_operands()
         try:
             with deadline.within(self.context.settings.deadline):
                 self.search_all()
@@ -210,10 +214,25 @@ class Search:
         if again:
             self.search_canonical_forms()
 
+    def keep_operands(self) -> None:
+        """Copies of what ops that are there already read and the graph overwrites later: with gradients their backward
+        reads it again, where the code that they replaced need not (it keeps a gate's exponential).
+        """
+        functional = self.context.functional()
+        for op in functional.ops:
+            later = {write.storage for write in functional.mutations if write.position > op.position}
+            for node in op.node.all_input_nodes if op.grad and op.name in compat.OWN_OPS else ():
+                if functional.storages.get(node) in later:
+                    with self.graph.inserting_before(op.node):
+                        copy = self.graph.call_function(torch.clone, (node,))
+                    compat.propagate_fake(copy, op.node)
+                    op.node.replace_input_with(node, copy)
+                    self.copied, self.context.known = True, None
+
     @property
     def found(self) -> bool:
         """True if the graph was rewritten."""
-        return bool(self.recurrence.matches or self.attention.matches or self.calls.matches)
+        return bool(self.copied or self.recurrence.matches or self.attention.matches or self.calls.matches)
 
     @property
     def wanting(self) -> bool:
