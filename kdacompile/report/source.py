@@ -26,6 +26,9 @@ NOTATION = frozenset({"einops", "opt_einsum"})
 
 _LOCAL = re.compile(r"^[LG]\['(\w+)'\]")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]")
+_VIEWS = frozenset(
+    "expand unflatten view reshape flatten unsqueeze squeeze permute transpose contiguous to float".split()
+)
 _ASSIGNED = re.compile(r"\s*([A-Za-z_]\w*)\s*=[^=]")
 
 
@@ -46,17 +49,30 @@ def kind_of(value: Any) -> str:
 
 
 def name_of(node: fx.Node) -> str:
-    """What the model calls a tensor: ``q``, ``self.layer.weight``, the variable on its line; else the node's name."""
+    """What the model calls a tensor, or what it is a view of: ``q``, ``self.layer.weight``, the variable on its line.
+    Else the node's name.
+    """
+    base, name = node, _own_name(node)
+    while name is None and _target_of(base) in _VIEWS and base.all_input_nodes:
+        base = base.all_input_nodes[0]
+        name = _own_name(base)
+    return name or node.name
+
+
+def _own_name(node: fx.Node) -> str | None:
     source = compat.source_name(node)
     if source:
         return _MEMBER.sub(r".\1", _LOCAL.sub(r"\1", source))
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     line = _last_frame(node)
-    if node.name.rstrip("0123456789").rstrip("_") != target or not line:
-        return node.name  # Dynamo knows the variable, or nobody does
-    assigned = _ASSIGNED.match(linecache.getline(*line))
+    if node.name.rstrip("0123456789").rstrip("_") != _target_of(node):
+        return node.name  # Dynamo knows the variable
+    assigned = _ASSIGNED.match(linecache.getline(*line)) if line else None
     last = all(_last_frame(user) != line for user in node.users)
-    return assigned.group(1) if assigned and last else node.name
+    return assigned.group(1) if assigned and last else None
+
+
+def _target_of(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def _last_frame(node: fx.Node) -> tuple[str, int] | None:

@@ -5,11 +5,14 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import fx
 
 from kdacompile.errors import ReportFormatError, StrictError
 from kdacompile.report.collect import collecting, emit
 from kdacompile.report.findings import GraphReport, Rejection
 from kdacompile.report.report import Report, enforce
+from kdacompile.report.source import name_of
 from kdacompile.settings import parse
 from tests.house.samples import MATCH, NEAR_MISS, sample_report
 
@@ -136,3 +139,13 @@ def test_enforce_raises_with_the_reasons() -> None:
         enforce(graph, parse(None, {"kda.strict": True}))
     with pytest.raises(StrictError, match="nothing matched in a graph of 5 nodes"):
         enforce(GraphReport(nodes=5), parse(None, {"kda.strict": True}))
+
+
+def test_a_view_goes_by_the_name_of_what_it_is_a_view_of() -> None:
+    graph = fx.Graph()
+    gate = graph.call_function(torch.exp, (graph.placeholder("x"),))
+    gate.name = "forget_gate"
+    view = graph.call_method("expand", (graph.call_method("unflatten", (gate, -1, (2, -1))), 2))
+    assert name_of(view) == "forget_gate"
+    summed = graph.call_method("sum", (view,))
+    assert name_of(summed) == "sum_1" and name_of(graph.call_method("view", (summed, -1))) == "view"
