@@ -115,7 +115,7 @@ OTHERS: dict[str, Program] = {
 
 @pytest.mark.parametrize("name", [*LEFT, *OTHERS])
 def test_strangers(name: str) -> None:
-    program, given = {**LEFT, **OTHERS}[name], tuple(tokens(7, H=1).values())
+    program, given = {**LEFT, **OTHERS}[name], tuple(tokens(4, H=1).values())
     torch._dynamo.reset()
     run = torch.compile(program, backend="kda", options={"kda.inner": "aot_eager"})
     with collecting() as report:
