@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from torch import fx
@@ -37,6 +36,9 @@ MAX_CANDIDATES = 24
 
 MAX_WITHOUT = 4
 """Candidates of a region that are checked as if nothing outside read their values, to tell why it was left alone."""
+
+FEW = 20
+"""Operators of a region up to which a reason is worth such checks."""
 
 NEAR = 64
 """Operators above a mask among which the one that chooses tokens is looked for."""
@@ -207,8 +209,10 @@ class Matching(Generic[R, B]):
 
     def only_obstacle(self, obstacles: list[Obstacle]) -> Rejection | None:
         """The first obstacle, of a few, without which there would be a candidate that holds."""
-        without = ((obstacle, obstacle.candidate) for obstacle in obstacles if obstacle.candidate is not None)
-        for obstacle, candidate in islice(without, MAX_WITHOUT):
+        without = [(obstacle, obstacle.candidate) for obstacle in obstacles if obstacle.candidate is not None]
+        if any(len(candidate.ops) > FEW for _, candidate in without):
+            return None
+        for obstacle, candidate in without[:MAX_WITHOUT]:
             binding = self.judge(candidate).binding
             if binding is not None:
                 return self.rejection(obstacle, binding.name)
