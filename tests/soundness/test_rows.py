@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kdacompile.patterns.recurrence import proof
+from kdacompile.patterns.recurrence import first_tokens
 from kdacompile.patterns.recurrence.spec import RECURRENCE
 from tests.soundness.programs import matched, refused, tokens
 
@@ -69,7 +69,7 @@ MORE: dict[str, Callable[..., Tensor]] = {
 @pytest.fixture
 def cut_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a region is too large to be run with all its rows and heads."""
-    monkeypatch.setattr(proof, "AFFORDABLE", 0)
+    monkeypatch.setattr(first_tokens, "AFFORDABLE", 0)
     monkeypatch.setattr(RECURRENCE.verdicts, "known", {})
 
 
