@@ -47,7 +47,8 @@ def one_line(figures: Figures) -> str:
 def _verdict(case: Case, by_contender: Mapping[str, Figures]) -> str:
     found = ratios(by_contender)
     if not found:
-        return f"  {case.name}: cannot be compared, a contender failed"
+        asked = "a contender failed" if "inductor" in by_contender else "Inductor is not asked at this length"
+        return f"  {case.name}: cannot be compared, {asked}"
     parts: list[str] = []
     for name, ratio in found.items():
         goal: float | None = getattr(case.goal, name)
