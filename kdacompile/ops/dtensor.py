@@ -125,9 +125,8 @@ class _Sharded:
         where only the shards' sizes have changed from call to call.
         """
         layout, (shape, _) = dimensions(self.signature.result_layouts[place]), self.call.results[place]
-        if (
-            TOKENS in self.cut
-        ):  # their number is an option of the op: one that is known must be no symbol to AOTAutograd
+        if TOKENS in self.cut:
+            # Their number is an option of the op: one that is known must be no symbol to AOTAutograd.
             shape = [int(n) if self.axes.get(name) == TOKENS else n for n, name in zip(shape, layout, strict=True)]
         placements = [self._placement(cut, [self.axes.get(name) for name in layout]) for cut in self.cut]
         order = self.options.get("o_layout", O_DIMENSIONS) if place == 0 else ""
