@@ -81,6 +81,12 @@ def test_the_page_of_charts_is_what_the_figures_make() -> None:
             ElementTree.parse(ROOT / "docs" / "charts" / f"{path.stem}-{theme}.svg")
 
 
+def test_recorded_figures_name_no_file_of_a_machine() -> None:
+    """What matched and failed, with its paths, is left out by `python -m kdacompile.bench.charts FILE --merge FILE`."""
+    for path in (ROOT / "docs" / "results").rglob("*.json"):
+        assert not re.findall(r"(?<![\w.])/(?:[\w.-]+/)+[\w.-]*", path.read_text()), path.name
+
+
 def test_figures_of_the_gpu_are_those_of_its_page() -> None:
     cases = charts.load(ROOT / "docs" / "results" / "h200-kda.json")["cases"]
     table = (ROOT / "docs" / "cuda.md").read_text()
