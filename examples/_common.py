@@ -101,9 +101,13 @@ def print_matches(report: Report) -> None:
 
 
 def print_table(results: Sequence[Result]) -> None:
-    """Time the contenders in turn; print medians, quartiles, and how much faster kda is, or that nobody can tell."""
+    """Time the contenders in turn; print medians, quartiles, and how much faster kda is, or that nobody can tell.
+
+    What is timed has been compiled: a call that would compile again, as in another grad mode, is an error.
+    """
     say(f"running {', '.join(result.name for result in results)} in turn ...")
-    runs = measure.timings({result.name: result.call for result in results})
+    with torch.compiler.set_stance("fail_on_recompile"):
+        runs = measure.timings({result.name: result.call for result in results})
     print(f"\n{'':<10}{'first call':>12}{'error':>12}   run")
     for result in results:
         error = "" if result.error is None else f"{result.error:.1e}"

@@ -96,13 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.quick:
             common.say("Inductor alone: left out by --quick")
         else:
-            torch.compiler.reset()
             alone = torch.compile(layer, backend="inductor")
             common.say("Inductor alone compiles the unrolled chunks")
             results.append(common.contend("inductor", lambda: alone(x), args.device, expected)[1])
 
-    common.print_matches(report)
-    common.print_table(results)
+        common.print_matches(report)
+        common.print_table(results)
     problems: list[str] = []
     if [match.pattern for match in report.matches] != ["kda"]:
         problems.append("the recurrence was not recognised as KDA")

@@ -85,7 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.quick:
         common.say("Inductor alone: left out by --quick")
     else:
-        torch.compiler.reset()
         twin = copy.deepcopy(model)
         alone = torch.compile(twin, backend="inductor")
         common.say("Inductor alone compiles the unrolled loop, forward and backward")
