@@ -27,7 +27,8 @@ from kdacompile.compat import dynamo, sizes
 from kdacompile.containment import contain
 from kdacompile.errors import KdaError
 from kdacompile.report import refusals
-from kdacompile.report.collect import postpone
+from kdacompile.report.collect import lifting, postpone
+from kdacompile.report.source import LIFT
 from kdacompile.settings import Settings, parse
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def _attempt(fn: Any, site: dynamo.CallSite, find: Find) -> Replacement | None:
     try:
         if site.under_transform():
             raise Unliftable("it is called under autocast or a transform of torch.func")
-        with compat.no_saved_tensors_hooks():
+        with compat.no_saved_tensors_hooks(), lifting():
             found = find(fn, site, settings, tensors)
     except Unliftable as error:
         log.info("not lifted: %s: %s", library.name_of(fn), error.reason)
@@ -132,7 +133,7 @@ def _attempt(fn: Any, site: dynamo.CallSite, find: Find) -> Replacement | None:
 def _plausible(code: types.CodeType) -> bool:
     """A function of several arguments with a loop of its own: without one, capture does not grow with the length."""
     several = code.co_argcount + code.co_kwonlyargcount >= 3 or bool(code.co_flags & inspect.CO_VARARGS)
-    return several and not code.co_filename.startswith("<kdacompile lift") and has_loop(code)
+    return several and not code.co_filename.startswith(LIFT) and has_loop(code)
 
 
 def _settings(site: dynamo.CallSite) -> Settings | None:

@@ -37,10 +37,9 @@ from kdacompile.capture.store import Verdict
 from kdacompile.patterns.engine import deadline
 from kdacompile.report.findings import Match
 from kdacompile.report.report import match_from_dict
+from kdacompile.report.source import LIFT
 from kdacompile.settings import Settings
 from kdacompile.store.disk import source_fingerprint
-
-_FILENAME = "<kdacompile lift {key}>"
 
 MANY_TURNS = 8
 """Turns of a loop up to which a function that nobody has proven yet is rather captured as it is."""
@@ -155,7 +154,7 @@ def source_of(fn: types.FunctionType) -> str:
 
 def load(key: str, verdict: Verdict) -> Lifted:
     """Compile a verdict's text; errors and profiles show it under a name of its own."""
-    filename = _FILENAME.format(key=key)
+    filename = f"{LIFT} {key}>"
     scope = dict(vars(namespace))
     exec(compile(verdict.text, filename, "exec"), scope)
     linecache.cache[filename] = (len(verdict.text), None, verdict.text.splitlines(keepends=True), filename)

@@ -13,9 +13,9 @@ from kdacompile import compat
 from kdacompile.capture import hook
 from kdacompile.ops.signature import LINEAR_ATTENTION
 from kdacompile.report.findings import Match
-from kdacompile.report.source import kind_of, name_of
+from kdacompile.report.source import LIFT, kind_of, name_of
 
-_FROM = re.compile(r"<kdacompile lift (\w+)>")
+_FROM = re.compile(rf"{LIFT} (\w+)>")
 
 
 def lifted(graph: fx.Graph) -> Iterator[Match]:

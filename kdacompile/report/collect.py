@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from threading import local
 
 from kdacompile import compat
@@ -33,6 +35,8 @@ class _Postponed(local):
     """Of one thread, as compilations are."""
 
     rejections: tuple[Rejection, ...] = ()
+    seconds: float = 0.0
+    """What capture spent on functions that may become an op."""
 
 
 _postponed = _Postponed()
@@ -45,10 +49,22 @@ def postpone(reason: str, source: str = "unknown") -> None:
         _postponed.rejections = (*_postponed.rejections, rejection)
 
 
-def postponed() -> tuple[Rejection, ...]:
-    """What was postponed, once."""
-    told, _postponed.rejections = _postponed.rejections, ()
-    return told
+@contextmanager
+def lifting() -> Generator[None, None, None]:
+    """Count the time of this block in the thread's next report."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        _postponed.seconds += time.perf_counter() - start
+
+
+def with_postponed(report: GraphReport) -> GraphReport:
+    """The report with what was postponed, once."""
+    told, spent = _postponed.rejections, _postponed.seconds
+    _postponed.rejections, _postponed.seconds = (), 0.0
+    seconds = {"lift": spent, **report.seconds} if spent else report.seconds
+    return replace(report, rejections=(*told, *report.rejections), seconds=seconds)
 
 
 def emit(graph: GraphReport) -> None:

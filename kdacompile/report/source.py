@@ -24,6 +24,9 @@ from kdacompile.patterns.engine.placement import Placement
 NOTATION = frozenset({"einops", "opt_einsum"})
 """Libraries of notation: the line that is told is their caller's."""
 
+LIFT = "<kdacompile lift"
+"""How the file name begins under which the code runs that stands for a function of the user's."""
+
 _LOCAL = re.compile(r"^[LG]\['(\w+)'\]")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]")
 _VIEWS = frozenset(
@@ -64,6 +67,8 @@ def _own_name(node: fx.Node) -> str | None:
     if source:
         return _MEMBER.sub(r".\1", _LOCAL.sub(r"\1", source))
     line = _last_frame(node)
+    if line is not None and line[0].startswith(LIFT):
+        return None  # its variables are nobody's
     if node.name.rstrip("0123456789").rstrip("_") != _target_of(node):
         return node.name  # Dynamo knows the variable
     assigned = _ASSIGNED.match(linecache.getline(*line)) if line else None

@@ -25,7 +25,7 @@ from kdacompile.patterns.engine.match import Code
 from kdacompile.patterns.mla.spec import LATENT_ATTENTION
 from kdacompile.patterns.recurrence.spec import CALLS, RECURRENCE
 from kdacompile.report import trace
-from kdacompile.report.collect import emit, postponed
+from kdacompile.report.collect import emit, with_postponed
 from kdacompile.report.findings import GraphReport, Match, Rejection, internal
 from kdacompile.report.report import enforce
 from kdacompile.report.source import first_own_line, source_of
@@ -115,7 +115,7 @@ def run(
         return contain("completing a report", lambda: with_lifted(report, gm.graph), lambda _: report)
 
     report = contain("rewriting a graph", attempt, instead, strict=settings.strict)
-    report = replace(report, rejections=(*postponed(), *report.rejections))
+    report = with_postponed(report)
     if settings.context_parallel is not None:
         from kdacompile.distributed.graphs import spread  # torch.distributed is slow to import
 

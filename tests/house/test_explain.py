@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import kdacompile
+from examples import quickstart
 from kdacompile.errors import UnknownOptionError
 from kdacompile.report.findings import GraphReport
 from tests.house.samples import MATCH, emitting_backend
@@ -123,3 +124,13 @@ def test_tensors_have_the_names_that_the_model_has() -> None:
     q, k, v, g = torch.randn(4, 1, 6, 2, 4)
     (match,) = kdacompile.explain(Gated())(q, k, v=v, g=g).matches
     assert [match.roles[role].split()[0] for role in "qkvg"] == ["q", "k", "v", "g"]
+
+
+def test_a_lifted_function_keeps_its_names_and_tells_its_time() -> None:
+    report = kdacompile.explain(quickstart.gated_delta_rule)(*quickstart.inputs(16))
+    (match,) = report.matches
+    assert match.lifted and [text.split()[0] for text in match.roles.values()] == ["q", "k", "v", "g", "beta"]
+    assert report.seconds["lift"] > 0
+    with kdacompile.collecting() as later:
+        torch.compile(torch.sin, backend="kda", options={"kda.inner": "eager"})(torch.ones(3))
+    assert "lift" not in later.seconds
