@@ -91,8 +91,13 @@ def _of_a_rank(made: Callable[..., Plan], pattern: str, ranks: int, order: str, 
     from kdacompile.distributed.fragments import Fragments
 
     row = next((row for row in FAMILY if row.name == pattern), None)
-    if row is None or ranks < 1:
-        raise lowering.ArgumentError(f"{ranks} ranks for {pattern}: tokens of linear attention's chunks are cut")
+    if ranks < 1:
+        raise lowering.ArgumentError(f"ranks={ranks}: at least one")
+    if row is None:
+        raise lowering.ArgumentError(
+            f"ranks={ranks} for {pattern}: only linear attention over a sequence divides its tokens among ranks; "
+            "others divide heads or batch, and a rank's plan is that of its sizes"
+        )
     per_rank, sizes = Fragments(order, ranks).per_rank, {**DEFAULTS, **shape}
     tokens = -(-sizes["T"] // (ranks * per_rank)) * per_rank
     alone = made(**{**shape, "T": tokens})
