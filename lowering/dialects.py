@@ -13,16 +13,6 @@ from dataclasses import dataclass
 from .errors import TileProgramError
 from .ir import Op, OpKind
 
-IN_PLACE = {
-    OpKind.ADD: "add_",
-    OpKind.SUB: "sub_",
-    OpKind.MUL: "mul_",
-    OpKind.EXP: "exp_",
-    OpKind.LOG: "log_",
-    OpKind.NEG: "neg_",
-}
-"""The methods of a torch tensor that overwrite it with the op's result."""
-
 
 @dataclass(frozen=True)
 class Dialect:
@@ -31,23 +21,23 @@ class Dialect:
     name: str
     templates: Mapping[OpKind, str]
 
-    def text(self, op: Op, operands: Sequence[str], **more: str) -> str:
+    def text(self, op: Op, operands: Sequence[str]) -> str:
         """The expression of an op."""
         if op.kind not in self.templates:
             raise TileProgramError(f"no {self.name} text for this op", str(op))
-        attributes = {"strict": False, "reverse": False, "trans_a": False, **dict(op.attrs), **more}
+        attributes = {"strict": False, "reverse": False, "trans_a": False, **dict(op.attrs)}
         return self.templates[op.kind].format(*operands, **attributes)
 
 
 TORCH = Dialect(
     "torch",
     {
-        OpKind.ADD: "torch.add({0}, {1}{into})",
-        OpKind.SUB: "torch.sub({0}, {1}{into})",
-        OpKind.MUL: "torch.mul({0}, {1}{into})",
-        OpKind.EXP: "torch.exp({0}{into})",
-        OpKind.LOG: "torch.log({0}{into})",
-        OpKind.NEG: "torch.neg({0}{into})",
+        OpKind.ADD: "torch.add({0}, {1})",
+        OpKind.SUB: "torch.sub({0}, {1})",
+        OpKind.MUL: "torch.mul({0}, {1})",
+        OpKind.EXP: "torch.exp({0})",
+        OpKind.LOG: "torch.log({0})",
+        OpKind.NEG: "torch.neg({0})",
         OpKind.MAX: "torch.maximum({0}, {1})",
         OpKind.SCALE: "{0} * rt.scalars[{by!r}]",
         OpKind.CAST: "{0}",
@@ -62,7 +52,7 @@ TORCH = Dialect(
         OpKind.UNIT_LOWER_INVERSE: "tiles.unit_lower_inverse({0})",
     },
 )
-"""Of the executor. ``into``: ``, out=...``, or nothing."""
+"""Of the executor."""
 
 TRITON = Dialect(
     "Triton",

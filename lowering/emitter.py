@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from .dialects import IN_PLACE, TORCH, TRITON, Dialect
-from .ir import Op, OpKind, Program, Value
+from .dialects import TORCH, TRITON, Dialect
+from .ir import Op, Program, Value
 
 
 class Lines(list[str]):
@@ -95,23 +95,9 @@ class TokenEmitter(Emitter):
 
 
 class TorchEmitter(Emitter):
-    """Calls of torch on tensors of tiles; what is not read again may be overwritten."""
+    """Calls of torch on tensors of tiles."""
 
     dialect = TORCH
-
-    def overwrites(self, value: Value, op: Op) -> bool:
-        """Whether ``op`` may form its result in the memory of this operand of it."""
-        return False
-
-    def into(self, op: Op) -> str:
-        """The memory that an op's result is wanted in, or ""."""
-        return ""
-
-    def expression(self, op: Op) -> str:
-        return self._in_place(op) or super().expression(op)
-
-    def plain(self, op: Op) -> str:
-        return self.dialect.text(op, self.operands(op), into=self._out(op))
 
     def factors(self, op: Op) -> list[str]:
         """Both sides of a product."""
@@ -124,29 +110,9 @@ class TorchEmitter(Emitter):
         a, b = self.factors(op)
         negate = bool(op.attr("negate", False))
         if len(op.inputs) == 2:
-            return f"torch.bmm({a}, {b}{self._out(op)})" + (".neg()" if negate else "")
-        acc, alpha = self.operand(op.inputs[2], op), ", alpha=-1" if negate else ""
-        if self.overwrites(op.inputs[2], op):
-            return f"{acc}.baddbmm_({a}, {b}{alpha})"
-        return f"torch.baddbmm({acc}, {a}, {b}{alpha}{self._out(op)})"
-
-    def _out(self, op: Op) -> str:
-        target = self.into(op)
-        return f", out={target}" if target else ""
-
-    def _in_place(self, op: Op) -> str:
-        """An elementwise op as an overwrite of an operand, or ""."""
-        dead = [] if op.output is None else [self.overwrites(value, op) for value in op.inputs]
-        if op.kind is OpKind.DOT or not any(dead):
-            return ""
-        refs = self.operands(op)
-        if op.kind is OpKind.MASK:
-            return f"tiles.lower_({refs[0]}, strict={bool(op.attr('strict', False))})"
-        if op.kind in IN_PLACE and dead[0]:
-            return f"{refs[0]}.{IN_PLACE[op.kind]}({', '.join(refs[1:])})"
-        if op.kind in (OpKind.ADD, OpKind.MUL):
-            return f"{refs[1]}.{IN_PLACE[op.kind]}({refs[0]})"
-        return ""
+            return f"torch.bmm({a}, {b})" + (".neg()" if negate else "")
+        alpha = ", alpha=-1" if negate else ""
+        return f"torch.baddbmm({self.operand(op.inputs[2], op)}, {a}, {b}{alpha})"
 
 
 def python_function(source: str, name: str, **names: Any) -> Callable[..., Any]:

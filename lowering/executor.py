@@ -6,23 +6,22 @@ calls on all lanes and steps at once, and only the ops the next carry waits for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from . import tiles
 from .codegen import generate
-from .decay import Decays, Rows, chunk_decays
+from .decay import Rows, chunk_decays
 from .emitter import python_function
 from .errors import ArgumentError
 from .ir import Dim, Per, Program
 from .layout import Layout, tiles_to_tokens, tokens_to_tiles
-from .scratch import Scratch
 
 
 class Runtime:
-    """What one execution of generated code works with. ``scratch`` is None in the functional form."""
+    """What one execution of generated code works with."""
 
     def __init__(
         self,
@@ -33,7 +32,6 @@ class Runtime:
         dims: Mapping[str, int],
         dtype: torch.dtype,
         device: torch.device,
-        scratch: Scratch | None,
     ) -> None:
         self.program = program
         self.tensors = tensors
@@ -42,39 +40,31 @@ class Runtime:
         self.dims = dims
         self.dtype = dtype
         self.device = device
-        self.scratch = scratch
         self.segments = layout.segments
         self.outputs: dict[str, Tensor] = {}
 
     def size(self, dim: Dim) -> int:
         return dim if isinstance(dim, int) else self.dims[dim]
 
-    def load(self, name: str, scalar: str = "") -> Tensor:
+    def load(self, name: str) -> Tensor:
         port = self.program.port(name)
         x = self.tensors[name]
         if x is None:
             raise ArgumentError(f"input {name} of program {self.program.name} is missing")
-        scale = self.scalars[scalar] if scalar else None
         if port.per is Per.TOKENS:
             x = x if x.dim() == 4 else x.unsqueeze(-1)
-            return tokens_to_tiles(x, self.layout, fill=port.fill, scale=scale, dtype=self.dtype, scratch=self.scratch)
+            return tokens_to_tiles(x, self.layout, fill=port.fill, dtype=self.dtype)
         rows, cols = port.type.shape
         x = x.transpose(0, 1) if port.per is Per.STEP else x
-        x = x.reshape(-1, self.size(rows), self.size(cols)).to(self.dtype)
-        return x if scale is None else x * scale
+        return x.reshape(-1, self.size(rows), self.size(cols)).to(self.dtype)
 
     def store(self, name: str, x: Tensor) -> None:
         port = self.program.port(name)
         if port.per is Per.TOKENS:
-            self.outputs[name] = tiles_to_tokens(x, self.layout, functional=self.scratch is None)
+            self.outputs[name] = tiles_to_tokens(x, self.layout)
         else:
             shape = (self.layout.steps, self.layout.batch, self.layout.heads, *x.shape[1:])
             self.outputs[name] = x.reshape(shape).transpose(0, 1).contiguous()
-
-    def decays(
-        self, g: Tensor, rows: tuple[Rows, ...], cols: Tensor | None, *, factor: bool, overwrite: bool
-    ) -> Decays:
-        return chunk_decays(g, rows, cols, factor=factor, scratch=self.scratch, overwrite=overwrite)
 
     def eye(self, dim: str) -> Tensor:
         size = self.size(dim)
@@ -91,28 +81,12 @@ class Runtime:
             return (x,)
         return x.unflatten(0, (self.layout.steps, self.layout.lanes)).unbind(0)
 
-    def slots(self, rows: Dim, cols: Dim) -> Tensor:
-        """Room for one value of every step, [steps, lanes, rows, cols]."""
-        return self._empty(self.layout.steps, rows, cols)
-
-    def carry_slots(self, init: str) -> Tensor:
-        """Room for the carry that starts as port ``init`` before every step, and after the last step of every segment
-        (or behind every step and before the first, of what walks from the end)."""
-        return self._empty(self.layout.steps + len(self.segments), *self.program.port(init).type.shape)
-
-    def _empty(self, count: int, rows: Dim, cols: Dim) -> Tensor:
-        assert self.scratch is not None
-        shape = (count, self.layout.lanes, self.size(rows), self.size(cols))
-        return self.scratch.empty(shape, self.dtype, self.device)
-
-    def carry_init(self, name: str, segment: int, slot: Tensor | None = None) -> Tensor:
-        """The carry at the start of a segment, copied into ``slot`` if given."""
+    def carry_init(self, name: str, segment: int) -> Tensor:
+        """The carry at the start of a segment."""
         init = self.tensors.get(name)
         if init is not None:
             init = init.flatten(0, 1) if len(self.segments) == 1 else init[segment]
-            return init.to(self.dtype) if slot is None else slot.copy_(init)
-        if slot is not None:
-            return slot.zero_()
+            return init.to(self.dtype)
         shape = (self.layout.lanes, *(self.size(dim) for dim in self.program.port(name).type.shape))
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
@@ -129,19 +103,14 @@ class Runtime:
         return carries.index_select(0, torch.tensor(index, device=self.device)).flatten(0, 1)
 
 
-Run = Callable[[Runtime], None]
-
-
 class Executable:
-    """A program compiled for torch, in both forms. Call it with the tensors of its input ports."""
+    """A program compiled for torch. Call it with the tensors of its input ports."""
 
     def __init__(self, program: Program, rounding: Mapping[str, torch.dtype] | None = None) -> None:
         self.program = program
-        self._functional = self._compile(generate(program, buffered=False, rounding=rounding))
-        self._buffered = None if rounding else self._compile(generate(program, buffered=True))
-
-    def _compile(self, source: str) -> Run:
-        return python_function(source, self.program.name, torch=torch, tiles=tiles, Rows=Rows)
+        source = generate(program, rounding=rounding)
+        known = {"torch": torch, "tiles": tiles, "Rows": Rows, "chunk_decays": chunk_decays}
+        self._run = python_function(source, program.name, **known)
 
     def __call__(
         self,
@@ -151,12 +120,8 @@ class Executable:
         dims: Mapping[str, int],
         dtype: torch.dtype,
         scalars: Mapping[str, float] | None = None,
-        scratch: Scratch | None = None,
     ) -> dict[str, Tensor]:
-        """Run the program; with ``scratch`` in the buffered form, which autograd and ``torch.func`` cannot follow."""
         device = next(x.device for x in tensors.values() if x is not None)
-        run = self._functional if scratch is None or self._buffered is None else self._buffered
-        used = scratch if run is self._buffered else None
-        rt = Runtime(self.program, tensors, scalars or {}, layout, dims, dtype, device, used)
-        run(rt)
+        rt = Runtime(self.program, tensors, scalars or {}, layout, dims, dtype, device)
+        self._run(rt)
         return rt.outputs

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .errors import ArgumentError
-from .scratch import Scratch
 
 
 @dataclass(frozen=True)
@@ -68,16 +67,12 @@ def packed_layout(cu_seqlens: Tensor, length: int, heads: int, chunk: int) -> La
     return Layout(1, length, heads, chunk, steps, segments, torch.arange(length, device=device) + shift)
 
 
-def tokens_to_tiles(
-    x: Tensor, layout: Layout, *, fill: float, scale: float | None, dtype: torch.dtype, scratch: Scratch | None
-) -> Tensor:
-    """``[B, T, H, D]`` to ``[steps * lanes, chunk, D]``: into a fresh buffer with ``scratch``, else differentiably."""
+def tokens_to_tiles(x: Tensor, layout: Layout, *, fill: float, dtype: torch.dtype) -> Tensor:
+    """``[B, T, H, D]`` to ``[steps * lanes, chunk, D]``."""
     if layout.positions is not None:
         padded = x.new_full((1, layout.steps * layout.chunk, *x.shape[2:]), fill)
         x = padded.index_copy(1, layout.positions, x)
-    if scratch is not None:
-        return _copy_tiles(x, layout, fill, scale, dtype, scratch)
-    x = x.to(dtype) if scale is None else x.to(dtype) * scale
+    x = x.to(dtype)
     missing = layout.steps * layout.chunk - x.shape[1]
     if missing:
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing), value=fill)
@@ -87,49 +82,11 @@ def tokens_to_tiles(
     return tiles.reshape(layout.steps * layout.lanes, layout.chunk, x.shape[3]).contiguous()
 
 
-def _copy_tiles(
-    x: Tensor, layout: Layout, fill: float, scale: float | None, dtype: torch.dtype, scratch: Scratch
-) -> Tensor:
-    batch, length, heads, width = x.shape
-    chunk = layout.chunk
-    if length == chunk == 1:  # the decoding step: few calls matter more than anything
-        tile = x.transpose(1, 2)
-        if heads != layout.heads:
-            tile = tile.repeat_interleave(layout.heads // heads, dim=1)
-        tile = tile.reshape(layout.lanes, 1, width)
-        return tile.to(dtype, copy=True) if scale is None else tile.to(dtype) * scale
-    tiles = scratch.empty((layout.steps, batch, heads, layout.heads // heads, chunk, width), dtype, x.device)
-    whole, rest = divmod(length, chunk)
-    if whole:
-        source = x[:, : whole * chunk] if rest else x
-        _copy(tiles[:whole], source.unflatten(1, (whole, chunk)).permute(1, 0, 3, 2, 4).unsqueeze(3), scale)
-    if rest:
-        last = tiles[whole]
-        _copy(last[..., :rest, :], x[:, whole * chunk :].transpose(1, 2).unsqueeze(2), scale)
-        last[..., rest:, :].fill_(fill)
-    return tiles.view(layout.steps * layout.lanes, chunk, width)
-
-
-def _copy(target: Tensor, source: Tensor, scale: float | None) -> None:
-    if scale is None or scale == 1.0:
-        target.copy_(source)
-    else:
-        torch.mul(source.expand_as(target), scale, out=target)
-
-
-def tiles_to_tokens(tiles: Tensor, layout: Layout, *, functional: bool) -> Tensor:
-    """``[steps * lanes, chunk, D]`` back to a contiguous ``[B, T, H, D]``."""
-    width = tiles.shape[-1]
-    steps = tiles.view(layout.steps, layout.batch, layout.heads, layout.chunk, width).permute(1, 0, 3, 2, 4)
-    if functional or layout.positions is not None:
-        x = steps.reshape(layout.batch, layout.steps * layout.chunk, layout.heads, width)
-        if layout.positions is not None:
-            return x.index_select(1, layout.positions)
-        return x[:, : layout.length].contiguous()
-    out = tiles.new_empty(layout.batch, layout.length, layout.heads, width)
-    whole, rest = divmod(layout.length, layout.chunk)
-    if whole:
-        out[:, : whole * layout.chunk].unflatten(1, (whole, layout.chunk)).copy_(steps[:, :whole])
-    if rest:
-        out[:, whole * layout.chunk :].copy_(steps[:, whole, :rest])
-    return out
+def tiles_to_tokens(tiles: Tensor, layout: Layout) -> Tensor:
+    """``[steps * lanes, chunk, D]`` back to a contiguous ``[B, T, H, D]``, in memory without the padding."""
+    steps = tiles.view(layout.steps, layout.batch, layout.heads, layout.chunk, tiles.shape[-1]).permute(1, 0, 3, 2, 4)
+    x = steps.reshape(layout.batch, layout.steps * layout.chunk, layout.heads, tiles.shape[-1])
+    if layout.positions is not None:
+        return x.index_select(1, layout.positions)
+    whole = x.shape[1] == layout.length
+    return x.contiguous() if whole else x[:, : layout.length].clone(memory_format=torch.contiguous_format)

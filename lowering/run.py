@@ -25,7 +25,6 @@ from .executor import Executable
 from .gates import FORMS
 from .layout import Layout, dense_layout, packed_layout, sequence_bounds
 from .linear_attention import linear_attention_program
-from .scratch import Scratch
 
 MIN_CHUNK, MAX_CHUNK = 16, 256
 
@@ -54,28 +53,28 @@ def choose_chunk(chunk_size: int, length: int, device: torch.device) -> int:
     return min(chunk, 1 << max(length - 1, 0).bit_length())
 
 
-def run_linear_attention(call: Call, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+def run_linear_attention(call: Call) -> tuple[Tensor, Tensor]:
     """Linear attention over a sequence; see ``linear_attention.py`` for the mathematics.
 
     Returns o ``[B, T, HV, V]`` and the final state ``[N, HV, K, V]`` in the call's dtype, both contiguous and fresh.
     cu_seqlens, if any, is on the device of the others; :class:`ArgumentError` where its values are wrong.
 
     On a CPU and without gradients this is the C kernel of the recurrence, which knows no chunks, if the machine can
-    compile it; else the torch executor. The executor it is as well where ``scratch``, the source of its buffers, is
-    given.
+    compile it; else :func:`run_executor`.
     """
     _check(call)
-    length = call.q.shape[1]
-    if length == 0:
+    chunk = choose_chunk(call.chunk_size, call.q.shape[1], call.q.device)
+    if call.q.shape[1] == 0:
         return _nothing(call)
-    functional = is_any_watched(call.recurrent)
-    chunk = choose_chunk(call.chunk_size, length, call.q.device)
-    launch = None if functional or scratch else _launch_on_cpu(call)
-    if launch is not None:
-        return launch()
-    scratch = None if functional else scratch or Scratch()
-    results = _run(call, "chunk", chunk, scratch)
-    if functional or call.q.device.type != "cpu" or all(bool(x.sum().isfinite()) for x in results):
+    launch = None if is_any_watched(call.recurrent) else _launch_on_cpu(call)
+    return run_executor(call, chunk) if launch is None else launch()
+
+
+def run_executor(call: Call, chunk: int) -> tuple[Tensor, Tensor]:
+    """The same by the torch executor, which autograd and ``torch.func`` follow, in chunks of ``chunk`` tokens."""
+    results = _run(call, "chunk", chunk)
+    watched = is_any_watched(call.recurrent)
+    if watched or call.q.device.type != "cpu" or all(bool(x.sum().isfinite()) for x in results):
         return results
     return _as_tokens_have_them(call, chunk)
 
@@ -86,11 +85,8 @@ def run_linear_attention_step(call: Call, *, overwrite: bool = False) -> tuple[T
     With ``overwrite`` the state returned may be ``initial_state``, overwritten once everything else was read; or not.
     """
     _check(call)
-    functional = is_any_watched(call.recurrent)
-    launch = None if functional else _launch_on_cpu(call, overwrite=overwrite)
-    if launch is not None:
-        return launch()
-    return _run(call, "token", 1, None if functional else Scratch())
+    launch = None if is_any_watched(call.recurrent) else _launch_on_cpu(call, overwrite=overwrite)
+    return _run(call, "token", 1) if launch is None else launch()
 
 
 def _launch_on_cpu(call: Call, *, overwrite: bool = False) -> Launch | None:
@@ -106,11 +102,11 @@ def _check(call: Call) -> None:
         raise ArgumentError(f"the call is not prepared: {call.gate_fn!r}, {call.q.dtype}")
 
 
-def _run(call: Call, form: str, chunk: int, scratch: Scratch | None) -> tuple[Tensor, Tensor]:
+def _run(call: Call, form: str, chunk: int) -> tuple[Tensor, Tensor]:
     eps = call.qk_l2norm_eps
     normed = replace(call, q=l2norm(call.q, eps), k=l2norm(call.k, eps)) if eps else call
     run = executable(call.gate, call.delta, call.beta is not None, call.gate_fn, form)
-    return execute(run, normed, layout_of(call, chunk), scratch)
+    return execute(run, normed, layout_of(call, chunk))
 
 
 def _as_tokens_have_them(call: Call, chunk: int) -> tuple[Tensor, Tensor]:
@@ -120,7 +116,7 @@ def _as_tokens_have_them(call: Call, chunk: int) -> tuple[Tensor, Tensor]:
     """
     tokens = _token_by_token(call)
     zeroed = {name: x.where(x.isfinite() | (x.isneginf() & (name == "g")), 0.0) for name, x in _per_token(call).items()}
-    chunks = _run(replace(call, **zeroed), "chunk", chunk, Scratch())
+    chunks = _run(replace(call, **zeroed), "chunk", chunk)
     one, other = (x.where(x.isfinite() & y.isfinite(), y) for x, y in zip(chunks, tokens, strict=True))
     return one, other
 
@@ -137,7 +133,7 @@ def _token_by_token(call: Call) -> tuple[Tensor, Tensor]:
             part = slice(first, min(first + CPU_CHUNK, end))
             some = {name: x[:, part] for name, x in _per_token(call).items()}
             some_tokens = replace(call, initial_state=state, cu_seqlens=None, **some)
-            o[:, part], state = _run(some_tokens, "token", 1, Scratch())
+            o[:, part], state = _run(some_tokens, "token", 1)
         finals.append(state)
     return o, torch.cat(finals)
 
@@ -156,13 +152,13 @@ def layout_of(call: Call, chunk: int) -> Layout:
     return packed_layout(call.cu_seqlens, length, heads, chunk)
 
 
-def execute(run: Executable, call: Call, layout: Layout, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+def execute(run: Executable, call: Call, layout: Layout) -> tuple[Tensor, Tensor]:
     """o and the final state by the compiled program of the call's row; q and k are normalised."""
     tensors = dict(zip(RECURRENT, call.recurrent, strict=True))
     if call.gate == "head" and call.g is not None:
         tensors["g"] = call.g.expand(layout.batch, layout.length, -1)
     dims = {"C": layout.chunk, "K": call.q.shape[-1], "V": call.v.shape[-1]}
-    out = run(tensors, layout, dims=dims, dtype=call.q.dtype, scalars={"scale": call.scale}, scratch=scratch)
+    out = run(tensors, layout, dims=dims, dtype=call.q.dtype, scalars={"scale": call.scale})
     return out["o"], out["final_state"]
 
 

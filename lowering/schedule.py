@@ -1,4 +1,4 @@
-"""From a program to the order and the liveness the torch executor runs by.
+"""From a program to the order the torch executor runs by.
 
 Ops on the same gate are drawn together into one :class:`DecayGroup`: the exponentials of its cumulative sums and its
 gated Gram matrices all come from one doubling tree (see ``decay.py``), which never forms the sums themselves.
@@ -39,11 +39,9 @@ Node = Op | DecayGroup
 
 @dataclass(frozen=True)
 class Schedule:
-    """Nodes per section in order, who uses each value, and which values are views of another."""
+    """Nodes per section in order, and the square matrices of which nobody reads what is above the diagonal."""
 
     nodes: dict[Section, tuple[Node, ...]]
-    uses: dict[Value, list[Op]]
-    root: dict[Value, Value]
     lower_only: frozenset[Value]
 
 
@@ -65,40 +63,7 @@ def schedule(program: Program) -> Schedule:
         for op in program.ops
         if op.kind in (OpKind.GATED_GRAM, OpKind.MASK) and _only_inverted(op.result, uses)
     )
-    nodes[Section.PROLOGUE] = _sink_loads(nodes[Section.PROLOGUE])
-    return Schedule({s: tuple(n) for s, n in nodes.items()}, uses, _roots(program), lower_only)
-
-
-def _sink_loads(nodes: list[Node]) -> list[Node]:
-    """Move loads, and what only prepares them, down to their first reader: a tile not needed yet holds no memory."""
-    waiting: dict[Value, Op] = {}
-    order: list[Node] = []
-
-    def place(values: tuple[Value, ...]) -> None:
-        for value in values:
-            op = waiting.pop(value, None)
-            if op is not None:
-                place(op.inputs)
-                order.append(op)
-
-    for node in nodes:
-        if isinstance(node, Op) and node.kind in (OpKind.LOAD, OpKind.CAST, OpKind.SCALE):
-            waiting[node.result] = node
-        else:
-            place(node.inputs)
-            order.append(node)
-    place(tuple(waiting))
-    return order
-
-
-def _roots(program: Program) -> dict[Value, Value]:
-    """Views share their root's memory: casts (tiles are computed in one dtype) and transposes."""
-    root: dict[Value, Value] = {}
-    for op in program.ops:
-        if op.output is not None:
-            is_view = op.kind in (OpKind.CAST, OpKind.TRANSPOSE)
-            root[op.output] = root[op.inputs[0]] if is_view else op.output
-    return root
+    return Schedule({s: tuple(n) for s, n in nodes.items()}, lower_only)
 
 
 def _only_inverted(value: Value, uses: dict[Value, list[Op]]) -> bool:

@@ -17,6 +17,16 @@ from .emitter import TorchEmitter, python_function
 from .errors import TileProgramError
 from .ir import Op, OpKind, Program, Value
 
+_IN_PLACE = {
+    OpKind.ADD: "add_",
+    OpKind.SUB: "sub_",
+    OpKind.MUL: "mul_",
+    OpKind.EXP: "exp_",
+    OpKind.LOG: "log_",
+    OpKind.NEG: "neg_",
+}
+"""The methods of a torch tensor that overwrite it with the op's result."""
+
 
 @cache
 def compiled(program: Program) -> Callable[..., tuple[Tensor, ...]]:
@@ -47,9 +57,16 @@ class _Straight(TorchEmitter):
         self.lines.add(f"return {', '.join(self._stored[port.name].name for port in self.program.outputs)},")
         return self.lines.text()
 
+    def plain(self, op: Op) -> str:
+        if op.kind not in _IN_PLACE or not self.overwrites(op.inputs[0], op):
+            return super().plain(op)
+        first, *others = self.operands(op)
+        return f"{first}.{_IN_PLACE[op.kind]}({', '.join(others)})"
+
     def overwrites(self, value: Value, op: Op) -> bool:
-        first = value == op.inputs[0] and op.inputs.count(value) == 1 and value.type.shape == op.result.type.shape
-        return first and value not in self._kept and self._last[value] is op
+        """Whether ``op`` may form its result in the memory of its first operand."""
+        alone = op.inputs.count(value) == 1 and value.type.shape == op.result.type.shape
+        return alone and value not in self._kept and self._last[value] is op
 
     def on_load(self, op: Op) -> str:
         port = str(op.attr("port"))

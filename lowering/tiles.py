@@ -19,10 +19,6 @@ def lower(x: Tensor, *, strict: bool) -> Tensor:
     return x.tril(-1 if strict else 0)
 
 
-def lower_(x: Tensor, *, strict: bool) -> Tensor:
-    return x.tril_(-1 if strict else 0)
-
-
 def unit_lower_inverse(x: Tensor) -> Tensor:
     """``(I + strict lower triangle)^-1``; what is above the diagonal, and on it, is not read."""
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)

@@ -8,8 +8,6 @@ from kdacompile.lowering.ascend.emit import chunk_module
 from kdacompile.lowering.ascend.launch import chunk_of, column_tile
 from kdacompile.lowering.linear_attention import linear_attention_program
 from kdacompile.lowering.plan import Plan, plan
-from kdacompile.lowering.run import choose_chunk
-from kdacompile.lowering.stages import Scope
 from kdacompile.lowering.triton.configs import Device, choose, padded
 from kdacompile.lowering.triton.placement import place
 from tests.lowering.verify import Case
@@ -26,23 +24,6 @@ def _chunks(case: Case, chunk: int) -> int:
     if case.lengths is None:
         return case.batch * -(-case.length // chunk)
     return sum(-(-length // chunk) for length in case.lengths)
-
-
-def executor_scratch(case: Case) -> int:
-    """The torch executor: tiles of every port, and the plan's states, one more for each sequence. New values take the
-    place of U, and what sections leave for each other otherwise is made by torch itself. Beside the plan, for the Gram
-    matrices: half a tile of keys, and of every row set, for gates per channel; a matrix of decays for gates per token.
-    """
-    chunk = choose_chunk(
-        case.chunk_size, case.length if case.lengths is None else sum(case.lengths), torch.device("cpu")
-    )
-    made = _plan(case, "cpu", chunk, case.key_width, case.value_width, case.value_width)
-    tile = sum(made.bytes(b) for b in made.buffers if b.scope is Scope.PORT and b.layout == "tokens" and b.consumers)
-    state = made.bytes(made.buffer("S"))
-    rows = chunk * case.key_width * case.dtype.itemsize // 2
-    tile += {"channel": (2 + case.delta) * rows, "none": 0}.get(case.gate, chunk * chunk * case.dtype.itemsize)
-    sequences = case.batch if case.lengths is None else len(case.lengths)
-    return case.value_heads * (_chunks(case, chunk) * (tile + state) + sequences * state)
 
 
 def triton_scratch(case: Case) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kdacompile.lowering import run_linear_attention, run_linear_attention_step
-from tests.lowering.verify import Case, make_inputs, verify
+from tests.lowering.verify import Case, executor, make_inputs, verify
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -31,12 +31,12 @@ def sync_is_an_error() -> Generator[None, None, None]:
 def test_every_row(gate: str, delta: bool, gate_form: str, strength: str) -> None:
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.float64, 1e-13)):
         case = Case(gate, delta, 150, gate_form=gate_form, strength=strength, value_heads=4, dtype=dtype, device="cuda")
-        verify(run_linear_attention, case, tolerance=tolerance)
+        verify(executor, case, tolerance=tolerance)
 
 
 @pytest.mark.parametrize(("gate", "delta"), ROWS)
 def test_packed_sequences(gate: str, delta: bool) -> None:
-    verify(run_linear_attention, Case(gate, delta, lengths=(33, 0, 70), device="cuda"), tolerance=2e-6)
+    verify(executor, Case(gate, delta, lengths=(33, 0, 70), device="cuda"), tolerance=2e-6)
 
 
 @pytest.mark.parametrize(("gate", "delta"), ROWS)

@@ -1,7 +1,6 @@
 """The executor against the fp64 token recurrence: every row of the family, lengths, chunk sizes, gates and packings.
 
-``verify`` hands out scratch memory, so it is the executor that runs; tests that call the entry points themselves run
-once with the executor and once with the CPU's kernel.
+Tests that call the entry points themselves run once with the executor and once with the CPU's kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kdacompile.lowering import ArgumentError, run, run_linear_attention, run_li
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.cpu import runs_recurrence
 from kdacompile.lowering.operands import given
-from tests.lowering.verify import Case, make_inputs, oracle, relative_error, verify
+from tests.lowering.verify import Case, executor, make_inputs, oracle, relative_error, verify
 
 ROWS = [(gate, delta) for gate in ("none", "head", "token", "channel") for delta in (True, False)]
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14}
@@ -52,20 +51,20 @@ both_targets = pytest.mark.usefixtures("_target")
 @pytest.mark.parametrize("length", [1, 17, 64, 100, 256])
 @pytest.mark.parametrize(("gate", "delta"), ROWS)
 def test_every_row_and_length(gate: str, delta: bool, length: int, dtype: torch.dtype) -> None:
-    verify(run_linear_attention, Case(gate, delta, length, dtype=dtype), tolerance=TOLERANCE[dtype])
+    verify(executor, Case(gate, delta, length, dtype=dtype), tolerance=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("chunk_size", [16, 32, 48, 64, 128, 256])
 @pytest.mark.parametrize(("gate", "delta"), ROWS)
 def test_chunk_sizes(gate: str, delta: bool, chunk_size: int) -> None:
-    verify(run_linear_attention, Case(gate, delta, 100, chunk_size=chunk_size), tolerance=2e-6)
+    verify(executor, Case(gate, delta, 100, chunk_size=chunk_size), tolerance=2e-6)
 
 
 @pytest.mark.parametrize("lengths", [(5, 0, 64, 33), (64, 128), (0, 0, 7), (100,), (1, 1, 1)])
 @pytest.mark.parametrize(("gate", "delta"), ROWS)
 def test_packed_sequences(gate: str, delta: bool, lengths: tuple[int, ...]) -> None:
-    verify(run_linear_attention, Case(gate, delta, lengths=lengths), tolerance=2e-6)
-    verify(run_linear_attention, Case(gate, delta, lengths=lengths, initial_state=False, beta=False), tolerance=1e-4)
+    verify(executor, Case(gate, delta, lengths=lengths), tolerance=2e-6)
+    verify(executor, Case(gate, delta, lengths=lengths, initial_state=False, beta=False), tolerance=1e-4)
 
 
 @pytest.mark.parametrize("strength", ["mild", "strong", "reset"])
@@ -73,8 +72,8 @@ def test_packed_sequences(gate: str, delta: bool, lengths: tuple[int, ...]) -> N
 @pytest.mark.parametrize(("gate", "delta"), [row for row in ROWS if row[0] != "none"])
 def test_gates_of_any_strength(gate: str, delta: bool, gate_form: str, strength: str) -> None:
     case = Case(gate, delta, 150, gate_form=gate_form, strength=strength, value_heads=4)
-    verify(run_linear_attention, case, tolerance=2e-6)
-    verify(run_linear_attention, replace(case, lengths=(70, 80)), tolerance=2e-6)
+    verify(executor, case, tolerance=2e-6)
+    verify(executor, replace(case, lengths=(70, 80)), tolerance=2e-6)
 
 
 @both_targets
@@ -95,7 +94,7 @@ def test_constant_gates(gate: str, g: float) -> None:
 @pytest.mark.parametrize("gate", ["token", "channel"])
 def test_widths_and_grouped_heads(gate: str, heads: tuple[int, int], widths: tuple[int, int]) -> None:
     case = Case(gate, True, 70, heads=heads[0], value_heads=heads[1], key_width=widths[0], value_width=widths[1])
-    verify(run_linear_attention, case, tolerance=2e-6)
+    verify(executor, case, tolerance=2e-6)
 
 
 @both_targets
@@ -107,7 +106,7 @@ def test_no_tokens(gate: str, delta: bool) -> None:
     assert o.shape == (2, 0, 2, 32)
     assert torch.equal(state, present(inputs.initial_state))
     assert state.data_ptr() != present(inputs.initial_state).data_ptr()
-    verify(run_linear_attention, Case(gate, delta, lengths=(0, 0)), tolerance=0)
+    verify(lambda call, _: run_linear_attention(call), Case(gate, delta, lengths=(0, 0)), tolerance=0)
 
 
 @both_targets

@@ -29,12 +29,11 @@ from kdacompile.lowering.layout import dense_layout
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
 from kdacompile.lowering.partition import sections
 from kdacompile.lowering.plan import plan
-from kdacompile.lowering.run import run_linear_attention
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.stages import Section
 from kdacompile.lowering.text import to_text
 from kdacompile.lowering.validate import validate
-from tests.lowering.verify import Case, VerificationError, make_inputs, oracle, relative_error, verify
+from tests.lowering.verify import Case, VerificationError, executor, make_inputs, oracle, relative_error, verify
 
 GOLDENS = Path(__file__).parent / "goldens"
 CK, CV, KV = TileType("C", "K"), TileType("C", "V"), TileType("K", "V")
@@ -58,11 +57,9 @@ def test_factor_golden() -> None:
     check_golden("kda.factor.txt", to_text(linear_attention_program("channel", True, gate_form="factor")))
 
 
-@pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize("row", [("channel", True), ("token", False)])
-def test_source_golden(row: tuple[str, bool], buffered: bool) -> None:
-    name = f"{ROWS[row]}.{'buffered' if buffered else 'functional'}.py.txt"
-    check_golden(name, generate(linear_attention_program(*row), buffered=buffered))
+def test_source_golden(row: tuple[str, bool]) -> None:
+    check_golden(f"{ROWS[row]}.py.txt", generate(linear_attention_program(*row)))
 
 
 def test_sections_leave_only_what_the_carry_waits_for() -> None:
@@ -138,21 +135,19 @@ def test_verify_finds_faults() -> None:
     case = Case("token", True, 40)
 
     def wrong(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        o, state = run_linear_attention(call, scratch)
+        o, state = executor(call, scratch)
         return o, state * 1.001
 
     def unwritten(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        o, state = run_linear_attention(call)
+        o, state = executor(call, scratch)
         return o + scratch.empty(o.shape, o.dtype, o.device) * 0, state
 
     for implementation in (wrong, unwritten):
         with pytest.raises(VerificationError):
             verify(implementation, case, tolerance=1e-5)
-    verdict = verify(run_linear_attention, case, tolerance=1e-5)
-    assert verdict.scratch_bytes > 0
-    verify(run_linear_attention, case, tolerance=1e-5, scratch_bytes=verdict.scratch_bytes)
+    verify(executor, case, tolerance=1e-5, scratch_bytes=0)
     with pytest.raises(VerificationError):
-        verify(run_linear_attention, case, tolerance=1e-5, scratch_bytes=verdict.scratch_bytes + 4)
+        verify(executor, case, tolerance=1e-5, scratch_bytes=4)
 
 
 def test_generic_cumsum_and_gram_without_a_group() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.calls import Implementation as Kernels
+from kdacompile.lowering.run import choose_chunk, run_executor
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.patterns.recurrence.definition import token_recurrence
 
@@ -146,6 +147,11 @@ def as_implementation(kernels: Kernels) -> Implementation:
     return implementation
 
 
+def executor(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """The torch executor, which allocates through torch alone."""
+    return run_executor(call, choose_chunk(call.chunk_size, call.q.shape[1], call.q.device))
+
+
 def relative_error(x: Tensor, reference: Tensor) -> float:
     """Relative RMS error; the absolute one where the reference is zero."""
     difference = (x.double() - reference).square().sum().sqrt().item()
@@ -156,7 +162,7 @@ def relative_error(x: Tensor, reference: Tensor) -> float:
 def verify(
     implementation: Implementation, case: Case, *, tolerance: float, scratch_bytes: int | None = None
 ) -> Verdict:
-    """Run ``implementation`` (such as ``run_linear_attention``) on a case; a :class:`VerificationError` if it fails.
+    """Run ``implementation`` (such as ``executor``) on a case; a :class:`VerificationError` if it fails.
 
     ``scratch_bytes`` is the plan's figure, compared exactly when given: a plan that kernels do not follow is a defect.
     """
