@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .errors import ArgumentError, LoweringError, TileProgramError
 from .linear_attention import linear_attention_program
-from .run import run_linear_attention, run_linear_attention_step
+from .run import run_linear_attention, run_linear_attention_step, run_step_in_pool
 from .run_backward import run_linear_attention_backward
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "run_linear_attention",
     "run_linear_attention_backward",
     "run_linear_attention_step",
+    "run_step_in_pool",
 ]

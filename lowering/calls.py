@@ -21,6 +21,7 @@ RECURRENT: tuple[str, ...] = ("q", "k", "v", "g", "beta", "initial_state")
 """The operands of the recurrence itself: those with a gate function or a parameter of it are applied before."""
 
 _PACKED_STATES = "[N, HV, K, V], N sequences in cu_seqlens"
+_POOL = "[P, HV, K, V], P slots of a pool"
 
 
 def _gate_layout(call: Call) -> str:
@@ -32,6 +33,8 @@ def _bias_layout(call: Call) -> str:
 
 
 def _state_layout(call: Call) -> str:
+    if call.state_indices is not None:
+        return _POOL
     return "[B, HV, K, V]" if call.cu_seqlens is None else _PACKED_STATES
 
 
@@ -40,7 +43,8 @@ class Call:
     """The operand table of ``kdacompile::linear_attention`` and its steps, and one call of them.
 
     q, k, v and g may have any strides; g is what its gate function is applied to. cu_seqlens packs N sequences in one
-    batch entry. ``out_dtype`` is the dtype of o, v's by default.
+    batch entry. With state_indices, of the step in place alone, the state is a pool, see
+    :mod:`kdacompile.lowering.pools`. ``out_dtype`` is the dtype of o, v's by default.
     """
 
     q: Annotated[Tensor, Operand("[B, T, H, K]")]
@@ -52,6 +56,7 @@ class Call:
     A_log: Annotated[Tensor | None, Operand("[HV]")] = None
     dt_bias: Annotated[Tensor | None, Operand(_bias_layout)] = None
     cu_seqlens: Annotated[Tensor | None, Operand("[N + 1]", Kind.INDEX, host=True)] = None
+    state_indices: Annotated[Tensor | None, Operand("[B]", Kind.INDEX)] = None
     _: KW_ONLY
     scale: float
     delta: bool

@@ -89,6 +89,13 @@ def run_linear_attention_step(call: Call, *, overwrite: bool = False) -> tuple[T
     return _run(call, "token", 1) if launch is None else launch()
 
 
+def run_step_in_pool(call: Call) -> Tensor | None:
+    """o of one token of requests whose states lie in a pool, which is overwritten; None where no kernel does that."""
+    _check(call)
+    launch = None if is_any_watched(call.recurrent) else _launch_on_cpu(call, overwrite=True)
+    return None if launch is None else launch()[0]
+
+
 def _launch_on_cpu(call: Call, *, overwrite: bool = False) -> Launch | None:
     """The C kernel on its arguments; None where it does not run such calls, and after an error of ours."""
     if call.q.device.type != "cpu":

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kdacompile.lowering import pools
 from kdacompile.ops.dispatch import (
     DispatchKey,
     DispatchKeySet,
@@ -109,7 +110,8 @@ def functional_autograd(differentiated: Differentiated, kernels: Kernels) -> Ker
 def inplace_autograd(op: Any, signature: Signature, count_and_run: Kernel, functional_op: Any) -> Kernel:
     """The autograd kernel of an op that overwrites an operand, which ``count_and_run`` does.
 
-    Where a derivative is needed the call becomes the functional op and a ``copy_``, both of which autograd knows.
+    Where a derivative is needed the call becomes the functional op and a ``copy_``, both of which autograd knows, and
+    states of a pool are gathered before and put back after.
     """
 
     writes = signature.writes
@@ -120,11 +122,17 @@ def inplace_autograd(op: Any, signature: Signature, count_and_run: Kernel, funct
             return count_and_run(keyset, *tensors, **options)
         if holds_dtensors(tensors):
             return on_shards(op, signature, tensors, options)
-        # The clone is what autograd saves: the state itself is about to change.
+        # The copy is what autograd saves: the state itself is about to change.
         state: Tensor = tensors[writes]
-        o, new_state = functional_op(*tensors[:writes], state.clone(), *tensors[writes + 1 :], **options)
-        state.copy_(new_state)
-        return o
+        *after, indices = tensors[writes + 1 :]
+        if indices is None:
+            o, new_state = functional_op(*tensors[:writes], state.clone(), *after, **options)
+            state.copy_(new_state)
+            return o
+        signature.checked(tensors, options, symbolic=type(indices) is not Tensor)
+        o, new_states = functional_op(*tensors[:writes], pools.gather(state, indices), *after, **options)
+        state.copy_(pools.replaced(state, indices, new_states))
+        return pools.blank(o, state, indices)
 
     return autograd
 

@@ -31,6 +31,7 @@ from kdacompile.ops.errors import (
     RankError,
     SizeError,
     StateError,
+    StateIndicesError,
     StepLengthError,
 )
 
@@ -81,11 +82,27 @@ def check_step(call: Call, *, symbolic: bool = False, state_name: str = "initial
 
 
 def check_writable(call: Call) -> None:
-    """The in-place step needs one memory cell per element of the state."""
+    """The in-place step needs one memory cell per element of the state, and a slot of a pool for each request."""
     assert call.initial_state is not None
+    if call.state_indices is not None:
+        _check_slots(call.state_indices, call.initial_state.shape[0])
     shape, strides = call.initial_state.shape, call.initial_state.stride()
     if 0 in strides and any(n > 1 and s == 0 for n, s in zip(shape, strides, strict=True)):
         raise StateError(problem=f"the state is written in place, but its strides {strides} make elements share memory")
+
+
+def _check_slots(indices: Tensor, slots: int) -> None:
+    """Raise the error of the first index that is wrong, where reading them costs no synchronisation."""
+    if not slots:
+        raise StateIndicesError(problem="the pool has no slots")
+    if indices.device.type != "cpu":
+        return
+    found = [index for index in indices.tolist() if index >= 0]
+    if found and max(found) >= slots:
+        raise StateIndicesError(problem=f"must be below {slots}, the slots of the pool, found {max(found)}")
+    if len(set(found)) < len(found):
+        twice = next(index for index in found if found.count(index) > 1)
+        raise StateIndicesError(problem=f"name slot {twice} more than once")
 
 
 def check_layout(o_layout: str) -> None:

@@ -43,7 +43,7 @@ class _Sharded:
         self.op, self.signature, self.tensors, self.options = op, signature, tensors, options
         self.module = sys.modules[_MODULE]
         self.mesh = next(x.device_mesh for x in tensors if isinstance(x, self.module.DTensor))
-        self.call = signature.call(*tensors, **{k: v for k, v in options.items() if k != "o_layout"})
+        self.call = signature.call_of(tensors, {k: v for k, v in options.items() if k != "o_layout"})
         self.layouts = [
             dimensions(x.layout if isinstance(x.layout, str) else x.layout(self.call)) for x in signature.operands
         ]
@@ -105,6 +105,8 @@ class _Sharded:
         grads: list[Any] = []
         for place, (cut, placement) in enumerate(zip(self.cut, x.placements, strict=True)):
             dim = self._dim(operand, layout, x, cut)
+            if cut and dim is None and self.signature.written and operand.name == self.signature.written[0]:
+                raise self.refuse(f"every rank of a cut of the {cut} would write a pool of its own")
             wanted = self.module.Replicate() if dim is None else self.module.Shard(dim)
             if placement != wanted:
                 raise self.refuse(

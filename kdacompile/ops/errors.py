@@ -89,6 +89,12 @@ class StateError(OpError, ValueError):
     template = "{problem}"
 
 
+class StateIndicesError(OpError, ValueError):
+    """The slots of a pool of states are not one for each request."""
+
+    template = "state_indices {problem}"
+
+
 class LatentWeightsError(OpError, ValueError):
     """The weights that expand a latent come in pairs, and the rotated parts of query and key too."""
 

@@ -124,6 +124,7 @@ def linear_attention_step(
     *,
     state: Tensor | None = None,
     inplace: bool = False,
+    state_indices: Tensor | None = None,
     scale: float | None = None,
     delta: bool = True,
     gate_fn: str = "log",
@@ -143,6 +144,11 @@ def linear_attention_step(
         state: ``[B, HV, K, V]`` (``[B, HV, V, K]`` with ``state_layout="VK"``), any float dtype; None means zeros.
         inplace: overwrite ``state`` (any strides without overlap), rounding to its dtype. Where a gradient is needed
             this is the functional step and a ``copy_``.
+        state_indices: ``[B]`` int32 or int64, with ``inplace``: ``state`` is a pool ``[P, HV, K, V]`` and this the slot
+            of each request, which is read and overwritten where it lies. An index that is negative (padding of the
+            batch) names no slot: o is 0 there, and nothing is written. No two requests may have one slot. On the CPU
+            that is checked, and that indices are below P; on other devices, where reading them would synchronise,
+            an index from P on names no slot either, and what requests that share a slot get is undefined.
 
     The other arguments are those of :func:`linear_attention`.
 
@@ -151,9 +157,11 @@ def linear_attention_step(
         if q, k or v is float64) in memory of its own, or ``state`` itself with ``inplace``.
 
     Raises:
-        kdacompile.ops.errors.OpError: as :func:`linear_attention`; ``StateError`` for ``inplace`` without a state.
+        kdacompile.ops.errors.OpError: as :func:`linear_attention`; ``StateError`` for ``inplace`` without a state and
+            for ``state_indices`` without ``inplace``; ``StateIndicesError`` for values of ``state_indices``.
     """
     optional = {"g": g, "beta": beta, "state": state, "A_log": A_log, "dt_bias": dt_bias}
+    optional["state_indices"] = state_indices
     check_tensors({"q": q, "k": k, "v": v}, optional)
     _check_gate_parameters(gate_fn, A_log, gate_scale)
     squeezed = q.dim() == 3
@@ -164,8 +172,10 @@ def linear_attention_step(
     if inplace:
         if state is None:
             raise StateError(problem="inplace=True needs a state to write to")
-        o = definitions.call(definitions.linear_attention_step_, *operands, **options)
+        o = definitions.call(definitions.linear_attention_step_, *operands, state_indices, **options)
         new_state = state
+    elif state_indices is not None:
+        raise StateError(problem="state_indices needs inplace=True: the slots of a pool are written where they lie")
     else:
         o, new_state = definitions.call(definitions.linear_attention_step, *operands, **options)
         new_state = _from_kv(new_state, state_layout)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.containment import contain
+from kdacompile.lowering import pools
 from kdacompile.lowering.adjoint import GradientKernels
 from kdacompile.lowering.attention_calls import AttentionGradients, AttentionImplementation
 from kdacompile.lowering.calls import Call, Implementation
@@ -151,10 +152,11 @@ class FusedKernels(Serving):
         # Kernels are compiled for every kind of call. One that fails then may have written: the state is put back.
         state = call.initial_state
         assert state is not None  # its schema says so
-        before = state.clone()
+        indices = call.state_indices
+        before = state.clone() if indices is None else pools.gather(state, indices)
         step = self.attempted(chosen, lambda it: it.step(call, state, scratch), scratch)
         if step is None:
-            state.copy_(before)
+            _ = state.copy_(before) if indices is None else pools.put(state, indices, before)
             return (kernels.run_inplace_step(call),)
         self._compiled.add(kind)
         return step

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kdacompile import lowering
+from kdacompile.lowering import pools
 from kdacompile.lowering.attention_backward import run_attention_backward
 from kdacompile.lowering.calls import RECURRENT, Call
 from kdacompile.lowering.gates import FORMS, log_decay
@@ -71,10 +72,26 @@ def run_step(call: Call) -> tuple[Tensor, Tensor]:
 
 def run_inplace_step(call: Call) -> Tensor:
     """``kdacompile::linear_attention_step_``: the new state is rounded to the state's dtype, o is computed first."""
+    if call.state_indices is not None:
+        return _run_step_in_pool(call)
     o, new_state = lowering.run_linear_attention_step(prepared(call), overwrite=True)
     # Whoever overwrites the state has read everything else before, inputs that share memory with the state too.
     if call.initial_state is not None and new_state is not call.initial_state:
         call.initial_state.copy_(new_state)
+    return o.to(call.out_dtype).contiguous()
+
+
+def _run_step_in_pool(call: Call) -> Tensor:
+    """The same where the states lie in a pool; one in another dtype or layout than the kernels' is not copied whole."""
+    pool, indices = call.initial_state, call.state_indices
+    assert pool is not None and indices is not None
+    o = None
+    if pool.dtype is call.state_dtype and pool.is_contiguous():
+        o = lowering.run_step_in_pool(prepared(call))
+    if o is None:
+        o, states = lowering.run_linear_attention_step(prepared(pools.gathered(call)), overwrite=True)
+        pools.put(pool, indices, states)
+        o = pools.blank(o, pool, indices)
     return o.to(call.out_dtype).contiguous()
 
 

@@ -103,9 +103,17 @@ class Signature:
             return None
         return [operand.name for operand in self.operands].index(self.written[0])
 
+    def call_of(self, tensors: Sequence[Tensor | None], options: Mapping[str, Any]) -> Any:
+        """The call of an op's arguments; operands that the op does not have are left out."""
+        return self.call(**dict(zip(self._names, tensors, strict=False)), **options)
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(operand.name for operand in self.operands)
+
     def checked(self, tensors: Sequence[Tensor | None], options: Mapping[str, Any], *, symbolic: bool = False) -> Any:
         """The call of these arguments, which are right; else the typed error of the first that is not."""
-        call = self.call(*tensors, **options)
+        call = self.call_of(tensors, options)
         if symbolic:
             self.check(call, symbolic=True)
             return call
@@ -139,6 +147,7 @@ LINEAR_ATTENTION = Signature(
     ("o", "final_state"),
     ("[B, T, HV, V]", "[N, HV, K, V]"),
     {"B": "batch", "N": "batch", "H": "heads", "HV": "heads"},
+    frozenset({"state_indices"}),
     o_layout=True,
 )
 LINEAR_ATTENTION_STEP = replace(
@@ -146,7 +155,7 @@ LINEAR_ATTENTION_STEP = replace(
     name="linear_attention_step",
     check=check_step,
     check_values=None,
-    without=frozenset({"cu_seqlens", "chunk_size"}),
+    without=frozenset({"cu_seqlens", "state_indices", "chunk_size"}),
     o_layout=False,
 )
 LINEAR_ATTENTION_STEP_ = replace(
@@ -154,6 +163,7 @@ LINEAR_ATTENTION_STEP_ = replace(
     name="linear_attention_step_",
     check=partial(check_step, state_name="state"),
     check_values=check_writable,
+    without=frozenset({"cu_seqlens", "chunk_size"}),
     results=("o",),
     written=("initial_state", "state"),
 )

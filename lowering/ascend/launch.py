@@ -58,10 +58,16 @@ def _check(call: Call) -> None:
         raise ArgumentError(reason)
 
 
+def missing_width(call: Call) -> tuple[int, int]:
+    """What K and V lack to be powers of two."""
+    keys, values = (padded(x.shape[-1]) - x.shape[-1] for x in (call.q, call.v))
+    return keys, values
+
+
 def padded_call(call: Call) -> Call | None:
     """The call with K and V filled up to powers of two by zeros, which change no product and no decay, and of the state
     nothing but what they add to it; or None where nothing is to be filled."""
-    keys, values = (padded(x.shape[-1]) - x.shape[-1] for x in (call.q, call.v))
+    keys, values = missing_width(call)
     if not keys and not values:
         return None
     g, state, bias = call.g, call.initial_state, call.dt_bias
@@ -216,7 +222,7 @@ def _narrowed(call: Call, o: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def run_step(call: Call, *, cores: int, launch: Launcher, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """T tokens of every request, one after the other. The call is as the op has it, not packed, with q, k and v of one
-    dtype and the rest in float32. ``out`` may be the initial state, which is updated."""
+    dtype and the rest in float32. ``out`` may be the initial state, which is updated; with state indices it is."""
     _check(call)
     if (wide := padded_call(call)) is not None:
         o, new = _narrowed(call, *run_step(wide, cores=cores, launch=launch))
@@ -224,7 +230,8 @@ def run_step(call: Call, *, cores: int, launch: Launcher, out: Tensor | None = N
     batch, length, heads, width = call.q.shape
     value_heads, columns = call.v.shape[2:]
     tile = column_tile(width, columns, alone=True)
-    module = step_module(call.gate, call.delta, call.beta is not None, Fused.of(call))
+    pool = call.state_indices is not None
+    module = step_module(call.gate, call.delta, call.beta is not None, Fused.of(call), pool=pool)
     o = torch.empty_like(call.v, memory_format=torch.contiguous_format)
     if out is None:
         out = torch.empty(batch, value_heads, width, columns, dtype=torch.float32, device=call.v.device)
@@ -233,6 +240,8 @@ def run_step(call: Call, *, cores: int, launch: Launcher, out: Tensor | None = N
     others = {"g": g, "beta": call.beta, "A_log": call.A_log, "dt_bias": call.dt_bias}
     values |= {f"{name}_ptr": x.contiguous() for name, x in others.items() if x is not None}
     values |= {"l2norm_eps": call.qk_l2norm_eps, "gate_scale": call.gate_scale}
+    if call.state_indices is not None:
+        values |= {"state_indices_ptr": call.state_indices.to(torch.int32).contiguous(), "slots": out.shape[0]}
     initial = int(call.initial_state is not None)
     constants = {"H": heads, "HV": value_heads, "K": width, "V": columns, "BV": tile, "INITIAL": initial}
     constants["TOKENS"] = length

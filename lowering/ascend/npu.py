@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import pools
 from ..adjoint import GradientKernels, Gradients
 from ..attention_calls import AttentionImplementation
 from ..calls import Call, Implementation
@@ -20,7 +21,7 @@ from . import gradients
 from .attention_launch import decline as decline_attention
 from .attention_launch import run as run_attention
 from .emit import FIRST
-from .launch import Launch, Launcher, decline, run_chunks, run_step, target_of_arch
+from .launch import Launch, Launcher, decline, missing_width, run_chunks, run_step, target_of_arch
 from .operators import GatedDeltaRuleOperators
 from .prepare import prepare, single
 
@@ -82,8 +83,14 @@ class EmittedKernels:
         return o.to(call.out_dtype), state
 
     def step(self, call: Call, state: Tensor | None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-        """In place where the state is fp32 and contiguous; another one is copied to fp32 and back."""
+        """In place where the state is fp32 and contiguous, and its sizes are powers of two in a pool; another one is
+        copied to fp32 and back, of a pool the slots that are named."""
         direct = state is not None and state.dtype is torch.float32 and state.is_contiguous()
+        indices = call.state_indices
+        if state is not None and indices is not None and (not direct or any(missing_width(call))):
+            o, new = run_step(single(pools.gathered(call)), **self._device())
+            pools.put(state, indices, new)
+            return pools.blank(o.to(call.out_dtype), state, indices), state
         o, new = run_step(single(call), **self._device(), out=state if direct else None)
         if state is not None and not direct:
             state.copy_(new)

@@ -98,6 +98,8 @@ class GatedDeltaRuleOperators:
             return "not the gated delta rule with one gate a token"
         if any(x.dtype is not torch.bfloat16 for x in (call.q, call.k, call.v, call.beta)) or call.sigmoid_beta:
             return "q, k, v and beta are not all given in bfloat16"
+        if call.state_indices is not None:
+            return "the states lie in a pool"
         if call.initial_state is None or call.initial_state.dtype is not torch.bfloat16:
             return "the state is not held in bfloat16"
         if not all(hasattr(self._namespace or torch.ops.npu, s.split("(")[0]) for s in (CHUNKED, RECURRENT)):

@@ -20,24 +20,28 @@ PLAIN = Fused()
 
 
 @cache
-def step_module(gate: str, delta: bool, beta: bool = True, fused: Fused = PLAIN) -> Module:
-    """The kernel of ``TOKENS`` tokens of a row of the family."""
+def step_module(gate: str, delta: bool, beta: bool = True, fused: Fused = PLAIN, *, pool: bool = False) -> Module:
+    """The kernel of ``TOKENS`` tokens of a row of the family; ``pool``: states lie in one (lowering/pools.py)."""
     program = linear_attention_program(gate, delta, beta=beta, form="token")
     assert program.carry is not None
     step = _Step(program, fused)
     step.emit(program.ops)
-    start = [
+    state = "slot * HV + head" if pool else "lane"
+    place = [
         "column = task % (V // BV) * BV",
         "lane = task // (V // BV)",
         "head = lane % HV",
         "request = lane // HV",
+    ]
+    start = [
         "S = tl.zeros([K, BV], tl.float32)",
         "if INITIAL:",
-        "    S = tl.load(tile_at(initial_state_ptr, lane, column, K, V, BV))",
+        f"    S = tl.load(tile_at(initial_state_ptr, {state}, column, K, V, BV))",
     ]
-    end = [f"tl.store(tile_at(final_state_ptr, lane, column, K, V, BV), {program.carry.name})"]
-    pointers = [(name, Kind.F32) for name in ("initial_state_ptr", "final_state_ptr")]
-    arguments = [Argument(*pair) for pair in (*step.arguments.items(), *pointers, ("tasks", Kind.COUNT))]
+    end = [f"tl.store(tile_at(final_state_ptr, {state}, column, K, V, BV), {program.carry.name})"]
+    others = [(name, Kind.F32) for name in ("initial_state_ptr", "final_state_ptr")]
+    others += [("state_indices_ptr", Kind.I32), ("slots", Kind.COUNT)] * pool
+    arguments = [Argument(*pair) for pair in (*step.arguments.items(), *others, ("tasks", Kind.COUNT))]
     turn = [
         "token = request * TOKENS + t",
         "at = token * HV + head",
@@ -46,13 +50,28 @@ def step_module(gate: str, delta: bool, beta: bool = True, fused: Fused = PLAIN)
         f"{program.carry.name} = {program.carry.step.name}",
     ]
     body = [*start, "for t in range(TOKENS):", *indent(turn, 1), *end]
+    body = [*place, *(_with_slot(body) if pool else body)]
     lines = ["    for task in range(core, tasks, cores):", *indent(body, 2)]
     constants = used_constants("\n".join(lines))
     head = [*definition("step", arguments, constants), "    core = tl.program_id(0)", "    cores = tl.num_programs(0)"]
-    name = "_".join([program.name, *([] if beta else ["nobeta"]), "step", *([fused.name] if fused.name else [])])
+    words = ["" if beta else "nobeta", "step", fused.name, "pool" * pool]
+    name = "_".join([program.name, *filter(None, words)])
     text = "\n".join([*head, *lines])
     kernel = Kernel("step", Domain.LANE_COLUMNS, tuple(arguments), constants, text)
     return Module(name, assemble(f"{program.name}, a step.", [text]), (kernel,))
+
+
+def _with_slot(body: list[str]) -> list[str]:
+    """``body`` where the request has a slot, else zeros."""
+    return [
+        "slot = tl.load(state_indices_ptr + request)",
+        "if (slot >= 0) & (slot < slots):",
+        *indent(body, 1),
+        "else:",
+        "    for t in range(TOKENS):",
+        "        at = (request * TOKENS + t) * HV + head",
+        "        tl.store(part_at(o_ptr, at, column, V, BV), tl.zeros([BV], o_ptr.dtype.element_ty))",
+    ]
 
 
 class _Step(TokenEmitter):

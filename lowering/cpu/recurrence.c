@@ -42,6 +42,7 @@ struct problem {
     real *out;                           /* [B, T, heads, V] */
     real *final;                         /* [sequences, heads, K, V] */
     const int64_t *bounds;               /* [sequences + 1] of packed sequences, or null: one to a batch entry */
+    const int64_t *slots;                /* [sequences], where in initial and final its state is, or null: in order */
     int64_t length, heads, heads_per_key, K, V;
     int64_t decay_per_channel, delta;
     double scale, norm_eps;              /* norm_eps 0: q and k are taken as they are */
@@ -133,13 +134,20 @@ static void write_row(const vector from[VECTORS], real *to, int64_t columns)
 static void run_strip(const struct problem *p, int64_t sequence, int64_t head, int64_t column)
 {
     const int64_t columns = p->V - column < WIDTH ? p->V - column : WIDTH;
-    const int64_t tile = (sequence * p->heads + head) * p->K * p->V + column;
+    const int64_t slot = p->slots ? p->slots[sequence] : sequence;
+    const int64_t tile = (slot * p->heads + head) * p->K * p->V + column;
     const int64_t batch = p->bounds ? 0 : sequence;
     const int64_t start = p->bounds ? p->bounds[sequence] : 0;
     const int64_t end = p->bounds ? p->bounds[sequence + 1] : p->length;
     vector state[p->K][VECTORS];
     real same_decay[p->K], key_decayed[p->K];
 
+    if (slot < 0) { /* a request that is skipped */
+        for (int64_t t = start; t < end; t++)
+            for (int64_t i = 0; i < columns; i++)
+                p->out[((batch * p->length + t) * p->heads + head) * p->V + column + i] = 0;
+        return;
+    }
     for (int64_t i = 0; i < p->K; i++) {
         for (int j = 0; j < VECTORS; j++)
             state[i][j] = (vector){0};

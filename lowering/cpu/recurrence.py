@@ -22,7 +22,7 @@ _ROWS = 4  # as in the source
 _TASK_ELEMENTS = 1 << 16  # state elements times tokens worth waking a thread for, some 10 us
 
 # struct problem of the source: operands (pointer and strides), pointers, sizes, scale and norm_eps
-_PROBLEM = struct.Struct("@20q 4q 7q 2d")
+_PROBLEM = struct.Struct("@20q 5q 7q 2d")
 _NOTHING = (0, 0, 0, 0)
 
 Launch = Callable[[], tuple[Tensor, Tensor]]
@@ -60,7 +60,7 @@ def prepare_recurrence(call: Call, bounds: Tensor | None, *, overwrite: bool = F
     where the kernel does not run such calls here. Nothing that the caller has is written before it is called.
 
     ``bounds``: of :func:`bounds_of`; ``overwrite``: the final state takes the place of ``initial_state`` where that is
-    contiguous memory of its own.
+    contiguous memory of its own. A pool of states is taken in no other case.
     """
     kernel = _kernel(call.q.dtype) if runs_recurrence(call.q) else None
     if kernel is None:
@@ -76,6 +76,9 @@ def prepare_recurrence(call: Call, bounds: Tensor | None, *, overwrite: bool = F
     initial, operands = address(initial_state), (operand(q), operand(k), operand(v), operand(decay), operand(beta))
     alone = overwrite and not shares_memory(initial_state, [initial, *[x[0] for x in operands]])
     final = initial_state if alone else None  # a strip is read whole before it is written
+    slots = None if call.state_indices is None else call.state_indices.long().contiguous()
+    if slots is not None and final is not call.initial_state:
+        return None
     if final is None:
         final = torch.empty((sequences, heads, key_width, value_width), dtype=q.dtype)
     problem = _PROBLEM.pack(
@@ -84,6 +87,7 @@ def prepare_recurrence(call: Call, bounds: Tensor | None, *, overwrite: bool = F
         address(out),
         address(final),
         address(bounds),
+        address(slots),
         length,
         heads,
         heads // key_heads,
@@ -94,7 +98,7 @@ def prepare_recurrence(call: Call, bounds: Tensor | None, *, overwrite: bool = F
         call.scale,
         call.qk_l2norm_eps,
     )
-    held = q, k, v, decay, beta, initial_state, bounds, out, final  # the kernel has their addresses
+    held = q, k, v, decay, beta, initial_state, bounds, slots, out, final  # the kernel has their addresses
 
     def launch() -> tuple[Tensor, Tensor]:
         kernel(problem, sequences * heads, batch * length // max(1, sequences), key_width, value_width)

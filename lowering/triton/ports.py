@@ -60,12 +60,12 @@ class PortText:
 
     def step_signature(self, ports: list[str], states: list[str]) -> None:
         variant = self.variant
-        pointers = [f"{name}_ptr" for name in (*ports, *states)] + ["o_ptr"]
+        pointers = [f"{name}_ptr" for name in (*ports, *states, *["state_indices"] * variant.pool)] + ["o_ptr"]
         pointers += ["A_log_ptr"] * variant.rate + ["dt_bias_ptr"] * variant.bias
         scalars = ["scale", *["gate_scale"] * ("g" in ports), *["l2norm_eps"] * variant.l2norm]
         steps = [stride for name in (*ports, *states) for stride in strides(name, variant.gate)]
         steps = [stride for stride in steps if not stride.endswith("_st")]
-        self._def("step", [pointers, scalars, steps], "HV GROUP K V KP BV".split())
+        self._def("step", [pointers, scalars, steps, ["N"] * variant.pool], "HV GROUP K V KP BV".split())
 
     def _def(self, kernel: str, arguments: list[list[str]], constants: Sequence[str]) -> None:
         # Strides of wide ports are specialised: what is known to be divisible by 16 is loaded 16 bytes at a time.

@@ -127,6 +127,8 @@ def _operands(call: Call, scratch: Scratch) -> dict[str, Any]:
         values["A_log_ptr"] = scratch.contiguous(call.A_log)
     if call.dt_bias is not None:
         values["dt_bias_ptr"] = scratch.contiguous(call.dt_bias)
+    if call.initial_state is not None and call.state_indices is not None:
+        values |= {"state_indices_ptr": scratch.contiguous(call.state_indices), "N": call.initial_state.shape[0]}
     return values
 
 

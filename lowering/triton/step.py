@@ -37,9 +37,8 @@ class _Step(TokenEmitter):
         carry = self.program.carry
         assert carry is not None
         add = self.lines.add
-        add("state_base = final_state_ptr + batch * final_state_sn + head * final_state_sh")
-        add("state_tile = state_base + d[:, None] * final_state_sk + c[None, :] * final_state_sv")
-        add(f"tl.store(state_tile, {carry.step.name}, mask=(d < K)[:, None] & (c < V)[None, :])")
+        self._state_tile("final_state")
+        add(f"tl.store(state_tile, {carry.step.name}, mask=live_tile)")
         return self.lines.text()
 
     def _begin(self, ports: list[str]) -> None:
@@ -52,6 +51,16 @@ class _Step(TokenEmitter):
         add("batch, head = lane // HV, lane % HV")
         add("d = tl.arange(0, KP)")
         add("c = block * BV + tl.arange(0, BV)")
+        add("live_tile = (d < K)[:, None] & (c < V)[None, :]")
+        if self.variant.pool:
+            add("slot = tl.load(state_indices_ptr + batch).to(tl.int64)")
+            add("has_slot = (slot >= 0) & (slot < N)")
+            add("live_tile = live_tile & has_slot")
+
+    def _state_tile(self, name: str) -> None:
+        at = "slot" if self.variant.pool else "batch"
+        self.lines.add(f"state_base = {name}_ptr + {at} * {name}_sn + head * {name}_sh")
+        self.lines.add(f"state_tile = state_base + d[:, None] * {name}_sk + c[None, :] * {name}_sv")
 
     def operand(self, value: Value, op: Op) -> str:
         """A column beside a matrix has to say which way it stands."""
@@ -84,12 +93,13 @@ class _Step(TokenEmitter):
         return x
 
     def on_store(self, op: Op) -> str:
-        self.lines.add(f"tl.store(o_ptr + lane * V + c, {op.inputs[0].name}, mask=c < V)")
+        value = op.inputs[0].name
+        value = f"tl.where(has_slot, {value}, 0.0)" if self.variant.pool else value
+        self.lines.add(f"tl.store(o_ptr + lane * V + c, {value}, mask=c < V)")
         return ""
 
     def on_carry(self, op: Op) -> str:
         if not self.variant.state:
             return "tl.zeros([KP, BV], tl.float32)"
-        self.lines.add("state_base = initial_state_ptr + batch * initial_state_sn + head * initial_state_sh")
-        self.lines.add("state_tile = state_base + d[:, None] * initial_state_sk + c[None, :] * initial_state_sv")
-        return "tl.load(state_tile, mask=(d < K)[:, None] & (c < V)[None, :], other=0.0).to(tl.float32)"
+        self._state_tile("initial_state")
+        return "tl.load(state_tile, mask=live_tile, other=0.0).to(tl.float32)"

@@ -13,7 +13,8 @@ from ..linear_attention import linear_attention_program
 class Variant:
     """One emitted source. Sizes, dtypes and strides are not part of it; Triton specialises on those.
 
-    ``rate`` and ``bias``: whether A_log and dt_bias are given. ``state``: whether there is an initial state.
+    ``rate`` and ``bias``: whether A_log and dt_bias are given. ``state``: whether there is an initial state;
+    ``pool``: whether it is a slot of a pool.
     """
 
     gate: str
@@ -26,6 +27,7 @@ class Variant:
     l2norm: bool = False
     state: bool = False
     packed: bool = False
+    pool: bool = False
     form: str = "chunk"
 
     @classmethod
@@ -41,6 +43,7 @@ class Variant:
             call.qk_l2norm_eps > 0.0,
             call.initial_state is not None,
             call.cu_seqlens is not None,
+            call.state_indices is not None,
             form,
         )
 
@@ -53,5 +56,5 @@ class Variant:
     def name(self) -> str:
         words = [self.program.name, self.form]
         words += [] if self.gate_fn == "log" else [self.gate_fn]
-        words += [flag for flag in ("sigmoid_beta", "l2norm", "state", "packed") if getattr(self, flag)]
+        words += [flag for flag in ("sigmoid_beta", "l2norm", "state", "packed", "pool") if getattr(self, flag)]
         return "_".join(words)

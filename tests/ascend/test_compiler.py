@@ -140,7 +140,7 @@ def test_chunks_of_128_fit_without_gates_and_delta_term(tools: Tools, row: tuple
 @pytest.mark.parametrize(("tokens", "width"), [(1, 128), (MOST_STEP, 256)])
 @pytest.mark.parametrize("row", FAMILY)
 def test_steps_compile(tools: Tools, row: tuple[str, bool], tokens: int, width: int) -> None:
-    (kernel,) = step_module(*row, fused=FUSED if tokens > 1 else PLAIN).kernels
+    (kernel,) = step_module(*row, fused=FUSED if tokens > 1 else PLAIN, pool=tokens > 1).kernels
     sizes = constants(row[1], K=width, V=width, BV=column_tile(width, width, alone=True), TOKENS=tokens)
     facts = tools.compile(kernel, sizes).facts
     assert facts["cube"] is None and facts["workspace_bytes"] == 0 and within_capacity(facts)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kdacompile.lowering.ascend.npu import EmittedKernels
 from kdacompile.lowering.ascend.operators import CHUNKED, RECURRENT, GatedDeltaRuleOperators
 from kdacompile.ops.fused import FusedKernels
+from kdacompile.ops.signature import LINEAR_ATTENTION_STEP_
 from tests.ascend.cases import CORES
 from tests.ascend.tools import SimulatedDevice, Tools
 from tests.lowering.verify import relative_error
@@ -78,6 +79,34 @@ def test_steps_through_the_emitted_kernel(tools: Tools, dtype: torch.dtype) -> N
     options = {name: value for name, value in case.options.items() if name != "chunk_size"}
     o = simulated(tools).inplace_step(*case.positional, **options)
     assert relative_error(o, expected[0]) < 6e-3 and relative_error(state, expected[1]) < 6e-3
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16", "padded"])
+def test_a_step_on_a_pool_of_states(tools: Tools, state: str) -> None:
+    """Slots are read and written where they lie, by the kernel itself; those of another dtype, or of widths that are no
+    powers of two, are gathered and put back. Padding gives zeros, of NaN as well, and what is not named stays."""
+    width = 20 if state == "padded" else 64
+    case = make_case(gate="channel", gate_fn="softplus", heads=1, key_dim=width, value_dim=32, length=1, batch=4)
+    case = case.to(torch.bfloat16).with_tensors(initial_state=case.tensors["initial_state"])
+    options = {name: value for name, value in case.options.items() if name != "chunk_size"}
+    slots = torch.tensor([3, -1, 0, 7])
+    live, places = torch.tensor([0, 2]), torch.tensor([3, 0])  # the last is past the pool
+    pool = torch.full((6, *case.tensors["initial_state"].shape[1:]), 7.0)
+    pool[places] = case.tensors["initial_state"][live]
+    pool = pool.bfloat16() if state == "bf16" else pool
+    states = pool[places].to(torch.float64)
+    case.tensors["v"][1] = float("nan")
+    own = case.with_tensors(initial_state=torch.zeros_like(case.tensors["initial_state"], dtype=torch.float64))
+    own.tensors["initial_state"][live] = states
+    expected = oracle(own)
+    with TorchOperators() as operators:
+        inputs = [pool if name == "initial_state" else x for name, x in case.tensors.items()]
+        call = LINEAR_ATTENTION_STEP_.call_of([*inputs, slots], options)
+        o, _ = EmittedKernels(SimulatedDevice(tools), CORES).step(call, pool)
+    assert relative_error(o[live], expected[0][live]) < 6e-3
+    assert relative_error(pool[places], expected[1][live]) < 6e-3
+    assert bool((o[[1, 3]] == 0).all()) and bool((pool[[1, 2, 4, 5]] == 7).all())
+    assert state != "fp32" or not operators.seen & {"index_select", "index_copy_"}
 
 
 def schemas(environment: Path, operator: str) -> set[str]:

@@ -158,8 +158,8 @@ def test_steps_that_fail_leave_the_state_as_it_was(choose: Any) -> None:
     start = torch.randn(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
     ours, plain = start.clone(), start.clone()
     for _ in range(2):
-        o = served.inplace_step(q, k, v, g, beta, ours, None, None, **options)
-        want = torch.ops.kdacompile.linear_attention_step_(q, k, v, g, beta, plain, None, None, **options)
+        o = served.inplace_step(q, k, v, g, beta, ours, None, None, None, **options)
+        want = torch.ops.kdacompile.linear_attention_step_(q, k, v, g, beta, plain, None, None, None, **options)
         torch.testing.assert_close((o, ours), (want, plain))
     assert not torch.equal(ours, start)
 

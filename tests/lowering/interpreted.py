@@ -7,6 +7,7 @@ and fp32; 16-bit inputs are tested on a GPU.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -97,6 +98,23 @@ def steps() -> None:
     check(KERNELS.step(call_of(without), None), cases.oracle(without), "no state")
 
 
+def pools() -> None:
+    """Steps on slots of a pool in both layouts: padding gives zeros, and what is not named stays as it is."""
+    for gate, delta in (("channel", True), ("none", False)):
+        for turned in (False, True):
+            case = cases.make_case(gate=gate, delta=delta, length=1, batch=4, key_dim=20, value_dim=18)
+            indices, live, places = torch.tensor([3, -1, 0, 7], dtype=torch.int32), [0, 2], [3, 0]
+            pool = torch.full((6, *case.tensors["initial_state"].shape[1:]), 7.0)
+            pool = pool.mT.contiguous().mT if turned else pool
+            pool[places] = case.tensors["initial_state"][live]
+            o, state = cases.oracle(case)
+            case.tensors["v"][1] = float("nan")
+            call = replace(call_of(case), initial_state=pool, state_indices=indices)
+            found, _ = KERNELS.step(call, pool)
+            check((found[live], pool[places]), (o[live], state[live]), (gate, turned))
+            assert bool((found[[1, 3]] == 0).all()) and bool((pool[[1, 2, 4, 5]] == 7).all())
+
+
 def shapes() -> None:
     """Widths that are no power of two, more than one block of K and V, grouped heads, strides, causality."""
     for width, columns in ((40, 72), (16, 80)):
@@ -148,7 +166,8 @@ def probe(x, d, by_x, by_rate, rate, gate_scale, FN: tl.constexpr, N: tl.constex
 
 PARTS = {
     "gates": gates,
-    "rows": rows, "preparations": preparations, "bounds": bounds, "limits": limits, "steps": steps, "shapes": shapes,
+    "rows": rows, "preparations": preparations, "bounds": bounds, "limits": limits, "steps": steps, "pools": pools,
+    "shapes": shapes,
 }  # fmt: skip
 
 if __name__ == "__main__":

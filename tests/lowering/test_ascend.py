@@ -40,13 +40,14 @@ MODULES = {
     "kda.adjoint": adjoint_module("channel", True),
     "kda.step": step_module("channel", True),
     "kda.step.fused": step_module("channel", True, fused=FUSED),
+    "simple_gla.step.pool": step_module("token", False, pool=True),
 }
 
 
 def every_module() -> list[Module]:
     rows = [(*row, beta) for row in ROWS for beta in (True, False)]
     made = [make(*row) for row in rows for make in (chunk_module, step_module)]
-    made += [step_module(*row, fused=FUSED) for row in rows]
+    made += [step_module(*row, fused=FUSED, pool=True) for row in rows]
     made += [adjoint_module(*row) for row in rows]
     return made + [chunk_module(*row, target="ascend910_95") for row in rows]
 

@@ -49,8 +49,9 @@ def test_chunk_kernels_golden(variant: Variant) -> None:
     check_golden(f"triton.{variant.name}.py.txt", chunk_source(variant))
 
 
-def test_step_kernel_golden() -> None:
-    variant = replace(KIMI, form="token")
+@pytest.mark.parametrize("pool", [False, True])
+def test_step_kernel_golden(pool: bool) -> None:
+    variant = replace(KIMI, form="token", pool=pool)
     check_golden(f"triton.{variant.name}.py.txt", step_source(variant))
 
 
@@ -136,7 +137,7 @@ def test_a_generated_source_is_a_module_that_no_file_stands_for(
 
 @needs_triton
 @no_interpreter
-@pytest.mark.parametrize("parts", ["rows steps shapes", "preparations bounds limits gates"])
+@pytest.mark.parametrize("parts", ["rows steps pools shapes", "preparations bounds limits gates"])
 def test_numbers_in_the_interpreter(parts: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "tests.lowering.interpreted", *parts.split()]

@@ -76,7 +76,7 @@ def test_in_place_step_in_a_cuda_graph() -> None:
 
     def step() -> torch.Tensor:
         return torch.ops.kdacompile.linear_attention_step_(
-            *static.values(), state, case.tensors["A_log"], case.tensors["dt_bias"], **options
+            *static.values(), state, case.tensors["A_log"], case.tensors["dt_bias"], None, **options
         )
 
     stream = torch.cuda.Stream()

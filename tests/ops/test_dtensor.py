@@ -66,6 +66,20 @@ def test_a_shard_in_place(mesh: DeviceMesh) -> None:
     assert new is state and not torch.equal(local, before)
 
 
+def test_a_pool_of_states_in_place(mesh: DeviceMesh) -> None:
+    """Cut by heads every rank writes its heads of the slots; cut by requests each would write a pool of its own."""
+    x, states, slots = torch.ones(2, 1, 2, 8), torch.ones(5, 2, 8, 8), torch.tensor([3, -1])
+    q, pool = distribute_tensor(x, mesh, [Shard(2)]), distribute_tensor(states, mesh, [Shard(1)])
+    with torch.no_grad():
+        linear_attention_step(q, q, q, state=pool, state_indices=slots, inplace=True)
+        linear_attention_step(x, x, x, state=states, state_indices=slots, inplace=True)
+        assert torch.equal(pool.to_local(), states) and not torch.equal(states[3], states[2])
+        q, pool = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(states, mesh, [Replicate()])
+        indices = distribute_tensor(slots, mesh, [Shard(0)])
+        with pytest.raises(errors.DistributedTensorError, match="a pool of its own"):
+            linear_attention_step(q, q, q, state=pool, state_indices=indices, inplace=True)
+
+
 def test_local_map_over_heads(mesh: DeviceMesh) -> None:
     case = make_case(length=19)
     plain = [case.tensors[name] for name in ("q", "k", "v", "g", "beta")]

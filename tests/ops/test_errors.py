@@ -119,6 +119,14 @@ def _api_step(**changes: Any) -> Callable[[], Any]:
     return lambda: linear_attention_step(**arguments)
 
 
+def slots(*indices: int) -> Tensor:
+    return torch.tensor(indices, dtype=torch.int32)
+
+
+def _api_pool(indices: Any, size: int = 9) -> Callable[[], Any]:
+    return _api_step(state=z(size, HV, K, V), state_indices=indices, inplace=True)
+
+
 API_ERRORS: list[tuple[str, Callable[[], Any], type[errors.OpError]]] = [
     ("q is None", _api(q=None), errors.OperandError),
     ("beta is a list", _api(beta=[1.0]), errors.OperandError),
@@ -140,6 +148,14 @@ API_ERRORS: list[tuple[str, Callable[[], Any], type[errors.OpError]]] = [
     ("step g rank", _api_step(g=z(B, 1, HV, K)), errors.RankError),
     ("step nothing to write", _api_step(inplace=True), errors.StateError),
     ("step state", _api_step(state=z(B, HV, V, K), inplace=True), errors.SizeError),
+    ("step slots of no pool", _api_step(state=z(9, HV, K, V), state_indices=slots(0, 1)), errors.StateError),
+    ("step slots of some", _api_pool(slots(0)), errors.SizeError),
+    ("step slots as numbers", _api_pool(slots(0, 1).float()), errors.DtypeError),
+    ("step slots elsewhere", _api_pool(slots(0, 1).to("meta")), errors.DeviceError),
+    ("step slots as a list", _api_pool([0, 1]), errors.OperandError),
+    ("step slots past the pool", _api_pool(slots(0, 9)), errors.StateIndicesError),
+    ("step slots twice", _api_pool(slots(3, 3)), errors.StateIndicesError),
+    ("step slots of an empty pool", _api_pool(slots(-1, -1), 0), errors.StateIndicesError),
     ("step overlapping state", _api_step(state=z(1, HV, K, V).expand(B, -1, -1, -1), inplace=True), errors.StateError),
 ]
 

@@ -119,7 +119,7 @@ def test_in_place_step() -> None:
     state = case.tensors["initial_state"] * 1.0
     options = {n: x for n, x in case.options.items() if n != "chunk_size"}
     q, k, v, g, beta, _, A_log, dt_bias = case.positional
-    o = torch.ops.kdacompile.linear_attention_step_(q, k, v, g, beta, state, A_log, dt_bias, **options)
+    o = torch.ops.kdacompile.linear_attention_step_(q, k, v, g, beta, state, A_log, dt_bias, None, **options)
     assert_close((o, state), oracle(case), 1e-5)
     _compare(case, _gradients((o, state), case, weights), expected, 3e-5)
 

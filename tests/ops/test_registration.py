@@ -23,6 +23,7 @@ def _call(case: Case, name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     tensors: tuple[Any, ...] = case.positional
     if "step" in name:
         del options["chunk_size"]
+        tensors = (*tensors, None) if name.endswith("_") else tensors
     else:
         tensors = (*tensors, case.cu_seqlens)
     if name.endswith("backward"):

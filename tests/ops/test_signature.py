@@ -26,7 +26,9 @@ def test_schemas() -> None:
         'str o_layout="BTHV") -> (Tensor o, Tensor final_state)'
     )
     in_place = OPERANDS.replace("Tensor? initial_state", "Tensor(a!) state")
-    assert signature.LINEAR_ATTENTION_STEP_.schema == f"({in_place}, *, {OPTIONS}, ScalarType? out_dtype) -> Tensor"
+    assert signature.LINEAR_ATTENTION_STEP_.schema == (
+        f"({in_place}, Tensor? state_indices, *, {OPTIONS}, ScalarType? out_dtype) -> Tensor"
+    )
     assert signature.LINEAR_ATTENTION_STEP.backward_schema == (
         f"(Tensor? grad_o, Tensor? grad_final_state, {OPERANDS}, *, {OPTIONS}, bool[] wanted) -> Tensor[]"
     )

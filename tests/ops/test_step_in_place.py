@@ -13,7 +13,7 @@ from tests.ops.cases import Case, assert_close, make_case, oracle
 def _step(case: Case, state: Tensor) -> Tensor:
     options = {name: value for name, value in case.options.items() if name != "chunk_size"}
     q, k, v, g, beta, _, A_log, dt_bias = case.positional
-    return torch.ops.kdacompile.linear_attention_step_(q, k, v, g, beta, state, A_log, dt_bias, **options)
+    return torch.ops.kdacompile.linear_attention_step_(q, k, v, g, beta, state, A_log, dt_bias, None, **options)
 
 
 @pytest.mark.parametrize("key_dim", [5, 8])  # of no kernel, of the CPU's
