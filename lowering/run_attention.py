@@ -187,12 +187,12 @@ class Attention:
             rows = slice(*queries) if self.mask.shape[2] > 1 else slice(None)
             part = self.mask[:, :, rows, block[0] : block[1]]
             total = _keep(part, self.dtype) if part.dtype is torch.bool else part.to(self.dtype)
-        allowed = self._allowed(queries, block)
+        allowed = self.allowed(queries, block)
         if allowed is not None:
             total = _keep(allowed, self.dtype) if total is None else torch.where(allowed, total, -torch.inf)
         return total
 
-    def _allowed(self, queries: tuple[int, int], block: tuple[int, int]) -> Tensor | None:
+    def allowed(self, queries: tuple[int, int], block: tuple[int, int]) -> Tensor | None:
         """Causality and lengths, ``[B|1, 1, t|1, C]``; None where nothing of the block is hidden."""
         tokens, device = self.q.shape[1], self.q.device
         if self.lengths is None and (not self.causal or block[1] - 1 <= self.width - tokens + queries[0]):
@@ -265,19 +265,7 @@ def run_attention(call: Attention) -> tuple[Tensor, Tensor]:
     return _finish(call, _scan(call, absorbed), absorbed)
 
 
-def softmax_sums(call: Attention) -> tuple[Tensor, Tensor]:
-    """The scores' maximum and the sum of their exponentials below it, ``[B, H, T, 1]`` each, without the values."""
-    batch, tokens, heads, _ = call.q.shape
-    largest = torch.full((batch, heads, tokens, 1), torch.inf, dtype=call.dtype, device=call.q.device)
-    total = torch.ones_like(largest)
-    for queries, (own, sums, _) in _scan(call, call.absorbed, values=False).items():
-        empty = sums == 0
-        _rows(largest, queries).copy_(torch.where(empty, torch.inf, own))
-        _rows(total, queries).copy_(torch.where(empty, 1.0, sums))
-    return largest, total
-
-
-def _scan(call: Attention, absorbed: bool, *, values: bool = True) -> dict[tuple[int, int], Carry]:
+def _scan(call: Attention, absorbed: bool) -> dict[tuple[int, int], Carry]:
     """The carry of every block of queries after the last block of the cache."""
     q, q_shared = call.queries(absorbed), call.shared_queries()
     w_uk = w_uv = None
@@ -291,7 +279,7 @@ def _scan(call: Attention, absorbed: bool, *, values: bool = True) -> dict[tuple
         for queries in call.query_blocks():
             if call.seen(queries, block):
                 bias = call.bias(queries, block)
-                summary = _summary(q, q_shared, k, rope, v if values else v[..., :1], queries, bias)
+                summary = _summary(q, q_shared, k, rope, v, queries, bias)
                 carries[queries] = _merged(carries.get(queries), summary)
     return carries
 

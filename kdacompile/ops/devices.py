@@ -14,7 +14,7 @@ from kdacompile.lowering.cpu import attention as cpu
 from kdacompile.ops import definitions, mla_cut
 from kdacompile.ops.fused import FusedAttention, FusedKernels
 
-FusedAttention(cpu.choose_attention, cpu.choose_attention).serve("CPU")  # prompts in blocks of queries
+FusedAttention(cpu.choose_attention).serve("CPU")  # prompts in blocks of queries
 
 FusedKernels(cuda.choose, gradients=cuda.choose_adjoint, remember=True).serve("CUDA")
 FusedAttention(cuda.choose_attention, cuda.choose_gradients, remember=True).serve("CUDA")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kdacompile import lowering
 from kdacompile.lowering import pools
-from kdacompile.lowering.attention_backward import run_attention_backward
+from kdacompile.lowering.attention_rows import run_attention_backward
 from kdacompile.lowering.calls import RECURRENT, Call
 from kdacompile.lowering.gates import FORMS, log_decay
 from kdacompile.lowering.operands import given, operands, tensors
@@ -163,11 +163,11 @@ def run_mla(call: Attention) -> tuple[Tensor, Tensor]:
 
 def mla_backward_kernel(*arguments: Any, wanted: list[bool], **options: Any) -> list[Tensor]:
     """``kdacompile::mla_backward``: one gradient for each wanted tensor, in its dtype."""
-    (grad_o, grad_lse, o, lse), operands = MLA.of_backward(arguments)
+    (grad_o, grad_lse, o, _), operands = MLA.of_backward(arguments)
     call = Attention(*operands, **options, out_dtype=o.dtype)
     if call.block_table is not None:
         raise PagedCacheError(problem="a paged cache has no gradients: gather it, or detach what reads it")
-    return gradients_of(call, wanted, lambda names: run_attention_backward(call, o, lse, grad_o, grad_lse, names))
+    return gradients_of(call, wanted, lambda names: run_attention_backward(call, o, grad_o, grad_lse, names))
 
 
 def gradients_of(

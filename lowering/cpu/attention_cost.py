@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .attention import ROWS
+from ..attention_rows import ROWS
 
 
 @dataclass(frozen=True)
