@@ -34,7 +34,8 @@ def is_distributed(value: Any) -> bool:
 
 def is_wrapped(value: Any) -> bool:
     """True for a tensor subclass around other tensors, and for collections that hold one."""
-    return any(isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x) for x in tree_leaves(value))
+    leaves = (value,) if isinstance(value, torch.Tensor) else tree_leaves(value)
+    return any(isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x) for x in leaves)
 
 
 def touches(node: fx.Node) -> bool:

@@ -9,6 +9,8 @@ Torch has no public way to ask an ``OpOverload`` for its declaration or its over
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
@@ -113,7 +115,7 @@ class _Writer(TorchDispatchMode):
         if kwargs.get("device") is not None or (not operands and _takes_device(func)):
             kwargs = {**kwargs, "device": torch.device("meta")}
         with in_kernel_invocation_manager(self.fakes):
-            out = func(*args, **kwargs)
+            out = without_data(func, args, kwargs)
         return map_tensors(out, lambda tensor: self.fake(tensor, torch.device(device)))
 
     def fake(self, tensor: Tensor, device: torch.device) -> Tensor:
@@ -141,6 +143,77 @@ def _takes_device(target: Any) -> bool:
     """True for operators that make a tensor where they are told to."""
     arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
     return any(argument.name == "device" for argument in arguments)
+
+
+# -- operators without data -------------------------------------------------------------------------------------------
+# Half of torch's rules for shapes are written in Python. Loops and layers call the same operator on the same shapes
+# again and again, and so does every further look at a graph.
+
+MOST_KNOWN = 1 << 14
+_known: dict[Any, Any] = {}
+"""Shapes, strides and dtypes of results, by operator and operands."""
+
+
+class _NotPlain(Exception):
+    """An operand whose shape, strides and dtype do not say all."""
+
+
+def without_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator yields on meta tensors, remembered where the results are new tensors."""
+    if not _makes_new(func):
+        return func(*args, **kwargs)
+    try:
+        key = func, torch.get_default_dtype(), _described(args), _described(kwargs)
+    except _NotPlain:
+        return func(*args, **kwargs)
+    if key in _known:
+        return _made(_known[key])
+    out = func(*args, **kwargs)
+    results = out if isinstance(out, (tuple, list)) else (out,)
+    if all(isinstance(each, Tensor) for each in results) and not _share(results, tensors_in((args, kwargs))):
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        with contextlib.suppress(_NotPlain):
+            _known[key] = _described(out)
+    return out
+
+
+@functools.cache
+def _makes_new(func: Any) -> bool:
+    """True for an operator that declares no result to be, and no operand to become, anything but new."""
+    declared = (*func._schema.arguments, *func._schema.returns)
+    return all(each.alias_info is None for each in declared) and torch.Tag.data_dependent_output not in func.tags
+
+
+def _described(tree: Any) -> Any:
+    """Operands, or results, as a key: numbers with their types, which 1 and True and 1.0 differ in."""
+    if isinstance(tree, Tensor):
+        if tree.layout is not torch.strided or tree.is_complex() or tree.is_quantized:
+            raise _NotPlain
+        return Tensor, tuple(tree.shape), tree.stride(), tree.dtype
+    if isinstance(tree, (tuple, list)):
+        return type(tree), *map(_described, tree)
+    if isinstance(tree, dict):
+        return dict, *((name, _described(item)) for name, item in tree.items())
+    if type(tree) not in _NUMBERS:
+        raise _NotPlain
+    return type(tree), tree
+
+
+_NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+
+
+def _made(described: Any) -> Any:
+    kind, *rest = described
+    if kind is Tensor:
+        return torch.empty_strided(rest[0], rest[1], dtype=rest[2], device="meta")
+    return kind(map(_made, rest))
+
+
+def _share(results: Sequence[Tensor], operands: Sequence[Tensor]) -> bool:
+    """True if a result lies in the memory of another or of an operand."""
+    own, given = ([each.untyped_storage()._cdata for each in tensors] for tensors in (results, operands))
+    return len(set(own)) < len(own) or not set(own).isdisjoint(given)
 
 
 def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:

@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 
 from kdacompile import compat
 from kdacompile.compat import local
-from kdacompile.compat.operators import map_tensors, tensors_in, tree_map_only
+from kdacompile.compat.operators import map_tensors, tensors_in
 from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.graph.recorder import Recorder
 from kdacompile.patterns.engine.values import turn
@@ -99,7 +99,7 @@ class _Replay:
 
     def replay(self, node: fx.Node) -> Any:
         loaded: Any = map_arg((node.args, node.kwargs), self.load)
-        args, kwargs = tree_map_only(torch.device, lambda _: META, loaded, is_leaf=lambda x: isinstance(x, torch.Size))
+        args, kwargs = _without_devices(loaded)
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": META}
         mark = self.recorder.mark()
@@ -247,6 +247,18 @@ def _is_reshaped(node: fx.Node) -> bool:
     """True if a method writes to what the node yields: ``unsqueeze_`` changes the shape that Dynamo keeps for it."""
     methods = [str(user.target) for user in node.users if user.op == "call_method" and user.args[:1] == (node,)]
     return any(name.endswith("_") and not name.endswith("__") for name in methods)
+
+
+def _without_devices(tree: Any) -> Any:
+    """Arguments with every device replaced by that of tensors without data."""
+    if isinstance(tree, torch.device):
+        return META
+    if isinstance(tree, dict):
+        return {key: _without_devices(item) for key, item in tree.items()}
+    if isinstance(tree, list) or type(tree) is tuple:
+        items = map(_without_devices, tree)
+        return list(items) if isinstance(tree, list) else tuple(items)
+    return tree
 
 
 def _widest_dtype(tensors: list[torch.Tensor]) -> torch.dtype | None:

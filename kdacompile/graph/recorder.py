@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from kdacompile import compat
-from kdacompile.compat.operators import TorchDispatchMode, declaration, map_tensors, operator_name, overload_name
+from kdacompile.compat.operators import (
+    TorchDispatchMode,
+    declaration,
+    map_tensors,
+    operator_name,
+    overload_name,
+    without_data,
+)
 from kdacompile.graph.ir import Graph, Mutation, Op, Value, walk_values
 from kdacompile.patterns.engine.vocabulary import LAYOUT, MAKERS
 
@@ -137,7 +144,7 @@ class Recorder(TorchDispatchMode):
         if schema.is_mutable:
             return self.write(func, args, kwargs)
         symbolic = to_value(args), to_value(kwargs)
-        out = func(*args, **kwargs)
+        out = without_data(func, args, kwargs)
         tensors = [out] if isinstance(out, torch.Tensor) else [t for t in (out or ()) if isinstance(t, torch.Tensor)]
         if not tensors:
             return out

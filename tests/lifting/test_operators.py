@@ -11,8 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch-private: a second opinion
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kdacompile.compat import example_value
-from kdacompile.compat.operators import trace_fake
+from kdacompile.compat import example_value, operators
+from kdacompile.compat.operators import trace_fake, without_data
+from kdacompile.graph.build import functional_graph
 from tests.compare import tensors, worst_error
 
 SHAPES = ((2, 6, 4), (2, 6, 4), (2, 6))
@@ -82,3 +83,63 @@ def test_tensors_of_others_are_refused() -> None:
 def test_data_are_refused() -> None:
     with pytest.raises(RuntimeError):
         traced(lambda x, y, z: x if bool((z > 0).all()) else y)
+
+
+def described(results: Any) -> list[tuple[Any, ...]]:
+    return [(tuple(each.shape), each.stride(), each.dtype, each.device) for each in tensors(results)]
+
+
+aten = torch.ops.aten
+CALLS: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten.add.Tensor, ("x", 1)),
+    (aten.add.Tensor, ("i", 1)),
+    (aten.add.Tensor, ("i", 1.0)),
+    (aten.add.Tensor, ("i", True)),
+    (aten.mul.Tensor, ("turned", 2)),
+    (aten.bmm.default, ("x", "turned")),
+    (aten.sum.dim_IntList, ("x", [1], True)),
+    (aten.cat.default, (["x", "x"], 2)),
+    (aten.topk.default, ("x", 2)),
+    (aten._to_copy.default, ("x",)),
+    (aten.constant_pad_nd.default, ("x", [0, 1])),
+]
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_what_an_operator_yields_without_data_is_remembered_as_it_is(default: torch.dtype) -> None:
+    x = torch.empty(2, 6, 4, device="meta", dtype=torch.float32)
+    given = {"x": x, "turned": torch.empty(2, 6, 4, device="meta").mT, "i": x.long()}
+
+    def read(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return list(map(read, argument))
+        return given[argument] if isinstance(argument, str) else argument
+
+    calls = [(function, tuple(map(read, arguments))) for function, arguments in CALLS]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        want = [described(f(*args)) for f, args in calls]
+        for _ in range(2):
+            assert [described(without_data(f, args, {})) for f, args in calls] == want
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_views_and_writes_are_not_remembered() -> None:
+    x = torch.empty(2, 6, device="meta")
+    for _ in range(2):
+        assert without_data(aten.view.default, (x, [12]), {})._base is x
+        assert without_data(aten.add_.Tensor, (x, 1), {}) is x
+
+
+def test_a_loop_asks_torch_for_each_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_known", {})
+    traced(rows)
+    once = len(operators._known)
+    graph = traced(rows).graph
+    calls = [node for node in graph.nodes if operators.is_operator(node.target)]
+    assert 0 < len(operators._known) == once < len(calls) / 2
+    functional_graph(graph)
+    functional_graph(graph)
+    assert len(operators._known) < len(calls) / 2
