@@ -12,10 +12,10 @@ import torch
 from .emitter import TorchEmitter
 from .errors import TileProgramError
 from .ir import Carry, Op, OpKind, Program, Value
-from .schedule import DecayGroup, schedule
+from .partition import sections
 from .stages import SCANS, Section
 
-_OWN_NAMES = ("rt", "torch", "tiles", "Rows", "decays", "s", "n", "lo", "hi")
+_OWN_NAMES = ("rt", "torch", "tiles", "Rows", "grams", "s", "n", "lo", "hi")
 """Names of the generated function itself."""
 
 
@@ -52,28 +52,39 @@ class _Torch(TorchEmitter):
 
 
 class _Generator(_Torch):
-    """Text of one program: its sections in order, the scan as a loop."""
+    """Text of one program: its sections in order, the scan as a loop.
+
+    Gates may be given as factors, of which the program takes the logarithm. Where only their sums' exponentials are
+    read, the logarithm is left out and what would be summed is multiplied: a factor of 0 is exact, and so is its
+    gradient.
+    """
 
     def __init__(self, program: Program, rounding: Mapping[str, torch.dtype]) -> None:
         super().__init__(program)
         self.rounding = rounding
-        self.plan = schedule(program)
+        placed = sections(program)
+        self.ops = {section: tuple(op for op in program.ops if placed[op] is section) for section in Section}
+        self.readers: dict[Value, list[Op]] = {}
+        for op in program.ops:
+            for value in dict.fromkeys(op.inputs):
+                self.readers.setdefault(value, []).append(op)
+        self.of_logs: dict[Value, Value] = {}  # logarithms that are left out, and what they would be of
+        self.products: set[Value] = set()
+        self.defined: set[Value] = set()
 
     def source(self) -> str:
         self.lines.add("def run(rt):")
         self.lines.open()
         for section in Section:
-            if section in SCANS:
-                carry = self.program.carry if section is Section.SCAN else self.program.reverse
-                if carry is not None:
-                    _Scan(self, carry, section).emit_loops()
-                continue
-            for node in self.plan.nodes[section]:
-                if isinstance(node, DecayGroup):
-                    self.decay_group(node)
-                else:
-                    self.emit([node])
+            if section not in SCANS:
+                self.emit(self.ops[section])
+            elif (carry := self.program.carry if section is Section.SCAN else self.program.reverse) is not None:
+                _Scan(self, carry, section).emit_loops()
         return self.lines.text()
+
+    def define(self, value: Value, text: str) -> None:
+        super().define(value, text)
+        self.defined.add(value)
 
     # ---- ops on flat tensors
 
@@ -84,24 +95,63 @@ class _Generator(_Torch):
     def on_load(self, op: Op) -> str:
         return f"rt.load({op.attr('port')!r})"
 
-    def decay_group(self, group: DecayGroup) -> None:
-        rows = "".join(f"{self.rows(op)}, " for op in group.grams)
-        cols = self.name(group.grams[0].inputs[1]) if group.grams else "None"
-        self.lines.add(
-            f"decays = chunk_decays({self.name(group.gate)}, ({rows.strip()}), {cols}, factor={group.factor})"
-        )
-        for slot in ("prefix", "suffix", "total"):
-            for value in getattr(group, slot):
-                self.define(value, f"decays.{slot}")
-        for i, op in enumerate(group.grams):
-            self.define(op.result, f"decays.grams[{i}]")
+    # ---- gates
+
+    def on_log(self, op: Op) -> str:
+        if not all(map(self._only_decays, self.readers[op.result])):
+            return self.plain(op)
+        self.of_logs[op.result] = op.inputs[0]
+        return ""
+
+    def _only_decays(self, op: Op) -> bool:
+        """Whether a reader of a gate makes decays of it and nothing else."""
+        if op.kind is OpKind.GATED_GRAM:
+            return True
+        exponentials = all(user.kind is OpKind.EXP for user in self.readers.get(op.result, []))
+        return op.kind in (OpKind.CUMSUM, OpKind.REDUCE) and exponentials
+
+    def on_cumsum(self, op: Op) -> str:
+        gate = self.of_logs.get(op.inputs[0])
+        if gate is None:
+            return self.plain(op)
+        self.products.add(op.result)
+        product = f"tiles.cumprod({self.name(gate)}, reverse={bool(op.attr('reverse', False))})"
+        return f"{product}[:, -1:]" if op.kind is OpKind.REDUCE else product
+
+    on_reduce = on_cumsum
+
+    def on_exp(self, op: Op) -> str:
+        return self.name(op.inputs[0]) if op.inputs[0] in self.products else self.plain(op)
+
+    def on_gated_gram(self, op: Op) -> str:
+        """All of one gate and one set of columns whose rows are there."""
+        if op.result in self.defined:
+            return ""
+        alike = [each for each in self.program.ops if each.kind is op.kind and each.inputs[1:] == op.inputs[1:]]
+        ready = [each for each in alike if each.inputs[0] in self.defined]
+        cols, gate = op.inputs[1:]
+        factor = self.of_logs.get(gate)
+        rows = "".join(f"{self.rows(each)}, " for each in ready).strip()
+        options = f"factor={factor is not None}"
+        self.lines.add(f"grams = gated_grams(({rows}), {self.name(cols)}, {self.name(factor or gate)}, {options})")
+        for i, each in enumerate(ready):
+            self.define(each.result, f"grams[{i}]")
+        return ""
 
     def rows(self, op: Op) -> str:
-        words = [self.name(op.inputs[0]), str(bool(op.attr("strict", False))), str(op.result in self.plan.lower_only)]
+        words = [self.name(op.inputs[0]), str(bool(op.attr("strict", False))), str(self.only_inverted(op.result))]
         for part, field in (("_rows", "operands"), ("_raw", "product")):
             dtype = self.rounding.get(op.result.name + part)
             words += [f"{field}={dtype}"] if dtype else []
         return f"Rows({', '.join(words)})"
+
+    def only_inverted(self, value: Value) -> bool:
+        """Whether a square matrix only reaches ``unit_lower_inverse``, which reads nothing above the diagonal."""
+        readers = self.readers.get(value, [])
+        inverse = OpKind.UNIT_LOWER_INVERSE
+        return bool(readers) and all(
+            op.kind is inverse or (op.kind is OpKind.MUL and self.only_inverted(op.result)) for op in readers
+        )
 
 
 class _Scan(_Torch):
@@ -115,10 +165,10 @@ class _Scan(_Torch):
         super().__init__(gen.program, gen.lines)
         self.gen, self.carry, self.rounding = gen, carry, gen.rounding
         self.reverse = section is Section.REVERSE
-        self.nodes = tuple(op for op in gen.plan.nodes[section] if isinstance(op, Op))
+        self.nodes = gen.ops[section]
         self.local = dict.fromkeys(op.result for op in self.nodes)
         self.read = next(op.result for op in self.nodes if op.kind is OpKind.CARRY)
-        outside = {value for node in gen.plan.nodes[Section.EPILOGUE] for value in node.inputs}
+        outside = {value for op in gen.ops[Section.EPILOGUE] for value in op.inputs}
         self.joined = [value for value in (self.read, carry.step) if value in outside]
         self.saved = [value for value in self.local if value in outside and value not in self.joined]
         self.steps: dict[tuple[Value, bool], str] = {}

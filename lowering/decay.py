@@ -36,16 +36,6 @@ SUB_CHUNK = 16
 
 
 @dataclass(frozen=True)
-class Decays:
-    """``prefix[i] = decay(i, start)``, ``suffix[j] = decay(end, j)``, ``total``, and a Gram per row set."""
-
-    prefix: Tensor
-    suffix: Tensor
-    total: Tensor
-    grams: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
 class Rows:
     """The rows of one Gram matrix. ``strict`` drops the diagonal; ``lower_only``: nobody reads the upper triangle.
 
@@ -65,79 +55,41 @@ class Rows:
         return x if self.product is None else x.to(self.product).to(x.dtype)
 
 
-def chunk_decays(g: Tensor, rows: tuple[Rows, ...], cols: Tensor | None, *, factor: bool) -> Decays:
-    """Decays of gates ``g`` [M, C, K] or [M, C, 1], and the gated Gram matrix of each ``rows`` with ``cols``.
+def gated_grams(rows: tuple[Rows, ...], cols: Tensor, g: Tensor, *, factor: bool) -> tuple[Tensor, ...]:
+    """The gated Gram matrix [M, C, C] of each ``rows`` with ``cols`` [M, C, K], for gates ``g`` [M, C, K] or [M, C, 1].
 
     C is a power of two. Upper triangles are zero by selection.
     """
-    if g.shape[-1] == 1 and not factor:
-        return _scalar_decays(g, rows, cols)
-    tree = _Tree(g, factor)
-    if cols is None:
-        for _ in tree.levels():
-            pass
-        return tree.finish(())
-    return tree.finish(_tree_grams(tree, rows, cols))
+    return _by_doubling(rows, cols, g, factor) if factor or g.shape[-1] > 1 else _of_one_gate(rows, cols, g)
 
 
-# ---- one gate per token
-
-
-def _scalar_decays(g: Tensor, rows: tuple[Rows, ...], cols: Tensor | None) -> Decays:
+def _of_one_gate(rows: tuple[Rows, ...], cols: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     # exp of the floor is an exact 0, so a stronger gate is the same gate; and masking by a product is safe on finite
     # numbers
     g = g.clamp(min=EXP_FLOOR[g.dtype])
-    prefix = torch.exp(g.cumsum(1))
     after = torch.ones(g.shape[1], g.shape[1], dtype=g.dtype, device=g.device).tril(-1)
     decay = torch.exp((g * after).cumsum(1))
-    grams: tuple[Tensor, ...] = ()
-    if cols is not None:
-        cols_t = _turned(cols)
-        grams = tuple(_scalar_gram(r, cols_t, decay) for r in rows)
-    return Decays(prefix, decay[:, -1:].mT, prefix[:, -1:], grams)
+    # On a CPU products with a transposed second operand are half as fast as a copy and a plain product.
+    turned = cols.mT.contiguous() if cols.device.type == "cpu" else cols.mT
+    grams = (r.rounded_product(torch.bmm(r.rounded_operand(r.x), turned)) * decay for r in rows)
+    return tuple(x if r.lower_only else x.tril(-1 if r.strict else 0) for r, x in zip(rows, grams, strict=True))
 
 
-def _turned(cols: Tensor) -> Tensor:
-    """``cols^T``; on a CPU products with a transposed second operand are half as fast as a copy and a plain product."""
-    return cols.mT.contiguous() if cols.device.type == "cpu" else cols.mT
+def _levels(g: Tensor, factor: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """b with the decays of the second halves' rows and of the first halves' columns, each [blocks, b, K]."""
+    half, shape = 1, g.shape
+    prefix, suffix = g, torch.ones_like(g) if factor else torch.zeros_like(g)
+    while half < shape[1]:
+        first, second = prefix.view(-1, 2, half, shape[2]).unbind(1)
+        early, late = suffix.view(-1, 2, half, shape[2]).unbind(1)
+        yield half, *((second, early) if factor else (second.exp(), early.exp()))
+        grow = torch.mul if factor else torch.add
+        prefix = torch.stack((first, grow(second, first[:, -1:])), 1).view(shape)
+        suffix = torch.stack((grow(early, second[:, -1:]), late), 1).view(shape)
+        half *= 2
 
 
-def _scalar_gram(r: Rows, cols_t: Tensor, decay: Tensor) -> Tensor:
-    gram = r.rounded_product(torch.bmm(r.rounded_operand(r.x), cols_t)) * decay
-    return gram if r.lower_only else gram.tril(-1 if r.strict else 0)
-
-
-# ---- one gate per channel
-
-
-class _Tree:
-    """The running P and F of every block, as exponents (or as factors)."""
-
-    def __init__(self, g: Tensor, factor: bool) -> None:
-        self._factor = factor
-        self._prefix = g
-        self._suffix = torch.ones_like(g) if factor else torch.zeros_like(g)
-
-    def value(self, x: Tensor) -> Tensor:
-        return x if self._factor else torch.exp(x)
-
-    def levels(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield b with the decays of the second halves' rows and of the first halves' columns, each [blocks, b, K]."""
-        shape, grow, half = self._prefix.shape, torch.mul if self._factor else torch.add, 1
-        while half < shape[1]:
-            first, second = self._prefix.view(-1, 2, half, shape[2]).unbind(1)
-            early, late = self._suffix.view(-1, 2, half, shape[2]).unbind(1)
-            yield half, self.value(second), self.value(early)
-            self._prefix = torch.stack((first, grow(second, first[:, -1:])), 1).view(shape)
-            self._suffix = torch.stack((grow(early, second[:, -1:]), late), 1).view(shape)
-            half *= 2
-
-    def finish(self, grams: tuple[Tensor, ...]) -> Decays:
-        prefix = self.value(self._prefix)
-        return Decays(prefix, self.value(self._suffix), prefix[:, -1:], grams)
-
-
-def _tree_grams(tree: _Tree, rows: tuple[Rows, ...], cols: Tensor) -> tuple[Tensor, ...]:
+def _by_doubling(rows: tuple[Rows, ...], cols: Tensor, g: Tensor, factor: bool) -> tuple[Tensor, ...]:
     """The decay enters the products: one batched product a level, for all row sets together.
 
     The matrices [sets, blocks, b, b] grow from their diagonals: blocks of b, then of 2b, ...
@@ -145,7 +97,7 @@ def _tree_grams(tree: _Tree, rows: tuple[Rows, ...], cols: Tensor) -> tuple[Tens
     blocks, size, width = cols.shape
     diagonals = [r.x.new_zeros(blocks, size) if r.strict else (r.x * cols).sum(-1) for r in rows]
     matrix = torch.stack(diagonals).view(len(rows), -1, 1, 1)
-    for half, row_decay, col_decay in tree.levels():
+    for half, row_decay, col_decay in _levels(g, factor):
         x = [r.x.reshape(-1, 2, half, width)[:, 1] for r in rows]
         y = cols.reshape(-1, 2, half, width)[:, 0]
         if half >= SUB_CHUNK and any(r.operands or r.product for r in rows):

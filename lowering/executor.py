@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import tiles
 from .codegen import generate
-from .decay import Rows, chunk_decays
+from .decay import Rows, gated_grams
 from .emitter import python_function
 from .errors import ArgumentError
 from .ir import Dim, Per, Program
@@ -109,8 +109,7 @@ class Executable:
     def __init__(self, program: Program, rounding: Mapping[str, torch.dtype] | None = None) -> None:
         self.program = program
         source = generate(program, rounding=rounding)
-        known = {"torch": torch, "tiles": tiles, "Rows": Rows, "chunk_decays": chunk_decays}
-        self._run = python_function(source, program.name, **known)
+        self._run = python_function(source, program.name, torch=torch, tiles=tiles, Rows=Rows, gated_grams=gated_grams)
 
     def __call__(
         self,

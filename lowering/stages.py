@@ -3,7 +3,7 @@
 The coarsest split is useful to every target: **prologue** (free of the carry, all steps in parallel), **scan** (what
 the next carry waits for) and **epilogue** (reads the carry but nothing waits for it, so again all steps in parallel). A
 carry that walks from the end has a scan of its own, **reverse**, which neither reads the other nor is read by it.
-``partition.py`` places ops in it, and the torch executor runs the three as they are (``schedule.py``). Where products
+``partition.py`` places ops in it, and the torch executor runs the three as they are. Where products
 and everything else live on different cores, ``lowering/plan`` cuts each of them further, by unit.
 """
 

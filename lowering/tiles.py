@@ -14,6 +14,18 @@ def cumsum(x: Tensor, *, reverse: bool) -> Tensor:
     return torch.nn.functional.pad(later, (0, 0, 0, 1))
 
 
+def cumprod(x: Tensor, *, reverse: bool) -> Tensor:
+    """Products over rows as ``cumsum`` has sums, by doubling: torch's own backward asks for zeros on the host."""
+    if reverse:
+        later = cumprod(x[:, 1:].flip(1), reverse=False).flip(1)
+        return torch.nn.functional.pad(later, (0, 0, 0, 1), value=1.0)
+    shift = 1
+    while shift < x.shape[1]:
+        x = x * torch.nn.functional.pad(x[:, :-shift], (0, 0, shift, 0), value=1.0)
+        shift *= 2
+    return x
+
+
 def lower(x: Tensor, *, strict: bool) -> Tensor:
     """The (strict) lower triangle; what is above is selected away, whatever it is."""
     return x.tril(-1 if strict else 0)
