@@ -56,14 +56,21 @@ class _Recorded(torch.autograd.Function):
         kept = [x for name, x in zip(signature.results, output, strict=True) if name in signature.kept]
         ctx.save_for_backward(*kept, *tensors)
         ctx.set_materialize_grads(False)  # an unused final state must not cost a backward pass over zeros
+        if not any(ctx.needs_input_grad[3:]):  # the queries' alone, as after ``requires_grad`` of nothing else
+            named = zip(signature.results, output, strict=True)
+            ctx.mark_non_differentiable(*(x for name, x in named if name in signature.unqueried))
         ctx.options = {name: value for name, value in options.items() if name not in OF_THE_OUTPUT}
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _, backward_op, signature = ctx.differentiated
         needed = ctx.needs_input_grad[2:]
+        if signature.unqueried.issuperset(
+            name for name, grad in zip(signature.results, grads, strict=True) if grad is not None
+        ):
+            needed = (False, *needed[1:])
         if all(grad is None for grad in grads):
             return (None,) * (2 + len(needed))
-        _, backward_op, signature = ctx.differentiated
         wanted = list(needed[: signature.differentiable])
         gradients = iter(backward_op(*grads, *ctx.saved_tensors, wanted=wanted, **ctx.options))
         return (None, None, *(next(gradients) if want else None for want in needed))

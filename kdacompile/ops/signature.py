@@ -39,7 +39,8 @@ class Signature:
     ``result_layouts``: as those of operands. ``axes``: which dimensions are of the batch and of the heads, along which
     everything is independent. ``without``: fields of the call that the op does not have. ``written``: the operand that
     it overwrites, and what its schema calls that. ``o_layout``: whether it has the option of that name, see
-    :func:`kdacompile.ops.kernels.in_layout`. ``kept``: the results that its backward op takes.
+    :func:`kdacompile.ops.kernels.in_layout`. ``kept``: the results that its backward op takes. ``unqueried``: those
+    that do not depend on the first operand, the queries.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Signature:
     written: tuple[str, str] | None = None
     o_layout: bool = False
     kept: tuple[str, ...] = ()
+    unqueried: frozenset[str] = frozenset()
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
@@ -149,6 +151,7 @@ LINEAR_ATTENTION = Signature(
     {"B": "batch", "N": "batch", "H": "heads", "HV": "heads"},
     frozenset({"state_indices"}),
     o_layout=True,
+    unqueried=frozenset({"final_state"}),
 )
 LINEAR_ATTENTION_STEP = replace(
     LINEAR_ATTENTION,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Generic
 
@@ -281,7 +282,7 @@ class Splice(Generic[B]):
 
     def check_aliases(self, before: int) -> None:
         """Buffers the region fills in place must not be read elsewhere, except as its outputs. Neither may what shares
-        memory with a result, where somebody writes to that memory later.
+        memory with a result, where somebody writes to that memory later, or is returned beside it.
         """
         stores = {copy for copy, _ in self.stores}
         dying_writes = {m.storage for m in self.mutations if m.node in self.dying and m.node not in stores}
@@ -297,7 +298,9 @@ class Splice(Generic[B]):
             raise CannotSplice("mutation", "the region overwrites an input that is not its state")
         rebased = self.rebased(redirected)
         results = {self.storages.get(value.node) for value in self.redirected}
-        watched = dying_writes | results & {m.storage for m in self.mutations if m.node not in self.dying}
+        shown = Counter(self.storages.get(node) for node in self.graph.output_node().all_input_nodes)
+        together = {storage for storage, times in shown.items() if times > 1}
+        watched = dying_writes | results & (together | {m.storage for m in self.mutations if m.node not in self.dying})
         for node, storage in self.storages.items():
             if storage not in watched or storage == state_storage or node in rebased:
                 continue

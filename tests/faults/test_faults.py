@@ -22,6 +22,13 @@ STAGES = {
     "cached": ("kdacompile/capture/tables.py", "patterns/canonical/", "kdacompile/rewrite/splice.py"),
 }
 
+MATCHES = {
+    "layers": ["gated_delta_rule sequence", "simple_gla sequence"],
+    "latent": ["mla sequence"],
+    "cached": ["retention sequence", "retention step"],
+}
+"""What a model gives where nothing is raised."""
+
 
 @pytest.fixture(autouse=True)
 def as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -47,7 +54,8 @@ def chosen(faults: list[Fault], stages: tuple[str, ...]) -> list[Fault]:
 @pytest.mark.parametrize("name", MODELS)
 def test_an_error_anywhere_leaves_the_results_of_torch(name: str) -> None:
     case = Case(name, "aot_eager")
-    case.compile()
+    _, report = case.compile()
+    assert sorted(f"{match.pattern} {match.mode}" for match in report.matches) == MATCHES[name], str(report)
     faults = chosen(boundaries(case.compile), STAGES[name])
     assert len(faults) == len(STAGES[name])
     found: dict[str, str] = {}
