@@ -14,7 +14,6 @@ import torch
 from kdacompile import lowering
 from kdacompile.errors import OutputError, UnknownPatternError
 from kdacompile.lowering.adjoint_program import adjoint_program
-from kdacompile.lowering.ascend.emit import adjoint_chunk
 from kdacompile.lowering.attention import decode_program
 from kdacompile.lowering.ir import Combine, Program
 from kdacompile.lowering.linear_attention import linear_attention_program
@@ -73,10 +72,6 @@ def plan(
     if form not in _FORMS:
         raise lowering.ArgumentError(f"form must be one of {', '.join(_FORMS)}; got {form!r}")
     program = _program(pattern, form, naive=optimise is False)
-
-    if form == GRADIENTS:
-        row = _row(pattern)
-        shape = {"C": adjoint_chunk(row.gate, row.delta), **shape}
 
     def made(**sizes: int) -> Plan:
         return plan_program(program, target, optimise, io=io, **sizes)

@@ -59,15 +59,10 @@ def chunk_module(
     return _module(made, words)
 
 
-def adjoint_chunk(gate: str, delta: bool) -> int:
-    """Tokens of a chunk: with gates and the delta term the epilogue of 64 has no room in UB for 128 keys and values."""
-    return CHUNK // 2 if delta and gate in ("head", "token") else CHUNK
-
-
 @cache
 def adjoint_module(gate: str, delta: bool, beta: bool = True) -> Module:
     """The kernels of a row's gradients, from their plan for the 910B."""
-    made = plan(adjoint_program(gate, delta, beta=beta), FIRST, io="bf16", C=adjoint_chunk(gate, delta))
+    made = plan(adjoint_program(gate, delta, beta=beta), FIRST, io="bf16", C=CHUNK)
     return _module(made, [] if beta else ["nobeta"])
 
 

@@ -18,7 +18,7 @@ from ..adjoint import Gradients
 from ..calls import RECURRENT, Call
 from ..operands import given, operands
 from ..scratch import Scratch
-from .emit import adjoint_chunk, adjoint_module
+from .emit import CHUNK, adjoint_module
 from .kernel import SUB_CHUNK
 from .launch import (
     Launcher,
@@ -96,13 +96,12 @@ def run_gradients(
         ones = call.v.new_ones((batch, length, value_heads), dtype=torch.float32)
         found = run_gradients(replace(call, beta=ones), grad_o, grad_state, cores=cores, launch=launch, scratch=scratch)
         return {name: x for name, x in found.items() if name != "beta"}
-    chunk = adjoint_chunk(call.gate, call.delta)
-    tables = tables_of(call.cu_seqlens, batch, length, chunk, call.q.device)
+    tables = tables_of(call.cu_seqlens, batch, length, CHUNK, call.q.device)
     chunks, sequences = tables["chunks"].numel() // 2, tables["first_chunk"].numel() - 1
     module = adjoint_module(call.gate, call.delta, call.beta is not None)
     constants = {
-        "H": heads, "HV": value_heads, "C": chunk, "K": width, "V": columns,
-        "BV": column_tile(width, columns), "R": SUB_CHUNK, "LEVELS": levels(chunk),
+        "H": heads, "HV": value_heads, "C": CHUNK, "K": width, "V": columns,
+        "BV": column_tile(width, columns), "R": SUB_CHUNK, "LEVELS": levels(CHUNK),
         "DELTA": int(call.delta),
     }  # fmt: skip
     results = _results(call, sequences)

@@ -208,8 +208,16 @@ def store_number(ptr, at, x, K: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def token_decays(g, C: tl.constexpr):
-    """[C, C]: exp of the sum of the gates after column's token up to row's, for row after column; 1 elsewhere."""
-    return tl.exp(tl.cumsum(tl.where(after(C), g[:, None], 0.0), 0))
+    """[C, C]: exp of the sum of the gates after column's token up to row's, for row after column; 1 elsewhere.
+
+    As differences of prefix sums, which go by elements, so that the compiler can split the rows. They are of two parts,
+    so that strong gates cancel exactly: multiples of 2^-11, of which C floored gates sum to less than 2^13, and what is
+    left, below 2^-12 a gate.
+    """
+    coarse = (g + 6144.0) - 6144.0
+    large, small = tl.cumsum(coarse, 0), tl.cumsum(g - coarse, 0)
+    between = (large[:, None] - large[None, :]) + (small[:, None] - small[None, :])
+    return tl.exp(tl.where(after(C), between, 0.0))
 
 
 @triton.jit

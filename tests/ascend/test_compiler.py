@@ -109,6 +109,7 @@ def tile_rows(tools: Tools, kernel: Kernel, sizes: dict[str, int]) -> set[int]:
         ("channel", False, "prologue", True),
         ("channel", True, "prologue", True),
         ("channel", True, "epilogue", True),
+        ("token", True, "epilogue", True),
         ("none", True, "epilogue", True),
         ("token", False, "prologue", False),
     ],

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kdacompile.lowering.adjoint_program import adjoint_program
-from kdacompile.lowering.ascend.emit import adjoint_chunk, adjoint_module
+from kdacompile.lowering.ascend.emit import CHUNK, adjoint_module
 from kdacompile.lowering.ascend.gradients import run_gradients
 from kdacompile.lowering.calls import RECURRENT
 from kdacompile.lowering.linear_attention import ROWS
@@ -62,13 +62,12 @@ def test_family(tools: Tools, row: tuple[str, bool]) -> None:
     scratch = Scratch(poison=True)
     case = ascend_case(*row, (70, 0, 3), heads=2, value_heads=4)
     assert worst(SimulatedDevice(tools), case, scratch=scratch) < TOLERANCE[torch.bfloat16]
-    chunk = adjoint_chunk(*row)
-    made = plan(adjoint_program(*row), "ascend910b", C=chunk)
+    made = plan(adjoint_program(*row), "ascend910b", C=CHUNK)
     numbers = sum((128 - 1) * 4 for buffer in made.tensors if buffer.shape == (1, 1))  # kept as rows of K
     own = sum(made.bytes(made.buffer(x.name)) for x in adjoint_module(*row).scratch if x.per_core)
     if row[0] == "channel":  # the Gram matrices' diagonals, inverted too; or what crosses inside the prologue
-        numbers += (1 + 2 * row[1]) * chunk * chunk * 4 + (0 if row[1] else made.bytes(made.buffer("Q_gated_io")))
-    chunks = 73 // chunk + 3  # the most there can be: no length is read on the host
+        numbers += (1 + 2 * row[1]) * CHUNK * CHUNK * 4 + (0 if row[1] else made.bytes(made.buffer("Q_gated_io")))
+    chunks = 73 // CHUNK + 3  # the most there can be: no length is read on the host
     assert scratch.allocated_bytes == chunks * 4 * (made.tensor_bytes + numbers) + CORES * own
 
 

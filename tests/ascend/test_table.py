@@ -12,7 +12,7 @@ from kdacompile import plans
 from kdacompile.lowering.ascend.attention import attention_module
 from kdacompile.lowering.ascend.emit import CHUNK, FIRST, adjoint_module, chunk_module
 from kdacompile.lowering.ascend.kernel import Module
-from kdacompile.lowering.ascend.launch import column_tile, levels
+from kdacompile.lowering.ascend.launch import column_tile
 from kdacompile.lowering.plan import Plan
 from kdacompile.lowering.plan.whole import kernel_plans
 from kdacompile.patterns.recurrence.family import FAMILY, Pattern
@@ -54,9 +54,7 @@ def adjoint_figures(tools: Tools, row: Pattern) -> Figures:
 def module_figures(tools: Tools, module: Module, made: Plan, *, delta: bool) -> Figures:
     found: Figures = {}
     for kernel in module.kernels:
-        chunk = made.sizes["C"]
-        constants = {**SIZES, "C": chunk, "LEVELS": levels(chunk), "DELTA": int(delta)}
-        constants["BV"] = column_tile(128, 128, alone=not kernel.cube)
+        constants = {**SIZES, "DELTA": int(delta), "BV": column_tile(128, 128, alone=not kernel.cube)}
         facts = tools.compile(kernel, constants, arch=TARGETS[made.target.name]).facts
         arguments = {argument.name.removesuffix("_ptr") for argument in kernel.arguments}
         own = [scratch.name for scratch in module.scratch if scratch.per_core and scratch.name in arguments]
