@@ -116,16 +116,24 @@ Sizes = tuple[tuple[str, int], ...]
 """The size behind every axis, as far as it is known."""
 
 
-@lru_cache(maxsize=1 << 14)
 def labelings(
     shape: tuple[int, ...], uniform: frozenset[int], order: str, sizes: Sizes, optional: str = ""
 ) -> Sequence[tuple[str, dict[str, int]]]:
     """An axis of ``order`` for each dimension, as ``Placement.axes`` has it, with all sizes that are then known.
 
     ``uniform`` dimensions have none. ``optional`` axes may be lacking although they are larger than one: the tensor is
-    then the same all along them. G counts key heads, of which H (heads) is a multiple; an empty tensor has none. Asked
-    again and again of tensors of few shapes.
+    then the same all along them. G counts key heads, of which H (heads) is a multiple; an empty tensor has none.
     """
+    given = dict(sizes)
+    read = tuple((axis, given[axis]) for axis in dict.fromkeys([*order, *"GH"]) if axis in given)
+    return [(axes, {**given, **found}) for axes, found in _labelings(shape, uniform, order, read, optional)]
+
+
+@lru_cache(maxsize=1 << 14)
+def _labelings(
+    shape: tuple[int, ...], uniform: frozenset[int], order: str, sizes: Sizes, optional: str
+) -> Sequence[tuple[str, dict[str, int]]]:
+    """Asked again and again of tensors of few shapes, with the sizes that matter: the axes, and the sizes they have."""
     dims = [(i, size) for i, size in enumerate(shape) if size != 1 and i not in uniform]
     if len(dims) > len(order):
         return ()

@@ -5,8 +5,9 @@ This file decides *where*; ``bindings.py`` lists *what* it may be; nothing is be
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -65,6 +66,7 @@ def candidates(group: Group, effort: Effort | None = None) -> Iterator[Recurrenc
 
 def _candidates(group: Group, effort: Effort) -> Iterator[RecurrenceCandidate | Obstacle]:
     tried: set[tuple[int, ...]] = set()
+    above = Above(group)
     ends = [item.chain[-1] for item in group.exits[:MAX_EXITS] if item.chain]
     everything = Surroundings(ends, group.ops)
     free = {everything.values[i] for i in everything.free}
@@ -72,7 +74,7 @@ def _candidates(group: Group, effort: Effort) -> Iterator[RecurrenceCandidate | 
     for values, (out_exit, state_exit) in [*((None, pair) for pair in pairs), *((free, pair) for pair in pairs)]:
         for output in _carried_on(out_exit, last_first=False):
             for state in _carried_on(state_exit, last_first=True) if state_exit else [None]:
-                for writes, cut in _cuts(group, output, state, effort, values):
+                for writes, cut in _cuts(above, output, state, effort, values):
                     key = (writes, output.index, state.index if state else 0, *(value.index for value in cut))
                     if key in tried:
                         continue
@@ -114,21 +116,34 @@ def _sizes(value: Value) -> Counter[int]:
     return Counter(size for dim, size in enumerate(value.shape) if size != 1 and dim not in value.uniform)
 
 
+WAYS = ((True, True, False), (True, False, False), (False, False, False), (True, True, True))
+"""How values are told that could have a role: ``_eligible``'s two questions, and whether offsets end the region."""
+
+
+class Above:
+    """What lies above the results of one group, looked for once: it has many pairs of results, and each many cuts."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.offsets = functools.cache(functools.partial(_offsets, group))
+        self.surroundings = functools.cache(self._surroundings)
+
+    def _surroundings(self, targets: tuple[Value, ...], barriers: frozenset[Op]) -> Surroundings:
+        return Surroundings(targets, self.group.ops, barriers)
+
+
 def _cuts(
-    group: Group, output: Value, state: Value | None, effort: Effort, several: set[Value] | None
+    above: Above, output: Value, state: Value | None, effort: Effort, several: set[Value] | None
 ) -> Iterator[tuple[int, list[Value]]]:
     """Writes a token, and minimum cuts for each size K could have, then the same pushed towards the region: one write,
     or ``several``, of which these values could be the keys.
     """
-    sizes = _sizes(output)
+    group, sizes = above.group, _sizes(output)
     if sum(sizes.values()) > 4:
         return
     seen: set[tuple[int, ...]] = set()
-    targets = [output] if state is None else [output, state]
-    offsets = _offsets(targets, group)
-    ways = [(True, True, ()), (True, False, ()), (False, False, ()), *([(True, True, offsets)] if offsets else [])]
-    above: dict[Collection[Op], Surroundings] = {}
-    tried: set[tuple[int, Collection[Op], tuple[int, ...]]] = set()
+    targets = (output,) if state is None else (output, state)
+    tried: set[tuple[int, frozenset[Op], tuple[int, ...]]] = set()
     key_sizes = _key_sizes(group, sizes, state)
     if several is None:
         ways_to_read = [(1, usual, key_size) for usual, key_size in product((True, False), key_sizes)]
@@ -137,19 +152,21 @@ def _cuts(
     for writes, usual, key_size in ways_to_read:
         readings = frames(output, state, key_size, usual=usual, writes=writes)
         has_role = role_test(readings)
-        for raw_state, grouped, barriers in ways[: len(ways) if usual else 1] if readings else ():
+        for raw_state, grouped, apart in WAYS[: len(WAYS) if usual else 1] if readings else ():
+            barriers = frozenset[Op]().union(*map(above.offsets, targets)) if apart else frozenset[Op]()
+            if apart and not barriers:
+                continue
             if not effort.take(group):
                 return
-            if barriers not in above:
-                above[barriers] = Surroundings(targets, group.ops, barriers)
             more = Counter({size for known in readings for size in (known["T"], writes)} if writes > 1 else ())
             eligible = _eligible(sizes, key_size, has_role, more, raw_state=raw_state, grouped=grouped)
-            cuttable = above[barriers].cuttable(eligible)
+            surroundings = above.surroundings(targets, barriers)
+            cuttable = surroundings.cuttable(eligible)
             if (writes, barriers, cuttable) in tried:  # another size or reading need not make another value a role
                 continue
             tried.add((writes, barriers, cuttable))
             try:
-                cut, late = above[barriers].minimum_cut(cuttable)
+                cut, late = surroundings.minimum_cut(cuttable)
             except NoCut:
                 continue
             pushed = (_pushed(cut, group, eligible, past_gates=past) for past in (False, True))
@@ -170,9 +187,9 @@ def _several(
             yield writes, True, key_size
 
 
-def _offsets(targets: list[Value], group: Group) -> frozenset[Op]:
+def _offsets(group: Group, target: Value) -> frozenset[Op]:
     """``c - x`` upstream: one tensor may enter as two, as the gate and as the key that the gate leaves over (HGRN2)."""
-    above = ancestors(targets, lambda value: value.op is not None and not value.const and not is_soft(value.op))
+    above = ancestors([target], lambda value: value.op is not None and not value.const and not is_soft(value.op))
     return frozenset(
         op
         for op in above - group.ops

@@ -7,7 +7,7 @@ the region must not look behind and the region itself; of several minimum cuts t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 
 import torch
@@ -45,7 +45,7 @@ class Surroundings:
     numbered here: a group is searched for many cuts, and hashing each value on each path is most of their cost.
     """
 
-    def __init__(self, targets: list[Value], core: Collection[Op], barriers: Collection[Op] = ()) -> None:
+    def __init__(self, targets: Sequence[Value], core: Collection[Op], barriers: Collection[Op] = ()) -> None:
         self.values: list[Value] = []
         self.parents: list[list[int]] = []
         self.readers: list[list[int]] = []
@@ -65,7 +65,9 @@ class Surroundings:
         self.free = [i for i, value in enumerate(self.values) if value.op is None or value.op not in core]
         self.targets = {number[target] for target in targets}
 
-    def _walk(self, targets: list[Value], core: Collection[Op], barriers: Collection[Op]) -> dict[Value, list[Value]]:
+    def _walk(
+        self, targets: Sequence[Value], core: Collection[Op], barriers: Collection[Op]
+    ) -> dict[Value, list[Value]]:
         """Values above ``targets`` with what they are computed from."""
         above: dict[Value, list[Value]] = {}
         stack = list(targets)

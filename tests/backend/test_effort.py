@@ -14,7 +14,7 @@ from kdacompile.bench.overhead import PROGRAMS
 from kdacompile.capture import hook, lifting
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.spec import Verdicts
-from kdacompile.patterns.recurrence import first_tokens
+from kdacompile.patterns.recurrence import candidates, first_tokens
 from kdacompile.patterns.recurrence import proof as region
 from kdacompile.patterns.recurrence.cuts import Surroundings
 from kdacompile.patterns.recurrence.spec import RECURRENCE
@@ -64,10 +64,12 @@ def test_nothing_is_tried_again_that_was_tried_already(name: str, monkeypatch: p
     monkeypatch.setattr(RECURRENCE, "verdicts", Verdicts(region.prove))
     cuts = counting(monkeypatch, Surroundings, "minimum_cut")
     recurrences = counting(monkeypatch, first_tokens, "token_recurrence")
+    walks = counting(monkeypatch, candidates, "_offsets")
     with torch.no_grad():
         torch.compile(program, backend="kda", options={"kda.inner": "eager"})(*arguments)
     assert len(cuts) <= 150  # where sizes and readings do not matter, up to 540 were made
     assert len(recurrences) <= 800  # where no two readings share their first token, up to 3264
+    assert len(walks) <= 120  # for each pair of results of a group, up to 1362
 
 
 def test_what_is_tried_is_no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
