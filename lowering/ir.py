@@ -17,8 +17,8 @@ fp64).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from .errors import TileDtypeError, TileProgramError, TileShapeError
@@ -206,28 +206,42 @@ class Program:
         raise TileProgramError("no op produces this value", str(value))
 
 
-def _broadcast(a: Dim, b: Dim, where: str) -> Dim:
-    if a == b or b == 1:
-        return a
-    if a == 1:
-        return b
-    raise TileShapeError(f"cannot broadcast {a} against {b}", where)
+# -- what each op takes and makes --------------------------------------------------------------------------------------
+
+Types = tuple[TileType, ...]
+Attrs = dict[str, Attr]
 
 
-def _same_dtype(types: tuple[TileType, ...], where: str) -> DType:
+def _broadcast(types: Types, attrs: Attrs, where: str) -> TileType:
+    a, b = types
+    dtype = _same_dtype(types, where)
+    for x, y in zip(a.shape, b.shape, strict=True):
+        if 1 not in (x, y) and x != y:
+            raise TileShapeError(f"cannot broadcast {x} against {y}", where)
+    rows, cols = (y if x == 1 else x for x, y in zip(a.shape, b.shape, strict=True))
+    return TileType(rows, cols, dtype)
+
+
+def _same_dtype(types: Types, where: str) -> DType:
     dtypes = {t.dtype for t in types}
     if len(dtypes) != 1:
         raise TileDtypeError("operands differ in dtype; cast one of them", where)
     return dtypes.pop()
 
 
-def _square(t: TileType, where: str) -> TileType:
-    if t.rows != t.cols:
-        raise TileShapeError(f"needs a square tile, got {t}", where)
-    return t
+def _square(types: Types, attrs: Attrs, where: str) -> TileType:
+    if types[0].rows != types[0].cols:
+        raise TileShapeError(f"needs a square tile, got {types[0]}", where)
+    return types[0]
 
 
-def _dot_type(types: tuple[TileType, ...], attrs: dict[str, Attr], where: str) -> TileType:
+def _eye_type(types: Types, attrs: Attrs, where: str) -> TileType:
+    dim = attrs["dim"]
+    size = dim if isinstance(dim, str) else int(dim)
+    return TileType(size, size)
+
+
+def _dot_type(types: Types, attrs: Attrs, where: str) -> TileType:
     a, b = types[0], types[1]
     rows, inner_a = (a.cols, a.rows) if attrs.get("trans_a") else a.shape
     inner_b, cols = (b.cols, b.rows) if attrs.get("trans_b") else b.shape
@@ -240,7 +254,7 @@ def _dot_type(types: tuple[TileType, ...], attrs: dict[str, Attr], where: str) -
     return result
 
 
-def _gram_type(types: tuple[TileType, ...], where: str) -> TileType:
+def _gram_type(types: Types, attrs: Attrs, where: str) -> TileType:
     x, y, g = types
     _same_dtype(types, where)
     if x.cols != y.cols or x.rows != y.rows:
@@ -249,7 +263,7 @@ def _gram_type(types: tuple[TileType, ...], where: str) -> TileType:
     return TileType(x.rows, x.rows, DType.ACC)
 
 
-def _gated_dot_type(types: tuple[TileType, ...], where: str) -> TileType:
+def _gated_dot_type(types: Types, attrs: Attrs, where: str) -> TileType:
     weights, y, g = types
     _same_dtype(types, where)
     if weights.rows != weights.cols or y.rows != weights.rows:
@@ -263,57 +277,28 @@ def _gate_fits(g: TileType, rows: TileType, where: str) -> None:
         raise TileShapeError(f"gate {g} fits neither per token nor per channel", where)
 
 
-_ARITY = {
-    OpKind.CAST: (1, 1),
-    OpKind.SCALE: (1, 1),
-    OpKind.ADD: (2, 2),
-    OpKind.SUB: (2, 2),
-    OpKind.MUL: (2, 2),
-    OpKind.EXP: (1, 1),
-    OpKind.LOG: (1, 1),
-    OpKind.NEG: (1, 1),
-    OpKind.CUMSUM: (1, 1),
-    OpKind.REDUCE: (1, 1),
-    OpKind.ROW_SUM: (1, 1),
-    OpKind.ROW_MAX: (1, 1),
-    OpKind.MAX: (2, 2),
-    OpKind.TRANSPOSE: (1, 1),
-    OpKind.EYE: (0, 0),
-    OpKind.MASK: (1, 1),
-    OpKind.DOT: (2, 3),
-    OpKind.GATED_GRAM: (3, 3),
-    OpKind.GATED_DOT: (3, 3),
-    OpKind.UNIT_LOWER_INVERSE: (1, 1),
+_Rule = Callable[[Types, Attrs, str], TileType]
+_OPS: dict[OpKind, tuple[int, int, _Rule]] = {
+    **dict.fromkeys(
+        (OpKind.SCALE, OpKind.EXP, OpKind.LOG, OpKind.NEG, OpKind.CUMSUM), (1, 1, lambda types, *_: types[0])
+    ),
+    **dict.fromkeys((OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.MAX), (2, 2, _broadcast)),
+    **dict.fromkeys((OpKind.MASK, OpKind.UNIT_LOWER_INVERSE), (1, 1, _square)),
+    **dict.fromkeys((OpKind.ROW_SUM, OpKind.ROW_MAX), (1, 1, lambda types, *_: replace(types[0], cols=1))),
+    OpKind.REDUCE: (1, 1, lambda types, *_: replace(types[0], rows=1)),
+    OpKind.TRANSPOSE: (1, 1, lambda types, *_: TileType(types[0].cols, types[0].rows, types[0].dtype)),
+    OpKind.CAST: (1, 1, lambda types, attrs, _: replace(types[0], dtype=DType(attrs["to"]))),
+    OpKind.EYE: (0, 0, _eye_type),
+    OpKind.DOT: (2, 3, _dot_type),
+    OpKind.GATED_GRAM: (3, 3, _gram_type),
+    OpKind.GATED_DOT: (3, 3, _gated_dot_type),
 }
+"""Of each op: the fewest and the most operands, and the type of its result."""
 
 
-def infer(kind: OpKind, inputs: tuple[Value, ...], attrs: dict[str, Attr], where: str) -> TileType:
+def infer(kind: OpKind, inputs: tuple[Value, ...], attrs: Attrs, where: str) -> TileType:
     """Result type of an op that is neither a load, a store nor a carry read (those take theirs from a port)."""
-    low, high = _ARITY[kind]
+    low, high, rule = _OPS[kind]
     if not low <= len(inputs) <= high:
         raise TileShapeError(f"{kind.value} takes {low} to {high} operands, got {len(inputs)}", where)
-    types = tuple(value.type for value in inputs)
-    if kind in (OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.MAX):
-        dtype = _same_dtype(types, where)
-        a, b = types
-        return TileType(_broadcast(a.rows, b.rows, where), _broadcast(a.cols, b.cols, where), dtype)
-    if kind in (OpKind.SCALE, OpKind.EXP, OpKind.LOG, OpKind.NEG, OpKind.CUMSUM):
-        return types[0]
-    if kind is OpKind.CAST:
-        return TileType(types[0].rows, types[0].cols, DType(attrs["to"]))
-    if kind is OpKind.REDUCE:
-        return TileType(1, types[0].cols, types[0].dtype)
-    if kind in (OpKind.ROW_SUM, OpKind.ROW_MAX):
-        return TileType(types[0].rows, 1, types[0].dtype)
-    if kind is OpKind.TRANSPOSE:
-        return TileType(types[0].cols, types[0].rows, types[0].dtype)
-    if kind is OpKind.EYE:
-        dim = attrs["dim"]
-        return TileType(dim if isinstance(dim, str) else int(dim), dim if isinstance(dim, str) else int(dim))
-    if kind in (OpKind.MASK, OpKind.UNIT_LOWER_INVERSE):
-        return _square(types[0], where)
-    if kind is OpKind.DOT:
-        return _dot_type(types, attrs, where)
-    if kind is OpKind.GATED_DOT:
-        return _gated_dot_type(types, where)
-    return _gram_type(types, where)
+    return rule(tuple(value.type for value in inputs), attrs, where)
