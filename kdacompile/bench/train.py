@@ -127,11 +127,11 @@ def _forward(who: str, given: rows.Given) -> Callable[[], rows.Output]:
 
 def _gradients(forward: Callable[[], rows.Output], given: rows.Given) -> Callable[[], tuple[Tensor, ...]]:
     leaves, v = list(rows.tensors_of(given).values()), given["v"]
-    of_o = torch.randn(v.shape, device=v.device, generator=torch.Generator(v.device).manual_seed(1))
+    of_o = torch.randn(v.shape, device=v.device, generator=torch.Generator(v.device).manual_seed(1)).bfloat16()
 
     def run() -> tuple[Tensor, ...]:
         o = forward()[0]
-        return torch.autograd.grad(o, leaves, of_o.bfloat16().to(o.dtype), retain_graph=True)
+        return torch.autograd.grad(o, leaves, of_o.to(o.dtype), retain_graph=True)
 
     return run
 

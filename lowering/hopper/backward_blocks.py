@@ -7,8 +7,9 @@ Inside a block a decay is ``2^(D_i + SHIFT) 2^(-D_j - SHIFT)``, D the sum of gat
 among the tokens would let later gates change how earlier gradients round. There, and there only, a log2 gate below
 LIMIT counts as LIMIT, so that both factors stay in range: 2e-4 of an undecayed term.
 
-Products are synchronous (``mma_v2``), eight warps in four rows and two columns: a warp's rows are a block's, and what
-belongs to one block only is a batch of four products that no warp does in vain.
+Four warps, two blocks of threads to a multiprocessor. What belongs to one block of tokens, or is scaled between blocks,
+is a synchronous product (``mma_v2``): a warp's rows are a block's, so no warp does any in vain. Products of whole tiles
+are asynchronous (``warpgroup_mma``), their operands in shared memory; a thread has the same elements of both's results.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -20,14 +21,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from .common import barrier, exp2, pinned
 
 LIMIT = gl.constexpr(-12.4)  # 16 of these and SHIFT leave factors from 2^-99 to 2^99: in range of bf16 with a key
 SHIFT = gl.constexpr(99.0)
 
-FLAT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 2], [16, 8]))  # [64, columns]
-BATCH = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 2], [1, 16, 8]))  # [4, 16, columns], the same elements
+FLAT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # [64, columns]
+BATCH = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))  # [4, 16, columns], the same elements
 LEFT = gl.constexpr(gl.DotOperandLayout(0, FLAT, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, FLAT, 2))
 LEFT4 = gl.constexpr(gl.DotOperandLayout(0, BATCH, 2))
@@ -42,22 +44,28 @@ DIAGONAL4 = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
 LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 ACROSS = gl.constexpr(gl.SliceLayout(0, FLAT.value))
 DOWN = gl.constexpr(gl.SliceLayout(1, FLAT.value))
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))  # how [64, PART] meets memory: 16 bytes a thread
-WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # and [64, 128]
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # how [64, PART] meets memory: 16 bytes a thread
+WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # and [64, 128]
 TOKEN = gl.constexpr(gl.SliceLayout(1, WIDE.value))
-PARTED = gl.constexpr(
-    gl.BlockedLayout([1, 1, 8], [4, 2, 4], [1, 8, 1], [2, 0, 1])
-)  # and [4, 64, PART], the same elements
-SLIM = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # and [rows, 64]
+SLIM = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # and [rows, 64]
 
 
 @gluon.jit
-def tiles_apart(COUNT: gl.constexpr):
+def tiles_apart(COUNT: gl.constexpr, LAYOUT: gl.constexpr):
     """Tiles of shared memory apart: stores into one wait for nobody who reads another."""
     tiles = ()
     for _ in gl.static_range(COUNT):
-        tiles = tiles + (gl.allocate_shared_memory(gl.bfloat16, [64, PART], NARROW),)  # noqa: RUF005
+        tiles = tiles + (gl.allocate_shared_memory(gl.bfloat16, [1, 64, PART], LAYOUT),)  # noqa: RUF005
     return tiles
+
+
+@gluon.jit
+def tiles_at(tiles, at, COUNT: gl.constexpr):
+    """Those of ``tiles_apart``; ``at``: 0, unknown to the compiler where it is not to keep addresses over a loop."""
+    found = ()
+    for n in gl.static_range(COUNT):
+        found = found + (tiles[n].index(at),)  # noqa: RUF005
+    return found
 
 
 @gluon.jit
@@ -82,7 +90,7 @@ def right_by_block(tile):
 
 @gluon.jit
 def inside_mask(WHAT: gl.constexpr, DT: gl.constexpr):
-    """[4, 16, 16] to sum a block's tokens by: up to a token ("until"), behind it ("after") or from it on ("from")."""
+    """[4, 16, 16] to sum a block's tokens by: "until" a token, "after" it, "from" it on, or "before" it."""
     i = pinned(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, LEFT4))))[None, :, None]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, LEFT4)))[None, None, :]
     b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LEFT4)))[:, None, None]
@@ -92,6 +100,8 @@ def inside_mask(WHAT: gl.constexpr, DT: gl.constexpr):
         mask = gl.where(j <= i, 1.0, 0.0)
     elif WHAT == "after":
         mask = gl.where(j > i, 1.0, 0.0)
+    elif WHAT == "before":
+        mask = gl.where(j < i, 1.0, 0.0)
     else:
         mask = gl.where(j >= i, 1.0, 0.0)
     return mask.to(DT)
@@ -105,6 +115,13 @@ def inside_sums(mask, high, low):
     sums = mma_v2(mask, right_by_block(high), sums)
     sums = mma_v2(mask, right_by_block(low), sums)
     return flat(sums)
+
+
+@gluon.jit
+def row_parts(x):
+    """[64, columns] as [64, 8]: sums of what a thread holds of a row."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    return gl.sum(gl.reshape(gl.sum(gl.reshape(x, [64, COLUMNS // 16, 16]), 1), [64, 8, 2]), 2)
 
 
 @gluon.jit
@@ -134,9 +151,23 @@ def put_split(high, low, x):
 
 
 @gluon.jit
+def halves(work):
+    """Two of the tiles of ``tiles_apart`` for ``put_split``, in fp16."""
+    high = work[0]._reinterpret(gl.float16, [64, PART], NARROW)
+    return high, work[1]._reinterpret(gl.float16, [64, PART], NARROW)
+
+
+@gluon.jit
+def near_start(high, low, ANCHOR: gl.constexpr):
+    """2^(D + ANCHOR) and 2^-(D + ANCHOR), D the sums from a block's start of log2 gates, ``high`` + ``low``."""
+    within = inside_sums(inside_mask("until", gl.float16), high, low) + ANCHOR
+    return exp2(within), exp2(-within)
+
+
+@gluon.jit
 def block_totals(g, totals):
     """A line for every block: the decay over it."""
-    totals.store(gl.convert_layout(exp2(gl.sum(by_block(g), 1)), gl.BlockedLayout([1, 1], [1, 32], [4, 2], [1, 0])))
+    totals.store(gl.convert_layout(exp2(gl.sum(by_block(g), 1)), gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])))
 
 
 @gluon.jit
@@ -171,23 +202,35 @@ def scaled(x, by):
 
 
 @gluon.jit
-def over_gates(spread, ended, rest, later_t, work):
+def _kept(x):
+    """x, opaque: equal registers would be copied for every product."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.bfloat16, False, 2)
+
+
+@gluon.jit
+def over_gates(spread, ended, rest, work):
     """Gradients of log gates: ``spread`` of the tokens from a gate on, ``ended`` (bf16) of those before it, ``rest``.
 
-    rest: [1, 1, PART]; later_t: 1 from the diagonal on; work: three tiles that nobody reads any more behind a barrier.
+    rest: [1, 1, PART]; work: three tiles that nobody reads any more behind a barrier.
     """
     barrier()
     put_split(work[0], work[1], spread)
     work[2].store(ended)
-    dg = flat(
-        by_block(gl.zeros([64, PART], gl.float32, layout=FLAT) - widened(ended)) + rest
-    )  # its own is not before it
-    for at in gl.static_range(0, 64, 16):
-        later = later_t.slice(at, 16, 1).load(LEFT)
-        dg = mma_v2(later, work[0].slice(at, 16, 0).load(RIGHT), dg)
-        dg = mma_v2(later, work[1].slice(at, 16, 0).load(RIGHT), dg)
-        until = later_t.slice(at, 16, 0).permute((1, 0)).load(LEFT)
-        dg = mma_v2(until, work[2].slice(at, 16, 0).load(RIGHT), dg)
+    block = gl.arange(0, 64, layout=gl.SliceLayout(1, LEFT))[:, None] >> 4
+    block = block + 0 * gl.arange(0, 16, layout=gl.SliceLayout(0, LEFT))[None, :]
+    dg = gl.zeros([4, 16, PART], gl.float32, layout=BATCH) + rest
+    own = inside_mask("from", gl.bfloat16)
+    dg = mma_v2(own, right_by_block(work[0]), dg)
+    dg = mma_v2(own, right_by_block(work[1]), dg)
+    dg = flat(mma_v2(inside_mask("before", gl.bfloat16), right_by_block(work[2]), dg))
+    for at in gl.static_range(4):
+        before = _kept(gl.where(block < at, 1.0, 0.0).to(gl.bfloat16))
+        after = _kept(gl.where(block > at, 1.0, 0.0).to(gl.bfloat16))
+        if at > 0:
+            dg = mma_v2(before, work[0].slice(16 * at, 16, 0).load(RIGHT), dg)
+            dg = mma_v2(before, work[1].slice(16 * at, 16, 0).load(RIGHT), dg)
+        if at < 3:
+            dg = mma_v2(after, work[2].slice(16 * at, 16, 0).load(RIGHT), dg)
     return dg
 
 
@@ -217,11 +260,19 @@ def product(left, right, acc, DEPTH: gl.constexpr):
 
 
 @gluon.jit
-def times(left, right, acc, DEPTH: gl.constexpr):
-    """acc + left right of tiles in shared memory, a few columns of the left one at a time."""
-    for at in gl.static_range(0, DEPTH, 32):
-        acc = mma_v2(left.slice(at, 32, 1).load(LEFT), right.slice(at, 32, 0).load(RIGHT), acc)
-    return acc
+def begun(left, right, LAYOUT: gl.constexpr):
+    """left right, two tiles in shared memory, under way."""
+    ROWS: gl.constexpr = left.shape[0]
+    COLUMNS: gl.constexpr = right.shape[1]
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, layout=LAYOUT)
+    return warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def ready():
+    """What threads have stored or copied can be met by products behind this."""
+    fence_async_shared()
+    barrier()
 
 
 @gluon.jit
@@ -235,12 +286,12 @@ def fetch(to, base, step, left, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def leave(base, step, tile, left):
+def leave(base, step, tile, left, LAYOUT: gl.constexpr):
     """The first ``left`` rows of a tile in shared memory, 64 columns wide, to memory."""
     ROWS: gl.constexpr = tile.shape[0]
-    i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SLIM))[:, None]
-    j = gl.arange(0, 64, layout=gl.SliceLayout(0, SLIM))[None, :]
-    gl.store(base + i * step + j, tile.load(SLIM).to(base.dtype.element_ty), mask=(i < left) & (j >= 0))
+    i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    j = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.store(base + i * step + j, tile.load(LAYOUT).to(base.dtype.element_ty), mask=(i < left) & (j >= 0))
 
 
 @gluon.jit
@@ -284,30 +335,47 @@ def store_rows(base, x, step, left):
 
 
 @gluon.jit
-def load_tile(base, st, sd, left):
+def load_rows(base, step, left):
     """A tile [64, 128] of a tensor's tokens; zeros from row ``left`` on."""
     i = gl.arange(0, 64, layout=TOKEN)[:, None]
     d = gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE))[None, :]
-    return gl.load(base + i * st + d * sd, mask=i < left, other=0.0)
+    return gl.load(base + i * step + d, mask=i < left, other=0.0)
 
 
 @gluon.jit
-def put_parts(tiles, x):
-    """A tile [64, 128] as PARTS tiles of PART channels."""
-    x = gl.permute(gl.reshape(x, [64, PARTS, PART]), (1, 0, 2))
-    tiles._reinterpret(tiles.dtype, [PARTS, 64, PART], NARROW4).store(x)
+def _through_norm(x, dy, rate):
+    """Of ``y = r x``: ``r (dy - y (y . dy))``."""
+    x = x.to(gl.float32)
+    dy = dy.to(gl.float32)
+    return rate * dy - rate * rate * rate * gl.sum(x * dy, 1)[:, None] * x
 
 
 @gluon.jit
-def parts_of(tiles):
-    """What ``put_parts`` was given."""
-    x = tiles._reinterpret(tiles.dtype, [PARTS, 64, PART], NARROW4).load(PARTED)
-    return gl.convert_layout(gl.reshape(gl.permute(x, (1, 0, 2)), [64, 128]), WIDE)
+def through_norms(dq, dk, step, q, q_st, k, k_st, rates, left):
+    """Over the gradients of normalised q and k those of q and k."""
+    row = gl.arange(0, 64, layout=TOKEN)
+    q = load_rows(q, q_st, left)
+    k = load_rows(k, k_st, left)
+    to_q = load_rows(dq, step, left)
+    to_k = load_rows(dk, step, left)
+    at = row[:, None] * step + gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE))[None, :]
+    to_q = _through_norm(q, to_q, gl.load(rates + row)[:, None])
+    gl.store(dq + at, to_q.to(dq.dtype.element_ty), mask=row[:, None] < left)
+    to_k = _through_norm(k, to_k, gl.load(rates + 64 + row)[:, None])
+    gl.store(dk + at, to_k.to(dk.dtype.element_ty), mask=row[:, None] < left)
 
 
 @gluon.jit
-def part_of(tiles, part):
-    x = tiles.index(part).load(FLAT)
-    if tiles.dtype == gl.bfloat16:
+def fetch_part(part, q_t, k_t, g_t, q_base, q_st, k_base, k_st, g_base, g_st, left):
+    """Begin to copy q, k and g of some channels; nothing behind the last part."""
+    left = gl.where(part < PARTS, left, 0)
+    fetch(q_t, q_base + part * PART, q_st, left, ROWS)
+    fetch(k_t, k_base + part * PART, k_st, left, ROWS)
+    fetch(g_t, g_base + part * PART, g_st, left, ROWS)
+
+
+@gluon.jit
+def as_fp32(x):
+    if x.dtype == gl.bfloat16:
         x = widened(x)
     return x.to(gl.float32)

@@ -16,26 +16,26 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .backward_blocks import (
     FLAT,
     LEFT,
-    NARROW,
     PART,
     RIGHT,
-    inside_mask,
-    inside_sums,
+    halves,
     line_of,
     narrow,
+    near_start,
     over_block,
     over_chunk,
     over_gates,
-    product,
     put_split,
+    ready,
     scaled,
     widened,
 )
-from .common import barrier, exp2
+from .common import barrier
 
 ANCHOR = gl.constexpr(58.0)  # 16 log2 gates above -7.25 leave factors from 2^-58 to 2^58
 UP = gl.constexpr(2.0**58)
@@ -49,14 +49,12 @@ def grams(p0, p1, p2, p3, l0, l1, l2, l3, q, k, g, rows, lines, DELTA: gl.conste
     rows: of nine tiles the first and the fifth are left with q and k decayed from the chunk's start, 2^58 times too
     much. Those between have them decayed from the starts of later blocks, the last one has k grown.
     """
-    high = rows[0]._reinterpret(gl.float16, [64, PART], NARROW)
-    low = rows[1]._reinterpret(gl.float16, [64, PART], NARROW)
+    high, low = halves(rows)
     barrier()
     put_split(high, low, g)
-    within = inside_sums(inside_mask("until", gl.float16), high, low) + ANCHOR
-    near = exp2(within)
+    near, back = near_start(high, low, ANCHOR)
     q *= near
-    k_back = k * exp2(-within)
+    k_back = k * back
     k *= near
     barrier()
     rows[8].store(narrow(k_back))
@@ -70,29 +68,28 @@ def grams(p0, p1, p2, p3, l0, l1, l2, l3, q, k, g, rows, lines, DELTA: gl.conste
         if DELTA:
             k = scaled(k, decay)
             rows[4 + at].store(narrow(k))
-    barrier()
+    ready()
     columns = rows[8]
-    p0 = product(rows[0], columns.slice(0, 16, 0), p0, PART)
-    p1 = product(rows[1], columns.slice(16, 16, 0), p1, PART)
-    p2 = product(rows[2], columns.slice(32, 16, 0), p2, PART)
-    p3 = product(rows[3], columns.slice(48, 16, 0), p3, PART)
+    columns0 = columns.slice(0, 16, 0).permute((1, 0))
+    columns1 = columns.slice(16, 16, 0).permute((1, 0))
+    columns2 = columns.slice(32, 16, 0).permute((1, 0))
+    columns3 = columns.slice(48, 16, 0).permute((1, 0))
+    p0 = warpgroup_mma(rows[0], columns0, p0, is_async=True)
+    p1 = warpgroup_mma(rows[1], columns1, p1, is_async=True)
+    p2 = warpgroup_mma(rows[2], columns2, p2, is_async=True)
+    p3 = warpgroup_mma(rows[3], columns3, p3, is_async=True)
     if DELTA:
-        l0 = product(rows[4], columns.slice(0, 16, 0), l0, PART)
-        l1 = product(rows[5], columns.slice(16, 16, 0), l1, PART)
-        l2 = product(rows[6], columns.slice(32, 16, 0), l2, PART)
-        l3 = product(rows[7], columns.slice(48, 16, 0), l3, PART)
+        l0 = warpgroup_mma(rows[4], columns0, l0, is_async=True)
+        l1 = warpgroup_mma(rows[5], columns1, l1, is_async=True)
+        l2 = warpgroup_mma(rows[6], columns2, l2, is_async=True)
+        l3 = warpgroup_mma(rows[7], columns3, l3, is_async=True)
     until = over_block(lines, 0, "until") * over_block(lines, 1, "until")
-    return (
-        p0,
-        p1,
-        p2,
-        p3,
-        l0,
-        l1,
-        l2,
-        l3,
-        scaled(k_back, until * over_block(lines, 2, "until") * (line_of(lines, 3) * UP)),
-    )
+    ended = scaled(k_back, until * over_block(lines, 2, "until") * (line_of(lines, 3) * UP))
+    if DELTA:
+        p0, p1, p2, p3, l0, l1, l2, l3 = warpgroup_mma_wait(0, [p0, p1, p2, p3, l0, l1, l2, l3])
+    else:
+        p0, p1, p2, p3 = warpgroup_mma_wait(0, [p0, p1, p2, p3])
+    return p0, p1, p2, p3, l0, l1, l2, l3, ended
 
 
 @gluon.jit
@@ -105,15 +102,10 @@ def lowered(x):
 
 @gluon.jit
 def pairs_and_states(
-    q, k, g, to_q, to_start, to_end, met, b, scale, dp_t, dl_t, later_t, lines, work, DELTA: gl.constexpr
+    high, low, q, k, to_q, to_start, to_end, met, b, scale, dp_t, dl_t, lines, work, DELTA: gl.constexpr
 ):  # fmt: skip
     """dq, dk, and the gradients of the log gates; ``met``: the rows of S * dS' [1, 1, PART]."""
-    high = work[0]._reinterpret(gl.float16, [64, PART], NARROW)
-    low = work[1]._reinterpret(gl.float16, [64, PART], NARROW)
-    put_split(high, low, g)
-    within = inside_sums(inside_mask("until", gl.float16), high, low) + ANCHOR
-    near = exp2(within)
-    back = exp2(-within)
+    near, back = near_start(high, low, ANCHOR)
     q_near = narrow(q * near)
     k_near = narrow(k * near)
     k_back = narrow(k * back)
@@ -150,7 +142,7 @@ def pairs_and_states(
     spread = widened(q_near) * to_q - columns * pairs
     if DELTA:
         spread += widened(k_near) * to_start
-    dg = over_gates(spread, narrow(columns * to_end), met * over_chunk(lines), later_t, work)
+    dg = over_gates(spread, narrow(columns * to_end), met * over_chunk(lines), work)
     dk = back * (pairs + to_end)
     if DELTA:
         dk += near * to_start

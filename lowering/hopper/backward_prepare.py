@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .backward_blocks import (
     ACROSS,
@@ -33,28 +33,32 @@ from .backward_blocks import (
     SHIFT,
     TILE,
     TOKEN,
+    as_fp32,
     block_totals,
     chunk_place,
+    fetch_part,
     flat,
+    halves,
     inside_mask,
     inside_sums,
-    load_tile,
+    load_rows,
     narrow,
+    near_start,
     over_block,
     own_chunk,
-    part_of,
     product,
-    put_parts,
     put_split,
     scaled,
     store_rows,
     tiles_apart,
+    tiles_at,
     widened,
 )
 from .backward_bounded import grams, lowered
-from .common import barrier, exp2, given_beta, given_rate, log2_gate
+from .common import QUARTER, barrier, exp2, given_beta, given_rate, log2_gate, pinned
 
-LINE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 2], [1, 0]))  # [4, PART]
+LINE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))  # [4, PART]
+OPERAND = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # rows of PART
 
 
 @gluon.jit
@@ -72,6 +76,22 @@ def _own_products(rows, columns, acc):
     left = rows._reinterpret(gl.bfloat16, [4, 16, PART], NARROW4).load(LEFT4)
     right = columns._reinterpret(gl.bfloat16, [4, 16, PART], NARROW4).permute((0, 2, 1)).load(RIGHT4)
     return mma_v2(left, right, acc)
+
+
+@gluon.jit
+def _over_columns(p, recall, q, k, at: gl.constexpr, work, totals, DELTA: gl.constexpr):
+    """Add products of rows, decayed from the end of block ``at``, with its columns; the rows decayed over it too."""
+    barrier()
+    work[0].store(narrow(q))
+    work[1].store(narrow(k))
+    columns = work[2].slice(16 * at, 16, 0)
+    p = product(work[0], columns, p, PART)
+    decay = over_block(totals, at, "after")
+    q = scaled(q, decay)
+    if DELTA:
+        recall = product(work[1], columns, recall, PART)
+        k = scaled(k, decay)
+    return p, recall, q, k
 
 
 @gluon.jit
@@ -96,11 +116,13 @@ def _leave_strict(tile, a_square, own, one, at: gl.constexpr, row, b):
 
 @gluon.jit
 def _part(
-    p0, p1, p2, p_own, l0, l1, l2, l_own, part, q_t, k_t, g_t, A_log_ptr, dt_bias_ptr, head, left, gate_scale,
-    q_rate, k_rate, work, totals, qg_to, kg_to, kd_to, total_line, lines_to,
+    p0, p1, p2, p_own, l0, l1, l2, l_own, part, q_t, k_t, g_t, q_base, q_st, k_base, k_st, g_base, g_st,
+    A_log_ptr, dt_bias_ptr, head, left, gate_scale, q_rate, k_rate, work, totals, qg_to, kg_to, kd_to,
+    total_line, lines_to,
     FN: gl.constexpr, DELTA: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """Add what some channels give to the columns of P and L, and leave their decayed q and k."""
+    work = tiles_at(work, part >> 30, 9 if BOUNDED else 3)
     i = gl.arange(0, 64, layout=DOWN)[:, None]
     d = part * PART + gl.arange(0, PART, layout=ACROSS)[None, :]
     bias = 0.0
@@ -109,10 +131,12 @@ def _part(
     rate = 1.0
     if RATE:
         rate = given_rate(gl.load(A_log_ptr + head), True)
-    g = gl.where(i < left, log2_gate(part_of(g_t, part) + bias, rate, gate_scale, FN), 0.0)
-    q = part_of(q_t, part) * q_rate
-    k = part_of(k_t, part) * k_rate
+    g = gl.where(i < left, log2_gate(as_fp32(g_t.load(FLAT)) + bias, rate, gate_scale, FN), 0.0)
+    q = as_fp32(q_t.load(FLAT)) * q_rate
+    k = as_fp32(k_t.load(FLAT)) * k_rate
     barrier()
+    fetch_part(part + 1, q_t, k_t, g_t, q_base, q_st, k_base, k_st, g_base, g_st, left)
+    async_copy.commit_group()
     block_totals(g, totals)
     at = gl.arange(0, 4, layout=gl.SliceLayout(1, LINE))[:, None]
     column = gl.arange(0, PART, layout=gl.SliceLayout(0, LINE))[None, :]
@@ -129,16 +153,14 @@ def _part(
         if DELTA:
             store_rows(kg_to, lowered(work[4].load(ROWS)), 128, 64)
     else:
-        high = work[0]._reinterpret(gl.float16, [64, PART], NARROW)
-        low = work[1]._reinterpret(gl.float16, [64, PART], NARROW)
+        high, low = halves(work)
         barrier()
         put_split(high, low, gl.maximum(g, LIMIT))
-        within = inside_sums(inside_mask("until", gl.float16), high, low) + SHIFT
-        near = exp2(within)
+        near, back = near_start(high, low, SHIFT)
         barrier()
         work[0].store(narrow(q * near))
         work[1].store(narrow(k * near))
-        work[2].store((k * exp2(-within)).to(gl.bfloat16))
+        work[2].store(narrow(k * back))
         p_own = _own_products(work[0], work[2], p_own)
         if DELTA:
             l_own = _own_products(work[1], work[2], l_own)
@@ -148,42 +170,21 @@ def _part(
         q *= up
         ended = k * exp2(inside_sums(inside_mask("after", gl.float16), high, low))
         k *= up
-        barrier()
-        work[0].store(q.to(gl.bfloat16))
-        work[1].store(k.to(gl.bfloat16))
-        work[2].store(ended.to(gl.bfloat16))
+        work[2].store(narrow(ended))
         ended = scaled(ended, over_block(totals, 1, "before") * over_block(totals, 2, "before"))
         store_rows(kd_to, scaled(ended, over_block(totals, 3, "before")), 128, 64)
-        p2 = product(work[0], work[2].slice(32, 16, 0), p2, PART)
-        decay = over_block(totals, 2, "after")
-        q = scaled(q, decay)
+        p2, l2, q, k = _over_columns(p2, l2, q, k, 2, work, totals, DELTA)
+        p1, l1, q, k = _over_columns(p1, l1, q, k, 1, work, totals, DELTA)
+        p0, l0, q, k = _over_columns(p0, l0, q, k, 0, work, totals, DELTA)
+        store_rows(qg_to, q, 128, 64)
         if DELTA:
-            l2 = product(work[1], work[2].slice(32, 16, 0), l2, PART)
-            k = scaled(k, decay)
-        barrier()
-        work[0].store(q.to(gl.bfloat16))
-        work[1].store(k.to(gl.bfloat16))
-        p1 = product(work[0], work[2].slice(16, 16, 0), p1, PART)
-        decay = over_block(totals, 1, "after")
-        q = scaled(q, decay)
-        if DELTA:
-            l1 = product(work[1], work[2].slice(16, 16, 0), l1, PART)
-            k = scaled(k, decay)
-        barrier()
-        work[0].store(q.to(gl.bfloat16))
-        work[1].store(k.to(gl.bfloat16))
-        p0 = product(work[0], work[2].slice(0, 16, 0), p0, PART)
-        decay = over_block(totals, 0, "after")
-        store_rows(qg_to, scaled(q, decay), 128, 64)
-        if DELTA:
-            l0 = product(work[1], work[2].slice(0, 16, 0), l0, PART)
-            store_rows(kg_to, scaled(k, decay), 128, 64)
+            store_rows(kg_to, k, 128, 64)
     return p0, p1, p2, p_own, l0, l1, l2, l_own
 
 
 @gluon.jit(do_not_specialize=["beta_sb", "beta_st", "T", "N", "first_head"])
 def prepare(
-    q_ptr, q_sb, q_st, q_sh, q_sd, k_ptr, k_sb, k_st, k_sh, k_sd, g_ptr, g_sb, g_st, g_sh, g_sd,
+    q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, g_ptr, g_sb, g_st, g_sh,
     beta_ptr, beta_sb, beta_st, beta_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T,
     gate_scale, l2norm_eps, first_head,
     qg_buffer, kg_buffer, kd_buffer, total_buffer, lines_buffer, p_buffer, l_buffer, a_buffer, beta_buffer, rate_buffer,
@@ -191,30 +192,29 @@ def prepare(
     SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr, PACKED: gl.constexpr,
     BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """A block has one chunk of one head, and takes a few channels at a time."""
+    """A block has one chunk of one head, and takes a few channels at a time. Rows of q, k and g are contiguous."""
     pid, chunk, head = own_chunk(first_head, HP)
     runs = True
     if PACKED:
         runs = chunk < gl.load(chunk_offsets + N)
     if runs:
         batch, first, left = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
-        work = tiles_apart(9 if BOUNDED else 3)
+        work = tiles_apart(9, OPERAND) if BOUNDED else tiles_apart(3, NARROW)
         totals = gl.allocate_shared_memory(gl.float32, [4, PART], LINES)
         row = gl.arange(0, 64, layout=TOKEN)
-        q_t = gl.allocate_shared_memory(gl.bfloat16, [PARTS, 64, PART], NARROW)
-        k_t = gl.allocate_shared_memory(gl.bfloat16, [PARTS, 64, PART], NARROW)
-        g_t = gl.allocate_shared_memory(g_ptr.dtype.element_ty, [PARTS, 64, PART], NARROW)
+        q_t = gl.allocate_shared_memory(gl.bfloat16, [64, PART], NARROW)
+        k_t = gl.allocate_shared_memory(gl.bfloat16, [64, PART], NARROW)
+        g_t = gl.allocate_shared_memory(g_ptr.dtype.element_ty, [64, PART], NARROW)
         q_base = q_ptr + batch * q_sb + first * q_st + (head // GROUP) * q_sh
         k_base = k_ptr + batch * k_sb + first * k_st + (head // GROUP) * k_sh
-        q = load_tile(q_base, q_st, q_sd, left)
-        k = load_tile(k_base, k_st, k_sd, left)
-        g = load_tile(g_ptr + batch * g_sb + first * g_st + head * g_sh, g_st, g_sd, left)
-        put_parts(q_t, q)
-        put_parts(k_t, k)
-        put_parts(g_t, g)
+        g_base = g_ptr + batch * g_sb + first * g_st + head * g_sh
+        fetch_part(0, q_t, k_t, g_t, q_base, q_st, k_base, k_st, g_base, g_st, left)
+        async_copy.commit_group()
         q_rate = 1.0
         k_rate = 1.0
         if L2NORM:
+            q = load_rows(q_base, q_st, left)
+            k = load_rows(k_base, k_st, left)
             q_rate = _rates(q, rate_buffer + pid * 128, l2norm_eps)
             k_rate = _rates(k, rate_buffer + pid * 128 + 64, l2norm_eps)
         b = gl.full([64], 1.0, gl.float32, layout=TOKEN)
@@ -222,7 +222,7 @@ def prepare(
             at = beta_ptr + batch * beta_sb + (first + row) * beta_st + head * beta_sh
             b = given_beta(gl.load(at, mask=row < left, other=0.0), row, left, SIGMOID)
             gl.store(beta_buffer + pid * 64 + row, b)
-        zero = gl.zeros([64, 16], gl.float32, layout=FLAT)
+        zero = gl.zeros([64, 16], gl.float32, layout=QUARTER if BOUNDED else FLAT)
         none = zero
         if not BOUNDED:
             none = gl.zeros([4, 16, 16], gl.float32, layout=BATCH)
@@ -230,16 +230,22 @@ def prepare(
         p0, p1, p2, p_own = zero, zero, zero, none
         l0, l1, l2, l_own = zero, zero, zero, none
         for part in range(PARTS):
+            async_copy.wait_group(0)
+            barrier()
+            part = pinned(part)
             to = tile + part * PART
             p0, p1, p2, p_own, l0, l1, l2, l_own = _part(
-                p0, p1, p2, p_own, l0, l1, l2, l_own, part, q_t, k_t, g_t, A_log_ptr, dt_bias_ptr, head, left,
-                gate_scale, q_rate, k_rate, work, totals, qg_buffer + to, kg_buffer + to, kd_buffer + to,
+                p0, p1, p2, p_own, l0, l1, l2, l_own, part, q_t, k_t, g_t, q_base, q_st, k_base, k_st,
+                g_base, g_st, A_log_ptr, dt_bias_ptr, head, left, gate_scale, q_rate, k_rate, work, totals,
+                qg_buffer + to, kg_buffer + to, kd_buffer + to,
                 total_buffer + pid * 128, lines_buffer + pid * (4 * 128) + part * (4 * PART),
                 FN, DELTA, RATE, BIAS, BOUNDED,
             )  # fmt: skip
+        async_copy.wait_group(0)
         i = gl.arange(0, 64, layout=DOWN)[:, None]
         if BOUNDED:
-            p_own0, p_own1, p_own2, p_own3 = p0, p1, p2, p_own
+            p0, p1, p2 = gl.convert_layout(p0, FLAT), gl.convert_layout(p1, FLAT), gl.convert_layout(p2, FLAT)
+            p_own0, p_own1, p_own2, p_own3 = p0, p1, p2, gl.convert_layout(p_own, FLAT)
         else:
             p_own3 = flat(p_own)
             p_own0, p_own1, p_own2 = p_own3, p_own3, p_own3
@@ -252,7 +258,8 @@ def prepare(
         p_t.slice(48, 16, 1).store(_columns(p_own3, p_own3, 3, i, False).to(gl.bfloat16))
         if DELTA:
             if BOUNDED:
-                l_own0, l_own1, l_own2, l_own3 = l0, l1, l2, l_own
+                l0, l1, l2 = gl.convert_layout(l0, FLAT), gl.convert_layout(l1, FLAT), gl.convert_layout(l2, FLAT)
+                l_own0, l_own1, l_own2, l_own3 = l0, l1, l2, gl.convert_layout(l_own, FLAT)
             else:
                 l_own3 = flat(l_own)
                 l_own0, l_own1, l_own2 = l_own3, l_own3, l_own3

@@ -72,23 +72,21 @@ class HopperBackward(Backward):
         return self._call.gate == "channel" and lowest >= LOWEST
 
     def _normed_apart(self, call: Call) -> bool:
-        return call.qk_l2norm_eps > 0.0 and not self._by_blocks
+        return call.qk_l2norm_eps > 0.0 and not self._by_blocks and not self._by_token_gates
 
     def _rate_parts(self) -> int:
         return 1 if self._by_blocks else super()._rate_parts()
 
     def _operands(self, grad_state: Tensor | None) -> dict[str, Any]:
         values = super()._operands(grad_state) | {"SCALAR": self._by_token_gates, "BOUNDED": self._bounded}
-        rows = [("v", self._call.v), ("do", self._grad_o)]
-        if self._by_token_gates:
-            rows += [("q", self._call.q), ("k", self._call.k)]
-        for name, x in rows:
-            values |= tensor_arguments(name, "bthd", self._rows(x))
+        for name, x in (("q", self._call.q), ("k", self._call.k), ("v", self._call.v), ("do", self._grad_o)):
+            values |= tensor_arguments(name, "bthd", self._rows(self._scratch.cast(x, torch.bfloat16)))
+        if self._call.gate == "channel" and self._call.g is not None:
+            values |= tensor_arguments("g", "bthd", self._rows(self._call.g))
         return values
 
     def _rows(self, x: Tensor) -> Tensor:
-        """``x`` in bf16 with rows that are copied 16 bytes at a time, or a copy of it."""
-        x = self._scratch.cast(x, torch.bfloat16)
+        """``x`` with rows that are copied 16 bytes at a time, or a copy of it."""
         steps = all(step % APART == 0 for step in x.stride()[:-1])
         fits = steps and x.stride(-1) == 1 and x.data_ptr() % (2 * APART) == 0
         return x if fits else self._scratch.copied(x)
@@ -128,33 +126,33 @@ class HopperBackward(Backward):
 
     def _prepare(self, tiles: int) -> None:
         if self._by_token_gates:
-            self._tuned("prepare_scalar", (tiles,), maxnreg=80)
+            self._tuned("prepare_scalar", (tiles,), 4, maxnreg=160)
         elif self._by_blocks:
-            self._tuned("prepare", (tiles,), maxnreg=128)
+            self._tuned("prepare", (tiles,), 4, maxnreg=168)
         else:
             super()._prepare(tiles)
 
     def _scan(self, heads: int) -> None:
         self._values["FORWARD"] = 0
-        self._tuned("scan", (self._call.sequences * heads * (self._columns // COLUMNS), 2))
+        self._tuned("scan", (self._call.sequences * heads * (self._columns // COLUMNS), 2), 8)
 
     def _scan_back(self, heads: int) -> None:
         self._values["FORWARD"] = 1
-        self._tuned("scan", (self._call.sequences * heads * (self._columns // COLUMNS), 1))
+        self._tuned("scan", (self._call.sequences * heads * (self._columns // COLUMNS), 1), 8)
 
     def _by_token(self, tiles: int) -> None:
+        self._values["NORM_INSIDE"] = self._call.qk_l2norm_eps > 0.0 and not self._gathered
         if self._by_token_gates:
-            self._tuned("gradients_scalar", (tiles,), maxnreg=128)
+            self._tuned("gradients_scalar", (tiles,), 4)
         elif self._by_blocks:
-            self._values["NORM_INSIDE"] = self._call.qk_l2norm_eps > 0.0 and not self._gathered
-            self._tuned("gradients", (tiles,))
+            self._tuned("gradients", (tiles,), 4)
         else:
             super()._by_token(tiles)
 
-    def _tuned(self, name: str, grid: tuple[int, ...], **options: int) -> None:
+    def _tuned(self, name: str, grid: tuple[int, ...], warps: int, **options: int) -> None:
         kernel = _kernels()[name]
         arguments = {argument: self._values[argument] for argument in kernel.arg_names}
-        self._scratch.launch(kernel, grid)(**arguments, num_warps=8, **options)
+        self._scratch.launch(kernel, grid)(**arguments, num_warps=warps, **options)
 
 
 _UNREAD = ("qg", "kg", "kd", "t", "p")  # by the kernel of gradients with a gate per channel

@@ -14,24 +14,25 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .backward_blocks import (
-    ACROSS,
-    DOWN,
-    FLAT,
     SLIM,
-    TILE,
     TOKEN,
     WIDE,
+    begun,
     chunk_place,
     fetch,
     leave,
+    narrow,
     own_chunk,
-    product,
+    ready,
+    row_parts,
     store_rows,
-    times,
+    through_norms,
+    widened,
 )
-from .common import barrier, exp2, gate_slopes, given_beta, given_rate, log2_gate
+from .common import ACROSS, DOWN, SQUARE, TILE, barrier, exp2, gate_slopes, given_beta, given_rate, log2_gate, pinned
 
 
 @gluon.jit
@@ -93,16 +94,21 @@ def prepare_scalar(
             gl.store(sums_buffer + pid * 64 + row, sums)
             decay = exp2(sums[:, None] - gl.convert_layout(sums, ACROSS)[None, :])
         async_copy.wait_group(0)
-        barrier()
-        zero = gl.zeros([64, 64], gl.float32, layout=FLAT)
-        p = product(q_t, k_t, zero, 128)
-        l = zero
+        ready()
+        right = k_t.permute((1, 0))
+        p = begun(q_t, right, SQUARE)
         if DELTA:
-            l = product(k_t, k_t, zero, 128)
+            l = begun(k_t, right, SQUARE)
         if L2NORM:
             q_rate = _row_rates(q_t, rate_buffer + pid * 128, l2norm_eps)
             k_rate = _row_rates(k_t, rate_buffer + pid * 128 + 64, l2norm_eps)
             columns = gl.convert_layout(k_rate, ACROSS)[None, :]
+        if DELTA:
+            p, l = warpgroup_mma_wait(0, [p, l])
+        else:
+            p = warpgroup_mma_wait(0, [p])
+            l = p
+        if L2NORM:
             p = p * gl.convert_layout(q_rate, DOWN)[:, None] * columns
             l = l * gl.convert_layout(k_rate, DOWN)[:, None] * columns
         if GATED:
@@ -134,66 +140,83 @@ def _fetch_keys(half, q_t, k_t, q_base, q_st, k_base, k_st, left):
 
 @gluon.jit
 def _pairs(do_t, z_t, vn_t, p_t, l_t, b, sums, scale, DELTA: gl.constexpr, GATED: gl.constexpr):
-    """The gradients of P and L, behind their decays, over P and L; what of dg pairs give to their rows, less what they
-    give to their columns; what dbeta lacks."""
-    V: gl.constexpr = do_t.shape[1]
+    """The gradients of P and L, behind their decays, over P and L; of dg what pairs give to their rows, in parts, and
+    to their columns; what dbeta lacks."""
     i = gl.arange(0, 64, layout=DOWN)[:, None]
     j = gl.arange(0, 64, layout=ACROSS)[None, :]
-    zero = gl.zeros([64, 64], gl.float32, layout=FLAT)
-    dp = gl.where(i >= j, product(do_t, vn_t, zero, V) * scale, 0.0)
-    spanned = gl.zeros([64], gl.float32, layout=DOWN)
-    recalled = spanned
-    met = zero
-    decay = zero + 1.0
+    right = vn_t.permute((1, 0))
+    dp = begun(do_t, right, SQUARE)
+    if DELTA:
+        h = begun(z_t, right, SQUARE)
+    recalled = gl.zeros([64], gl.float32, layout=DOWN)
+    met = gl.zeros([64, 64], gl.float32, layout=SQUARE)
+    decay = met + 1.0
     if GATED:
         decay = gl.where(i > j, exp2(sums[:, None] - gl.convert_layout(sums, ACROSS)[None, :]), 1.0)
-        met = gl.where(i > j, dp * p_t.load(FLAT).to(gl.float32), 0.0)
     if DELTA:
-        h = product(z_t, vn_t, zero, V)
-        recalls = l_t.load(FLAT).to(gl.float32)  # zeros from the diagonal on
+        dp, h = warpgroup_mma_wait(0, [dp, h])
+    else:
+        dp = warpgroup_mma_wait(0, [dp])
+    dp = gl.where(i >= j, dp * scale, 0.0)
+    if GATED:
+        met = gl.where(i > j, dp * widened(p_t.load(SQUARE)), 0.0)
+    p_t.store(narrow(dp * decay))
+    if DELTA:
+        recalls = widened(l_t.load(SQUARE))  # zeros from the diagonal on
         recalled = gl.sum(recalls * h, 1)
         dl = gl.where(i > j, h * -b[:, None], 0.0)
         if GATED:
             met += dl * recalls
-        l_t.store((dl * decay).to(gl.bfloat16))
-    if GATED:
-        spanned = gl.sum(met, 1) - gl.convert_layout(gl.sum(met, 0), DOWN)
-    p_t.store((dp * decay).to(gl.bfloat16))
-    return spanned, recalled
+        l_t.store(narrow(dl * decay))
+    return row_parts(met), gl.sum(met, 0), recalled
 
 
 @gluon.jit
 def _half(
-    do_t, z_t, vn_t, s_t, d_t, q_t, k_t, p_t, l_t, b, up, down, q_rate, k_rate, scale, starts, ends,
-    DELTA: gl.constexpr, L2NORM: gl.constexpr, VALUES: gl.constexpr,
+    do_t, z_t, vn_t, s_t, d_t, q_t, k_t, p_t, l_t, b, up, down, q_rate, k_rate, scale, behind, before, met,
+    DELTA: gl.constexpr, GATED: gl.constexpr, L2NORM: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
-    """dq and dk of 64 channels, before the norm, over q and k; to ``starts`` and ``ends`` what the states before and
-    behind the chunk give to the gates; the sum of S * dS."""
+    """dq and dk of 64 channels, before the norm, over q and k; added, in parts: to ``behind`` and ``before`` what the
+    states before and behind the chunk give to the gates, to ``met`` S * dS."""
     V: gl.constexpr = do_t.shape[1]
-    zero = gl.zeros([64, 64], gl.float32, layout=FLAT)
+    right = s_t.permute((1, 0))
+    dq = begun(do_t, right, SQUARE)
+    dk = dq
+    if DELTA:
+        dk = begun(z_t, right, SQUARE)
+    more = begun(vn_t, d_t.permute((1, 0)), SQUARE)
     if L2NORM:
-        q_t.store((q_t.load(FLAT).to(gl.float32) * q_rate[:, None]).to(gl.bfloat16))
-        k_t.store((k_t.load(FLAT).to(gl.float32) * k_rate[:, None]).to(gl.bfloat16))
-    dq = product(do_t, s_t, zero, V) * (up * scale)[:, None]
-    starts = starts + gl.sum(q_t.load(FLAT).to(gl.float32) * dq, 1)
-    dk = zero
+        q_t.store(narrow(widened(q_t.load(SQUARE)) * q_rate[:, None]))
+        k_t.store(narrow(widened(k_t.load(SQUARE)) * k_rate[:, None]))
+    if GATED:
+        both = widened(s_t.load(VALUES)) * widened(d_t.load(VALUES))
+        met += gl.sum(gl.reshape(both, [64, V // 8, 8]), 2)
     if DELTA:
-        dk = product(z_t, s_t, zero, V) * (up * -b)[:, None]
-        starts = starts + gl.sum(k_t.load(FLAT).to(gl.float32) * dk, 1)
-    more = product(vn_t, d_t, zero, V) * down[:, None]
-    ends = ends + gl.sum(k_t.load(FLAT).to(gl.float32) * more, 1)
+        dq, dk, more = warpgroup_mma_wait(0, [dq, dk, more])
+        dk = dk * (up * -b)[:, None]
+    else:
+        dq, more = warpgroup_mma_wait(0, [dq, more])
+        dk = gl.zeros([64, 64], gl.float32, layout=SQUARE)
+    dq = dq * (up * scale)[:, None]
+    more = more * down[:, None]
+    if GATED:
+        behind += row_parts(widened(q_t.load(SQUARE)) * dq)
+        keys = widened(k_t.load(SQUARE))
+        if DELTA:
+            behind += row_parts(keys * dk)
+        before += row_parts(keys * more)
     dk = dk + more
-    met = gl.sum(gl.sum(s_t.load(VALUES).to(gl.float32) * d_t.load(VALUES).to(gl.float32), 1), 0)
-    barrier()  # q and k behind their norms are there
-    dq = times(p_t, k_t, dq, 64)
-    dk = times(p_t.permute((1, 0)), q_t, dk, 64)
+    ready()  # q and k behind their norms are there
+    dq = warpgroup_mma(p_t, k_t, dq, is_async=True)
+    dk = warpgroup_mma(p_t.permute((1, 0)), q_t, dk, is_async=True)
     if DELTA:
-        dk = times(l_t, k_t, dk, 64)
-        dk = times(l_t.permute((1, 0)), k_t, dk, 64)
+        dk = warpgroup_mma(l_t, k_t, dk, is_async=True)
+        dk = warpgroup_mma(l_t.permute((1, 0)), k_t, dk, is_async=True)
+    dq, dk = warpgroup_mma_wait(0, [dq, dk])
     barrier()  # and nobody reads them any more
-    q_t.store(dq.to(gl.bfloat16))
-    k_t.store(dk.to(gl.bfloat16))
-    return starts, ends, met
+    q_t.store(narrow(dq))
+    k_t.store(narrow(dk))
+    return behind, before, met
 
 
 @gluon.jit(do_not_specialize=["T", "N", "first_head"])
@@ -204,9 +227,9 @@ def gradients_scalar(
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dbias_ptr, drate_ptr,
     HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, V: gl.constexpr, FN: gl.constexpr, GATED: gl.constexpr,
     DELTA: gl.constexpr, BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr,
-    BIAS: gl.constexpr, DBIAS: gl.constexpr, PACKED: gl.constexpr,
+    BIAS: gl.constexpr, DBIAS: gl.constexpr, PACKED: gl.constexpr, NORM_INSIDE: gl.constexpr,
 ):  # fmt: skip
-    """All gradients of a chunk's tokens; dq and dk are those before the norm. V is 64 or 128.
+    """All gradients of a chunk's tokens. NORM_INSIDE: dq and dk are those before the norm. V is 64 or 128.
 
     Without the delta rule r_buffer and vn_buffer are not read: both are v, the latter times beta.
     """
@@ -218,34 +241,34 @@ def gradients_scalar(
         runs = chunk < gl.load(chunk_offsets + N)
     if runs:
         batch, first, left = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
-        do_t = gl.allocate_shared_memory(gl.bfloat16, [64, V], TILE)
-        vn_t = gl.allocate_shared_memory(gl.bfloat16, [64, V], TILE)
-        z_t = gl.allocate_shared_memory(gl.bfloat16, [64, V], TILE)
-        s_t = gl.allocate_shared_memory(gl.bfloat16, [64, V], TILE)
-        d_t = gl.allocate_shared_memory(gl.bfloat16, [64, V], TILE)
-        q_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-        k_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-        p_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-        l_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+        do_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, V], TILE)
+        vn_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, V], TILE)
+        z_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, V], TILE)
+        s_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, V], TILE)
+        d_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, V], TILE)
+        q_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], TILE)
+        k_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], TILE)
+        p_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], TILE)
+        l_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], TILE)
         tile = pid * (64 * V)
         square = pid * (64 * 64)
         v_base = v_ptr + batch * v_sb + first * v_st + head * v_sh
-        fetch(do_t, do_ptr + batch * do_sb + first * do_st + head * do_sh, do_st, left, VALUES)
-        fetch(z_t, z_buffer + tile, V, 64, VALUES)
+        fetch(do_t.index(0), do_ptr + batch * do_sb + first * do_st + head * do_sh, do_st, left, VALUES)
+        fetch(z_t.index(0), z_buffer + tile, V, 64, VALUES)
         if DELTA:
-            fetch(vn_t, vn_buffer + tile, V, 64, VALUES)
-            fetch(l_t, l_buffer + square, 64, 64, SLIM)
+            fetch(vn_t.index(0), vn_buffer + tile, V, 64, VALUES)
+            fetch(l_t.index(0), l_buffer + square, 64, 64, SLIM)
         else:
-            fetch(vn_t, v_base, v_st, left, VALUES)
+            fetch(vn_t.index(0), v_base, v_st, left, VALUES)
         if GATED:
-            fetch(p_t, p_buffer + square, 64, 64, SLIM)
+            fetch(p_t.index(0), p_buffer + square, 64, 64, SLIM)
         async_copy.commit_group()
         q_base = q_ptr + batch * q_sb + first * q_st + (head // GROUP) * q_sh
         k_base = k_ptr + batch * k_sb + first * k_st + (head // GROUP) * k_sh
         s_state = s_buffer + pid * (128 * V)
         d_state = d_buffer + pid * (128 * V)
-        _fetch_states(0, s_t, d_t, s_state, d_state, VALUES)
-        _fetch_keys(0, q_t, k_t, q_base, q_st, k_base, k_st, left)
+        _fetch_states(0, s_t.index(0), d_t.index(0), s_state, d_state, VALUES)
+        _fetch_keys(0, q_t.index(0), k_t.index(0), q_base, q_st, k_base, k_st, left)
         row = gl.arange(0, 64, layout=DOWN)
         token = (batch * T + first) * HV + head
         b = gl.full([64], 1.0, gl.float32, layout=DOWN)
@@ -268,17 +291,19 @@ def gradients_scalar(
         if DELTA:
             r = gl.load(r_buffer + tile + place[:, None] * V + c).to(gl.float32)
         async_copy.wait_group(2)
-        barrier()
-        z = z_t.load(VALUES).to(gl.float32)
+        ready()
+        z = z_t.index(0).load(VALUES).to(gl.float32)
         if not DELTA:
-            r = vn_t.load(VALUES).to(gl.float32)
+            r = vn_t.index(0).load(VALUES).to(gl.float32)
             if BETA:
-                vn_t.store((r * wide_b[:, None]).to(gl.bfloat16))
-                barrier()
+                vn_t.index(0).store(narrow(r * wide_b[:, None]))
+                ready()
         dv = (z * wide_b[:, None]).to(dv_ptr.dtype.element_ty)
         gl.store(dv_ptr + token * V + place[:, None] * (HV * V) + c, dv, mask=place[:, None] < left)
         db = gl.sum(z * r, 1)
-        spanned, recalled = _pairs(do_t, z_t, vn_t, p_t, l_t, b, sums, scale, DELTA, GATED)
+        behind, spanned, recalled = _pairs(
+            do_t.index(0), z_t.index(0), vn_t.index(0), p_t.index(0), l_t.index(0), b, sums, scale, DELTA, GATED
+        )  # fmt: skip
         if BETA:
             db = db - gl.convert_layout(recalled, ROW)
             if SIGMOID:
@@ -286,31 +311,34 @@ def gradients_scalar(
             gl.store(dbeta_ptr + token + place * HV, db.to(dbeta_ptr.dtype.element_ty), mask=place < left)
         up = exp2(sums)
         down = exp2(whole - sums)
-        ends = gl.zeros([64], gl.float32, layout=DOWN)
-        starts = ends
-        met = 0.0
+        before = behind * 0.0
+        met = gl.sum(gl.reshape(gl.zeros([64, V], gl.float32, layout=VALUES), [64, V // 8, 8]), 2)
         for half in range(2):
             async_copy.wait_group(0)
-            barrier()
-            starts, ends, more = _half(
-                do_t, z_t, vn_t, s_t, d_t, q_t, k_t, p_t, l_t, b, up, down, q_rate, k_rate, scale, starts, ends,
-                DELTA, L2NORM, VALUES,
+            ready()
+            zero = pinned(half) >> 30  # unknown to the compiler, see ``unknown_zero``
+            behind, before, met = _half(
+                do_t.index(zero), z_t.index(zero), vn_t.index(zero), s_t.index(zero), d_t.index(zero), q_t.index(zero),
+                k_t.index(zero), p_t.index(zero), l_t.index(zero), b, up, down, q_rate, k_rate, scale, behind, before,
+                met, DELTA, GATED, L2NORM, VALUES,
             )  # fmt: skip
-            met += more
             barrier()
             if half == 0:
-                _fetch_states(1, s_t, d_t, s_state, d_state, VALUES)
-            leave(dq_ptr + token * 128 + half * 64, HV * 128, q_t, left)
-            leave(dk_ptr + token * 128 + half * 64, HV * 128, k_t, left)
+                _fetch_states(1, s_t.index(0), d_t.index(0), s_state, d_state, VALUES)
+            leave(dq_ptr + token * 128 + half * 64, HV * 128, q_t.index(0), left, SLIM)
+            leave(dk_ptr + token * 128 + half * 64, HV * 128, k_t.index(0), left, SLIM)
             barrier()
             if half == 0:
-                _fetch_keys(1, q_t, k_t, q_base, q_st, k_base, k_st, left)
+                _fetch_keys(1, q_t.index(0), k_t.index(0), q_base, q_st, k_base, k_st, left)
+        if NORM_INSIDE:  # these rows are in memory, and met there again
+            to, rates = token * 128, rate_buffer + pid * 128
+            through_norms(dq_ptr + to, dk_ptr + to, HV * 128, q_base, q_st, k_base, k_st, rates, left)
         if GATED:
             i = row[:, None]
             j = gl.arange(0, 64, layout=ACROSS)[None, :]
-            behind = gl.convert_layout(starts + spanned, ACROSS)[None, :]
-            before = gl.convert_layout(ends, ACROSS)[None, :]
-            dg = gl.sum(gl.where(j >= i, behind, before), 1) + met * exp2(whole)
+            behind = gl.convert_layout(gl.sum(behind, 1), ACROSS) - spanned
+            before = gl.convert_layout(gl.sum(before, 1), ACROSS)
+            dg = gl.sum(gl.where(j >= i, behind[None, :], before[None, :]), 1) + gl.sum(gl.sum(met, 1), 0) * exp2(whole)
             g_base = g_ptr + batch * g_sb + first * g_st + head * g_sh
             x, rate = _gates(g_base, g_st, A_log_ptr, dt_bias_ptr, head, row, left, RATE, BIAS)
             by_x, by_rate = gate_slopes(x, rate, gate_scale, FN)

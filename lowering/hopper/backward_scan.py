@@ -14,11 +14,18 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .backward_blocks import ACROSS, DOWN, FLAT, SLIM, TILE, WIDE, fetch, leave, times
-from .common import barrier, exp2
+from .backward_blocks import begun, fetch, leave, ready
+from .common import TILE, exp2
 
 BLOCK = gl.constexpr(64)  # columns of V
+FLAT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # [64 or 128, BLOCK]
+ACROSS = gl.constexpr(gl.SliceLayout(0, FLAT.value))
+DOWN = gl.constexpr(gl.SliceLayout(1, FLAT.value))
+WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # how [rows, 128] meets memory
+SLIM = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # and [rows, 64]
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 
 
 @gluon.jit
@@ -32,48 +39,67 @@ def _state(base, st_k, st_v, column, HAS: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_lines(n, count, tile, beta_buffer, total_buffer, sums_buffer, rate_buffer,
-                 GATED: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr, L2NORM: gl.constexpr):  # fmt: skip
-    """Of a chunk's tokens: beta, sums of gates (SCALAR; else the chunk's decay), rates of q and k; a chunk ahead."""
-    i = gl.arange(0, 64, layout=DOWN)
-    d = gl.arange(0, 128, layout=DOWN)
-    some = (n < count) & (i >= 0)
-    b = gl.full([64], 1.0, gl.float32, layout=DOWN)
-    q_rate = b
-    k_rate = b
-    until = b * 0.0
-    last = until
-    total = gl.full([128], 1.0, gl.float32, layout=DOWN)
-    if BETA:
-        b = gl.load(beta_buffer + tile * 64 + i, mask=some, other=0.0)
-    if GATED:
-        if SCALAR:
-            until = gl.load(sums_buffer + tile * 64 + i, mask=some, other=0.0)
-            last = gl.load(sums_buffer + tile * 64 + 63 + 0 * i, mask=some, other=0.0)
-            total = gl.load(sums_buffer + tile * 64 + 63 + 0 * d, mask=(n < count) & (d >= 0), other=0.0)
-        else:
-            total = gl.load(total_buffer + tile * 128 + d, mask=(n < count) & (d >= 0), other=0.0)
-    if L2NORM and SCALAR:
-        q_rate = gl.load(rate_buffer + tile * 128 + i, mask=some, other=0.0)
-        k_rate = gl.load(rate_buffer + tile * 128 + 64 + i, mask=some, other=0.0)
-    return b, until, last, total, q_rate, k_rate
+def _line_tiles(STAGES: gl.constexpr):
+    """Of a chunk's tokens beta; sums of gates, or the chunk's decay by channels; rates of q and k."""
+    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    beta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], one)
+    gates_s = gl.allocate_shared_memory(gl.float32, [STAGES, 128], one)
+    rates_s = gl.allocate_shared_memory(gl.float32, [STAGES, 128], one)
+    return beta_s, gates_s, rates_s
 
 
 @gluon.jit
-def _decays(until, last, total, GATED: gl.constexpr, SCALAR: gl.constexpr):
-    """From the chunk's start to its tokens and from these to its end, of use with SCALAR alone; over the chunk."""
-    up = until * 0.0 + 1.0
-    down = up
-    if GATED and SCALAR:
-        up = exp2(until)
-        down = exp2(last - until)
-        total = exp2(total)
-    return up, down, total
+def _fetch_line(to, base, some):
+    COUNT: gl.constexpr = to.shape[0]
+    i = gl.arange(0, COUNT, layout=LINE)
+    async_copy.async_copy_global_to_shared(to, base + i, mask=(i >= 0) & some)
+
+
+@gluon.jit
+def _fetch_lines(lines, stage, some, tile, beta_buffer, total_buffer, sums_buffer, rate_buffer,
+                 GATED: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr, L2NORM: gl.constexpr):  # fmt: skip
+    beta_s, gates_s, rates_s = lines
+    if BETA:
+        _fetch_line(beta_s.index(stage), beta_buffer + tile * 64, some)
+    if GATED:
+        if SCALAR:
+            _fetch_line(gates_s.index(stage).slice(0, 64), sums_buffer + tile * 64, some)
+        else:
+            _fetch_line(gates_s.index(stage), total_buffer + tile * 128, some)
+    if L2NORM and SCALAR:
+        _fetch_line(rates_s.index(stage), rate_buffer + tile * 128, some)
+
+
+@gluon.jit
+def _lines(
+    lines, stage, GATED: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr, L2NORM: gl.constexpr
+):  # fmt: skip
+    """Beta; decays from the chunk's start to its tokens and from these to its end, with SCALAR; over it; rates."""
+    beta_s, gates_s, rates_s = lines
+    b = gl.full([64], 1.0, gl.float32, layout=DOWN)
+    up, down, q_rate, k_rate = b, b, b, b
+    total = gl.full([128], 1.0, gl.float32, layout=DOWN)
+    if BETA:
+        b = beta_s.index(stage).load(DOWN)
+    if GATED:
+        if SCALAR:
+            until = gates_s.index(stage).slice(0, 64).load(DOWN)
+            last = gates_s.index(stage).slice(63, 1).load(DOWN)
+            up = exp2(until)
+            down = exp2(last - until)
+            total = total * exp2(last)
+        else:
+            total = gates_s.index(stage).load(DOWN)
+    if L2NORM and SCALAR:
+        q_rate = rates_s.index(stage).slice(0, 64).load(DOWN)
+        k_rate = rates_s.index(stage).slice(64, 64).load(DOWN)
+    return b, up, down, total, q_rate, k_rate
 
 
 @gluon.jit
 def _fetch_forward(n, count, stage, first, step, start, end, v_base, v_st, k_base, k_st, kg, kd, t, kg_s, kd_s, t_s,
-                   v_s, DELTA: gl.constexpr, SCALAR: gl.constexpr):  # fmt: skip
+                   v_s, lines, total_buffer, sums_buffer, rate_buffer, beta_buffer, GATED: gl.constexpr,
+                   DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr, L2NORM: gl.constexpr):  # fmt: skip
     rows = gl.where(n < count, 64, 0)
     chunk = gl.minimum(n, count - 1)
     tile = first + chunk * step
@@ -88,6 +114,9 @@ def _fetch_forward(n, count, stage, first, step, start, end, v_base, v_st, k_bas
         if not SCALAR:
             fetch(kg_s.index(stage), kg + tile * (64 * 128), 128, rows, WIDE)
         fetch(t_s.index(stage), t + tile * (64 * 64), 64, rows, SLIM)
+    _fetch_lines(
+        lines, stage, n < count, tile, beta_buffer, total_buffer, sums_buffer, rate_buffer, GATED, BETA, SCALAR, L2NORM
+    )
     async_copy.commit_group()
 
 
@@ -110,61 +139,62 @@ def _forward(
     scaled = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE)
     written = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE)
     added = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE) if SCALAR else written
+    lines = _line_tiles(STAGES)
     for n in gl.static_range(STAGES - 1):
         _fetch_forward(n, count, n, first, step, start, end, v_base, v_st, k_base, k_st, kg_buffer, kd_buffer, t_buffer,
-                       kg_s, kd_s, t_s, v_s, DELTA, SCALAR)  # fmt: skip
-    b, until, last, total, _, k_rate = _fetch_lines(
-        0, count, first, beta_buffer, total_buffer, sums_buffer, rate_buffer, GATED, BETA, SCALAR, L2NORM
-    )
+                       kg_s, kd_s, t_s, v_s, lines, total_buffer, sums_buffer, rate_buffer, beta_buffer,
+                       GATED, DELTA, BETA, SCALAR, L2NORM)  # fmt: skip
     for n in range(count):
         stage = n % STAGES
         tile = first + n * step
-        next_b, next_until, next_last, next_total, _, next_k_rate = _fetch_lines(
-            n + 1, count, tile + step, beta_buffer, total_buffer, sums_buffer, rate_buffer, GATED, BETA, SCALAR, L2NORM
-        )
-        up, down, total = _decays(until, last, total, GATED, SCALAR)
         async_copy.wait_group(STAGES - 2)
         state.store(s.to(gl.bfloat16))
-        barrier()
+        ready()
+        keys = kd_s.index(stage)
+        if DELTA:
+            r = begun(keys if SCALAR else kg_s.index(stage), state, FLAT)
+        # Read before the next copies begin: a barrier would part them.
+        b, up, down, total, _, k_rate = _lines(lines, stage, GATED, BETA, SCALAR, L2NORM)
+        v = v_s.index(stage).load(FLAT)
         ahead = n + STAGES - 1
         _fetch_forward(ahead, count, ahead % STAGES, first, step, start, end, v_base, v_st, k_base, k_st, kg_buffer,
-                       kd_buffer, t_buffer, kg_s, kd_s, t_s, v_s, DELTA, SCALAR)  # fmt: skip
-        keys = kd_s.index(stage)
-        v = v_s.index(stage).load(FLAT).to(gl.float32)
+                       kd_buffer, t_buffer, kg_s, kd_s, t_s, v_s, lines, total_buffer, sums_buffer, rate_buffer,
+                       beta_buffer, GATED, DELTA, BETA, SCALAR, L2NORM)  # fmt: skip
+        leave(s_buffer + tile * (128 * V) + column, V, state, 128, SLIM)
         if DELTA:
-            r = gl.zeros([64, BLOCK], gl.float32, layout=FLAT)
+            r = warpgroup_mma_wait(0, [r])
             if SCALAR:
-                r = v - times(keys, state, r, 128) * (up * k_rate)[:, None]
-            else:
-                r = v - times(kg_s.index(stage), state, r, 128)
+                r = r * (up * k_rate)[:, None]
+            r = v.to(gl.float32) - r
             scaled.store((r * b[:, None]).to(gl.bfloat16))
             rest.store(r.to(gl.bfloat16))
-            leave(s_buffer + tile * (128 * V) + column, V, state, 128)
-            barrier()
-            new = times(t_s.index(stage), scaled, gl.zeros([64, BLOCK], gl.float32, layout=FLAT), 64)
+            ready()
+            new = begun(t_s.index(stage), scaled, FLAT)
+            leave(r_buffer + tile * (64 * V) + column, V, rest, 64, SLIM)
+            new = warpgroup_mma_wait(0, [new])
             written.store(new.to(gl.bfloat16))
-            leave(r_buffer + tile * (64 * V) + column, V, rest, 64)
         else:
-            leave(s_buffer + tile * (128 * V) + column, V, state, 128)
-            new = v * b[:, None]
+            new = v.to(gl.float32) * b[:, None]
         if SCALAR:
             added.store((new * (down * k_rate)[:, None]).to(gl.bfloat16))
         elif not DELTA:
             written.store(new.to(gl.bfloat16))
-        barrier()
+        ready()
         if GATED:
             s *= total[:, None]
-        s = times(keys.permute((1, 0)), added, s, 64)
+        s = warpgroup_mma(keys.permute((1, 0)), added, s, is_async=True)
         if DELTA:
-            leave(vn_buffer + tile * (64 * V) + column, V, written, 64)
-        b, until, last, total, k_rate = next_b, next_until, next_last, next_total, next_k_rate
+            leave(vn_buffer + tile * (64 * V) + column, V, written, 64, SLIM)
+        s = warpgroup_mma_wait(0, [s])
     async_copy.wait_group(0)
     return s
 
 
 @gluon.jit
 def _fetch_reverse(n, count, stage, first, step, start, end, do_base, do_st, q_base, q_st, k_base, k_st, qg, kg, kd, p,
-                   t, qg_s, kg_s, kd_s, p_s, t_s, do_s, DELTA: gl.constexpr, SCALAR: gl.constexpr):  # fmt: skip
+                   t, qg_s, kg_s, kd_s, p_s, t_s, do_s, lines, total_buffer, sums_buffer, rate_buffer, beta_buffer,
+                   GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr,
+                   L2NORM: gl.constexpr):  # fmt: skip
     rows = gl.where(n < count, 64, 0)
     chunk = gl.maximum(count - 1 - n, 0)
     tile = first + chunk * step
@@ -182,6 +212,9 @@ def _fetch_reverse(n, count, stage, first, step, start, end, do_base, do_st, q_b
         if not SCALAR:
             fetch(kg_s.index(stage), kg + tile * (64 * 128), 128, rows, WIDE)
         fetch(t_s.index(stage), t + tile * (64 * 64), 64, rows, SLIM)
+    _fetch_lines(
+        lines, stage, n < count, tile, beta_buffer, total_buffer, sums_buffer, rate_buffer, GATED, BETA, SCALAR, L2NORM
+    )
     async_copy.commit_group()
 
 
@@ -205,65 +238,60 @@ def _reverse(
     solved = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE)
     scaled = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE)
     lifted = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE)
+    lines = _line_tiles(2)
     _fetch_reverse(0, count, 0, first, step, start, end, do_base, do_st, q_base, q_st, k_base, k_st, qg_buffer,
-                   kg_buffer, kd_buffer, p_buffer, t_buffer, qg_s, kg_s, kd_s, p_s, t_s, do_s, DELTA,
-                   SCALAR)  # fmt: skip
-    b, until, last, total, q_rate, k_rate = _fetch_lines(
-        0, count, first + (count - 1) * step, beta_buffer, total_buffer, sums_buffer, rate_buffer,
-        GATED, BETA, SCALAR, L2NORM,
-    )  # fmt: skip
+                   kg_buffer, kd_buffer, p_buffer, t_buffer, qg_s, kg_s, kd_s, p_s, t_s, do_s, lines, total_buffer,
+                   sums_buffer, rate_buffer, beta_buffer, GATED, DELTA, BETA, SCALAR, L2NORM)  # fmt: skip
     for n in range(count):
         stage = n % 2
         tile = first + (count - 1 - n) * step
-        next_b, next_until, next_last, next_total, next_q_rate, next_k_rate = _fetch_lines(
-            n + 1, count, tile - step, beta_buffer, total_buffer, sums_buffer, rate_buffer, GATED, BETA, SCALAR, L2NORM
-        )
-        up, down, total = _decays(until, last, total, GATED, SCALAR)
         async_copy.wait_group(0)
         state.store(s.to(gl.bfloat16))
-        barrier()
-        _fetch_reverse(n + 1, count, stage ^ 1, first, step, start, end, do_base, do_st, q_base, q_st, k_base, k_st,
-                       qg_buffer, kg_buffer, kd_buffer, p_buffer, t_buffer, qg_s, kg_s, kd_s, p_s, t_s, do_s, DELTA,
-                       SCALAR)  # fmt: skip
+        ready()
         do = do_s.index(stage)
         keys = kd_s.index(stage)
         queries = qg_s.index(stage).permute((1, 0))
-        z = times(p_s.index(stage).permute((1, 0)), do, gl.zeros([64, BLOCK], gl.float32, layout=FLAT), 64)
+        z = begun(p_s.index(stage).permute((1, 0)), do, FLAT)
+        more = begun(keys, state, FLAT)
+        if not SCALAR:
+            asked = begun(queries, do, FLAT)
+        # Read before the next copies begin: a barrier would part them.
+        b, up, down, total, q_rate, k_rate = _lines(lines, stage, GATED, BETA, SCALAR, L2NORM)
         if SCALAR:
             lifted.store((do.load(FLAT).to(gl.float32) * (up * q_rate * scale)[:, None]).to(gl.bfloat16))
-            more = times(keys, state, gl.zeros([64, BLOCK], gl.float32, layout=FLAT), 128)
-            z = z * scale + more * (down * k_rate)[:, None]
-        else:
-            z = times(keys, state, z * scale, 128)
-        given.store(z.to(gl.bfloat16))
+        _fetch_reverse(n + 1, count, stage ^ 1, first, step, start, end, do_base, do_st, q_base, q_st, k_base, k_st,
+                       qg_buffer, kg_buffer, kd_buffer, p_buffer, t_buffer, qg_s, kg_s, kd_s, p_s, t_s, do_s, lines,
+                       total_buffer, sums_buffer, rate_buffer, beta_buffer, GATED, DELTA, BETA, SCALAR,
+                       L2NORM)  # fmt: skip
         if KEEP:
-            leave(d_buffer + tile * (128 * V) + column, V, state, 128)
+            leave(d_buffer + tile * (128 * V) + column, V, state, 128, SLIM)
         if GATED:
             s *= total[:, None]
-        if not SCALAR:
-            s += times(queries, do, gl.zeros([128, BLOCK], gl.float32, layout=FLAT), 64) * scale
-        barrier()
         if SCALAR:
-            s = times(queries, lifted, s, 64)
+            z, more = warpgroup_mma_wait(0, [z, more])
+            more = more * (down * k_rate)[:, None]
+        else:
+            z, more, asked = warpgroup_mma_wait(0, [z, more, asked])
+            s += asked * scale
+        given.store((z * scale + more).to(gl.bfloat16))
+        ready()
+        if SCALAR:
+            s = warpgroup_mma(queries, lifted, s, is_async=True)
         if DELTA:
-            z = gl.zeros([64, BLOCK], gl.float32, layout=FLAT)
-            z = times(t_s.index(stage).permute((1, 0)), given, z, 64)
+            z = warpgroup_mma_wait(0, [begun(t_s.index(stage).permute((1, 0)), given, FLAT)])
             lost = z * -b[:, None]
             if SCALAR:
+                s = warpgroup_mma_wait(0, [s])
                 lost = lost * (up * k_rate)[:, None]
             scaled.store(lost.to(gl.bfloat16))
             solved.store(z.to(gl.bfloat16))
-            barrier()
-            if SCALAR:
-                s = times(keys.permute((1, 0)), scaled, s, 64)
-            else:
-                s = times(kg_s.index(stage).permute((1, 0)), scaled, s, 64)
+            ready()
+            s = warpgroup_mma((keys if SCALAR else kg_s.index(stage)).permute((1, 0)), scaled, s, is_async=True)
             if KEEP:
-                leave(z_buffer + tile * (64 * V) + column, V, solved, 64)
+                leave(z_buffer + tile * (64 * V) + column, V, solved, 64, SLIM)
         elif KEEP:
-            leave(z_buffer + tile * (64 * V) + column, V, given, 64)
-        b, until, last, total = next_b, next_until, next_last, next_total
-        q_rate, k_rate = next_q_rate, next_k_rate
+            leave(z_buffer + tile * (64 * V) + column, V, given, 64, SLIM)
+        s = warpgroup_mma_wait(0, [s])
     async_copy.wait_group(0)
     return s
 

@@ -114,6 +114,12 @@ def _product(a: Tensor, b: Tensor, acc: Tensor, input_precision: str | None = No
     return acc + a.float() @ b.float()
 
 
+def _warpgroup_product(
+    left: Shared, right: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False
+) -> Tensor:
+    return _product(left.tile, right.tile, acc if use_acc else 0 * acc)
+
+
 def _asm(text: str, constraints: str, args: list[Tensor], dtype: Any, pure: bool, pack: int) -> Tensor:
     return _ASM[text[:3]](args[0])
 
@@ -166,8 +172,9 @@ def install() -> Language:
     copies.commit_group, copies.wait_group = lambda: None, lambda n: None
     ampere.mma_v2, ampere.async_copy = _product, copies
     hopper: Any = types.ModuleType("hopper")
-    for name in "tma mbarrier fence_async_shared warpgroup_mma warpgroup_mma_wait".split():
-        setattr(hopper, name, Layout())
+    hopper.tma = hopper.mbarrier = Layout()
+    hopper.fence_async_shared, hopper.warpgroup_mma = lambda: None, _warpgroup_product
+    hopper.warpgroup_mma_wait = lambda n, deps: deps[0] if len(deps) == 1 else tuple(deps)
     base = "triton.experimental.gluon"
     sys.modules |= {base: gluon, f"{base}.language": language, f"{base}.language.nvidia.ampere": ampere}
     sys.modules |= {f"{base}.language.nvidia.ampere.async_copy": copies, f"{base}.language.nvidia.hopper": hopper}

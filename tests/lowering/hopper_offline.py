@@ -35,7 +35,7 @@ TENSORS = {
     "A_log": "*fp32", "dt_bias": "*fp32", "beta": "*bf16", "places": "*i32", "announced": "*i32", "buffer": "*bf16",
     "decay": "*fp32", "factors": "*fp32",
 }  # fmt: skip
-REGISTERS = {"prepare": 128, "prepare_scalar": 80, "gradients_scalar": 128}  # of the backward pass
+REGISTERS = {"prepare": 168, "prepare_scalar": 160}  # of the backward pass
 FLAGS = dict.fromkeys(("HAS_A", "HAS_DT", "HAS_BETA", "SIGMOID_BETA"), True)
 
 
@@ -161,7 +161,7 @@ def compile_backward(
     constants = {a: value for a, value in constants.items() if a in kernel.arg_names}
     steps = [i for i, a in enumerate(signature) if a.endswith(("_sb", "_st", "_sh")) and not a.startswith("beta")]
     limit = {"maxnreg": REGISTERS[name]} if name in REGISTERS else {}
-    return _compile(kernel, signature, constants, 8, steps, **limit)
+    return _compile(kernel, signature, constants, 8 if name == "scan" else 4, steps, **limit)
 
 
 def spilled_bytes(compiled: Any) -> int:
