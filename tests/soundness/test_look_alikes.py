@@ -186,6 +186,22 @@ def double(q: Tensor) -> float:
     return 2.0 if q.dtype == torch.float32 else 1.0
 
 
+def by_series(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The gated delta rule of four tokens: of more, the inverse has terms that this series leaves out."""
+    q, k, v, total, beta = (x.transpose(1, 2) for x in (q, k, v, g.cumsum(1), beta))
+    decay = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    erased = (k * beta[..., None] @ k.mT * decay).tril(-1)
+    new = v * beta[..., None]
+    new = new - erased @ (new - erased @ (new - erased @ new))
+    return ((q @ k.mT * decay) @ new).transpose(1, 2)
+
+
+def half_reversed(*inputs: Tensor) -> Tensor:
+    """One head from the first token on, the other from the last."""
+    backwards = closed(*(x[:, :, 1:].flip(1) for x in inputs)).flip(1)
+    return torch.cat([closed(*(x[:, :, :1] for x in inputs)), backwards], 2)
+
+
 CALLS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[Any, ...], ...]]] = {
     "scale of few channels": (lambda q, k, v, g, b: closed(q * (1 if q.shape[-1] < 10 else 2), k, v, g), SIZES),
     "heads past 7": (lambda q, k, v, g, b: closed(q, k, v, g * torch.where(torch.arange(q.shape[2]) > 7, 2, 1)), SIZES),
@@ -255,6 +271,16 @@ CALLS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[Any, ...], ...]]] = {
     "a triangle's place": (
         lambda q, k, v, n: torch.tril(q.transpose(1, 2) @ k.transpose(1, 2).mT, n) @ v.transpose(1, 2),
         tuple((*given(8)[:3], n) for n in (0, 1, -1, -8)),
+    ),
+    "a series of four": (by_series, (given(4), given(5), given(4))),
+    "half of the heads reversed": (lambda *x: half_reversed(*x[:4]), (given(4), given(6))),
+    "gates of the token before": (
+        lambda q, k, v, g, b: closed(q, k, v, F.pad(g, (0, 0, 1, 0))[:, :-1]),
+        (given(6), given(9), given(1)),
+    ),
+    "keys by tiles, values one by one": (
+        lambda q, k, v, g, b: closed(*(x.repeat(1, 1, 2, 1) for x in (q, k)), v.repeat_interleave(2, 2), g.tile(2)),
+        (given(6), given(9), given(6, 1, 3)),
     ),
     "a rate": (
         lambda q, k, v, g, r: closed(q, k, v, g * 0, lambda w, i, j: w * (r ** (i - j)).tril()),
