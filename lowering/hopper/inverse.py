@@ -143,7 +143,9 @@ def scaled_back(qk, k_squares, q_squares, scale, RAW: gl.constexpr):
 
 
 @gluon.jit
-def _leave(x, betas, k_squares, m_out, d_out, row, RAW: gl.constexpr, APART: gl.constexpr):
+def _leave(x, betas, k_squares, tile, d_out, row, RAW: gl.constexpr, APART: gl.constexpr):
+    """Into a tile that nobody has read since the last barrier, and from there to the buffer."""
+    m_out = tile._reinterpret(gl.bfloat16, [64, 64], TILE)
     if RAW:
         x = x * over(magnitude(k_squares.load(DOWN)))[:, None]
         across = magnitude(k_squares.load(ACROSS))
@@ -160,19 +162,24 @@ def _leave(x, betas, k_squares, m_out, d_out, row, RAW: gl.constexpr, APART: gl.
 
 @gluon.jit
 def leave_inverse(
-    A, z, i, j, betas, k_squares, steep, tiles, at, d_out, row, CHECKED: gl.constexpr, RAW: gl.constexpr,
-    APART: gl.constexpr = False,
+    A, z, i, j, betas, k_squares, steep, tiles, zero, d_out, row, CHECKED: gl.constexpr, RAW: gl.constexpr,
+    APART: gl.constexpr = False, FIRST: gl.constexpr = 0,
 ):  # fmt: skip
     """Send M, the inverse of I + A with columns times beta, to the buffer's rows from ``row``; see ``factors_of``.
 
-    A is in ``tiles[at]`` too, as fp16. CHECKED: rows from ``steep`` on may have an inverse that fp16 does not hold.
-    The rows before never change with them: outputs are causal bit for bit. APART: without beta.
+    A is in ``tiles[FIRST]`` too, as fp16; zero: see ``unknown_zero``. CHECKED: rows from ``steep`` on may have an
+    inverse that fp16 does not hold. The rows before never change with them: outputs are causal bit for bit. APART:
+    without beta.
+
+    Each branch has a zero of its own. With one for both ptxas (12.8) keeps descriptors that they share in uniform
+    registers, and in the branch that is mostly taken reads some that nobody has written: addresses beyond the shared
+    memory, or other tiles. So it does with constants from which it may compute them in advance.
     """
-    # The tile that nobody has read since the last barrier.
-    m_out = tiles.index(at + 1)._reinterpret(gl.bfloat16, [64, 64], TILE)
+    at = FIRST + zero
     if CHECKED:
         if steep < 64:
             i = pinned(i)  # or the compiler would make the masks of both branches before it knows which one it takes
+            at = FIRST + (steep >> 7)
             y = _invert_unbounded(
                 A, z, i, j, tiles.index(at), tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3)
             )  # fmt: skip
@@ -182,26 +189,24 @@ def leave_inverse(
             fence_async_shared()
             barrier()
             x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-            _leave(gl.where(i < steep, x, y), betas, k_squares, m_out, d_out, row, RAW, APART)
+            _leave(gl.where(i < steep, x, y), betas, k_squares, tiles.index(at + 1), d_out, row, RAW, APART)
         else:
             i = pinned(i)
+            at = FIRST + (steep >> 8)
             x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-            _leave(x, betas, k_squares, m_out, d_out, row, RAW, APART)
+            _leave(x, betas, k_squares, tiles.index(at + 1), d_out, row, RAW, APART)
     else:
         # Read again: registers did not hold it beside the products of q.
         A = tiles.index(at).load(SQUARE).to(gl.float32)
         x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-        _leave(x, betas, k_squares, m_out, d_out, row, RAW, APART)
+        _leave(x, betas, k_squares, tiles.index(at + 1), d_out, row, RAW, APART)
 
 
 @gluon.jit
-def unknown_zero(n, RAW: gl.constexpr):
+def unknown_zero(n):
     """0 for a loop's n-th turn, which the compiler does not know.
 
     Where tiles are indexed with it, it computes the descriptors of their products where they are used. It would keep
-    them in registers otherwise, more than there are. RAW: a plain 0, with which what follows a branch is right.
+    them in registers otherwise, more than there are.
     """
-    zero = n >> 30
-    if RAW:
-        zero = 0
-    return zero
+    return n >> 30

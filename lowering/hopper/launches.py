@@ -19,13 +19,13 @@ from .schedules import CHUNK, WIDTHS, Schedule, padded, schedule, tile_factors, 
 MAX_SHIFT = 122  # 2^122 times a row of norm 2 is finite in bf16, and 2^-122 is normal
 COMBINED = 16  # columns of V whose state a block carries from segment to segment
 # A thread of the gram warps where K is wide; the row warps share what is left. Measured in steps of 8.
-GRAM_REGISTERS = {"bounded": 184, "unbounded": 168, "unbounded, keys as they are": 184, "linear": 136}
+GRAM_REGISTERS = {"bounded": 184, "unbounded": 168, "linear": 136}
 NARROW_REGISTERS = 248  # the same where K is padded to 64
 # Of a tile in a block of a prepare kernel, by the padded K, on an H200.
 TILE_MICROSECONDS = {
     64: {"bounded": 4.1, "unbounded": 5.2, "token": 3.3, "linear": 4.0},
     128: {
-        "bounded": 4.9, "bounded, keys as they are": 6.0, "unbounded": 8.5, "unbounded, keys as they are": 10.6,
+        "bounded": 4.9, "bounded, keys as they are": 6.0, "unbounded": 8.5, "unbounded, keys as they are": 9.5,
         "token": 4.15, "linear": 7.5,
     },
 }  # fmt: skip
@@ -46,10 +46,10 @@ def kind(call: Call) -> str:
     return "bounded" if bounded else "unbounded"
 
 
-def gram_registers(kernel: str, width: int, *, raw: bool) -> int:
+def gram_registers(kernel: str, width: int) -> int:
     if width < WIDTHS[-1] and kernel != "linear":
         return NARROW_REGISTERS
-    return GRAM_REGISTERS["unbounded, keys as they are" if raw and kernel == "unbounded" else kernel]
+    return GRAM_REGISTERS[kernel]
 
 
 def tile_microseconds(call: Call, width: int) -> float:
@@ -201,7 +201,7 @@ class Launches:
                 self.announced, self.length, *tiles, *shared, *norms, call.gate_scale, FN=self.fn, num_warps=4, **given,
             )  # fmt: skip
             return
-        given |= {"GRAM_REGISTERS": gram_registers(kernel, self.plan.width, raw=not call.qk_l2norm_eps), "num_warps": 8}
+        given |= {"GRAM_REGISTERS": gram_registers(kernel, self.plan.width), "num_warps": 8}
         common = (
             self.q, self.k, self.g, *self.parameters, self.places, rows, squares, factors, self.announced, self.length,
             self.key_width, *tiles, *shared, *norms,

@@ -202,7 +202,7 @@ def _gram_warps(
         row = c * (192 + SQUARES) + 192
         i = pinned(i0)[:, None]
         j = j0[None, :]
-        zero = unknown_zero(it, RAW)
+        zero = unknown_zero(it)
         mbarrier.wait(ready, it & 1)
         k_same, k_cross = _gram(rows.index(zero), columns, zero)
         q_same, q_cross = _gram(rows.index(zero + 1), columns, zero)

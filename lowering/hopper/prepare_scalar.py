@@ -156,7 +156,7 @@ def _group(
         )  # fmt: skip
         i = pinned(i0)[:, None]
         j = j0[None, :]
-        zero = unknown_zero(n, RAW)
+        zero = unknown_zero(n)
         if RAW:
             q_norm = gl.full([64], 1.0, gl.float32, layout=DOWN) * scale
         else:
@@ -213,7 +213,7 @@ def _group(
         fence_async_shared()
         barrier()
         tma.async_copy_shared_to_global(d_out, [(c + 1) * SQUARES - 64, WIDTH - 64], qk_out)
-        leave_inverse(A, z, i, j, betas, norms, steep, tiles, 5 * WHICH + zero, d_out, c * SQUARES, CHECKED, RAW, APART)
+        leave_inverse(A, z, i, j, betas, norms, steep, tiles, zero, d_out, c * SQUARES, CHECKED, RAW, APART, 5 * WHICH)
         last = c
     stores_done(READY)
     if READY:

@@ -240,7 +240,7 @@ def _gram_warps(
         row = c * (192 + SQUARES) + 192 if DELTA else c * (2 * WIDTH + 64) + 2 * WIDTH
         i = pinned(i0)[:, None]
         j = j0[None, :]
-        zero = unknown_zero(it, RAW)
+        zero = unknown_zero(it)
         far = inputs.index(2 * (it & 1))
         farther = inputs.index(2 * (it & 1) + 1)
         mbarrier.wait(ready, it & 1)

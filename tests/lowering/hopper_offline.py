@@ -181,7 +181,7 @@ def _compile_prepare(kernel: Any, signature: dict[str, str], constants: dict[str
     common |= {"d_out": _descriptor(64, 64), "scale": "fp32", "eps": "fp32"}
     common = {name: kind for name, kind in (common | signature).items() if name in kernel.arg_names}
     kinds = {True: "unbounded", False: "linear", None: "bounded"}
-    registers = gram_registers(kinds[constants.get("DELTA")], constants["WIDTH"], raw=constants["RAW"])
+    registers = gram_registers(kinds[constants.get("DELTA")], constants["WIDTH"])
     constants = {**FLAGS, **constants, "GRAM_REGISTERS": registers}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     return _compile(kernel, common, constants, warps)

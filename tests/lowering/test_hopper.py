@@ -14,6 +14,7 @@ from kdacompile.lowering import cuda
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.hopper import HopperKernels, launches, run, schedule, schedules
 from kdacompile.lowering.scratch import Scratch
+from tests.lowering.sass import listing, unwritten
 
 SHARED_MEMORY = 232448  # bytes a block may have on sm_90
 
@@ -354,7 +355,20 @@ def test_keys_as_they_are_compile_for_hopper(kernel: str) -> None:
         "linear": lambda: offline.compile_prepare_unbounded("fp32", raw=True, delta=False, ready=True),
         "linear_narrow": lambda: offline.compile_prepare_unbounded(raw=True, delta=False, packed=True, width=64),
     }
-    _fits(kernels[kernel]())
+    compiled = kernels[kernel]()
+    _fits(compiled)
+    assert unwritten(listing(compiled)) == []  # see ``inverse.leave_inverse``
+
+
+def test_a_register_that_one_branch_writes_for_both_is_found() -> None:
+    def after(branch: str) -> list[str]:
+        lines = ["@P0 BRA `(.L_x_1)", "R2UR UR30, R4", "UIADD3.64 UR8, UR30, 0x2, URZ", branch]
+        code = [f"        /*{n:04x}*/  {line} ;" for n, line in enumerate(["R2UR UR31, R5", *lines])]
+        return unwritten("\n".join([*code, ".L_x_1:", "        /*0010*/  HGMMA R24, R60, gdesc[UR28], R24 ;"]))
+
+    assert after("EXIT") == after("NOP") == ["0010: HGMMA R24, R60, gdesc[UR28], R24"]
+    text = "        /*0000*/  R2UR UR31, R5 ;\n        /*0001*/  R2UR UR30, R4 ;\n"
+    assert unwritten(text + "        /*0002*/  HGMMA R24, R60, gdesc[UR28], R24 ;") == []
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
