@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
@@ -68,7 +69,7 @@ class _Writer(TorchDispatchMode):
     def finish(self, results: Any) -> fx.GraphModule:
         self.graph.output(tree_map_only(Tensor, self.node_of, results))
         self.graph.eliminate_dead_code()
-        return fx.GraphModule(self.root, self.graph)
+        return _LazyGraphModule(self.root, self.graph)  # its code is not written before somebody runs it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
