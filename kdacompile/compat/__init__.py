@@ -96,6 +96,7 @@ from kdacompile.compat.symbols import (
     is_assumption,
     is_number,
     is_one,
+    is_read_of_tensor,
     is_unbacked,
     name_of,
     number_in,

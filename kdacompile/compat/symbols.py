@@ -106,6 +106,11 @@ def is_unbacked(symbol: Any) -> bool:
     return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
 
 
+def is_read_of_tensor(symbol: Any) -> bool:
+    """True for the symbol of a float that ``tensor.item()`` yields."""
+    return symbol_is_type(symbol, SymT.UNBACKED_FLOAT)
+
+
 def is_number(symbol: Any) -> bool:
     """True for the symbol of a float, which dynamic shapes make of a number that a module or a caller holds."""
     return symbol_is_type(symbol, SymT.FLOAT)
@@ -137,14 +142,15 @@ def tie(size: Any, other: Any) -> None:
 
 
 def name_of(env: Any, symbol: Any) -> str:
-    """A size as the caller of the graph knows it, "dimension 1 of x", or a number; the symbol's own name where it is
-    no input's.
+    """A size as the caller of the graph knows it, "dimension 1 of x" or "the number n"; the symbol's own name where
+    it is no input's.
     """
     for source in env.var_to_sources.get(symbol, ()):
         text: Any = source.name() if callable(source.name) else source.name
         found = re.fullmatch(r"L\['(\w+)'\](.*?)(?:\.size\(\)\[(\d+)\])?", str(text))
         if found is not None:
-            return found[1] + found[2] if found[3] is None else f"dimension {found[3]} of {found[1]}{found[2]}"
+            what = "the number" if found[3] is None else f"dimension {found[3]} of"
+            return f"{what} {found[1]}{found[2]}"
     return str(symbol)
 
 

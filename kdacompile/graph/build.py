@@ -128,6 +128,8 @@ class _Replay:
 
     def run_node(self, node: fx.Node) -> None:
         expected = compat.example_value(node)
+        if isinstance(expected, torch.SymFloat) and self.run_number(node):
+            return
         if not compat.is_value(expected) and not compat.writes_first_argument(node):
             self.run_plain(node, expected)
         elif compat.is_opaque_call(node) or local.touches(node) or not self.loadable(node):
@@ -146,6 +148,24 @@ class _Replay:
                 log.debug("opaque: %s (%s)", node.format_node(), error)
                 self.recorder.roll_back(mark)
                 self.opaque(node)
+
+    def run_number(self, node: fx.Node) -> bool:
+        """True for a number that was read of a tensor (``slope.item()``), and for what is computed from such numbers:
+        they stand here as tensors without dimensions, which operators promote in the same way.
+        """
+        read = [self.env[arg] for arg in node.all_input_nodes if isinstance(self.env.get(arg), torch.Tensor)]
+        if len(read) != len(node.all_input_nodes) or any(x.numel() != 1 for x in read):
+            return False
+        mark = self.recorder.mark()
+        try:
+            if node.target == "item":
+                self.env[node] = read[0].reshape(()).to(torch.get_default_dtype())
+            else:
+                self.env[node] = self.replay(node)
+        except compat.RUN_ERRORS:
+            self.recorder.roll_back(mark)
+            return False
+        return True
 
     def run_plain(self, node: fx.Node, expected: Any) -> None:
         """Numbers are known without running anything; what yields nothing is run for its effects only: not here."""
@@ -197,7 +217,8 @@ class _Replay:
     def name_value(self, node: fx.Node) -> None:
         """Remember which Dynamo node yields a value, and on which storage it sits."""
         tensor = self.env.get(node)
-        if not isinstance(tensor, torch.Tensor) or node.target is operator.setitem:
+        number = isinstance(compat.example_value(node), torch.SymFloat)
+        if not isinstance(tensor, torch.Tensor) or node.target is operator.setitem or number:
             return
         value = self.recorder.value_of(tensor)
         if value.node is None:

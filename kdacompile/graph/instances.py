@@ -130,8 +130,9 @@ class Instances:
 
 
 def symbols_of(nodes: Iterable[fx.Node]) -> set[Any]:
-    """The open sizes and numbers of what some nodes yield."""
-    return set[Any]().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
+    """The open sizes and numbers of what some nodes yield; a number that is read of a tensor counts as a tensor."""
+    symbols = set[Any]().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
+    return {symbol for symbol in symbols if not compat.is_read_of_tensor(symbol)}
 
 
 # -- choosing sizes -----------------------------------------------------------------------------------------------

@@ -360,7 +360,7 @@ class Matching(Generic[R, B]):
         if any(map(compat.is_own_op, self.context.graph.nodes)):
             return False
         nodes = _nodes_of(candidate.ops, candidate.cut)
-        symbols = set[Any]().union(*(compat.free_symbols(compat.example_value(node)) for node in nodes))
+        symbols = symbols_of(nodes)
         if self.context.trial or captured is None or captured >= FIXED_GRAPHS or any(map(compat.is_unbacked, symbols)):
             return False
         env = compat.shape_env(self.context.instances.nodes)

@@ -1,8 +1,11 @@
-"""Several sequences whose rows one list gathers, taken apart: tensors and a list of its own for each.
+"""Several sequences whose rows one list gathers, taken apart: tensors and a list of its own for each. A loop over some
+of the tokens reads a tensor of these alone.
 
     for t: .. q[:, t] .. rows.append(o_t)       becomes     for t < n:  .. q[:, :n][:, t] ..
     o = stack(rows, 1)                                      for t >= n: .. q[:, n:][:, t - n] ..
                                                             o = cat([stack(rows[:n], 1), stack(rows[n:], 1)], 1)
+
+    for t < n:  .. q[:, t] .. rows.append(o_t)  becomes     for t < n:  .. q[:, :n][:, t] ..
 
 A packed batch in one loop, or a loop that empties its state where a sequence begins: rows of two sequences share no
 product of activations. Both texts are the same function whatever the rows are, so there is nothing to prove.
@@ -11,7 +14,7 @@ product of activations. Both texts are the same function whatever the rows are, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import torch
@@ -33,7 +36,8 @@ def apply(edit: Edit) -> None:
     bounds = {value: _bounds([masks.get(row.op, 0) for row in how.rows]) for value, how in rows.items()}
     apart = {value: how for value, how in rows.items() if len(bounds[value]) > 2}
     with contextlib.suppress(CannotEdit):
-        pairs = [*_pieces(edit, {bounds[value][-1]: bounds[value] for value in apart})]
+        runs = _runs(edit.functional, {len(how.rows) for how in rows.values()})
+        pairs = [*_pieces(edit, runs | {bounds[value][-1]: bounds[value] for value in apart})]
         pairs += [(value, _joined(edit, value, how, bounds[value])) for value, how in apart.items()]
         for old, new in pairs:
             edit.redefine(old, new)
@@ -60,7 +64,18 @@ def _bounds(masks: list[int]) -> tuple[int, ...]:
     return (*bounds, len(masks)) if 2 * len(bounds) <= len(masks) else ()
 
 
-def _pieces(edit: Edit, bounds: dict[int, tuple[int, ...]]) -> Iterator[tuple[Value, Value]]:
+def _runs(functional: Graph, lengths: set[int]) -> dict[int, tuple[int, int]]:
+    """Where a loop with one row for each piece that it reads begins and ends, by how many pieces there are."""
+    read: dict[int, set[int]] = {}
+    for value in (value for op in functional.ops for value in op.outs if value.users and not value.const):
+        piece = piece_of(value) if lengths else None
+        if piece is not None:
+            read.setdefault(piece.count, set()).add(piece.index)
+    runs = {count: (min(found), max(found) + 1) for count, found in read.items()}
+    return {count: run for count, run in runs.items() if run[1] - run[0] in lengths - {count}}
+
+
+def _pieces(edit: Edit, bounds: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[Value, Value]]:
     """Pieces of as many as there are rows, with the pieces of their sequence's share that they become: (old, new)."""
     pieces = [(value, piece_of(value)) for op in edit.functional.ops for value in op.outs]
     for old, piece in pieces:

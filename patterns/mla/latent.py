@@ -100,7 +100,7 @@ class _Meeting:
             return self.found, None
         for made in (self.keys, self.values):
             if made is not None and made.bias:
-                reason = "the projection that expands the latent has a bias, which does not absorb"
+                reason = "the projection that expands the latent has a bias, which the op does not take"
                 return self.found, Obstacle("bias", reason, made.op)
         if self.values is not None:
             return self.found, self.parts() or self.misfit()

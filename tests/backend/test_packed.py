@@ -1,4 +1,4 @@
-"""Sequences of a packed batch whose rows one list, or one buffer, gathers."""
+"""Sequences of a packed batch whose rows one list, or one buffer, gathers; loops over some of the tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kdacompile
 from tests.backend.test_hoist import BATCH, HEADS, SIZE, VALUES, explained, read
 from tests.compare import worst_error
 
@@ -64,6 +65,32 @@ def test_each_sequence_is_recognised(fn: Callable[..., Tensor], pattern: str, gr
     ours, expected, report = explained(fn, grad)
     assert worst_error(ours, expected) <= 1e-5
     assert [match.pattern for match in report.matches] == [pattern] * 2, str(report)
+
+
+def decayed(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, tokens: range) -> Tensor:
+    rows: list[Tensor] = []
+    s = torch.zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    for t in tokens:
+        s = s * gate[:, t].exp()[..., None, None] + k[:, t, ..., None] * v[:, t, :, None]
+        rows.append(read(s, q[:, t]))
+    return torch.stack(rows, 1)
+
+
+@pytest.mark.parametrize("tokens", [range(4), range(3, 9), range(6, 12)], ids=["first", "between", "last"])
+@pytest.mark.parametrize("size", [8, 16])
+def test_a_loop_over_some_of_the_tokens(tokens: range, size: int) -> None:
+    q, k, v = (torch.randn(2, 12, 3, width) for width in (size, size, 12))
+    gate = -torch.rand(2, 12, 3)
+    report = kdacompile.explain(decayed, options={"kda.lift": False})(q, k, v, gate, tokens)
+    assert [match.pattern for match in report.matches] == ["simple_gla"], str(report)
+    assert worst_error(report.result, decayed(q, k, v, gate, tokens)) <= 1e-5
+
+
+def test_a_loop_over_every_second_token_is_computed_as_it_was() -> None:
+    q, k, v = (torch.randn(2, 12, 3, width) for width in (8, 8, 12))
+    gate = -torch.rand(2, 12, 3)
+    report = kdacompile.explain(decayed, options={"kda.lift": False})(q, k, v, gate, range(0, 12, 2))
+    assert worst_error(report.result, decayed(q, k, v, gate, range(0, 12, 2))) <= 1e-5
 
 
 def one_row_read_without_gradients(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:

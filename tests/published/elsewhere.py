@@ -26,24 +26,34 @@ ROPE, WIDTH, TOKENS = 4, 24, 10
 
 
 def _ssd() -> tuple[Tensor, ...]:
-    """x, a, delta, B and C of two chunks of eight tokens, and where outputs and states go."""
+    """x, a, delta, B and C of two chunks of eight tokens, and where outputs and states go. None of the numbers is
+    rounded in bf16, nor is a * delta.
+    """
     chunk, chunks, groups = 8, 2, 1
-    x, delta = normal(V, chunk, chunks, H, B), unit(chunk, chunks, H, B)
-    b, c = (normal(chunk, K, chunks, groups, B) for _ in range(2))
-    return x, gates(H), delta, b, c, torch.zeros(chunk, V, chunks, H, B), torch.zeros(V, K, H, B)
+    drawn = normal(V, chunk, chunks, H, B), unit(chunk, chunks, H, B)
+    x, delta = (value.bfloat16().float() for value in drawn)
+    b, c = (normal(chunk, K, chunks, groups, B).bfloat16().float() for _ in range(2))
+    decays = -(2.0 ** -torch.arange(1.0, H + 1))
+    return x, decays, delta, b, c, torch.zeros(chunk, V, chunks, H, B), torch.zeros(V, K, H, B)
+
+
+SKIP = torch.tensor([[1.0, -0.5, 0.75]])
 
 
 @case(CUTLASS, SSD, "simple_gla")
 def ssd_of_a_kernel(m: Any) -> Program:
-    fn = partial(m.ssd_reference_fp32_all, D=normal(1, H), has_d=True, d_has_hdim=False)
-    return fn, _ssd()
+    return partial(m.ssd_reference_fp32_all, D=SKIP, has_d=True, d_has_hdim=False), _ssd()
 
 
-@case(CUTLASS, SSD, "simple_gla", bound=1e-2)
+def _ssd_rounded_to(dtype: torch.dtype, m: Any) -> Any:
+    options = {"intermediate_dtype": dtype, "D": SKIP, "has_d": True, "d_has_hdim": False}
+    return partial(m.ssd_reference_lowprecision_intermediates, **options)
+
+
+@case(CUTLASS, SSD, "simple_gla", exact=partial(_ssd_rounded_to, torch.float64))
 def ssd_in_bf16(m: Any) -> Program:
     """Inputs and results, scores, keys and states are rounded to bf16, as the kernel does it."""
-    options = {"intermediate_dtype": torch.bfloat16, "D": normal(1, H), "has_d": True, "d_has_hdim": False}
-    return partial(m.ssd_reference_lowprecision_intermediates, **options), _ssd()
+    return _ssd_rounded_to(torch.bfloat16, m), _ssd()
 
 
 @case(XLSTM, "xlstm/lstm.py", "simple_gla")

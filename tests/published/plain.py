@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.published.draw import B, H, K, V, bhtd, bthd, gates, normal, unit
 from tests.published.registry import Program, case
@@ -51,8 +53,18 @@ def cula_lightning_chunks(m: Any) -> Program:
     return fn, (q, k, v, unit(H))
 
 
-@case(CULA, "tests/test_la_decode.py", "retention", only=("torch_la_decode_ref",), bound=4e-3)
+def _cula_step_in_fp64(m: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    def step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, state, slopes = (x.double() for x in (q, k, v, state, slopes))
+        state = state * torch.exp(-slopes).view(1, H, 1, 1) + k.unsqueeze(-1) * v.unsqueeze(-2)
+        return torch.einsum("bhk,bhkv->bhv", q * K**-0.5, state), state
+
+    return step
+
+
+@case(CULA, "tests/test_la_decode.py", "retention", only=("torch_la_decode_ref",), exact=_cula_step_in_fp64)
 def cula_lightning_step(m: Any) -> Program:
+    """Its output is rounded to bf16."""
     q, k, v = normal(B, H, K), normal(B, H, K), normal(B, H, K)
     return partial(m.torch_la_decode_ref, scale=K**-0.5), (q, k, v, normal(B, H, K, K), unit(H))
 

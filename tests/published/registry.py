@@ -11,6 +11,7 @@ from tests.published.sources import Repository
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 Maker = Callable[[ModuleType], Program]
+Exact = Callable[[ModuleType], Callable[..., Any]]
 
 CASES: list[Case] = []
 
@@ -26,20 +27,20 @@ class Case:
     finds: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     """Definitions to take out of a file that does more than define; all of it otherwise."""
-    bound: float = 1e-5
-    """Relative error up to which results count as equal to eager's."""
+    exact: Exact | None = None
+    """Of a function that rounds to a narrow dtype: the same without; results may be as far from its as eager's are."""
 
     def __str__(self) -> str:
         return f"{self.repository.name} {self.path} {self.name}"
 
 
 def case(
-    repository: Repository, path: str, *finds: str, only: tuple[str, ...] = (), bound: float = 1e-5
+    repository: Repository, path: str, *finds: str, only: tuple[str, ...] = (), exact: Exact | None = None
 ) -> Callable[[Maker], Maker]:
     """Register what the function makes of the file's module, a callable and its arguments, under its own name."""
 
     def register(make: Maker) -> Maker:
-        CASES.append(Case(repository, path, make.__name__, make, finds, only, bound))
+        CASES.append(Case(repository, path, make.__name__, make, finds, only, exact))
         return make
 
     return register
