@@ -82,6 +82,25 @@ def test_wrong_numbers_are_seen_made_smaller_and_written_out(tmp_path: Path) -> 
     assert ran.returncode == 0 and "relative error" in ran.stdout and "simple_gla" in ran.stdout, ran.stderr
 
 
+@pytest.mark.parametrize(("inductors", "kind"), [(True, "torch"), (False, "wrong")])
+def test_strides_that_inductor_alone_gives_too(
+    inductors: bool, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results in another order of memory: with this backend, and with Inductor alone or not."""
+    own = Judge._compiled
+
+    def compiled(judge: Judge, made: Recipe, program: Any, backend: str, options: dict[str, Any]) -> Any:
+        given, error = own(judge, made, program, "eager" if backend == "inductor" else backend, options)
+        if backend == "kda" or (backend == "inductor" and inductors):
+            for outcome in given:
+                outcome.values[0] = outcome.values[0].mT.contiguous().mT
+        return given, error
+
+    monkeypatch.setattr(Judge, "_compiled", compiled)
+    verdict = Judge(tmp_path)(PLAIN)
+    assert verdict.kind == kind and "strides" in verdict.detail, verdict
+
+
 def test_other_roundings_move_what_is_badly_conditioned() -> None:
     x = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -196,10 +196,11 @@ def by_series(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tenso
     return ((q @ k.mT * decay) @ new).transpose(1, 2)
 
 
-def half_reversed(*inputs: Tensor) -> Tensor:
+def half_reversed(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """One head from the first token on, the other from the last."""
-    backwards = closed(*(x[:, :, 1:].flip(1) for x in inputs)).flip(1)
-    return torch.cat([closed(*(x[:, :, :1] for x in inputs)), backwards], 2)
+    one, other = ([x[:, :, head : head + 1] for x in (q, k, v, g)] for head in (0, 1))
+    q, k, v, g = (x.flip(1) for x in other)
+    return torch.cat([closed(one[0], one[1], one[2], one[3]), closed(q, k, v, g).flip(1)], 2)
 
 
 CALLS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[Any, ...], ...]]] = {
@@ -273,13 +274,13 @@ CALLS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[Any, ...], ...]]] = {
         tuple((*given(8)[:3], n) for n in (0, 1, -1, -8)),
     ),
     "a series of four": (by_series, (given(4), given(5), given(4))),
-    "half of the heads reversed": (lambda *x: half_reversed(*x[:4]), (given(4), given(6))),
+    "half of the heads reversed": (half_reversed, (given(4), given(6))),
     "gates of the token before": (
         lambda q, k, v, g, b: closed(q, k, v, F.pad(g, (0, 0, 1, 0))[:, :-1]),
         (given(6), given(9), given(1)),
     ),
     "keys by tiles, values one by one": (
-        lambda q, k, v, g, b: closed(*(x.repeat(1, 1, 2, 1) for x in (q, k)), v.repeat_interleave(2, 2), g.tile(2)),
+        lambda q, k, v, g, b: closed(q.repeat(1, 1, 2, 1), k.repeat(1, 1, 2, 1), v.repeat_interleave(2, 2), g.tile(2)),
         (given(6), given(9), given(6, 1, 3)),
     ),
     "a rate": (
