@@ -72,7 +72,10 @@ def _parsed(address: str | None, text: str | None, label: str | None) -> Instruc
 
 
 def _next(code: list[Instruction], labels: dict[str, int], number: int) -> list[int]:
-    """Where control goes from an instruction; an indirect branch, which begins a warp's role: to each role's start."""
+    """Where control goes from an instruction; an indirect branch, which begins a warp's role: to each role's start.
+
+    That is where registers are asked for, as in the prepare kernels. Roles of the scans give some back: not followed.
+    """
     text = code[number].text.partition(": ")[2]
     name = _PREDICATE.sub("", text, count=1).partition(" ")[0]
     target = _BRANCH.search(text)
