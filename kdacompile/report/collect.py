@@ -22,7 +22,11 @@ _collectors: ContextVar[tuple[Report, ...]] = ContextVar("kdacompile_collectors"
 
 @contextmanager
 def collecting() -> Generator[Report, None, None]:
-    """Gather the reports of every compilation in this block; blocks nest, and each enclosing one sees everything."""
+    """Gather the reports of every compilation in this block; blocks nest, and each enclosing one sees everything.
+
+    What is compiled already is not compiled again, by a second ``module.compile(backend="kda")`` either: it is told
+    once, until ``torch._dynamo.reset()``.
+    """
     report = Report()
     token = _collectors.set((*_collectors.get(), report))
     try:
