@@ -61,6 +61,12 @@ def test_gates_that_forget(tools: Tools, gate: str, strength: str) -> None:
     assert simulated(tools, case).worst < TOLERANCE[torch.bfloat16]
 
 
+def test_resets_leave_decays_exact(tools: Tools) -> None:
+    """Differences of sums over gates that forget everything and gates that forget little, in fp32."""
+    case = ascend_case("token", True, (64,), strength="reset", value_heads=1)
+    assert simulated(tools, case, torch.float32).worst < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("gate", ["channel", "token"])
 def test_dtypes(tools: Tools, gate: str, dtype: torch.dtype) -> None:
