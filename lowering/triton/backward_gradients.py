@@ -218,7 +218,7 @@ def gradients(
                 tl.store(dbias_ptr + (chunk * HV + head) * K + d, tl.sum(dx, 0)[None, :], mask=d < K)
             if RATE:
                 drate = tl.sum(tl.sum(tl.where(live & (d < K), drate, 0.0), 1), 0)
-                tl.store(drate_ptr + (chunk * HV + head) * (KP // BK) + tl.program_id(1), drate)
+                tl.store(drate_ptr + (chunk * (KP // BK) + tl.program_id(1)) * HV + head, drate)
         else:
             rounded, dp = k.to(DT), tl.load(dp_tile + i * C + j)
             dq = tl.dot(tl.where(i > j, dp, 0.0).to(DT), rounded, dq, input_precision=PRECISION)
@@ -266,3 +266,16 @@ def gather(
         y = x * rate
         dy = rate * (dy - y * tl.sum(y * dy, 1)[:, None])
     tl.store(dx_ptr + row * K + d, dy.to(dx_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def add_chunks(parts_ptr, total_ptr, chunks, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum ``[width]`` of what every chunk has, ``[chunks, width]``: gradients of A_log, dt_bias, a head's gate."""
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, chunks, ROWS):
+        at = (start + row).to(tl.int64) * width + column
+        total += tl.load(parts_ptr + at, mask=(start + row < chunks) & (column < width), other=0.0)
+    summed = tl.sum(total, 0)[None, :]
+    tl.store(total_ptr + column, summed.to(total_ptr.dtype.element_ty), mask=column < width)
