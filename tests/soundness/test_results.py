@@ -12,7 +12,7 @@ from torch import Tensor
 from kdacompile.report.collect import collecting
 from tests.soundness.programs import tokens
 
-Program = Callable[..., tuple[Tensor, Tensor]]
+Program = Callable[..., tuple[Tensor, ...]]
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def output_detached(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     return o.detach(), state
 
 
-def run(program: Program, arguments: list[Tensor]) -> tuple[Tensor, Tensor]:
+def run(program: Program, arguments: list[Tensor]) -> tuple[Tensor, ...]:
     torch._dynamo.reset()
     compiled: Any = torch.compile(program, backend="kda", options={"kda.inner": "aot_eager"})
     with collecting() as report:
@@ -76,6 +76,19 @@ def narrowed(*inputs: Tensor) -> tuple[Tensor, Tensor]:
 def viewed(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     o = closed(*inputs)
     return o[:, 1:], o
+
+
+def parts(*inputs: Tensor) -> tuple[Tensor, ...]:
+    o = closed(*inputs)
+    return (*o.split(2, dim=1), o)
+
+
+def test_parts_of_a_result_are_views_of_it() -> None:
+    arguments = list(tokens(4, B=2).values())
+    ours, want = run(parts, arguments), parts(*arguments)
+    for results in (ours, want):
+        results[1].mul_(3)
+    torch.testing.assert_close(ours, want)
 
 
 @pytest.mark.parametrize("program", [widened, narrowed, viewed])
