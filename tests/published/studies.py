@@ -1,4 +1,4 @@
-"""Linear attention in repositories of experiments and lessons: delta rules, retention, Mamba-2, GLA and RWKV-7."""
+"""Linear attention in repositories of experiments and lessons: delta rules, retention, Mamba-2 and GLA."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ DRAGN = Repository("DRAGNLabs/301r_retnet", "2d1c878567d0190b7196f6b4d0f0bc59695
 CLARIN = Repository("CLARIN-PL/RetNet", "40fd75858a0877e6afdcd79ea9774ed80ac078ea")
 MAD = Repository("athms/mad-lab", "0f49a452b84ca0d13f8eb9c1ffa649032376fb1b")
 RUUU = Repository("Ruuuuuush2027/mamba2-optimization", "bff3ce0c45b661bd17db87ab5ba0c1082c62e4f5")
-NKYPY = Repository("nkypy/RWKV7_Pytorch", "66f4cc865260fa36fe9b5e48db7a123020e11864")
 ASI = Repository("agorevski/ASI-Arch-algoracle", "2ea8eed80d4aaef90cdd68271417864e6e4d22e1")
 LAMR = "src/lamr/layers"
 WIDTH, TOKENS = 24, 10
