@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from kdacompile import collecting, explain
@@ -51,6 +52,10 @@ def per_head(q: Tensor, k: Tensor, v: Tensor, gammas: Tensor) -> Tensor:
     return torch.stack([(q[:, i] @ k[:, i].mT * masks[i]) @ v[:, i] for i in heads], 1)
 
 
+_POWERS = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.13"), reason="torch 2.11 breaks the graph at a power of such a number"
+)
+
 Given = tuple[Tensor, Tensor, Tensor]
 
 
@@ -61,7 +66,7 @@ def inputs() -> tuple[Given, Tensor]:
     return (q, k, v), torch.tensor([0.5, 0.25, 0.125])
 
 
-@pytest.mark.parametrize("fn", [stacked, filled, per_head])
+@pytest.mark.parametrize("fn", [stacked, filled, pytest.param(per_head, marks=_POWERS)])
 def test_a_slope_read_as_a_number_is_a_decay(fn: Callable[..., Tensor]) -> None:
     tensors, slopes = inputs()
     report = explain(fn)(*tensors, slopes)
