@@ -12,7 +12,6 @@ from torch import Tensor
 from kdacompile.distributed import ContextParallel
 from kdacompile.lowering import cuda
 from kdacompile.lowering.calls import Call
-from kdacompile.lowering.operands import tensors
 from kdacompile.ops.signature import LINEAR_ATTENTION
 from tests.distributed.checks import BOUNDS, TOKENS, attend, compare, operands, with_tokens
 from tests.distributed.processes import Ranks
@@ -49,7 +48,7 @@ class Forward:
         return torch.cat(o, 1), final[-1]
 
     def run(self, part: int, initial: Tensor, more: int = 0) -> tuple[Tensor, Tensor]:
-        given = dict(zip((o.name for o in LINEAR_ATTENTION.operands), tensors(self.call), strict=True))
+        given = {o.name: getattr(self.call, o.name) for o in LINEAR_ATTENTION.operands}
         for name in ("q", "k", "v", "beta", "g"):
             x = given[name]
             given[name] = None if x is None else x.tensor_split(self.parts, 1)[part]
@@ -71,7 +70,7 @@ class Backward:
         return found
 
     def gradients(self, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        given = tensors(self.call)
+        given = [getattr(self.call, o.name) for o in LINEAR_ATTENTION.operands]
         without = [name for name in options(self.call) if name != "out_dtype"]
         left = {name: options(self.call)[name] for name in without}
         wanted = [x is not None and x.is_floating_point() for x in given]

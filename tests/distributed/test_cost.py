@@ -83,9 +83,9 @@ def test_a_plan_of_a_rank_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gla", "--target", "cpu", "--ranks", "48", "--order", "contiguous", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["parallel"]
     assert [sent["method"] for sent in found["forward"]["sends"]] == ["maps"]  # 48 ranks do not divide 16 heads
-    with pytest.raises(ArgumentError, match="2 ranks for mla"):
+    with pytest.raises(ArgumentError, match="ranks=2 for mla"):
         plan("mla", ranks=2)
-    with pytest.raises(ArgumentError, match="2 ranks for kda, token"):
+    with pytest.raises(ArgumentError, match="ranks=2 for kda, token"):
         plan("kda", form="token", ranks=2)
 
 
