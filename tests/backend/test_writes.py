@@ -98,12 +98,12 @@ def _step_of_slots(q: Tensor, k: Tensor, v: Tensor, g: Tensor, pool: Tensor, slo
 @pytest.mark.parametrize("slots", [(3, 0), (2, 2), (1, -1)])
 def test_slots_that_a_model_gathers_stay_copies(slots: tuple[int, int]) -> None:
     """They may be the same one twice, or count from the end; the op on the pool itself takes neither."""
-    *tokens, states = step_arguments()
+    q, k, v, g, states = step_arguments()
     ours = states.repeat(3, 1, 1, 1)
     plain = ours.clone()
     with collecting() as report:
-        found = compiled(_step_of_slots)(*tokens, ours, torch.tensor(slots))
-    assert relative_error(found, _step_of_slots(*tokens, plain, torch.tensor(slots))) < 1e-5
+        found = compiled(_step_of_slots)(q, k, v, g, ours, torch.tensor(slots))
+    assert relative_error(found, _step_of_slots(q, k, v, g, plain, torch.tensor(slots))) < 1e-5
     assert relative_error(ours, plain) < 1e-5
     assert [match.op for match in report.matches] == ["kdacompile::linear_attention_step"]
 
