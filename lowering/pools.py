@@ -7,6 +7,8 @@ is here gathers them and puts them back, for those that know no pools.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,21 +20,31 @@ def named(pool: Tensor, indices: Tensor) -> Tensor:
     return (indices >= 0) & (indices < pool.shape[0])
 
 
-def gather(pool: Tensor, indices: Tensor) -> Tensor:
-    """The states ``[B, HV, K, V]`` in memory of their own; those of requests without a slot are some slot's."""
+def gather(pool: Tensor, indices: Tensor | None) -> Tensor:
+    """The states ``[B, HV, K, V]`` in memory of their own: of all slots where there are no indices; those of requests
+    without a slot are some slot's.
+    """
+    if indices is None:
+        return pool.clone()
     return pool.index_select(0, indices.clamp(0, pool.shape[0] - 1))
 
 
-def gathered(call: Call) -> Call:
-    """The call on states of its own."""
+def step_apart(call: Call, step: Callable[[Call], tuple[Tensor, Tensor]]) -> Tensor:
+    """o of a step in a pool by one that knows none: on states of its own, which are put back."""
     pool, indices = call.initial_state, call.state_indices
     assert pool is not None and indices is not None
-    return call.having({"initial_state": gather(pool, indices), "state_indices": None})
+    o, states = step(call.having({"initial_state": gather(pool, indices), "state_indices": None}))
+    put(pool, indices, states)
+    return blank(o, pool, indices)
 
 
-def put(pool: Tensor, indices: Tensor, states: Tensor) -> None:
-    """Write states ``[B, HV, K, V]`` into their slots. Nothing is read on the host: a request without a slot writes
-    what the first one that has a slot does and, where none has, what is there."""
+def put(pool: Tensor, indices: Tensor | None, states: Tensor) -> None:
+    """Write what :func:`gather` yields, ``[B, HV, K, V]``, into its slots. Nothing is read on the host: a request
+    without a slot writes what the first one that has a slot does and, where none has, what is there.
+    """
+    if indices is None:
+        pool.copy_(states)
+        return
     has = named(pool, indices)
     first = has.int().argmax()
     source = torch.where(has, torch.arange(indices.numel(), device=indices.device), first)

@@ -217,8 +217,9 @@ class _Replay:
     def name_value(self, node: fx.Node) -> None:
         """Remember which Dynamo node yields a value, and on which storage it sits."""
         tensor = self.env.get(node)
-        number = isinstance(compat.example_value(node), torch.SymFloat)
-        if not isinstance(tensor, torch.Tensor) or node.target is operator.setitem or number:
+        if not isinstance(tensor, torch.Tensor) or node.target is operator.setitem:
+            return
+        if isinstance(compat.example_value(node), torch.SymFloat):
             return
         value = self.recorder.value_of(tensor)
         if value.node is None:

@@ -152,11 +152,10 @@ class FusedKernels(Serving):
         # Kernels are compiled for every kind of call. One that fails then may have written: the state is put back.
         state = call.initial_state
         assert state is not None  # its schema says so
-        indices = call.state_indices
-        before = state.clone() if indices is None else pools.gather(state, indices)
+        before = pools.gather(state, call.state_indices)
         step = self.attempted(chosen, lambda it: it.step(call, state, scratch), scratch)
         if step is None:
-            _ = state.copy_(before) if indices is None else pools.put(state, indices, before)
+            pools.put(state, call.state_indices, before)
             return (kernels.run_inplace_step(call),)
         self._compiled.add(kind)
         return step

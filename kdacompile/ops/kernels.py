@@ -83,15 +83,12 @@ def run_inplace_step(call: Call) -> Tensor:
 
 def _run_step_in_pool(call: Call) -> Tensor:
     """The same where the states lie in a pool; one in another dtype or layout than the kernels' is not copied whole."""
-    pool, indices = call.initial_state, call.state_indices
-    assert pool is not None and indices is not None
-    o = None
+    pool, o = call.initial_state, None
+    assert pool is not None
     if pool.dtype is call.state_dtype and pool.is_contiguous():
         o = lowering.run_step_in_pool(prepared(call))
     if o is None:
-        o, states = lowering.run_linear_attention_step(prepared(pools.gathered(call)), overwrite=True)
-        pools.put(pool, indices, states)
-        o = pools.blank(o, pool, indices)
+        o = pools.step_apart(call, lambda own: lowering.run_linear_attention_step(prepared(own), overwrite=True))
     return o.to(call.out_dtype).contiguous()
 
 

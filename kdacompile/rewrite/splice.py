@@ -312,8 +312,9 @@ class Splice(Generic[B]):
         storages = self.storages
         found: set[fx.Node] = set()
         for node in self.place:
-            several = node.target is operator.getitem and node.args[0] not in storages  # one of split's, of unbind's
-            reader = node.all_input_nodes[0] if several and node.all_input_nodes else node
+            reader = node
+            if node.target is operator.getitem and node.args[0] not in storages:  # one of split's, of unbind's
+                reader = next(iter(node.all_input_nodes), node)
             sources = [arg for arg in reader.all_input_nodes if arg in storages and storages[arg] == storages.get(node)]
             if sources and all((source, reader) in redirected or source in found for source in sources):
                 found.add(node)

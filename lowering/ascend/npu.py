@@ -86,11 +86,9 @@ class EmittedKernels:
         """In place where the state is fp32 and contiguous, and its sizes are powers of two in a pool; another one is
         copied to fp32 and back, of a pool the slots that are named."""
         direct = state is not None and state.dtype is torch.float32 and state.is_contiguous()
-        indices = call.state_indices
-        if state is not None and indices is not None and (not direct or any(missing_width(call))):
-            o, new = run_step(single(pools.gathered(call)), **self._device())
-            pools.put(state, indices, new)
-            return pools.blank(o.to(call.out_dtype), state, indices), state
+        if state is not None and call.state_indices is not None and (not direct or any(missing_width(call))):
+            o = pools.step_apart(call, lambda own: run_step(single(own), **self._device()))
+            return o.to(call.out_dtype), state
         o, new = run_step(single(call), **self._device(), out=state if direct else None)
         if state is not None and not direct:
             state.copy_(new)

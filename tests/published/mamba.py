@@ -62,7 +62,7 @@ def minimal_ssd(m: Any) -> Program:
     return partial(m.ssd, chunk_size=8), (x, gates(B, 32, H), b, c)
 
 
-def _minimal(m: Any) -> Any:
+def _minimal(m: Any) -> tuple[Any, Any]:
     config = m.Mamba2Config(d_model=16, n_layer=1, d_state=N, headdim=8, chunk_size=8, vocab_size=16)
     layer = m.Mamba2(config)
     for parameter in (layer.dt_bias, layer.A_log, layer.D):

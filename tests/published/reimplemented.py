@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.published.draw import B, H, K, V, bhtd, bthd, gates, keys, normal, unit
+from tests.published.mamba import minimal_layer, minimal_step
 from tests.published.registry import Program, case
 from tests.published.sources import Repository
 
@@ -196,24 +197,14 @@ def juvi_parallel(m: Any) -> Program:
     return lambda x: layer(x, x, x), (normal(B, 9, 16),)
 
 
-def _mamba2(m: Any) -> tuple[Any, Any]:
-    config = m.Mamba2Config(d_model=16, n_layer=1, d_state=8, headdim=8, chunk_size=8, vocab_size=16)
-    layer = m.Mamba2(config)
-    for parameter in (layer.dt_bias, layer.A_log, layer.D):
-        torch.nn.init.uniform_(parameter)
-    return layer, m.InferenceCache.alloc(B, config)
-
-
 @case(MAMBA2, "mamba2.py", "simple_gla")
 def mamba2_layer(m: Any) -> Program:
-    return _mamba2(m)[0], (normal(B, 16, 16),)
+    return minimal_layer(m)
 
 
 @case(MAMBA2, "mamba2.py", "simple_gla")
 def mamba2_step(m: Any) -> Program:
-    layer, cache = _mamba2(m)
-    cache.ssm_state.normal_()
-    return layer.step, (normal(B, 1, 16), cache)
+    return minimal_step(m)
 
 
 @case(INTERATTN, "linearattn.py", "linear_attention")

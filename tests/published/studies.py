@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tests.published.draw import B, H, K, V, bhtd, gates, keys, normal, unit
+from tests.published.mamba import minimal_layer, minimal_step
 from tests.published.registry import Program, case
 from tests.published.sources import Repository
 
@@ -249,24 +250,14 @@ def mad_layer(m: Any) -> Program:
     return m.LinearAttention(WIDTH, "elu", num_heads=H), (normal(B, TOKENS, WIDTH),)
 
 
-def _ruuu(m: Any) -> tuple[Any, Any]:
-    config = m.Mamba2Config(d_model=16, n_layer=1, d_state=8, headdim=8, chunk_size=8, vocab_size=16)
-    layer = m.Mamba2(config)
-    for parameter in (layer.dt_bias, layer.A_log, layer.D):
-        torch.nn.init.uniform_(parameter)
-    return layer, m.InferenceCache.alloc(B, config)
-
-
 @case(RUUU, "mamba2.py", "simple_gla")
 def ruuu_layer(m: Any) -> Program:
-    return _ruuu(m)[0], (normal(B, 16, 16),)
+    return minimal_layer(m)
 
 
 @case(RUUU, "mamba2.py", "simple_gla")
 def ruuu_step(m: Any) -> Program:
-    layer, cache = _ruuu(m)
-    cache.ssm_state.normal_()
-    return layer.step, (normal(B, 1, 16), cache)
+    return minimal_step(m)
 
 
 @case(ASI, "pipeline/pool/deltanet/deltanet_base.py")
