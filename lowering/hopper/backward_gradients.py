@@ -48,7 +48,6 @@ from .backward_blocks import (
     halves,
     inside_mask,
     inside_sums,
-    load_rows,
     narrow,
     near_start,
     over_block,
@@ -150,7 +149,7 @@ def _inside(high, low, dq, dk, dg, q, k, g, dp_own, dl_own, work, DELTA: gl.cons
 @gluon.jit
 def _part(
     by_rates, part, q_t, k_t, g_t, A_log_ptr, dt_bias_ptr, head, left, scale, gate_scale,
-    b, q_rate, k_rate, do_t, z_t, vn_t, s_t, d_t, dp_t, dl_t, dp_own, dl_own, work, dq_to, dk_to, dg_to, dbias_to,
+    b, q_rate, k_rate, do_t, z_t, y_t, s_t, d_t, dp_t, dl_t, dp_own, dl_own, work, dq_to, dk_to, dg_to, dbias_to,
     s_base, d_base, q_base, q_st, k_base, k_st, g_base, g_st,
     HV, lines, FN: gl.constexpr, DELTA: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr,
     DBIAS: gl.constexpr, BOUNDED: gl.constexpr,
@@ -168,13 +167,13 @@ def _part(
     zero = part >> 30  # unknown to the compiler, see ``unknown_zero``
     work = tiles_at(work, zero, 3)
     high, low = halves(work)
-    # dO S^T, Z S^T and V' dS'^T, while the gates are made.
+    # dO S^T, Z S^T and Y dS'^T, while the gates are made.
     right = s_t.index(zero).permute((1, 0))
     to_q = begun(do_t.index(zero), right, HALF)
     to_start = to_q
     if DELTA:
         to_start = begun(z_t.index(zero), right, HALF)
-    to_end = begun(vn_t.index(zero), d_t.index(zero).permute((1, 0)), HALF)
+    to_end = begun(y_t.index(zero), d_t.index(zero).permute((1, 0)), HALF)
     x = g_t.load(FLAT)
     g = gl.where(live, log2_gate(as_fp32(x) + bias, rate, gate_scale, FN), 0.0)
     put_split(high, low, g)
@@ -188,7 +187,7 @@ def _part(
         to_q, to_end = warpgroup_mma_wait(0, [to_q, to_end])
         to_start = gl.zeros([64, PART], gl.float32, layout=HALF)
     to_q, to_start = gl.convert_layout(to_q, FLAT), gl.convert_layout(to_start, FLAT)
-    to_end = gl.convert_layout(to_end, FLAT)
+    to_end = gl.convert_layout(to_end, FLAT) * b
     barrier()
     if BOUNDED:
         _fetch_part(
@@ -237,7 +236,7 @@ def _part(
 def gradients(
     q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, v_ptr, v_sb, v_st, v_sh, g_ptr, g_sb, g_st, g_sh,
     do_ptr, do_sb, do_st, do_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T, scale, gate_scale, first_head,
-    l_buffer, beta_buffer, rate_buffer, lines_buffer, s_buffer, d_buffer, r_buffer, vn_buffer, z_buffer,
+    beta_buffer, rate_buffer, lines_buffer, s_buffer, d_buffer, y_buffer, z_buffer,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dbias_ptr, drate_ptr,
     HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, DELTA: gl.constexpr,
     BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, NORM_INSIDE: gl.constexpr, RATE: gl.constexpr,
@@ -246,8 +245,7 @@ def gradients(
     """All gradients of a chunk's tokens. NORM_INSIDE: dq and dk are those before the norm, of q and k as given.
 
     Rows of tensors are contiguous and begin at multiples of 16 bytes. Two blocks share a multiprocessor: what one waits
-    for, the other's work hides. Without the delta rule r_buffer and vn_buffer are not read: both are v, the latter
-    times beta.
+    for, the other's work hides. Without the delta rule y_buffer is not read: Y is v.
     """
     pid, chunk, head = own_chunk(first_head, HP)
     runs = True
@@ -256,14 +254,14 @@ def gradients(
     if runs:
         batch, first, left = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
         do_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 128], WHOLE)
-        vn_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 128], WHOLE)
+        y_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 128], WHOLE)
         q_t = gl.allocate_shared_memory(gl.bfloat16, [64, PART], NARROW)
         k_t = gl.allocate_shared_memory(gl.bfloat16, [64, PART], NARROW)
         g_t = gl.allocate_shared_memory(g_ptr.dtype.element_ty, [64, PART], NARROW)
         s_t = gl.allocate_shared_memory(gl.bfloat16, [1, PART, 128], WHOLE)
         d_t = gl.allocate_shared_memory(gl.bfloat16, [1, PART, 128], WHOLE)
         dp_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-        z_t, dl_t = vn_t, dp_t
+        z_t, dl_t = y_t, dp_t
         if DELTA:
             z_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 128], WHOLE)
             dl_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
@@ -279,7 +277,9 @@ def gradients(
         fetch(do_t.index(0), do_ptr + batch * do_sb + first * do_st + head * do_sh, do_st, left, WIDE)
         if DELTA:
             fetch(z_t.index(0), z_buffer + tile, 128, 64, WIDE)
-            fetch(vn_t.index(0), vn_buffer + tile, 128, 64, WIDE)
+            fetch(y_t.index(0), y_buffer + tile, 128, 64, WIDE)
+        else:
+            fetch(y_t.index(0), v_ptr + batch * v_sb + first * v_st + head * v_sh, v_st, left, WIDE)
         async_copy.commit_group()
         s_base = s_buffer + pid * (128 * 128)
         d_base = d_buffer + pid * (128 * 128)
@@ -295,60 +295,49 @@ def gradients(
         j = gl.arange(0, 64, layout=ACROSS)[None, :]
         wide_b = gl.full([64], 1.0, gl.float32, layout=TOKEN)[:, None]
         b = gl.full([64], 1.0, gl.float32, layout=DOWN)[:, None]
+        across_b = gl.full([64], 1.0, gl.float32, layout=ACROSS)[None, :]
         if BETA:
             wide_b = gl.load(beta_buffer + pid * 64 + row)
             b = gl.load(beta_buffer + pid * 64 + i)
+            across_b = gl.load(beta_buffer + pid * 64 + j)
         q_rate = 1.0
         k_rate = 1.0
         if L2NORM:
             q_rate = gl.load(rate_buffer + pid * 128 + i)
             k_rate = gl.load(rate_buffer + pid * 128 + 64 + i)
-        if BETA and DELTA:
-            recall = gl.load(l_buffer + pid * (64 * 64) + i * 64 + j)
-        if DELTA:
-            r = gl.load(r_buffer + tile + row * 128 + column)
-            async_copy.wait_group(1)
-            ready()
-            z = z_t.index(0).load(WIDE)
-        else:
+        if not DELTA:
             z = gl.load(z_buffer + tile + row * 128 + column)
-            r = load_rows(v_ptr + batch * v_sb + first * v_st + head * v_sh, v_st, left)
-            vn_t.index(0).store(narrow(widened(r) * wide_b))
-            async_copy.wait_group(1)
-            ready()
-        right = vn_t.index(0).permute((1, 0))
+        async_copy.wait_group(1)
+        ready()
+        right = y_t.index(0).permute((1, 0))
         dp = begun(do_t.index(0), right, SQUARE)
         if DELTA:
             h = begun(z_t.index(0), right, SQUARE)
+            z = z_t.index(0).load(WIDE)
         z = widened(z)
         token = (batch * T + first) * HV + head
         dv = (z * wide_b).to(dv_ptr.dtype.element_ty)
         gl.store(dv_ptr + token * 128 + row * (HV * 128) + column, dv, mask=row < left)
-        db = gl.sum(z * widened(r), 1)
+        if BETA:
+            db = gl.sum(z * widened(y_t.index(0).load(WIDE)), 1)[:, None]
+            if SIGMOID:
+                db *= wide_b * (1.0 - wide_b)
+            gl.store(dbeta_ptr + token + row * HV, db.to(dbeta_ptr.dtype.element_ty), mask=row < left)
         if DELTA:
             dp, h = warpgroup_mma_wait(0, [dp, h])
         else:
             dp = warpgroup_mma_wait(0, [dp])
-        dp = gl.where(i >= j, gl.convert_layout(dp, FLAT) * scale, 0.0)
+        dp = gl.where(i >= j, gl.convert_layout(dp, FLAT) * (across_b * scale), 0.0)
         if BOUNDED:
             dp_t.store(dp.to(gl.bfloat16))
         else:
             put_square(dp_t, dp_own, dp, i, j)
         if DELTA:
-            h = gl.convert_layout(h, FLAT)
-            dl = gl.where(i > j, h * -b, 0.0)
+            dl = gl.where(i > j, gl.convert_layout(h, FLAT) * (b * -across_b), 0.0)
             if BOUNDED:
                 dl_t.store(dl.to(gl.bfloat16))
             else:
                 put_square(dl_t, dl_own, dl, i, j)
-            if BETA:
-                recalled = gl.sum(recall.to(gl.float32) * h, 1)
-                db -= gl.convert_layout(recalled, TOKEN)
-        if BETA:
-            db = db[:, None]
-            if SIGMOID:
-                db *= wide_b * (1.0 - wide_b)
-            gl.store(dbeta_ptr + token + row * HV, db.to(dbeta_ptr.dtype.element_ty), mask=row < left)
         dq_base = dq_ptr + token * 128
         dk_base = dk_ptr + token * 128
         dbias_base = dbias_ptr + (chunk * HV + head) * 128
@@ -358,7 +347,7 @@ def gradients(
             ready()
             by_rates = _part(
                 by_rates, pinned(part), q_t, k_t, g_t, A_log_ptr, dt_bias_ptr, head, left, scale, gate_scale, b, q_rate,
-                k_rate, do_t, z_t, vn_t, s_t, d_t, dp_t, dl_t, dp_own, dl_own, work, dq_base, dk_base,
+                k_rate, do_t, z_t, y_t, s_t, d_t, dp_t, dl_t, dp_own, dl_own, work, dq_base, dk_base,
                 dg_ptr + token * 128, dbias_base, s_base, d_base, q_base, q_st, k_base, k_st, g_base, g_st,
                 HV, lines.index(part), FN, DELTA, RATE, BIAS, DBIAS, BOUNDED,
             )  # fmt: skip

@@ -106,15 +106,6 @@ def _columns(own, one, at: gl.constexpr, row, STRICT: gl.constexpr):
 
 
 @gluon.jit
-def _leave_strict(tile, a_square, own, one, at: gl.constexpr, row, b):
-    """Columns of L into ``tile``; of diag(beta) L, which is inverted, to memory as they were summed."""
-    x = _columns(own, one, at, row, True)
-    tile.slice(16 * at, 16, 1).store(x.to(gl.bfloat16))
-    column = at * 16 + gl.arange(0, 16, layout=ACROSS)[None, :]
-    gl.store(a_square + row * 64 + column, (x * b).to(a_square.dtype.element_ty))
-
-
-@gluon.jit
 def _part(
     p0, p1, p2, p_own, l0, l1, l2, l_own, part, q_t, k_t, g_t, q_base, q_st, k_base, k_st, g_base, g_st,
     A_log_ptr, dt_bias_ptr, head, left, gate_scale, q_rate, k_rate, work, totals, qg_to, kg_to, kd_to,
@@ -187,7 +178,7 @@ def prepare(
     q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, g_ptr, g_sb, g_st, g_sh,
     beta_ptr, beta_sb, beta_st, beta_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T,
     gate_scale, l2norm_eps, first_head,
-    qg_buffer, kg_buffer, kd_buffer, total_buffer, lines_buffer, p_buffer, l_buffer, a_buffer, beta_buffer, rate_buffer,
+    qg_buffer, kg_buffer, kd_buffer, total_buffer, lines_buffer, p_buffer, a_buffer, beta_buffer, rate_buffer,
     HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr,
     SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr, PACKED: gl.constexpr,
     BOUNDED: gl.constexpr,
@@ -217,7 +208,6 @@ def prepare(
             k = load_rows(k_base, k_st, left)
             q_rate = _rates(q, rate_buffer + pid * 128, l2norm_eps)
             k_rate = _rates(k, rate_buffer + pid * 128 + 64, l2norm_eps)
-        b = gl.full([64], 1.0, gl.float32, layout=TOKEN)
         if BETA:
             at = beta_ptr + batch * beta_sb + (first + row) * beta_st + head * beta_sh
             b = given_beta(gl.load(at, mask=row < left, other=0.0), row, left, SIGMOID)
@@ -263,13 +253,12 @@ def prepare(
             else:
                 l_own3 = flat(l_own)
                 l_own0, l_own1, l_own2 = l_own3, l_own3, l_own3
-            l_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-            b = gl.convert_layout(b, DOWN)[:, None]
-            _leave_strict(l_t, a_buffer + square, l_own0, l0, 0, i, b)
-            _leave_strict(l_t, a_buffer + square, l_own1, l1, 1, i, b)
-            _leave_strict(l_t, a_buffer + square, l_own2, l2, 2, i, b)
-            _leave_strict(l_t, a_buffer + square, l_own3, l_own3, 3, i, b)
+            l_t = gl.allocate_shared_memory(a_buffer.dtype.element_ty, [64, 64], TILE)
+            l_t.slice(0, 16, 1).store(_columns(l_own0, l0, 0, i, True).to(l_t.dtype))
+            l_t.slice(16, 16, 1).store(_columns(l_own1, l1, 1, i, True).to(l_t.dtype))
+            l_t.slice(32, 16, 1).store(_columns(l_own2, l2, 2, i, True).to(l_t.dtype))
+            l_t.slice(48, 16, 1).store(_columns(l_own3, l_own3, 3, i, True).to(l_t.dtype))
         barrier()
         store_rows(p_buffer + square, p_t.load(ROWS), 64, 64)
         if DELTA:
-            store_rows(l_buffer + square, l_t.load(ROWS), 64, 64)
+            store_rows(a_buffer + square, l_t.load(ROWS), 64, 64)

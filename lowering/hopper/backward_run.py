@@ -93,18 +93,21 @@ class HopperBackward(Backward):
 
     def _kept(self, wanted: Buffers, tiles: int) -> Buffers:
         if self._by_blocks:
+            wanted.pop("l", None)
             del wanted["own"]
             return wanted | {"lines": ((tiles, 4, WIDTH), torch.float32)}
         if not self._by_token_gates:
             return wanted
         kept = {name: buffer for name, buffer in wanted.items() if name not in _OF_CHANNELS}
-        if self._call.gate != "none":
+        if self._call.gate == "none":
+            kept.pop("l", None)
+        else:
             kept["sums"] = ((tiles, CHUNK), torch.float32)
         return kept
 
     def _made(self, wanted: Buffers, heads: int) -> dict[str, Tensor]:
         """What the third phase does not read lies where it will write gradients, if it does so once, ``a`` in ``z``."""
-        over = () if heads != self._heads else _UNREAD if self._by_blocks else ("t",) if self._by_token_gates else ()
+        over = () if heads != self._heads else _UNREAD if self._by_blocks else ("x",) if self._by_token_gates else ()
         hosts = [
             self._found[name].view(-1).view(torch.uint8) for name in ("dq", "dk", "dv", "dg") if name in self._found
         ]
@@ -155,7 +158,7 @@ class HopperBackward(Backward):
         self._scratch.launch(kernel, grid)(**arguments, num_warps=warps, **options)
 
 
-_UNREAD = ("qg", "kg", "kd", "t", "p")  # by the kernel of gradients with a gate per channel
+_UNREAD = ("qg", "kg", "kd", "x", "p")  # by the kernel of gradients with a gate per channel
 _OF_CHANNELS = (
     "qg",
     "kg",

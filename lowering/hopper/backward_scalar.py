@@ -81,7 +81,6 @@ def prepare_scalar(
         column = gl.arange(0, 64, layout=ACROSS)
         i = row[:, None]
         j = column[None, :]
-        b = gl.full([64], 1.0, gl.float32, layout=DOWN)
         if BETA:
             at = beta_ptr + batch * beta_sb + (first + row) * beta_st + head * beta_sh
             b = given_beta(gl.load(at, mask=row < left, other=0.0), row, left, SIGMOID)
@@ -118,8 +117,9 @@ def prepare_scalar(
         store_rows(p_buffer + square, gl.where(i >= j, p, 0.0), 64, 64)
         if DELTA:
             l = gl.where(i > j, l, 0.0)
-            store_rows(l_buffer + square, l, 64, 64)
-            store_rows(a_buffer + square, l * b[:, None], 64, 64)
+            if GATED:
+                store_rows(l_buffer + square, l, 64, 64)
+            store_rows(a_buffer + square, l, 64, 64)
 
 
 @gluon.jit
@@ -139,16 +139,16 @@ def _fetch_keys(half, q_t, k_t, q_base, q_st, k_base, k_st, left):
 
 
 @gluon.jit
-def _pairs(do_t, z_t, vn_t, p_t, l_t, b, sums, scale, DELTA: gl.constexpr, GATED: gl.constexpr):
+def _pairs(do_t, z_t, y_t, p_t, l_t, b, sums, scale, DELTA: gl.constexpr, GATED: gl.constexpr):
     """The gradients of P and L, behind their decays, over P and L; of dg what pairs give to their rows, in parts, and
-    to their columns; what dbeta lacks."""
+    to their columns."""
     i = gl.arange(0, 64, layout=DOWN)[:, None]
     j = gl.arange(0, 64, layout=ACROSS)[None, :]
-    right = vn_t.permute((1, 0))
+    across_b = gl.convert_layout(b, ACROSS)[None, :]
+    right = y_t.permute((1, 0))
     dp = begun(do_t, right, SQUARE)
     if DELTA:
         h = begun(z_t, right, SQUARE)
-    recalled = gl.zeros([64], gl.float32, layout=DOWN)
     met = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     decay = met + 1.0
     if GATED:
@@ -157,23 +157,21 @@ def _pairs(do_t, z_t, vn_t, p_t, l_t, b, sums, scale, DELTA: gl.constexpr, GATED
         dp, h = warpgroup_mma_wait(0, [dp, h])
     else:
         dp = warpgroup_mma_wait(0, [dp])
-    dp = gl.where(i >= j, dp * scale, 0.0)
+    dp = gl.where(i >= j, dp * (across_b * scale), 0.0)
     if GATED:
         met = gl.where(i > j, dp * widened(p_t.load(SQUARE)), 0.0)
     p_t.store(narrow(dp * decay))
     if DELTA:
-        recalls = widened(l_t.load(SQUARE))  # zeros from the diagonal on
-        recalled = gl.sum(recalls * h, 1)
-        dl = gl.where(i > j, h * -b[:, None], 0.0)
+        dl = gl.where(i > j, h * (b[:, None] * -across_b), 0.0)
         if GATED:
-            met += dl * recalls
+            met += dl * widened(l_t.load(SQUARE))  # zeros from the diagonal on
         l_t.store(narrow(dl * decay))
-    return row_parts(met), gl.sum(met, 0), recalled
+    return row_parts(met), gl.sum(met, 0)
 
 
 @gluon.jit
 def _half(
-    do_t, z_t, vn_t, s_t, d_t, q_t, k_t, p_t, l_t, b, up, down, q_rate, k_rate, scale, behind, before, met,
+    do_t, z_t, y_t, s_t, d_t, q_t, k_t, p_t, l_t, b, up, down, q_rate, k_rate, scale, behind, before, met,
     DELTA: gl.constexpr, GATED: gl.constexpr, L2NORM: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """dq and dk of 64 channels, before the norm, over q and k; added, in parts: to ``behind`` and ``before`` what the
@@ -184,7 +182,7 @@ def _half(
     dk = dq
     if DELTA:
         dk = begun(z_t, right, SQUARE)
-    more = begun(vn_t, d_t.permute((1, 0)), SQUARE)
+    more = begun(y_t, d_t.permute((1, 0)), SQUARE)
     if L2NORM:
         q_t.store(narrow(widened(q_t.load(SQUARE)) * q_rate[:, None]))
         k_t.store(narrow(widened(k_t.load(SQUARE)) * k_rate[:, None]))
@@ -198,7 +196,7 @@ def _half(
         dq, more = warpgroup_mma_wait(0, [dq, more])
         dk = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     dq = dq * (up * scale)[:, None]
-    more = more * down[:, None]
+    more = more * (down * b)[:, None]
     if GATED:
         behind += row_parts(widened(q_t.load(SQUARE)) * dq)
         keys = widened(k_t.load(SQUARE))
@@ -223,7 +221,7 @@ def _half(
 def gradients_scalar(
     q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, v_ptr, v_sb, v_st, v_sh, g_ptr, g_sb, g_st, g_sh,
     do_ptr, do_sb, do_st, do_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T, scale, gate_scale, first_head,
-    p_buffer, l_buffer, sums_buffer, beta_buffer, rate_buffer, s_buffer, d_buffer, r_buffer, vn_buffer, z_buffer,
+    p_buffer, l_buffer, sums_buffer, beta_buffer, rate_buffer, s_buffer, d_buffer, y_buffer, z_buffer,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dbias_ptr, drate_ptr,
     HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, V: gl.constexpr, FN: gl.constexpr, GATED: gl.constexpr,
     DELTA: gl.constexpr, BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr,
@@ -231,7 +229,7 @@ def gradients_scalar(
 ):  # fmt: skip
     """All gradients of a chunk's tokens. NORM_INSIDE: dq and dk are those before the norm. V is 64 or 128.
 
-    Without the delta rule r_buffer and vn_buffer are not read: both are v, the latter times beta.
+    Without the delta rule y_buffer is not read: Y is v.
     """
     VALUES: gl.constexpr = WIDE if V == 128 else SLIM
     ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
@@ -242,7 +240,7 @@ def gradients_scalar(
     if runs:
         batch, first, left = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
         do_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, V], TILE)
-        vn_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, V], TILE)
+        y_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, V], TILE)
         z_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, V], TILE)
         s_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, V], TILE)
         d_t = gl.allocate_shared_memory(gl.bfloat16, [1, 64, V], TILE)
@@ -256,11 +254,12 @@ def gradients_scalar(
         fetch(do_t.index(0), do_ptr + batch * do_sb + first * do_st + head * do_sh, do_st, left, VALUES)
         fetch(z_t.index(0), z_buffer + tile, V, 64, VALUES)
         if DELTA:
-            fetch(vn_t.index(0), vn_buffer + tile, V, 64, VALUES)
-            fetch(l_t.index(0), l_buffer + square, 64, 64, SLIM)
+            fetch(y_t.index(0), y_buffer + tile, V, 64, VALUES)
         else:
-            fetch(vn_t.index(0), v_base, v_st, left, VALUES)
+            fetch(y_t.index(0), v_base, v_st, left, VALUES)
         if GATED:
+            if DELTA:
+                fetch(l_t.index(0), l_buffer + square, 64, 64, SLIM)
             fetch(p_t.index(0), p_buffer + square, 64, 64, SLIM)
         async_copy.commit_group()
         q_base = q_ptr + batch * q_sb + first * q_st + (head // GROUP) * q_sh
@@ -288,27 +287,19 @@ def gradients_scalar(
             sums = gl.load(sums_buffer + pid * 64 + row)
             whole = gl.load(sums_buffer + pid * 64 + 63 + 0 * row)
         c = gl.arange(0, V, layout=gl.SliceLayout(0, VALUES))[None, :]
-        if DELTA:
-            r = gl.load(r_buffer + tile + place[:, None] * V + c).to(gl.float32)
         async_copy.wait_group(2)
         ready()
         z = z_t.index(0).load(VALUES).to(gl.float32)
-        if not DELTA:
-            r = vn_t.index(0).load(VALUES).to(gl.float32)
-            if BETA:
-                vn_t.index(0).store(narrow(r * wide_b[:, None]))
-                ready()
         dv = (z * wide_b[:, None]).to(dv_ptr.dtype.element_ty)
         gl.store(dv_ptr + token * V + place[:, None] * (HV * V) + c, dv, mask=place[:, None] < left)
-        db = gl.sum(z * r, 1)
-        behind, spanned, recalled = _pairs(
-            do_t.index(0), z_t.index(0), vn_t.index(0), p_t.index(0), l_t.index(0), b, sums, scale, DELTA, GATED
-        )  # fmt: skip
         if BETA:
-            db = db - gl.convert_layout(recalled, ROW)
+            db = gl.sum(z * y_t.index(0).load(VALUES).to(gl.float32), 1)
             if SIGMOID:
                 db *= wide_b * (1.0 - wide_b)
             gl.store(dbeta_ptr + token + place * HV, db.to(dbeta_ptr.dtype.element_ty), mask=place < left)
+        behind, spanned = _pairs(
+            do_t.index(0), z_t.index(0), y_t.index(0), p_t.index(0), l_t.index(0), b, sums, scale, DELTA, GATED
+        )  # fmt: skip
         up = exp2(sums)
         down = exp2(whole - sums)
         before = behind * 0.0
@@ -318,7 +309,7 @@ def gradients_scalar(
             ready()
             zero = pinned(half) >> 30  # unknown to the compiler, see ``unknown_zero``
             behind, before, met = _half(
-                do_t.index(zero), z_t.index(zero), vn_t.index(zero), s_t.index(zero), d_t.index(zero), q_t.index(zero),
+                do_t.index(zero), z_t.index(zero), y_t.index(zero), s_t.index(zero), d_t.index(zero), q_t.index(zero),
                 k_t.index(zero), p_t.index(zero), l_t.index(zero), b, up, down, q_rate, k_rate, scale, behind, before,
                 met, DELTA, GATED, L2NORM, VALUES,
             )  # fmt: skip

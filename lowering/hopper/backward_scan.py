@@ -97,7 +97,7 @@ def _lines(
 
 
 @gluon.jit
-def _fetch_forward(n, count, stage, first, step, start, end, v_base, v_st, k_base, k_st, kg, kd, t, kg_s, kd_s, t_s,
+def _fetch_forward(n, count, stage, first, step, start, end, v_base, v_st, k_base, k_st, kg, kd, x, kg_s, kd_s, x_s,
                    v_s, lines, total_buffer, sums_buffer, rate_buffer, beta_buffer, GATED: gl.constexpr,
                    DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr, L2NORM: gl.constexpr):  # fmt: skip
     rows = gl.where(n < count, 64, 0)
@@ -113,7 +113,7 @@ def _fetch_forward(n, count, stage, first, step, start, end, v_base, v_st, k_bas
     if DELTA:
         if not SCALAR:
             fetch(kg_s.index(stage), kg + tile * (64 * 128), 128, rows, WIDE)
-        fetch(t_s.index(stage), t + tile * (64 * 64), 64, rows, SLIM)
+        fetch(x_s.index(stage), x + tile * (64 * 64), 64, rows, SLIM)
     _fetch_lines(
         lines, stage, n < count, tile, beta_buffer, total_buffer, sums_buffer, rate_buffer, GATED, BETA, SCALAR, L2NORM
     )
@@ -122,27 +122,26 @@ def _fetch_forward(n, count, stage, first, step, start, end, v_base, v_st, k_bas
 
 @gluon.jit
 def _forward(
-    s, column, count, first, step, start, end, v_base, v_st, k_base, k_st, kg_buffer, kd_buffer, total_buffer, t_buffer,
-    sums_buffer, rate_buffer, beta_buffer, s_buffer, r_buffer, vn_buffer,
+    s, column, count, first, step, start, end, v_base, v_st, k_base, k_st, kg_buffer, kd_buffer, total_buffer, x_buffer,
+    sums_buffer, rate_buffer, beta_buffer, s_buffer, y_buffer,
     V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr,
     L2NORM: gl.constexpr,
 ):  # fmt: skip
-    """The states before every chunk, and with the delta rule R and V'."""
+    """The states before every chunk, and with the delta rule Y."""
     STAGES: gl.constexpr = 3
     APART: gl.constexpr = STAGES if DELTA and not SCALAR else 1
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, BLOCK], TILE)
     kd_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], TILE)
     kg_s = gl.allocate_shared_memory(gl.bfloat16, [APART, 64, 128], TILE)
-    t_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES if DELTA else 1, 64, 64], TILE)
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES if DELTA else 1, 64, 64], TILE)
     state = gl.allocate_shared_memory(gl.bfloat16, [128, BLOCK], TILE)
-    rest = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE)
     scaled = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE)
-    written = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE)
-    added = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE) if SCALAR else written
+    solved = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE)
+    added = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE)
     lines = _line_tiles(STAGES)
     for n in gl.static_range(STAGES - 1):
-        _fetch_forward(n, count, n, first, step, start, end, v_base, v_st, k_base, k_st, kg_buffer, kd_buffer, t_buffer,
-                       kg_s, kd_s, t_s, v_s, lines, total_buffer, sums_buffer, rate_buffer, beta_buffer,
+        _fetch_forward(n, count, n, first, step, start, end, v_base, v_st, k_base, k_st, kg_buffer, kd_buffer, x_buffer,
+                       kg_s, kd_s, x_s, v_s, lines, total_buffer, sums_buffer, rate_buffer, beta_buffer,
                        GATED, DELTA, BETA, SCALAR, L2NORM)  # fmt: skip
     for n in range(count):
         stage = n % STAGES
@@ -158,33 +157,29 @@ def _forward(
         v = v_s.index(stage).load(FLAT)
         ahead = n + STAGES - 1
         _fetch_forward(ahead, count, ahead % STAGES, first, step, start, end, v_base, v_st, k_base, k_st, kg_buffer,
-                       kd_buffer, t_buffer, kg_s, kd_s, t_s, v_s, lines, total_buffer, sums_buffer, rate_buffer,
+                       kd_buffer, x_buffer, kg_s, kd_s, x_s, v_s, lines, total_buffer, sums_buffer, rate_buffer,
                        beta_buffer, GATED, DELTA, BETA, SCALAR, L2NORM)  # fmt: skip
         leave(s_buffer + tile * (128 * V) + column, V, state, 128, SLIM)
         if DELTA:
             r = warpgroup_mma_wait(0, [r])
             if SCALAR:
                 r = r * (up * k_rate)[:, None]
-            r = v.to(gl.float32) - r
-            scaled.store((r * b[:, None]).to(gl.bfloat16))
-            rest.store(r.to(gl.bfloat16))
+            y = v.to(gl.float32) - r
+            scaled.store((y * -b[:, None]).to(gl.bfloat16))
             ready()
-            new = begun(t_s.index(stage), scaled, FLAT)
-            leave(r_buffer + tile * (64 * V) + column, V, rest, 64, SLIM)
-            new = warpgroup_mma_wait(0, [new])
-            written.store(new.to(gl.bfloat16))
+            y = warpgroup_mma(x_s.index(stage), scaled, y)
+            solved.store(y.to(gl.bfloat16))
         else:
-            new = v.to(gl.float32) * b[:, None]
+            y = v.to(gl.float32)
         if SCALAR:
-            added.store((new * (down * k_rate)[:, None]).to(gl.bfloat16))
-        elif not DELTA:
-            written.store(new.to(gl.bfloat16))
+            b = b * (down * k_rate)
+        added.store((y * b[:, None]).to(gl.bfloat16))
         ready()
         if GATED:
             s *= total[:, None]
         s = warpgroup_mma(keys.permute((1, 0)), added, s, is_async=True)
         if DELTA:
-            leave(vn_buffer + tile * (64 * V) + column, V, written, 64, SLIM)
+            leave(y_buffer + tile * (64 * V) + column, V, solved, 64, SLIM)
         s = warpgroup_mma_wait(0, [s])
     async_copy.wait_group(0)
     return s
@@ -192,7 +187,7 @@ def _forward(
 
 @gluon.jit
 def _fetch_reverse(n, count, stage, first, step, start, end, do_base, do_st, q_base, q_st, k_base, k_st, qg, kg, kd, p,
-                   t, qg_s, kg_s, kd_s, p_s, t_s, do_s, lines, total_buffer, sums_buffer, rate_buffer, beta_buffer,
+                   x, qg_s, kg_s, kd_s, p_s, x_s, do_s, lines, total_buffer, sums_buffer, rate_buffer, beta_buffer,
                    GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr,
                    L2NORM: gl.constexpr):  # fmt: skip
     rows = gl.where(n < count, 64, 0)
@@ -211,7 +206,7 @@ def _fetch_reverse(n, count, stage, first, step, start, end, do_base, do_st, q_b
     if DELTA:
         if not SCALAR:
             fetch(kg_s.index(stage), kg + tile * (64 * 128), 128, rows, WIDE)
-        fetch(t_s.index(stage), t + tile * (64 * 64), 64, rows, SLIM)
+        fetch(x_s.index(stage), x + tile * (64 * 64), 64, rows, SLIM)
     _fetch_lines(
         lines, stage, n < count, tile, beta_buffer, total_buffer, sums_buffer, rate_buffer, GATED, BETA, SCALAR, L2NORM
     )
@@ -221,7 +216,7 @@ def _fetch_reverse(n, count, stage, first, step, start, end, do_base, do_st, q_b
 @gluon.jit
 def _reverse(
     s, column, count, first, step, start, end, scale, do_base, do_st, q_base, q_st, k_base, k_st, qg_buffer, kg_buffer,
-    kd_buffer, total_buffer, p_buffer, t_buffer, sums_buffer, rate_buffer, beta_buffer, d_buffer, z_buffer,
+    kd_buffer, total_buffer, p_buffer, x_buffer, sums_buffer, rate_buffer, beta_buffer, d_buffer, z_buffer,
     V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr,
     L2NORM: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
@@ -232,7 +227,7 @@ def _reverse(
     kd_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], TILE)
     kg_s = gl.allocate_shared_memory(gl.bfloat16, [APART, 64, 128], TILE)
     p_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], TILE)
-    t_s = gl.allocate_shared_memory(gl.bfloat16, [2 if DELTA else 1, 64, 64], TILE)
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [2 if DELTA else 1, 64, 64], TILE)
     state = gl.allocate_shared_memory(gl.bfloat16, [128, BLOCK], TILE)
     given = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE)
     solved = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE)
@@ -240,7 +235,7 @@ def _reverse(
     lifted = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], TILE)
     lines = _line_tiles(2)
     _fetch_reverse(0, count, 0, first, step, start, end, do_base, do_st, q_base, q_st, k_base, k_st, qg_buffer,
-                   kg_buffer, kd_buffer, p_buffer, t_buffer, qg_s, kg_s, kd_s, p_s, t_s, do_s, lines, total_buffer,
+                   kg_buffer, kd_buffer, p_buffer, x_buffer, qg_s, kg_s, kd_s, p_s, x_s, do_s, lines, total_buffer,
                    sums_buffer, rate_buffer, beta_buffer, GATED, DELTA, BETA, SCALAR, L2NORM)  # fmt: skip
     for n in range(count):
         stage = n % 2
@@ -260,7 +255,7 @@ def _reverse(
         if SCALAR:
             lifted.store((do.load(FLAT).to(gl.float32) * (up * q_rate * scale)[:, None]).to(gl.bfloat16))
         _fetch_reverse(n + 1, count, stage ^ 1, first, step, start, end, do_base, do_st, q_base, q_st, k_base, k_st,
-                       qg_buffer, kg_buffer, kd_buffer, p_buffer, t_buffer, qg_s, kg_s, kd_s, p_s, t_s, do_s, lines,
+                       qg_buffer, kg_buffer, kd_buffer, p_buffer, x_buffer, qg_s, kg_s, kd_s, p_s, x_s, do_s, lines,
                        total_buffer, sums_buffer, rate_buffer, beta_buffer, GATED, DELTA, BETA, SCALAR,
                        L2NORM)  # fmt: skip
         if KEEP:
@@ -273,15 +268,22 @@ def _reverse(
         else:
             z, more, asked = warpgroup_mma_wait(0, [z, more, asked])
             s += asked * scale
-        given.store((z * scale + more).to(gl.bfloat16))
+        z = z * scale + more
+        lost = z
+        if DELTA:
+            lost = z * -b[:, None]
+        given.store(lost.to(gl.bfloat16))
         ready()
         if SCALAR:
             s = warpgroup_mma(queries, lifted, s, is_async=True)
         if DELTA:
-            z = warpgroup_mma_wait(0, [begun(t_s.index(stage).permute((1, 0)), given, FLAT)])
+            z = warpgroup_mma(x_s.index(stage).permute((1, 0)), given, z, is_async=True)
+            if SCALAR:
+                z, s = warpgroup_mma_wait(0, [z, s])
+            else:
+                z = warpgroup_mma_wait(0, [z])
             lost = z * -b[:, None]
             if SCALAR:
-                s = warpgroup_mma_wait(0, [s])
                 lost = lost * (up * k_rate)[:, None]
             scaled.store(lost.to(gl.bfloat16))
             solved.store(z.to(gl.bfloat16))
@@ -301,8 +303,8 @@ def scan(
     q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, v_ptr, v_sb, v_st, v_sh, do_ptr, do_sb, do_st, do_sh,
     state_ptr, state_sn, state_sh, state_sk, state_sv, final_ptr, final_sn, final_sh, final_sk, final_sv, dstate_ptr,
     cu_seqlens, chunk_offsets, N, T, scale, first_head,
-    qg_buffer, kg_buffer, kd_buffer, total_buffer, p_buffer, t_buffer, sums_buffer, rate_buffer, beta_buffer,
-    s_buffer, d_buffer, r_buffer, vn_buffer, z_buffer,
+    qg_buffer, kg_buffer, kd_buffer, total_buffer, p_buffer, x_buffer, sums_buffer, rate_buffer, beta_buffer,
+    s_buffer, d_buffer, y_buffer, z_buffer,
     HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr,
     BETA: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr, SCALAR: gl.constexpr,
     L2NORM: gl.constexpr, FORWARD: gl.constexpr,
@@ -340,7 +342,7 @@ def scan(
         v_base = v_ptr + batch * v_sb + head * v_sh + column
         _forward(
             s, column, count, first, HP, start, end, v_base, v_st, k_base, k_st, kg_buffer, kd_buffer, total_buffer,
-            t_buffer, sums_buffer, rate_buffer, beta_buffer, s_buffer, r_buffer, vn_buffer,
+            x_buffer, sums_buffer, rate_buffer, beta_buffer, s_buffer, y_buffer,
             V, GATED, DELTA, BETA, SCALAR, L2NORM,
         )  # fmt: skip
     else:
@@ -349,7 +351,7 @@ def scan(
         q_base = q_ptr + batch * q_sb + (head // GROUP) * q_sh
         s = _reverse(
             s, column, count, first, HP, start, end, scale, do_base, do_st, q_base, q_st, k_base, k_st, qg_buffer,
-            kg_buffer, kd_buffer, total_buffer, p_buffer, t_buffer, sums_buffer, rate_buffer, beta_buffer, d_buffer,
+            kg_buffer, kd_buffer, total_buffer, p_buffer, x_buffer, sums_buffer, rate_buffer, beta_buffer, d_buffer,
             z_buffer, V, GATED, DELTA, BETA, SCALAR, L2NORM, FORWARD == 0,
         )  # fmt: skip
         if STATE:

@@ -21,7 +21,7 @@ from .macros import log_gate
 def pair_gradients(
     v_ptr, v_sb, v_st, v_sh, v_sd, g_ptr, g_sb, g_st, g_sh, do_ptr, do_sb, do_st, do_sh, do_sd, A_log_ptr, dt_bias_ptr,
     cu_seqlens, chunk_offsets, N, T, scale, gate_scale, first_head,
-    p_buffer, l_buffer, beta_buffer, r_buffer, vn_buffer, z_buffer, dp_buffer, dl_buffer, own_buffer, dlog_buffer,
+    p_buffer, l_buffer, beta_buffer, y_buffer, z_buffer, dp_buffer, dl_buffer, own_buffer, dlog_buffer,
     dv_ptr, dbeta_ptr,
     HV: tl.constexpr, HP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, FN: tl.constexpr, DELTA: tl.constexpr, BETA: tl.constexpr, SIGMOID: tl.constexpr,
@@ -52,21 +52,19 @@ def pair_gradients(
         do = load_rows(do_ptr + batch * do_sb + first * do_st + head * do_sh, i, live, do_st, c, do_sd, V).to(DT)
         z = tl.load(z_buffer + at)
         if DELTA:
-            r, new_v = tl.load(r_buffer + at).to(tl.float32), tl.load(vn_buffer + at)
+            y = tl.load(y_buffer + at).to(tl.float32)
         else:
-            r = load_rows(v_ptr + batch * v_sb + first * v_st + head * v_sh, i, live, v_st, c, v_sd, V).to(tl.float32)
-            new_v = (r * b).to(DT)
+            y = load_rows(v_ptr + batch * v_sb + first * v_st + head * v_sh, i, live, v_st, c, v_sd, V).to(tl.float32)
+        new_v = (y * b).to(DT)
         dp = tl.dot(do, tl.trans(new_v), dp, input_precision=PRECISION)
         if DELTA:
             h = tl.dot(z, tl.trans(new_v), h, input_precision=PRECISION)
         z = z.to(tl.float32)
         if BETA:
-            db += tl.sum(z * r, 1)[:, None]
+            db += tl.sum(z * y, 1)[:, None]
         at = token * V + i * (HV * V) + c
         tl.store(dv_ptr + at, (z * b).to(dv_ptr.dtype.element_ty), mask=live & (c < V))
     if BETA:
-        if DELTA:
-            db -= tl.sum(tl.load(l_buffer + square).to(tl.float32) * h, 1)[:, None]
         if SIGMOID:
             db *= b * (1.0 - b)
         tl.store(dbeta_ptr + token + i * HV, db.to(dbeta_ptr.dtype.element_ty), mask=live)
@@ -107,7 +105,7 @@ def token_gates(
 
 @triton.jit
 def state_products(
-    do_base, do_st, do_sd, i, live, v_base, v_st, v_sd, b, d, s_tile, d_tile, vn_tile, z_tile,
+    do_base, do_st, do_sd, i, live, v_base, v_st, v_sd, b, d, s_tile, d_tile, y_tile, z_tile,
     V: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr,
     DT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -121,10 +119,11 @@ def state_products(
         do = load_rows(do_base, i, live, do_st, c, do_sd, V).to(DT)
         dq = tl.dot(do, tl.trans(s), dq, input_precision=PRECISION)
         if DELTA:
-            new_v = tl.load(vn_tile + i * VP + c)
+            y = tl.load(y_tile + i * VP + c)
             zs = tl.dot(tl.load(z_tile + i * VP + c), tl.trans(s), zs, input_precision=PRECISION)
         else:
-            new_v = (load_rows(v_base, i, live, v_st, c, v_sd, V).to(tl.float32) * b).to(DT)
+            y = load_rows(v_base, i, live, v_st, c, v_sd, V)
+        new_v = (y.to(tl.float32) * b).to(DT)
         dk = tl.dot(new_v, tl.trans(ds), dk, input_precision=PRECISION)
     return dq, zs, dk, dtotal
 
@@ -134,7 +133,7 @@ def gradients(
     q_ptr, q_sb, q_st, q_sh, q_sd, k_ptr, k_sb, k_st, k_sh, k_sd, v_ptr, v_sb, v_st, v_sh, v_sd,
     g_ptr, g_sb, g_st, g_sh, g_sd, do_ptr, do_sb, do_st, do_sh, do_sd, A_log_ptr, dt_bias_ptr,
     cu_seqlens, chunk_offsets, N, T, scale, gate_scale, first_head,
-    beta_buffer, rate_buffer, s_buffer, d_buffer, vn_buffer, z_buffer, dp_buffer, dl_buffer, own_buffer, dlog_buffer,
+    beta_buffer, rate_buffer, s_buffer, d_buffer, y_buffer, z_buffer, dp_buffer, dl_buffer, own_buffer, dlog_buffer,
     dq_ptr, dk_ptr, dg_ptr, dbias_ptr, drate_ptr,
     HV: tl.constexpr, HP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr,
     VP: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, FN: tl.constexpr,
@@ -176,7 +175,7 @@ def gradients(
         d, d_column = first_key + tl.arange(0, BK)[None, :], first_key + tl.arange(0, BK)[:, None]
         to_q, zs, to_end, dtotal = state_products(
             do_base, do_st, do_sd, i, live, v_base, v_st, v_sd, b, d_column, s_buffer + pid * (KP * VP),
-            d_buffer + pid * (KP * VP), vn_buffer + pid * (C * VP), z_buffer + pid * (C * VP),
+            d_buffer + pid * (KP * VP), y_buffer + pid * (C * VP), z_buffer + pid * (C * VP),
             V, VP, C, BK, BV, DELTA, DT, PRECISION,
         )  # fmt: skip
         q = load_rows(q_base, i, live, q_st, d, q_sd, K).to(tl.float32) * q_rate

@@ -1,7 +1,7 @@
 """The first phase of the backward pass: what a chunk computes without any state, one program per chunk and head.
 
 Left behind: q and k decayed to the chunk's ends, its Gram matrices P and L (see ``lowering/adjoint.py``), beta behind
-its sigmoid, the rates of the norms; with the delta term ``diag(beta) L``, which a second kernel inverts.
+its sigmoid, the rates of the norms; a second kernel makes X from L and beta.
 """
 
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportUnknownParameterType=false
@@ -15,7 +15,7 @@ import triton.language as tl
 from .backward_load import chunk_place, gate_floor, load_rows
 from .backward_pairs import grams
 from .decays import decayed_from_start, decayed_to_end, prefix_decay, suffix_decay, token_decays, total_decay
-from .inverse import unit_lower_inverse
+from .inverse import solved
 from .macros import log_gate, sigmoid
 
 
@@ -109,18 +109,18 @@ def prepare(
     if DELTA:
         l = tl.where(i > j, l, 0.0)
         tl.store(l_buffer + square, l.to(DT))
-        tl.store(a_buffer + square, (l * b).to(a_buffer.dtype.element_ty))
+        tl.store(a_buffer + square, l.to(a_buffer.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["N"])
 def inverse(
-    chunk_offsets, N, a_buffer, t_buffer,
-    HP: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
+    chunk_offsets, N, a_buffer, beta_buffer, x_buffer,
+    HP: tl.constexpr, C: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """T = (I + A)^-1."""
+    """X = (I + L diag(beta))^-1 L; a_buffer: L, as finely as the products' operands."""
     pid = tl.program_id(0).to(tl.int64)
     if PACKED:
         if pid // HP >= tl.load(chunk_offsets + N):
             return
-    a, t = a_buffer + pid * (C * C), t_buffer + pid * (C * C)
-    unit_lower_inverse(a, t, a, C, False, INVERSE_PRECISION)
+    square = pid * (C * C)
+    solved(a_buffer + square, beta_buffer + pid * C, x_buffer + square, C, BETA, INVERSE_PRECISION)

@@ -285,8 +285,8 @@ class Backward:
         if call.qk_l2norm_eps:
             wanted["rate"] = ((tiles, 2, chunk), torch.float32)
         if call.delta:
-            wanted |= {"l": (square, self._dtype), "t": (square, self._dtype), "a": (square, operand)}
-            wanted |= {"r": (value, self._dtype), "vn": (value, self._dtype)}
+            wanted |= {"l": (square, self._dtype), "x": (square, self._dtype), "a": (square, operand)}
+            wanted |= {"y": (value, self._dtype)}
             if call.gate != "none":
                 wanted["kg"] = (token, self._dtype)
         wanted = self._kept(wanted, tiles)
@@ -294,9 +294,9 @@ class Backward:
         if call.delta and call.gate == "none" and "kd" in made:
             made["kg"] = made["kd"]
         made["dp"] = made["p"]  # what is read last is overwritten in place, by the program that reads it
-        if call.delta:
+        if "l" in made:
             made["dl"] = made["l"]
-        names = "qg kg kd total lines sums p l a t beta rate s d r vn z own dlog dp dl".split()
+        names = "qg kg kd total lines sums p l a x beta rate s d y z own dlog dp dl".split()
         values = {f"{name}_buffer": made.get(name, nothing) for name in names}
         results = "dq dk dv dg dbeta dstate dbias drate".split()
         return values | {f"{name}_ptr": self._found.get(name, nothing) for name in results}

@@ -18,8 +18,8 @@ def scan(
     v_ptr, v_sb, v_st, v_sh, v_sd, do_ptr, do_sb, do_st, do_sh, do_sd,
     state_ptr, state_sn, state_sh, state_sk, state_sv, final_ptr, final_sn, final_sh, final_sk, final_sv, dstate_ptr,
     cu_seqlens, chunk_offsets, N, T, scale, first_head,
-    qg_buffer, kg_buffer, kd_buffer, total_buffer, p_buffer, t_buffer, beta_buffer,
-    s_buffer, d_buffer, r_buffer, vn_buffer, z_buffer,
+    qg_buffer, kg_buffer, kd_buffer, total_buffer, p_buffer, x_buffer, beta_buffer,
+    s_buffer, d_buffer, y_buffer, z_buffer,
     HV: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
     C: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, DELTA: tl.constexpr, BETA: tl.constexpr,
     STATE: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
@@ -52,24 +52,21 @@ def scan(
             t = start + step * C + i
             v = tl.load(v_base + t * v_st + c * v_sd, mask=(t < end) & (c < V), other=0.0)
             kd = tl.load(kd_buffer + tile * (C * KP) + i * KP + d_row)
+            b = 1.0
+            if BETA:
+                b = tl.load(beta_buffer + tile * C + i)
             s_rounded = s.to(DT)
             tl.store(s_buffer + tile * (KP * VP) + d * VP + c, s_rounded)
             written = v.to(tl.float32)
             if DELTA:
                 kg = tl.load(kg_buffer + tile * (C * KP) + i * KP + d_row)
                 written -= tl.dot(kg, s_rounded, input_precision=PRECISION)
-                tl.store(r_buffer + tile * (C * VP) + i * VP + c, written.to(DT))
-            if BETA:
-                written *= tl.load(beta_buffer + tile * C + i)
-            if DELTA:
-                solve = tl.load(t_buffer + tile * (C * C) + i * C + j)
-                written = tl.dot(solve, written.to(DT), input_precision=PRECISION)
-            new_v = written.to(DT)
-            if DELTA:
-                tl.store(vn_buffer + tile * (C * VP) + i * VP + c, new_v)
+                x = tl.load(x_buffer + tile * (C * C) + i * C + j)
+                written = tl.dot(x, (-b * written).to(DT), written, input_precision=PRECISION)
+                tl.store(y_buffer + tile * (C * VP) + i * VP + c, written.to(DT))
             if GATED:
                 s *= tl.load(total_buffer + tile * KP + d)
-            s = tl.dot(tl.trans(kd), new_v, s, input_precision=PRECISION)
+            s = tl.dot(tl.trans(kd), (b * written).to(DT), s, input_precision=PRECISION)
     else:
         ds = tl.zeros([KP, BV], tl.float32)
         if FINAL:
@@ -89,16 +86,17 @@ def scan(
             z = tl.dot(tl.trans(p), do, input_precision=PRECISION)
             z = tl.dot(kd, ds_rounded, z, input_precision=PRECISION)
             if DELTA:
-                solve = tl.load(t_buffer + tile * (C * C) + i * C + j)
-                z = tl.dot(tl.trans(solve), z.to(DT), input_precision=PRECISION)
+                b = 1.0
+                if BETA:
+                    b = tl.load(beta_buffer + tile * C + i)
+                x = tl.load(x_buffer + tile * (C * C) + i * C + j)
+                z = tl.dot(tl.trans(x), (-b * z).to(DT), z, input_precision=PRECISION)
             tl.store(z_buffer + tile * (C * VP) + i * VP + c, z.to(DT))
             if GATED:
                 ds *= tl.load(total_buffer + tile * KP + d)
             ds = tl.dot(tl.trans(qg), do, ds, input_precision=PRECISION)
             if DELTA:
                 kg = tl.load(kg_buffer + tile * (C * KP) + i * KP + d_row)
-                if BETA:
-                    z *= tl.load(beta_buffer + tile * C + i)
-                ds = tl.dot(tl.trans(kg), (-z).to(DT), ds, input_precision=PRECISION)
+                ds = tl.dot(tl.trans(kg), (-b * z).to(DT), ds, input_precision=PRECISION)
         if STATE:
             tl.store(dstate_ptr + ((sequence * HV + head) * K + d) * V + c, ds, mask=(d < K) & (c < V))

@@ -49,9 +49,10 @@ class EmulatedScratch(Scratch):
 _OPTIONS = ("num_stages", "arch")
 
 
-def _inverse(a_buffer: Tensor, t_buffer: Tensor, **_: Any) -> None:
+def _inverse(a_buffer: Tensor, beta_buffer: Tensor, x_buffer: Tensor, BETA: bool, **_: Any) -> None:
     a = a_buffer.double().tril(-1)
-    t_buffer.copy_(torch.linalg.inv(torch.eye(a.shape[-1], dtype=torch.float64) + a))
+    scaled = a * beta_buffer.double()[:, None] if BETA else a
+    x_buffer.copy_(torch.linalg.solve(torch.eye(a.shape[-1], dtype=torch.float64) + scaled, a))
 
 
 def _gather(
@@ -133,7 +134,7 @@ def shapes() -> None:
     """Packed sequences, one of them empty; heads that share keys; strides; no T that is a multiple of anything."""
     packed = case_of(length=213, batch=1, sequences=5)
     compare(replace(packed, cu_seqlens=torch.tensor([0, 33, 33, 98, 212, 213])))
-    compare(case_of(length=70, batch=1, groups=2))
+    compare(case_of(length=100, batch=1, groups=2))
     case = case_of(length=70)
     compare(case.with_tensors(**{n: case.tensors[n].mT.contiguous().mT for n in ("q", "k", "v", "g")}))
 
@@ -147,14 +148,14 @@ def groups() -> None:
     backward_run.LANES = 100
     whole = EmulatedScratch()
     HopperBackward(call_of(case), case.tensors["v"], None, whole).run()
-    squares = 2 * (8 * 64 * 64) * 2  # bytes of p and t, which lie in the gradients where all heads are one group
+    squares = 2 * (8 * 64 * 64) * 2  # bytes of p and x, which lie in the gradients where all heads are one group
     assert 2 * scratch.allocated_bytes == whole.allocated_bytes + squares
     backward_run.LANES = 2
     compare(case)
 
 
 def extremes() -> None:
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(2)
     for gate, delta in (("channel", True), ("channel", False), ("token", True), ("token", False)):
         case = case_of(batch=1, delta=delta, gate=gate)
         g = case.tensors["g"]
