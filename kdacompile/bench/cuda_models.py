@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kdacompile
-from kdacompile.bench import device_clock
+from kdacompile.bench import device_clock, rows
 from kdacompile.bench.cuda_cases import Case
+from kdacompile.report.collect import collecting
 
 Clock = Callable[[Callable[[], object]], float]
 _LINEAR, _FULL = "linear_attention", "full_attention"
@@ -60,7 +60,7 @@ class Contender:
         self._forward = self._compiled()
         vocabulary = self._model.config.vocab_size
         self._tokens = torch.randint(3, vocabulary, (self._case.batch, self._case.length), device="cuda")
-        with torch.inference_mode(), kdacompile.collecting() as report:
+        with torch.inference_mode(), collecting() as report:
             self._first = device_clock.seconds_until_done(self._once)
         self._report = report
 
@@ -130,4 +130,4 @@ class Contender:
         torch.compiler.cudagraph_mark_step_begin()
         logits = self._prefill().double()
         expected = self._model(input_ids=self._tokens, use_cache=False, logits_to_keep=1).logits.double()
-        return float((logits - expected).norm() / expected.norm())
+        return rows.relative_error(logits, expected)

@@ -96,10 +96,10 @@ def is_assumption(node: fx.Node) -> bool:
     """
     if node.target is not torch.ops.aten._assert_scalar.default or not isinstance(node.args[0], fx.Node):
         return False
-    claim = example_value(node.args[0])
-    symbols = free_symbols(claim)
+    asserted = example_value(node.args[0])
+    symbols = free_symbols(asserted)
     mixed = any(map(is_unbacked, symbols)) and not all(map(is_unbacked, symbols))
-    return mixed and isinstance(claim, torch.SymBool) and isinstance(claim.node.expr, sympy.Eq)
+    return mixed and isinstance(asserted, torch.SymBool) and isinstance(asserted.node.expr, sympy.Eq)
 
 
 def is_unbacked(symbol: Any) -> bool:

@@ -3,7 +3,7 @@
 The functional graph is one concrete instance, at the sizes it was captured with, and a proof speaks about that instance
 alone. So where a region has symbolic sizes it is read and proven again at others that the graph's guards allow: near
 the captured sizes, and beyond every number the region's code mentions (a window of 256 tokens does not show at 20). The
-same Dynamo nodes must play the same roles with the same options, or the region declines.
+same Dynamo nodes must play the same roles with the same options, or the region is left alone.
 """
 
 from __future__ import annotations

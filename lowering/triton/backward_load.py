@@ -1,8 +1,7 @@
 """What the kernels of the backward pass load, and what of it is differentiated where it is loaded.
 
-A factor counts as at least FACTOR_FLOOR, so
-that the gradient of a factor of 0, which is that of its logarithm divided by it, is there: what it lets through, 1e-12
-of the state, does not show in fp32.
+The gradient of a factor is that of its logarithm divided by it, so that a factor counts as at least FACTOR_FLOOR: one
+of 0 has a gradient, too. What that lets through, 1e-12 of the state, does not show in fp32.
 """
 
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportUnknownParameterType=false

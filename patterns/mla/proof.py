@@ -3,8 +3,8 @@
 Where it has been compared over a prime field, ordinary scores are enough; where the field is silent, inputs cover masks
 that hide most of the cache, and scores so far apart that one token takes it all. No value of the user's model is ever
 used. Batch and heads are cut down where the region treats them alike, and so are tokens where there are many: constant
-masks have been read whole before, and no other constant has tokens. What random probes could miss (numbers a mask adds,
-operators with thresholds) ``patterns`` has read or turned away before.
+masks have been read whole before, and no other constant has tokens. Of what random probes could miss, numbers that a
+mask adds have been read before as well, and operators with a threshold on data are part of no region.
 """
 
 from __future__ import annotations

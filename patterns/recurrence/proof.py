@@ -1,10 +1,11 @@
 """The proof: a region is believed to be the recurrence only if it computes the recurrence's numbers.
 
-The region is run in float64 on random inputs and compared, token by token, with the token recurrence. Inputs cover
-mild and strong gates, gates of 0 and -inf, zero keys, and closed and open write gates; no value of the user's model is
-ever used. Where the region itself is not finite (a spelling that overflows) there is nothing to compare: the
-recurrence is. Operators that random inputs could miss (thresholds, tiny constants) never reach this file: ``patterns``
-turns them away.
+Most bindings are refuted by the first tokens of a run in float64 on random inputs, which many of them share. What is
+left is run on ordinary numbers, which show that the region is finite, and compared with the token recurrence over a
+prime field, exactly (``exact``). Where that cannot be done, because an operator has no meaning over a field, the region
+is compared in float64 on ``probes`` of every kind: strong gates, gates of 0 and -inf, zero keys, closed and open write
+gates. Numbers of a probe at which the region alone is not finite (a spelling that overflows) are not compared. No value
+of the user's model is ever used. Operators with a threshold on data, which probes could miss, are part of no region.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _first_that_holds(
 def _judge(
     candidate: RecurrenceCandidate, binding: Recurrence, runner: Runner, drawn: Drawn, *, wide: bool
 ) -> Verdict[Recurrence]:
-    """One binding: most are refuted by a first run that many share; without a reason, if they are."""
+    """The verdict on one binding; one that the first run refutes has no reason."""
     first = first_run(candidate, binding, runner, drawn)
     least = float("inf")
     several = binding.writes > 1
