@@ -151,19 +151,11 @@ class Splice(Generic[B]):
         return target
 
     def check_derived(self) -> None:
-        """What follows from a result in the canonical graph must be there in time, and what the region writes in place
-        must not be read by what only the model's graph still computes.
-        """
+        """What follows from a result in the canonical graph must be there in time."""
         if self.derived.overwritten():
             raise CannotSplice("mutation", "what is computed from the results is overwritten")
         if self.derived.too_late():
             raise CannotSplice("order", "what is computed from the results comes too late")
-        writes = any(mutation.node in self.dying for mutation in self.mutations)
-        if self.functional.calls is not None and writes:
-            redirected = self.reads_through_writes()
-            for node in self.dying - self.derived.names().keys():
-                if any(user not in self.dying and (node, user) not in redirected for user in node.users):
-                    raise CannotSplice("escape", f"{node} is read outside the region")
 
     def collect_stores(self, ready: int) -> None:
         """Take over ``cache.copy_(final_state)`` where a model stores the state before all inputs exist."""

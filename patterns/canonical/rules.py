@@ -65,9 +65,9 @@ def is_offset(op: Op) -> bool:
 
 def batched(op: Op, pieces: Sequence[Value]) -> list[Step] | None:
     """The calls for all pieces at once, which the first of each stands for; None if there are no such calls."""
-    first, rank = pieces[0], len(pieces[0].shape)
+    first, rank = pieces[0], max(len(each.shape) for each in pieces)
     alone = not any(value.users for value in op.outs[1:]) and not op.kwargs.get("device")
-    if not alone or any(len(each.shape) != rank for each in pieces) or compat.is_random(op.target):
+    if not alone or compat.is_random(op.target):
         return None
     if is_pointwise(op):
         fits = len(op.out.shape) == rank and all(len(read.shape) <= rank for read in op.reads)
@@ -81,6 +81,8 @@ def batched(op: Op, pieces: Sequence[Value]) -> list[Step] | None:
         if found is None:
             return None
         return [Step(name, (op.out if i else first, *args), {}) for i, (name, args) in enumerate(found)]
+    if op.name == "select":  # one head of a token
+        return [Step("select", (first, op.args[1] % rank - rank, op.args[2]), {})]
     if op.name in LAST:
         return [Step(function_of(op), op.args, {})]
     return _along(op, ALONG[op.name], rank) if op.name in ALONG else None
@@ -117,7 +119,11 @@ def made(
     """Make the calls of ``op`` for all pieces, which are ``whole`` for the first of each; ``same``: what stands for
     another operand.
     """
-    known = dict(whole)
+    known, rank = dict(whole), max(len(piece.shape) for piece in whole)
+    for piece, value in whole.items():  # a piece of fewer dimensions is broadcast from the right
+        for _ in range(rank - len(piece.shape)):
+            value = edit.call("unsqueeze", value, 1, like=like)
+        known[piece] = value
     steps = batched(op, list(whole))
     assert steps is not None
     for target, args, kwargs in steps:

@@ -6,6 +6,7 @@ This file decides *where*; ``bindings.py`` lists *what* it may be; nothing is be
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from kdacompile.graph.ir import Op, Value, ancestors
 from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.match import Candidate, Obstacle, rounding
-from kdacompile.patterns.engine.vocabulary import DATA_MOVEMENT, is_float8
+from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, DATA_MOVEMENT, is_float8
 from kdacompile.patterns.recurrence.bindings import Bindings
 from kdacompile.patterns.recurrence.cuts import NoCut, Surroundings
 from kdacompile.patterns.recurrence.regions import Exit, Group, is_soft, keeps_tokens_apart
@@ -303,14 +304,30 @@ def _obstacle(ops: set[Op], group: Group, outputs: list[Value]) -> Obstacle | No
             return Obstacle("constant", f"the region adds a constant that cannot be computed here ({error})", op)
         if small:
             return Obstacle("constant", f"the region adds {small:g}, too small for probes to judge", op)
-        if op in group.ops:
-            for value in op.outs:
-                outside = next((user for user in value.users if user not in ops), None)
-                if outside is not None and value not in outputs:
-                    return Obstacle(
-                        "escape", f"an intermediate value of the region is read by {outside.name} outside it", op
-                    )
-    return None
+    return _escape(ops, group, outputs)
+
+
+def _escape(ops: set[Op], group: Group, outputs: list[Value]) -> Obstacle | None:
+    """Values of the region that are read outside it, if the op would save no more than half of the work: what makes
+    them (the transformed keys of all chunks) has to be computed all the same.
+    """
+    core = ops & group.ops
+    read = [value for op in core for value in op.outs if value not in outputs]
+    escaping = [(value, user) for value in read for user in value.users if user not in ops and not value.const]
+    if not escaping:
+        return None
+    left = ancestors([value for value, _ in escaping], lambda value: value.op not in ops)
+    if 2 * sum(map(_work, left.intersection(group.anchors))) < sum(map(_work, core.intersection(group.anchors))):
+        return None
+    value, user = min(escaping, key=lambda pair: pair[0].index)
+    return Obstacle("escape", f"an intermediate value of the region is read by {user.name} outside it", value.op)
+
+
+def _work(op: Op) -> int:
+    """Multiplications of a product, numbers that a sum reads, numbers that another operator makes."""
+    if op.name in CONTRACTIONS:
+        return math.prod(op.out.shape) * op.reads[-2].shape[-1]
+    return max(math.prod(value.shape) for value in (*op.reads, *op.outs))
 
 
 def _small_constant(op: Op) -> float:

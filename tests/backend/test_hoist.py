@@ -100,7 +100,23 @@ def keys_gated_in_the_last_chunk(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, 
     return torch.stack(rows, dim=1)
 
 
+def one_head_after_the_other(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    """Norms of vectors, as a number each; the heads of one request in a loop of their own, their keys shared."""
+    q, k, v, gate, logit = (x[:1] for x in (q[:, :, :1], k[:, :, :1], v, gate.sigmoid(), logit.sigmoid()))
+    out = torch.zeros_like(v)
+    for head in range(v.shape[2]):
+        s = q.new_zeros(SIZE, VALUES)
+        for t in range(q.shape[1]):
+            query, key = (x / torch.sqrt((x * x).sum() + 1e-6) for x in (q[0, t, 0], k[0, t, 0]))
+            s = s * gate[0, t, head]
+            fresh = logit[0, t, head] * (v[0, t, head] - (s * key[:, None]).sum(0))
+            s = s + key[:, None] * fresh
+            out[0, t, head] = (s * query[:, None]).sum(0)
+    return out
+
+
 IN_LOOP = [
+    (one_head_after_the_other, "gated_delta_rule"),
     (keys_gated_in_chunks, "simple_gla"),
     (gated_delta, "gated_delta_rule"),
     (gated_in_chunks, "simple_gla"),

@@ -52,10 +52,15 @@ class Absent(ModuleType):
 
 
 def _definitions(text: str, names: tuple[str, ...]) -> ast.Module:
-    """The last definition of each name, wherever it stands, with the imports at the top that they read."""
+    """The last definition of each name, wherever it stands, or its assignment at the top, with the imports at the top
+    that they read.
+    """
     tree = ast.parse(text)
     made = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     last: dict[str, ast.stmt] = {node.name: node for node in made if node.name in names}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in names:
+            last[node.targets[0].id] = node
     read = {node.id for name in names for node in ast.walk(last[name]) if isinstance(node, ast.Name)}
     imports: list[ast.stmt] = []
     for node in tree.body:
