@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -32,8 +33,13 @@ def is_distributed(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor, int, type(None))
+
+
 def is_wrapped(value: Any) -> bool:
     """True for a tensor subclass around other tensors, and for collections that hold one."""
+    if type(value) in _PLAIN:
+        return False
     leaves = (value,) if isinstance(value, torch.Tensor) else tree_leaves(value)
     return any(isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x) for x in leaves)
 

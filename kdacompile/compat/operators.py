@@ -20,7 +20,8 @@ from torch import Tensor, fx
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 __all__ = ["TorchDispatchMode", "map_tensors", "tensors_in", "tree_flatten", "tree_leaves", "tree_map_only"]
@@ -43,6 +44,14 @@ def trace_fake(fn: Callable[..., Any], arguments: Sequence[Argument]) -> fx.Grap
         with writer:
             results = fn(*inputs)
         return writer.finish(results)
+
+
+class TorchDispatchMode(_TorchDispatchMode):
+    """Torch's, for code that Dynamo itself has called: nobody has to keep Dynamo out of every operator."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class _Writer(TorchDispatchMode):
@@ -111,13 +120,14 @@ class _Writer(TorchDispatchMode):
         """The operator without data. Results are on the device asked for, or on that of the first operand."""
         operands = tensors_in((args, kwargs))
         device = kwargs.get("device")
-        if device is None:
-            device = next((x.fake_device for x in sorted(operands, key=lambda x: x.dim() == 0)), torch.device("cpu"))
+        if device is None and operands:
+            device = next((x for x in operands if x.dim()), operands[0]).fake_device
         if kwargs.get("device") is not None or (not operands and _takes_device(func)):
             kwargs = {**kwargs, "device": torch.device("meta")}
         with in_kernel_invocation_manager(self.fakes):
             out = without_data(func, args, kwargs)
-        return map_tensors(out, lambda tensor: self.fake(tensor, torch.device(device)))
+        device = torch.device("cpu" if device is None else device)
+        return map_tensors(out, lambda tensor: self.fake(tensor, device))
 
     def fake(self, tensor: Tensor, device: torch.device) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else FakeTensor(self.fakes, tensor, device)
@@ -219,6 +229,8 @@ def _share(results: Sequence[Tensor], operands: Sequence[Tensor]) -> bool:
 
 def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     """Arguments with each tensor replaced; what is called for every operator, so no pytree, and a shape is a list."""
+    if type(tree) in _NUMBERS:
+        return tree
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     if isinstance(tree, (list, tuple)):

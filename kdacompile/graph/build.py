@@ -114,7 +114,8 @@ class _Replay:
             result = compat.called(node.target, _widened(args, wide), _widened(kwargs, wide))
         expected = compat.example_value(node)
         known = isinstance(expected, torch.Tensor) and isinstance(result, torch.Tensor)
-        if known and not _is_reshaped(node) and [self.size_of(s) for s in expected.shape] != list(result.shape):
+        sizes = [s if type(s) is int else self.size_of(s) for s in expected.shape] if known else []
+        if known and sizes != list(result.shape) and not _is_reshaped(node):
             raise ValueError("the replay disagrees with Dynamo's own shape")
         return result
 
@@ -273,6 +274,8 @@ def _is_reshaped(node: fx.Node) -> bool:
 
 def _without_devices(tree: Any) -> Any:
     """Arguments with every device replaced by that of tensors without data."""
+    if isinstance(tree, (torch.Tensor, int, float)):
+        return tree
     if isinstance(tree, torch.device):
         return META
     if isinstance(tree, dict):

@@ -114,7 +114,7 @@ def map_values(tree: Any, fn: Callable[[Value], Any]) -> Any:
     if isinstance(tree, Value):
         return fn(tree)
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map_values(item, fn) for item in tree)
+        return type(tree)([map_values(item, fn) for item in tree])
     if isinstance(tree, dict):
         return {key: map_values(item, fn) for key, item in tree.items()}
     return tree

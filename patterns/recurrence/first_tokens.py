@@ -212,7 +212,7 @@ def fit(binding: Recurrence, run: FirstRun) -> tuple[Recurrence | None, float]:
         want, have = _corner(binding, run, steps)
         power = (want * want).sum()
         scale = float((have * want).sum() / power) if power > 0 else 1.0
-        if not torch.isfinite(torch.tensor(scale)) or scale == 0.0:
+        if not math.isfinite(scale) or scale == 0.0:
             return None, error
         error = token_error(have, want * scale)
         if error > TOLERANCE:
