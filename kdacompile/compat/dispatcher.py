@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,13 @@ def without_keys_excluded(keys: tuple[DispatchKey, ...]) -> Any:
     for key in keys:
         excluded = excluded.remove(key)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def call_instead(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Have ``op(...)`` be ``call(...)``; what it was before, which goes through the dispatcher."""
+    dispatched: Callable[..., Any] = op._op
+    op._op = call
+    return dispatched
 
 
 def dispatch_state() -> tuple[int, int]:

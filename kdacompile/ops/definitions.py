@@ -43,17 +43,6 @@ _AUTOCAST_KEYS = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastXPU": "
 
 _library = torch.library.Library("kdacompile", "DEF")
 _kernels: dict[str, dict[DispatchKey, Kernel]] = {}
-_shortcuts: dict[Any, Shortcut] = {}
-
-
-def call(op: Any, *tensors: Any, **options: Any) -> Any:
-    """``op(*tensors, **options)``, past the dispatcher where that has nothing to do."""
-    if not torch.compiler.is_compiling():
-        shortcut = _shortcuts[op]
-        kernel = shortcut.kernel(tensors, options)
-        if kernel is not None:
-            return shortcut.run(kernel, tensors, options)
-    return op(*tensors, **options)
 
 
 def add_kernel(name: str, device: str, kernel: Kernel) -> None:
@@ -89,7 +78,9 @@ def _forward(signature: Signature, run: Callable[[Any], Any]) -> Any:
     kernel = kernels.kernel_of(signature, run)
     kernel = kernels.in_layout(kernel) if signature.o_layout else kernel
     op = _define(signature.name, signature.schema, kernel, fake_of(signature))
-    _shortcuts[op] = Shortcut(_kernels[signature.name], signature.options, signature.writes)
+    options = {**signature.options, **({"o_layout": "str"} if signature.o_layout else {})}
+    optional = [operand.optional for operand in signature.operands]
+    Shortcut(op, _kernels[signature.name], optional, options, signature.writes)
     return op
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from kdacompile.compat.dispatcher import (
     any_requires_grad,
     backend_key,
     below_version_counter,
+    call_instead,
     dispatch_state,
     enable_single_level_autograd_function,
     forward_mode_is_on,
@@ -80,32 +81,57 @@ def next_kernel(
 
 
 class Shortcut:
-    """The kernels of an op, to be called as functions where the dispatcher would do nothing but find one.
+    """``op(...)``, by a kernel called as a function where the dispatcher would do nothing but find one.
 
-    It takes the eighteen arguments of a step to C++ and back twice, longer than all that a remembered call does. It is
-    left out for plain tensors of a device, while no mode, transform, autocast, tracer or profiler looks on and nothing
-    is to be differentiated. ``options``: their types; the dispatcher would convert others. ``writes``: the position of
-    the operand that is overwritten, whose mutation is counted.
+    Compiled graphs call the op so, too. The dispatcher takes the eighteen arguments of a step to C++ and back twice,
+    longer than all that a remembered call does. It is left out for plain tensors of a device, while no mode, transform,
+    autocast, tracer or profiler looks on and nothing is to be differentiated. ``optional``: which operands may be None.
+    ``options``: their types; the dispatcher would convert others, and refuse a call without some. ``writes``: the
+    position of the operand that is overwritten, whose mutation is counted.
     """
 
-    def __init__(self, kernels: Mapping[DispatchKey, Kernel], options: Mapping[str, str], writes: int | None) -> None:
-        self._kernels, self._writes, self._options = kernels, writes, options
+    def __init__(
+        self,
+        op: Any,
+        kernels: Mapping[DispatchKey, Kernel],
+        optional: Sequence[bool],
+        options: Mapping[str, str],
+        writes: int | None,
+    ) -> None:
+        self._kernels, self._writes, self._optional, self._options = kernels, writes, optional, options
         self._backends: dict[Hashable, DispatchKey | None] = {}
+        self._dispatched = call_instead(op, self)
+
+    def __call__(self, *tensors: Any, **options: Any) -> Any:
+        kernel = self.kernel(tensors, options)
+        return self._dispatched(*tensors, **options) if kernel is None else self.run(kernel, tensors, options)
 
     def kernel(self, tensors: tuple[Any, ...], options: Mapping[str, Any]) -> Kernel | None:
         """What serves this call; None where it is the dispatcher's."""
-        if not _PLAIN.issuperset(map(type, tensors)) or True in [x.is_neg() for x in tensors if x is not None]:
+        types = tuple(map(type, tensors))
+        if len(types) != len(self._optional) or types[0] is type(None) or not _PLAIN.issuperset(types):
             return None
         if function_modes() or profiler_is_on() or needs_derivative(tensors):
             return None
-        if self._writes is not None and tensors[self._writes].is_inference():
+        if True in [x.is_neg() for x in tensors if x is not None]:
             return None
-        state = (tensors[0].device.type, dispatch_state(), *options, *map(type, options.values()))
+        written = None if self._writes is None else tensors[self._writes]
+        if self._writes is not None and (written is None or written.is_inference()):
+            return None
+        state = (types, tensors[0].device.type, dispatch_state(), *options, *map(type, options.values()))
         if state not in self._backends:
-            right = all(type(value) in _OPTION_TYPES[self._options[name]] for name, value in options.items())
+            right = self._is_complete(types, options)
             self._backends[state] = backend_key(tensors[0]) if right else None
         backend = self._backends[state]
         return None if backend is None else self._kernels.get(backend)
+
+    def _is_complete(self, types: tuple[type, ...], options: Mapping[str, Any]) -> bool:
+        """Whether nothing is left out or to be converted, going by types."""
+        known, required = self._options.keys(), self._options.keys() - {"o_layout"}  # which alone has a default
+        if not required <= options.keys() <= known:
+            return False
+        given = all(may or kind is not type(None) for may, kind in zip(self._optional, types, strict=True))
+        return given and all(type(value) in _OPTION_TYPES[self._options[name]] for name, value in options.items())
 
     def run(self, kernel: Kernel, tensors: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """What the kernels of autograd and of the version counter would do."""

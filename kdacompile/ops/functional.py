@@ -107,7 +107,7 @@ def linear_attention(
     options["chunk_size"] = 0 if chunk_size is None else chunk_size
     final_state: Tensor | None
     if context_parallel is None:
-        o, final_state = definitions.call(definitions.linear_attention, *operands, **options)
+        o, final_state = definitions.linear_attention(*operands, **options)
     else:
         from kdacompile.distributed import calls  # torch.distributed is slow to import
 
@@ -172,12 +172,12 @@ def linear_attention_step(
     if inplace:
         if state is None:
             raise StateError(problem="inplace=True needs a state to write to")
-        o = definitions.call(definitions.linear_attention_step_, *operands, state_indices, **options)
+        o = definitions.linear_attention_step_(*operands, state_indices, **options)
         new_state = state
     elif state_indices is not None:
         raise StateError(problem="state_indices needs inplace=True: the slots of a pool are written where they lie")
     else:
-        o, new_state = definitions.call(definitions.linear_attention_step, *operands, **options)
+        o, new_state = definitions.linear_attention_step(*operands, **options)
         new_state = _from_kv(new_state, state_layout)
     return o.squeeze(1) if squeezed else o, new_state
 

@@ -92,7 +92,7 @@ def mla(
     operands = (q, q_rope, latent, k_rope, w_uk, w_uv, mask, sinks, lengths, block_table)
     options = {"scale": scale, "causal": causal, "form": form, "out_dtype": out_dtype}
     if context_parallel is None:
-        o, lse = definitions.call(definitions.mla, *operands, schedule, **options)
+        o, lse = definitions.mla(*operands, schedule, **options)
     else:
         from kdacompile.distributed.attention import parallel_mla  # torch.distributed is slow to import
 

@@ -31,7 +31,12 @@ def taken(call: Callable[[], object]) -> int:
 
 
 class Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -67,7 +72,7 @@ def test_plain_calls_go_past_the_dispatcher() -> None:
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
 def test_the_same_numbers_either_way(context: Callable[[], AbstractContextManager[Any]], inplace: bool) -> None:
     given, others = step_operands(), step_operands()
-    with context(), Functions():
+    with context(), patch.object(Shortcut, "kernel", return_value=None):
         expected = ops.linear_attention_step(**others, inplace=inplace)
     with context():
         found = ops.linear_attention_step(**given, inplace=inplace)
@@ -75,22 +80,37 @@ def test_the_same_numbers_either_way(context: Callable[[], AbstractContextManage
     assert given["state"]._version == others["state"]._version == int(inplace)
 
 
-@pytest.mark.parametrize(
-    "context",
-    [Functions, Dispatches, lambda: torch.autocast("cpu"), lambda: torch.profiler.profile(acc_events=True)],
-    ids=["functions", "dispatches", "autocast", "profiler"],
-)
-def test_who_looks_on_sees_the_op(context: Callable[[], AbstractContextManager[Any]]) -> None:
-    given = step_operands()
-    with context() as looking:
-        assert taken(lambda: ops.linear_attention_step(**given)) == 0
-    if isinstance(looking, Dispatches):
-        assert looking.seen == ["kdacompile.linear_attention_step.default"]
+@pytest.mark.parametrize("mode", [Functions, Dispatches])
+def test_modes_see_the_op(mode: type[Functions | Dispatches]) -> None:
+    with mode() as looking:
+        ops.linear_attention_step(**step_operands())
+    assert looking.seen.count("kdacompile.linear_attention_step.default") == 1
+
+
+def test_autocast_is_off_inside() -> None:
+    states: list[bool] = []
+
+    def run(*call: Any) -> Any:
+        states.append(torch.is_autocast_enabled("cpu"))
+        return original(*call)
+
+    original = Shortcut.run
+    with torch.autocast("cpu"), patch.object(Shortcut, "run", autospec=True, side_effect=run):
+        ops.linear_attention_step(**step_operands())
+        assert torch.is_autocast_enabled("cpu")
+    assert states in ([], [False])
+
+
+def test_the_profiler_sees_the_op() -> None:
+    with torch.profiler.profile(acc_events=True) as profile:
+        assert taken(lambda: ops.linear_attention_step(**step_operands())) == 0
+    assert "kdacompile::linear_attention_step" in {event.key for event in profile.key_averages()}
 
 
 def test_other_tensors_are_the_dispatchers() -> None:
     given = step_operands()
-    assert taken(lambda: ops.linear_attention_step(**given | {"q": given["q"].requires_grad_()})) == 0
+    recorded, _ = ops.linear_attention_step(**given | {"q": given["q"].requires_grad_()})
+    assert recorded.requires_grad  # what runs below autograd may go past the dispatcher
     given["q"].requires_grad_(False)
     assert taken(lambda: ops.linear_attention_step(**given | {"v": given["v"].as_subclass(Subclass)})) == 0
     negative: dict[str, Any] = given | {
@@ -110,3 +130,27 @@ def test_options_that_the_dispatcher_would_convert() -> None:
     assert taken(lambda: ops.linear_attention_step(**given, scale=2)) == 0
     whole, _ = ops.linear_attention_step(**given, scale=2)
     assert torch.equal(whole, ops.linear_attention_step(**given, scale=2.0)[0])
+
+
+def test_compiled_graphs_go_past_it_too() -> None:
+    given = step_operands()
+    expected, _ = ops.linear_attention_step(**given)
+    compiled = torch.compile(lambda **x: ops.linear_attention_step(**x)[0] * 2, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(**given), expected * 2)
+        assert taken(lambda: compiled(**given)) == 1
+
+
+def test_calls_that_the_dispatcher_refuses() -> None:
+    """What is missing is not filled in, and None is no tensor."""
+    given = step_operands()
+    op, tensors = torch.ops.kdacompile.linear_attention_step_.default, [given[name] for name in "q k v g beta".split()]
+    options = {"scale": 1.0, "delta": True, "gate": "channel", "gate_fn": "log", "gate_scale": 1.0}
+    options |= {"sigmoid_beta": False, "qk_l2norm_eps": 0.0, "out_dtype": None}
+    state = given["state"]
+    assert taken(lambda: op(*tensors, state, None, None, None, **options)) == 1
+    assert taken(lambda: op(*tensors, state, A_log=None, dt_bias=None, state_indices=None, **options)) == 0
+    del options["gate"]
+    for wrong in ([*tensors, state, None, None, None], [*tensors, None, None, None, None], [*tensors, state], []):
+        with pytest.raises(RuntimeError, match="linear_attention_step_"):
+            op(*wrong, **options)
