@@ -14,6 +14,7 @@ from ..emitter import Emitter
 from ..errors import TileProgramError
 from ..ir import DType, Op, OpKind, Per, TileType, Value
 from ..plan import Plan
+from ..plan.buffers import lies_beside
 from ..plan.units import is_product, is_widening
 from ..stages import Scope, Task
 from ..target import Unit
@@ -168,6 +169,10 @@ class Body(Emitter):
 
     def _task(self, task: Task) -> None:
         value = task.output
+        if lies_beside(task):
+            self._made.add(value)
+            self._kept[value] = task.inputs[1].name
+            return
         text = self._part(task) if task.part else self.expression(task.op)
         if not text:
             return
@@ -324,19 +329,33 @@ class Body(Emitter):
                 inverted = self._buffer_load(self._buffer(task.inputs[1]), turned=False)[0]
                 return f"tl.where(same_block(C, R), {inverted}, -{x})"
             return f"inverse_of_blocks({x}, -{x}, C, R)"
-        if task.part == "join":
+        if task.part == "join" and task.inputs[1] not in self._made:
+            blocks, narrow = (self._pointer(v) for v in (task.inputs[1], self._beside(task.output)))
+            self.lines.add(f"join_rounded({blocks}, {narrow}, at, C, R, LEVELS)")
+        elif task.part == "join":
             blocks = f"{op.result.name}_blocks"
             self.lines.add(f"join_blocks({blocks}_ptr, core, C, R, LEVELS)")
             self._made.add(op.result)
             self._kept[op.result] = blocks
         return ""
 
+    def _beside(self, value: Value) -> Value:
+        """What lies in a tensor beside which Cube puts a value."""
+        return next(t.inputs[1] for t in self.tasks if t.inputs[0] == value and (t.part == "left" or lies_beside(t)))
+
+    def _pointer(self, value: Value) -> str:
+        buffer = self._buffer(value)
+        return self.argument(f"{buffer.name}_ptr", buffer.kind)
+
     def _gram_part(self, task: Task) -> str:
         """Parts of ``gated_gram``. With a gate per channel the scaled rows and columns come from ``sub_chunks``."""
         op, name = task.op, task.op.result.name
         strict = bool(op.attr("strict", False))
         if op.inputs[2].type.cols != 1:
-            gram = self.argument(f"{name}_diagonal_ptr", Kind.F32)
+            apart = task.part == "triangle" or any(t.part == "triangle" and t.op is op for t in self.tasks)
+            gram = (
+                self.argument(f"{name}_diagonal_ptr", Kind.F32) if apart else self._pointer(self._beside(task.output))
+            )
             if task.part == "product":
                 rows, cols = (self.argument(f"{value.name}_ptr", Kind.IO) for value in task.inputs)
                 self.lines.add(f"gram_below({gram}, {rows}, {cols}, at, C, K, R, LEVELS)")

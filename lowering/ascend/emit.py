@@ -11,7 +11,7 @@ from functools import cache
 
 from ..adjoint_program import adjoint_program
 from ..errors import TileProgramError
-from ..ir import DType
+from ..ir import DType, OpKind
 from ..linear_attention import linear_attention_program
 from ..plan import Options, Plan, plan
 from ..plan.split import of_gates
@@ -45,17 +45,20 @@ def chunk_module(
     outputs: str = "auto",
     narrow_update: bool = False,
     target: str = FIRST,
+    ahead: bool = True,
 ) -> Module:
     """The kernels of one row of the family over whole sequences, from their plan for ``target``.
 
     ``outputs``: "scan" computes o where the state is, and with the delta term nothing but o is written; "epilogue"
     writes every chunk's state and computes o from it, all chunks at once; "auto" is the plan's choice.
-    ``narrow_update``: the change of the state crosses in the inputs' dtype.
+    ``narrow_update``: the change of the state crosses in the inputs' dtype. ``ahead``: whether the plan may have the
+    products of the prologue in the scan; not where several of its tasks have columns of one state.
     """
-    options = Options(outputs=outputs, narrow_update=narrow_update)
+    options = Options(outputs=outputs, narrow_update=narrow_update, ahead=ahead)
     made = plan(linear_attention_program(gate, delta, beta=beta), target, options, io="bf16", C=CHUNK)
     words = [*([] if beta else ["nobeta"]), *([] if outputs == "auto" else [outputs])]
     words += [*(["narrow_update"] if narrow_update else []), *([] if target == FIRST else [target])]
+    words += [] if ahead else ["apart"]
     return _module(made, words)
 
 
@@ -204,6 +207,7 @@ def _channel_kernel(made: Plan, name: str, stage: Stage, tasks: Sequence[Task], 
     text, runtime, constants = macro_kernel(name)
     known = {"BETA": any(port.name == "beta" for port in made.program.inputs)}
     known["INVERTED"] = any(task.part == "diagonal" for task in tasks)
+    known["JOINED"] = any(task.part == "diagonal" and task.op.kind is OpKind.GATED_GRAM for task in tasks)
     for constant, value in known.items():
         text = re.sub(rf"\b{constant}\b", str(value), text.replace(f"    {constant}: tl.constexpr,\n", ""))
     constants = tuple(constant for constant in constants if constant not in known)
@@ -212,7 +216,7 @@ def _channel_kernel(made: Plan, name: str, stage: Stage, tasks: Sequence[Task], 
     crossing = [*stage.reads, *(b for b in stage.writes if b.name in outputs)]
     if missing := {b.name for b in crossing if b.scope is not Scope.PORT} - set(names):
         raise TileProgramError(f"{name} does not have what the plan says it does", ", ".join(sorted(missing)))
-    if name == SUB_CHUNKS:
+    if name == SUB_CHUNKS and not known["JOINED"]:
         grams = (f"{task.op.result.name}_diagonal" for task in tasks if task.part == "rows")
         scratch.update({gram: Scratch(gram, Kind.F32, ("C", "C")) for gram in grams})
     for buffer in made.buffers:

@@ -102,6 +102,12 @@ def column_tile(width: int, columns: int, *, alone: bool = False) -> int:
     return min(columns, _MOST_STATE // width // (2 if alone else 1), 64 if alone else 128)
 
 
+def is_ahead(lanes: int, cores: int, width: int, columns: int) -> bool:
+    """Whether the scan does the prologue's products, where its plan has them in it: not where it leaves core groups
+    idle, which then share in them in a kernel of their own, nor where several tasks have columns of one state."""
+    return lanes >= cores and column_tile(width, columns) == columns
+
+
 def key_tile(width: int) -> int:
     """How many channels of a chunk a task has where channels do not meet: more would fill UB to the brim, and take the
     compiler half a minute."""
@@ -142,8 +148,9 @@ def run_chunks(
         g = (g if gate == "token" else g.expand(batch, length, -1)).unsqueeze(-1).expand(-1, -1, -1, width)
         gate = "channel"
     row = (gate, call.delta, call.beta is not None)
-    module = chunk_module(*row, outputs=outputs, narrow_update=narrow_update, target=target)
     tile = column_tile(width, columns)
+    ahead = is_ahead(sequences * value_heads, cores, width, columns)
+    module = chunk_module(*row, outputs=outputs, narrow_update=narrow_update, target=target, ahead=ahead)
     constants = {"H": heads, "HV": value_heads, "C": chunk, "K": width, "V": columns, "BV": tile, "R": SUB_CHUNK}
     constants |= {"LEVELS": levels(chunk), "DELTA": int(call.delta), "INITIAL": int(call.initial_state is not None)}
     o = torch.empty(batch, length, value_heads, columns, dtype=v.dtype, device=v.device)

@@ -59,7 +59,7 @@ def gram_block(
 ):  # fmt: skip
     x = tl.load(level_at(rows_ptr, at, level, pair, C, K, N, LEVELS))
     y = tl.load(level_at(cols_ptr, at, level, pair, C, K, N, LEVELS))
-    product = tl.dot(x, tl.trans(y), input_precision="ieee")
+    product = tl.dot(x, tl.trans(y), input_precision="ieee").to(gram_ptr.dtype.element_ty)
     tl.store(block_at(gram_ptr, at, (2 * pair + 1) * N, 2 * pair * N, C, N), product)
 
 
@@ -72,6 +72,33 @@ def gram_below(
     for level in tl.static_range(LEVELS):
         for pair in tl.static_range(C // (2 * (R << level))):
             gram_block(gram_ptr, rows_ptr, cols_ptr, at, level, pair, C, K, R << level, LEVELS)
+
+
+@triton.jit
+def round_pair(m_ptr, io_ptr, at, low, C: tl.constexpr, N: tl.constexpr):
+    left = tl.load(block_at(m_ptr, at, low + N, low + N, C, N))
+    below = tl.load(block_at(m_ptr, at, low + N, low, C, N))
+    left = tl.dot(left, below, input_precision="ieee")
+    x = tl.load(block_at(m_ptr, at, low, low, C, N))
+    result = tl.dot(left, x, input_precision="ieee")
+    if 2 * N < C:
+        left = tl.load(block_at(m_ptr, at, low + N, low, C, N))
+        right = tl.dot(left, x, input_precision="ieee")
+        tl.store(block_at(m_ptr, at, low + N, low, C, N), result)  # in the place of ``below``
+        left = tl.load(block_at(m_ptr, at, low + N, low + N, C, N))
+        result = tl.dot(left, right, input_precision="ieee")
+    result = result.to(io_ptr.dtype.element_ty)
+    tl.store(block_at(io_ptr, at, low + N, low, C, N), result)
+
+
+@triton.jit
+def join_rounded(m_ptr, io_ptr, at, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr):
+    """``join_blocks`` that leaves what is below the diagonal blocks in the inputs' dtype. A block that is joined
+    further is made twice, as (y l) x and as y (l x): of one product Cube stores one result, Vec would cast the other.
+    """
+    for level in tl.static_range(LEVELS):
+        for pair in tl.static_range(C // (2 * (R << level))):
+            round_pair(m_ptr, io_ptr, at, 2 * pair * (R << level), C, R << level)
 
 
 @triton.jit
@@ -142,6 +169,33 @@ def diagonal_at(ptr, at, n, C: tl.constexpr, R: tl.constexpr):
     return tl.make_block_ptr(base, (C, C), (C, 1), (n * R, n * R), (R, R), (1, 0))
 
 
+@triton.jit
+def store_diagonal(ptr, at, n, x, C: tl.constexpr, R: tl.constexpr):
+    """A diagonal block of a tile, and zeros to its right."""
+    tl.store(diagonal_at(ptr, at, n, C, R), x)
+    for m in range(n + 1, C // R):
+        tl.store(block_at(ptr, at, n * R, m * R, C, R), tl.zeros([R, R], tl.float32).to(ptr.dtype.element_ty))
+
+
+@triton.jit
+def store_inverse(
+    M_inverted_ptr, M_rounded_ptr, beta_ptr, A_kk, at, n, token, head, rows, tokens, C: tl.constexpr, R: tl.constexpr,
+    BETA: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """The inverse of a diagonal block, times beta by columns where it is ``JOINED``."""
+    if BETA:
+        beta = tl.load(gates_at(beta_ptr, token, head, rows, tokens, R), boundary_check=(0,))
+        A_kk = A_kk * beta[:, None]
+    M = inverse_of_blocks(A_kk, 0.0, R, R)
+    if JOINED:
+        if BETA:
+            M = M * beta[None, :]
+        store_diagonal(M_rounded_ptr, at, n, M.to(M_rounded_ptr.dtype.element_ty), C, R)
+        store_diagonal(M_inverted_ptr, at, n, M, C, R)
+    else:
+        tl.store(diagonal_at(M_inverted_ptr, at, n, C, R), M)
+
+
 @triton.jit(do_not_specialize=["tokens", "tasks"])
 def sub_chunks(
     q_ptr,
@@ -158,6 +212,7 @@ def sub_chunks(
     k_cols_ptr,
     beta_ptr,
     M_inverted_ptr,
+    M_rounded_ptr,
     chunks,
     scale,
     tokens,
@@ -171,10 +226,12 @@ def sub_chunks(
     DELTA: tl.constexpr,
     BETA: tl.constexpr,
     INVERTED: tl.constexpr,
+    JOINED: tl.constexpr,
 ):
     """Everything of R tokens that needs their gates one by one, for all sub-chunks in parallel: diagonal blocks, tokens
     scaled for products with the state, and the rows and columns of every level. ``INVERTED``: also the inverses of the
-    diagonal blocks that the triangular inverse begins with, times ``BETA`` where there is one."""
+    diagonal blocks that the triangular inverse begins with, times ``BETA`` where there is one. ``JOINED``: all for Cube
+    alone: the inverses' columns times beta, the keys' rows negated, and what Cube puts its products beside."""
     core = tl.program_id(0)
     cores = tl.num_programs(0)
     N: tl.constexpr = C // R
@@ -191,14 +248,16 @@ def sub_chunks(
         k, before, forward, A_qk, A_kk = walk_rows(
             q_ptr, k_ptr, g_ptr, token, group, head, rows, scale, H, HV, K, R, DELTA
         )
-        tl.store(diagonal_at(A_qk_diagonal_ptr, at, n, C, R), A_qk)
-        if DELTA:
-            tl.store(diagonal_at(A_kk_diagonal_ptr, at, n, C, R), A_kk)
+        if JOINED:
+            store_diagonal(A_qk_diagonal_ptr, at, n, A_qk.to(io), C, R)
+        else:
+            tl.store(diagonal_at(A_qk_diagonal_ptr, at, n, C, R), A_qk)
+            if DELTA:
+                tl.store(diagonal_at(A_kk_diagonal_ptr, at, n, C, R), A_kk)
         if INVERTED:
-            if BETA:
-                beta = tl.load(gates_at(beta_ptr, token, head, rows, tokens, R), boundary_check=(0,))
-                A_kk = A_kk * beta[:, None]
-            tl.store(diagonal_at(M_inverted_ptr, at, n, C, R), inverse_of_blocks(A_kk, 0.0, R, R))
+            store_inverse(
+                M_inverted_ptr, M_rounded_ptr, beta_ptr, A_kk, at, n, token, head, rows, tokens, C, R, BETA, JOINED
+            )
         q = tl.load(tokens_at(q_ptr, token, group, rows, 0, H, R, K, K), boundary_check=(0,)).to(tl.float32) * scale
         q = q * before
         before = k * before
@@ -211,6 +270,8 @@ def sub_chunks(
             if (n >> level) % 2 == 1:
                 tl.store(tile_at(A_qk_rows_ptr, scaled, 0, R, K, K), (q * since[None, :]).to(io))
                 if DELTA:
+                    if JOINED:
+                        since = -since
                     tl.store(tile_at(A_kk_rows_ptr, scaled, 0, R, K, K), (before * since[None, :]).to(io))
             else:
                 tl.store(tile_at(k_cols_ptr, scaled, 0, R, K, K), (forward * until[None, :]).to(io))

@@ -79,6 +79,11 @@ def buffers(graph: Graph, runs: Sequence[PlacedRun], rule: Rule, tiles: int) -> 
     return _ports(graph, runs, home) + [buffer for buffer in crossing if buffer is not None]
 
 
+def lies_beside(task: Task) -> bool:
+    """Whether Cube puts what it makes beside what is in a tensor already."""
+    return task.unit is Unit.CUBE and task.op.kind is OpKind.CAST and len(task.inputs) > 1
+
+
 def is_cheap(graph: Graph, task: Task) -> bool:
     """Made from the caller's tensors by next to nothing: a stage that wants it makes it again."""
     from_ports = all(v not in graph.made and v not in graph.next for v in task.inputs)
@@ -96,7 +101,7 @@ def _crossing(
     columns = tiles if "V" in value.type.shape else 1
     if all(home[t].section is run.section and t.unit is task.unit for t in readers):
         operand = any(t.op.kind is OpKind.DOT and value in t.inputs[:2] for t in readers)
-        operand = operand or task.part == "left"
+        operand = (operand or task.part == "left") and not lies_beside(task)
         if not elsewhere and not (run.unit is Unit.CUBE and operand):
             return None
         in_memory = (

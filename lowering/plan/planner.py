@@ -17,8 +17,20 @@ from .drawn import Plan
 from .fold import Folded, fold, step
 from .hazards import Order
 from .model import NAIVE, WIDTHS, Options
-from .split import Graph, PlacedRun, Run, arrange, circuit_bound, fewest_runs, gates_first, hand_overs, in_order, place
-from .units import legalise, tasks
+from .split import (
+    Graph,
+    PlacedRun,
+    Run,
+    arrange,
+    circuit_bound,
+    fewest_runs,
+    gates_first,
+    hand_overs,
+    in_order,
+    move_ahead,
+    place,
+)
+from .units import joined, legalise, tasks
 
 _NARROWEST = 16  # columns of a value tile: one fractal of the Cube
 DEFAULTS = {"B": 1, "T": 4096, "H": 16, "K": 128, "V": 128, "C": 64}
@@ -59,12 +71,26 @@ def _planned(scan: Folded, target: Target, options: Options, io: str, sizes: tup
     if scan.program.reverse is not None:  # what reads both carries stands behind both scans
         options = replace(options, outputs="epilogue")
     choices = ("scan", "epilogue") if options.outputs == "auto" else (options.outputs,)
+    if _may_be_ahead(scan, target, options, bound):
+        both = Folded(legalise(scan.program, target, accumulate=options.accumulate, ahead=True), scan.carried)
+        made = _plan(both, target, replace(options, outputs="scan"), bound, io)
+        if all(need.over <= 0 for need in made.needs):
+            return made
+    options = replace(options, ahead=False)
     plans = [_fitted(legal, target, replace(options, outputs=o), bound, io) for o in choices]
     best = min(plans, key=lambda p: (p.handovers, p.tensor_bytes))
     if best.options.hoist:
         for need in best.needs:
             need.check()
     return best
+
+
+def _may_be_ahead(scan: Folded, target: Target, options: Options, sizes: Mapping[str, int]) -> bool:
+    """Whether a program has products that may join its scan, see :class:`Options`."""
+    on_cube = target.split and target.narrows and target.accumulates and options.accumulate
+    wanted = options.ahead and options.hoist and options.outputs in ("auto", "scan")
+    alone = sizes.get("BV", sizes.get("V")) == sizes.get("V") and not scan.carried and scan.program.reverse is None
+    return on_cube and wanted and alone and bool(joined(scan.program))
 
 
 def _fitted(scan: Folded, target: Target, options: Options, sizes: Mapping[str, int], io: str) -> Plan:
@@ -96,7 +122,8 @@ def _bind(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _plan(folded: Folded, target: Target, options: Options, sizes: Mapping[str, int], io: str) -> Plan:
     program = folded.program
-    graph = Graph(program, tasks(program, target, whole=not options.hoist), folded.carried)
+    made = tasks(program, target, whole=not options.hoist, ahead=options.ahead)
+    graph = Graph(program, made, folded.carried)
     hoist = options.hoist and not folded.carried
     placed = place(graph, hoist=hoist, outputs=Section(options.outputs), values=options.values)
     by_section = {s: [t for t in graph.tasks if placed[t] is s] for s in Section}
@@ -114,6 +141,8 @@ def _plan(folded: Folded, target: Target, options: Options, sizes: Mapping[str, 
     seen = {**sizes, "V": sizes.get("BV", sizes.get("V", 1))}
     if options.reuse:
         cut = order_scan(graph, cut, rule, tiles, seen, widths)
+    if options.ahead:
+        cut = move_ahead(cut)
     runs = name_runs(graph, cut)
     found = buffers(graph, runs, rule, tiles)
     found, total, floor = _with_addresses(graph, found, runs, seen, widths, reuse=options.reuse)

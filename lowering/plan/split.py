@@ -137,6 +137,18 @@ def gates_first(graph: Graph, runs: Sequence[Run]) -> list[Run]:
     return [Run(first.unit, kept), cube, Run(then.unit, (*late, *then.tasks)), *rest]
 
 
+def move_ahead(cut: Mapping[Section, Sequence[Run]]) -> dict[Section, list[Run]]:
+    """The products of a prologue at the end of Cube's part of the scan, for the next step: Cube does them while Vec is
+    at the state."""
+    own = {task for run in cut[Section.PROLOGUE] if run.unit is Unit.CUBE for task in run.tasks}
+    scan: list[Run] = []
+    for run in cut[Section.SCAN]:
+        ahead = tuple(t for r in cut[Section.PROLOGUE] if run.unit is r.unit is Unit.CUBE for t in r.tasks)
+        scan.append(Run(run.unit, (*run.tasks, *ahead), {**run.shift, **{task.name: 1 for task in ahead}}))
+    rest = [run for run in cut[Section.PROLOGUE] if not own.intersection(run.tasks)]
+    return {section: list(runs) for section, runs in cut.items()} | {Section.PROLOGUE: rest, Section.SCAN: scan}
+
+
 def in_order(tasks: Iterable[Task]) -> list[Run]:
     """Runs of the tasks just as they stand."""
     runs: list[list[Task]] = []

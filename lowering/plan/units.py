@@ -15,7 +15,7 @@ Where a target's compiler lets Cube do neither (``Target.accumulates``, ``Target
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..decay import SUB_CHUNK
 from ..errors import TileProgramError
@@ -25,28 +25,90 @@ from ..target import Target, Unit
 from ..validate import validate
 
 
-def legalise(program: Program, target: Target, *, accumulate: bool = True) -> Program:
+def legalise(program: Program, target: Target, *, accumulate: bool = True, ahead: bool = False) -> Program:
     """``program`` as ``target`` computes it; the same program for a target that is one process of torch.
 
-    ``accumulate=False`` leaves a sum of two products that the text writes as an addition to Vec.
+    ``accumulate=False`` leaves a sum of two products that the text writes as an addition to Vec. ``ahead``: as in
+    :class:`~.model.Options`.
     """
     if target.name == "cpu":
         return program
-    return _Legaliser(program, target, accumulate).run()
+    return _Legaliser(program, target, accumulate, ahead).run()
 
 
-def tasks(program: Program, target: Target, *, whole: bool = False) -> tuple[Task, ...]:
+@dataclass(frozen=True)
+class Joined:
+    """A triangular inverse that Cube joins from what Vec has left beside products of its own: ``gram``, of which only
+    the inverse is made, the ``factors`` of its rows, which are those of the inverse's columns, and the ``result``."""
+
+    gram: Value
+    factors: tuple[Value, ...]
+    result: Value
+    skipped: tuple[Value, ...]  # what is not made apart
+
+
+def joined(program: Program) -> dict[Value, Joined]:
+    """By inverse: those of a Gram matrix with a gate per channel. With T = M diag(b) of M = (I + diag(b) L)^-1, blocks
+    of T are joined by L alone: [[x, 0], [-y L x, y]] where x and y are blocks of T."""
+    found: dict[Value, Joined] = {}
+    for op in program.ops:
+        if op.kind is not OpKind.UNIT_LOWER_INVERSE:
+            continue
+        (x,), gram, factors = op.inputs, program.producer(op.inputs[0]), tuple[Value, ...]()
+        skipped: tuple[Value, ...] = ()
+        result = op.result
+        if gram.kind is OpKind.MUL:
+            (scaled,) = _readers(program, result) if len(_readers(program, result)) == 1 else (op,)
+            rows = [program.producer(v) for v in scaled.inputs[1:] if scaled.kind is OpKind.MUL]
+            factors, skipped, result = gram.inputs[1:], (x, *scaled.inputs[1:], scaled.result), scaled.result
+            if [row.inputs for row in rows if row.kind is OpKind.TRANSPOSE] != [factors]:
+                continue
+            gram = program.producer(gram.inputs[0])
+        alone = len(_readers(program, gram.result)) == len(_readers(program, x)) == 1
+        if alone and gram.kind is OpKind.GATED_GRAM and gram.inputs[2].type.cols != 1:
+            found[op.result] = Joined(gram.result, factors, result, skipped)
+    return found
+
+
+def _readers(program: Program, value: Value) -> list[Op]:
+    return [op for op in program.ops if value in op.inputs]
+
+
+def tasks(program: Program, target: Target, *, whole: bool = False, ahead: bool = False) -> tuple[Task, ...]:
     """The ops that compute, in program order, with macro-ops cut at their changes of unit; inverses are not where
-    ``whole``, nor where Cube could not leave their result as it is wanted."""
+    ``whole``, nor where Cube could not leave their result as it is wanted. ``ahead``: as in :class:`~.model.Options`;
+    a cast of what is joined on Cube has a second input, in whose memory its result lies."""
     found: list[Task] = []
     on_cube: set[Value] = set()
+    inverses = joined(program) if ahead else {}
+    skipped = {value for inverse in inverses.values() for value in inverse.skipped}
+    beside: dict[Value, Value] = {}
     shared: dict[tuple[Value, Value, str], Value] = {}
     inverted: tuple[Value, ...] = ()
     for op in program.ops:
         if op.kind in (OpKind.LOAD, OpKind.STORE, OpKind.CARRY) or is_widening(op):
             continue
+        if op.output in skipped:
+            continue
         if target.split and op.kind is OpKind.GATED_GRAM:
-            found += _gram_parts(program, op, shared)
+            *parts, product, triangle = _gram_parts(program, op, shared)
+            if inverses:
+                product = replace(product, output=op.result)
+                if all(op.result != inverse.gram for inverse in inverses.values()):
+                    beside[op.result] = Value(f"{op.result.name}_diagonal", replace(op.result.type, dtype=DType.IO))
+                    parts.append(Task(op, Unit.VEC, triangle.inputs[1:], beside[op.result], "diagonal"))
+                on_cube.add(op.result)
+            found += [*parts, product, *([] if inverses else [triangle])]
+            continue
+        if op.kind is OpKind.UNIT_LOWER_INVERSE and op.result in inverses:
+            inverse = inverses[op.result]
+            beside[inverse.result] = Value(f"{op.result.name}_rounded", replace(op.result.type, dtype=DType.IO))
+            found += _joined_parts(program, op, inverse, beside[inverse.result])
+            on_cube.add(inverse.result)
+            continue
+        if op.kind is OpKind.CAST and op.inputs[0] in beside:
+            found.append(Task(op, Unit.CUBE, (op.inputs[0], beside[op.inputs[0]]), op.result))
+            on_cube.add(op.result)
             continue
         if target.split and op.kind is OpKind.GATED_DOT:
             found += _weighted_parts(program, op, shared)
@@ -172,10 +234,27 @@ def _inverse_parts(program: Program, op: Op) -> list[Task]:
     ]
 
 
+def _joined_parts(program: Program, op: Op, inverse: Joined, narrow: Value) -> list[Task]:
+    """The same of an inverse that Cube joins without Vec: what is below the diagonal blocks, negated, it has put beside
+    them itself. Every block is rounded as it is stored, and those that are joined further are stored in fp32 as well:
+    as (y l) x and as y (l x), so that Cube need not let Vec cast one."""
+    size = op.result.type.rows
+    gram = program.producer(inverse.gram)
+    inputs = tuple(narrow_source(program, value) for value in (*gram.inputs[1:], *inverse.factors))
+    blocks = Value(f"{op.result.name}_inverted", op.result.type)
+    left = Value(f"{op.result.name}_left", TileType(size, f"3*{size}/4 - {SUB_CHUNK}", DType.ACC))
+    return [
+        Task(op, Unit.VEC, inputs, blocks, "diagonal"),
+        Task(op, Unit.VEC, inputs, narrow, "diagonal"),
+        Task(op, Unit.CUBE, (inverse.gram, blocks), left, "left"),
+        Task(op, Unit.CUBE, (left, blocks), inverse.result, "join"),
+    ]
+
+
 class _Legaliser:
     """The program written again op by op, as the rules above ask for."""
 
-    def __init__(self, program: Program, target: Target, accumulate: bool) -> None:
+    def __init__(self, program: Program, target: Target, accumulate: bool, ahead: bool = False) -> None:
         self.program, self.split = program, target.split
         self.chains = target.accumulates
         self.accumulate = accumulate and target.accumulates
@@ -187,6 +266,7 @@ class _Legaliser:
         self.narrowed: dict[Value, Value] = {}
         self.negated: dict[Value, Value] = {}
         self.inverses: set[Value] = set()  # by a diagonal matrix
+        self.joined = joined(program) if ahead else {}
         self.readers: dict[Value, int] = {}
         for op in program.ops:
             for value in op.inputs:
@@ -261,6 +341,8 @@ class _Legaliser:
     def scaled_inverse(self, op: Op) -> Value | None:
         """A triangular inverse by a row of factors."""
         x, row = op.inputs
+        if x in self.joined and op.result == self.joined[x].result:
+            self.inverses.add(op.result)
         if not self.is_inverse(self.new[x]) or self.readers[x] != 1 or row.type.rows != 1:
             return None
         return self.times_diagonal(self.new[x], self.new[row], op.result.name)
@@ -275,7 +357,7 @@ class _Legaliser:
         return result
 
     def is_inverse(self, x: Value) -> bool:
-        return self.stays and self.producer[x].kind is OpKind.UNIT_LOWER_INVERSE
+        return self.stays and x not in self.joined and self.producer[x].kind is OpKind.UNIT_LOWER_INVERSE
 
     def product(self, op: Op, x: Value, y: Value, acc: Value | None, attrs: dict[str, Attr], name: str) -> Value:
         operands = (self.narrow_down(x), self.narrow_down(y))

@@ -87,12 +87,30 @@ def test_family_compiles_as_planned(tools: Tools, row: tuple[str, bool]) -> None
 @pytest.mark.parametrize("row", [row for row in FAMILY if row[1]])
 def test_the_next_state_does_not_wait_for_the_output(tools: Tools, row: tuple[str, bool]) -> None:
     """In the HIVM: dS is stored and Vec is told before the last product, which is O's, and before O is stored."""
-    compiled = tools.compile(chunk_module(*row).kernel("scan"), constants(row[1]))
-    text = (Path(compiled.folder) / "kernel.mlir").read_text()
-    cube = re.split(r"\n  func\.func", text[text.index("func.func @scan_mix_aic(") :])[0]
+    cube = cube_of_scan(tools, chunk_module(*row).kernel("scan"), row[1])
     (told,) = (found.start() for found in re.finditer(r"sync_block_set\[<CUBE>, <PIPE_FIX>", cube))
-    after = [[x.start() > told for x in re.finditer(rf"call @{name}", cube)] for name in ("mma_tile", "fixpipe_nz2nd")]
-    assert after == [[False] * 4 + [True], [False] * 2 + [True]]
+    for name, count in (("mma_tile", 5), ("fixpipe_nz2nd", 3)):
+        after = [x.start() > told for x in re.finditer(rf"call @{name}", cube)]
+        assert after[-count:] == [False] * (count - 1) + [True] and not any(after[:-count])
+
+
+def cube_of_scan(tools: Tools, kernel: Kernel, delta: bool) -> str:
+    text = (Path(tools.compile(kernel, constants(delta)).folder) / "kernel.mlir").read_text()
+    return re.split(r"\n  func\.func", text[text.index("func.func @scan_mix_aic(") :])[0]
+
+
+@pytest.mark.parametrize("beta", [True, False])
+def test_the_prologue_s_products_do_not_wait_for_the_state(tools: Tools, beta: bool) -> None:
+    """In the HIVM: of the products of a turn of Cube's loop only the scan's last four, that is all but U, come behind
+    the one wait for Vec's S; the rest Cube does while Vec is at the state, and nothing of it goes through Vec."""
+    module = chunk_module("channel", True, beta)
+    assert [kernel.name for kernel in module.kernels] == ["sub_chunks", "scan"]
+    assert tools.compile(module.kernel("sub_chunks"), constants(True, BV=64)).facts["cube"] is None
+    cube = cube_of_scan(tools, module.kernel("scan"), True)
+    (wait,) = (found.start() for found in re.finditer(r"sync_block_wait\[<CUBE>, <PIPE_MTE3>", cube))
+    products = [x.start() > wait for x in re.finditer("call @mma_tile", cube)]
+    grams, joins = 2 * (2 + 1), 2 * 4 + 2  # of pairs of blocks: three of Gram matrices; two joined further, and one
+    assert products == [False] * (grams + joins + 2) + [True] * 4
 
 
 def tile_rows(tools: Tools, kernel: Kernel, sizes: dict[str, int]) -> set[int]:
@@ -116,9 +134,9 @@ def tile_rows(tools: Tools, kernel: Kernel, sizes: dict[str, int]) -> set[int]:
 )
 def test_rows_are_split_between_the_vec_cores(tools: Tools, gate: str, adjoint: bool, kernel: str, split: bool) -> None:
     """As the modelled times count it: each core has half of every tile, or whole ones."""
-    module = adjoint_module(gate, True) if adjoint else chunk_module(gate, True)
+    module = adjoint_module(gate, True) if adjoint else chunk_module(gate, True, ahead=False)
     program = adjoint_program(gate, True) if adjoint else linear_attention_program(gate, True)
-    made = plan(program, ASCEND910B, C=CHUNK)
+    made = plan(program, ASCEND910B, Options(ahead=False), C=CHUNK)
     stage = next(s for k in kernel_plans(made) if k.name == kernel for s in k.stages if s.unit is Unit.VEC)
     assert sharing(made, stage) == 1 + split
     rows = tile_rows(tools, module.kernel(kernel), constants(True))
@@ -202,8 +220,8 @@ def test_a_compiler_that_does_not_come_back(environment: Path, tmp_path: Path) -
 @pytest.mark.parametrize(("io", "name"), [(torch.float16, "fp16"), (torch.float32, "fp32")])
 @pytest.mark.parametrize(("width", "columns"), [(128, 128), (64, 64), (128, 256)])
 def test_scan_at_other_sizes(tools: Tools, io: torch.dtype, name: str, width: int, columns: int) -> None:
-    module = chunk_module("channel", True)
     tile = column_tile(width, columns)
+    module = chunk_module("channel", True, ahead=tile == columns)
     sizes = {"K": width, "V": columns, "BV": tile}
     facts = tools.compile(module.kernel("scan"), constants(True, **sizes), io=io).facts
     made = plan_of(("channel", True), name, K=width, V=columns, BV=tile)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from kdacompile.lowering.ascend.emit import chunk_module
-from kdacompile.lowering.ascend.launch import chunk_of, column_tile
+from kdacompile.lowering.ascend.launch import chunk_of, column_tile, is_ahead
 from kdacompile.lowering.linear_attention import linear_attention_program
-from kdacompile.lowering.plan import Plan, plan
+from kdacompile.lowering.plan import Options, Plan, plan
 from kdacompile.lowering.triton.configs import Device, choose, padded
 from kdacompile.lowering.triton.placement import place
 from tests.lowering.verify import Case
@@ -15,9 +15,9 @@ from tests.lowering.verify import Case
 IO = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def _plan(case: Case, target: str, chunk: int, keys: int, values: int, columns: int) -> Plan:
+def _plan(case: Case, target: str, chunk: int, keys: int, values: int, columns: int, *, ahead: bool = True) -> Plan:
     program = linear_attention_program(case.gate, case.delta, beta=case.beta)
-    return plan(program, target, io=IO[case.dtype], C=chunk, K=keys, V=values, BV=columns)
+    return plan(program, target, Options(ahead=ahead), io=IO[case.dtype], C=chunk, K=keys, V=values, BV=columns)
 
 
 def _chunks(case: Case, chunk: int) -> int:
@@ -57,11 +57,14 @@ def ascend_scratch(case: Case, cores: int, target: str = "ascend910b") -> int:
     diagonals of the Gram matrices and their inverses, and a level's rows and columns each."""
     tile = column_tile(case.key_width, case.value_width)
     chunk = chunk_of(case.chunk_size, case.gate, case.delta, case.key_width, case.dtype)
-    made = _plan(case, target, chunk, case.key_width, case.value_width, tile)
-    own = {b.name for b in chunk_module(case.gate, case.delta, case.beta, target=target).scratch if b.per_core}
+    sequences = case.batch if case.lengths is None else len(case.lengths)
+    ahead = is_ahead(sequences * case.value_heads, cores, case.key_width, case.value_width)
+    made = _plan(case, target, chunk, case.key_width, case.value_width, tile, ahead=ahead)
+    module = chunk_module(case.gate, case.delta, case.beta, target=target, ahead=ahead)
+    own = {b.name for b in module.scratch if b.per_core}
     per_tile = made.tensor_bytes
     per_tile += sum((case.key_width - 1) * 4 for b in made.tensors if b.shape == (1, 1))
-    if case.gate == "channel":
+    if case.gate == "channel" and module.kernels[1].name == "prologue":  # else the plan has all of it between kernels
         inverted = any(b.name.endswith("_inverted") for b in made.buffers)
         per_tile += (1 + case.delta + inverted) * chunk * chunk * 4
         per_tile += sum(made.bytes(b) for b in made.buffers if b.name.endswith(("_rows", "_cols")))

@@ -32,6 +32,7 @@ FUSED = Fused(norm=True, gate_fn="softplus", rate=True, bias=True, sigmoid_beta=
 GOLDENS = Path(__file__).parent / "goldens"
 MODULES = {
     "kda": chunk_module("channel", True),
+    "kda.apart": chunk_module("channel", True, ahead=False),
     "kda.next": chunk_module("channel", True, target="ascend910_95"),
     "gated_delta_rule": chunk_module("token", True),
     "gated_delta_rule.epilogue": chunk_module("token", True, outputs="epilogue"),
@@ -47,6 +48,7 @@ MODULES = {
 def every_module() -> list[Module]:
     rows = [(*row, beta) for row in ROWS for beta in (True, False)]
     made = [make(*row) for row in rows for make in (chunk_module, step_module)]
+    made += [chunk_module(*row, ahead=False) for row in rows]
     made += [step_module(*row, fused=FUSED, pool=True) for row in rows]
     made += [adjoint_module(*row) for row in rows]
     return made + [chunk_module(*row, target="ascend910_95") for row in rows]
@@ -84,10 +86,11 @@ def test_every_argument_is_used() -> None:
 
 
 def launches(gate: str = "channel", delta: bool = True, **options: object) -> list[Launch]:
+    cores = int(str(options.pop("cores", 20)))
     case = Case(gate, delta, **{"heads": 1, "length": 100, **options})  # pyright: ignore[reportArgumentType]
     x = make_inputs(case)
     seen: list[Launch] = []
-    o, state = run_chunks(x, cores=20, launch=seen.append)
+    o, state = run_chunks(x, cores=cores, launch=seen.append)
     sequences = case.batch if case.lengths is None else len(case.lengths)
     assert o.shape == x.v.shape and state.shape == (sequences, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3])
     return seen
@@ -104,6 +107,13 @@ def test_launches_of_a_batch() -> None:
     buffer = prologue.arguments["M_1_io_ptr"]
     assert isinstance(buffer, torch.Tensor) and buffer.shape == (4 * 2 * 64 * 64,) and buffer.dtype is torch.float32
     assert prologue.arguments["M_1_io_ptr"] is scan.arguments["M_1_io_ptr"]
+
+
+@pytest.mark.parametrize(("cores", "width", "ahead"), [(4, 64, True), (5, 64, False), (4, 512, False)])
+def test_who_does_the_prologue_s_products(cores: int, width: int, ahead: bool) -> None:
+    """The scan of four lanes, but where groups would be idle, or several tasks have columns of one state."""
+    names = [launch.kernel.name for launch in launches(cores=cores, value_width=width)]
+    assert names == ["sub_chunks", *([] if ahead else ["prologue"]), "scan"]
 
 
 def test_launches_of_packed_sequences() -> None:

@@ -13,8 +13,9 @@ from kdacompile.lowering.linear_attention import linear_attention_program
 from kdacompile.lowering.plan import NAIVE, Options, Plan, gdn_state_program, naive_program, plan
 from kdacompile.lowering.plan.cost import total_bytes, total_flops
 from kdacompile.lowering.plan.timeline import schedule, timeline
+from kdacompile.lowering.plan.whole import whole_handovers
 from kdacompile.lowering.stages import Section, evaluate
-from kdacompile.lowering.target import ASCEND910B, Figure
+from kdacompile.lowering.target import ASCEND910B, Figure, Unit
 
 
 def test_the_compilers_own_workspace() -> None:
@@ -64,7 +65,7 @@ def test_the_floor_of_two_hand_overs() -> None:
 
 
 def test_what_may_cross_narrow() -> None:
-    found = plan(linear_attention_program("channel", True), "ascend910b")
+    found = plan(linear_attention_program("channel", True), "ascend910b", Options(ahead=False))
     assert found.buffer("dS").reason == "goes into the fp32 master state"
     assert "inverse" in found.buffer("A_kk_raw").reason
     assert found.buffer("A_qk_raw").dtype.value == "io"
@@ -164,7 +165,7 @@ def test_the_value_tile_is_halved_until_it_fits() -> None:
 
 def test_what_a_stage_has_on_chip() -> None:
     """At the worst moment, and with every tile in a place of its own; a sum of products is one tile in L0C."""
-    found = plan(linear_attention_program("channel", True), "ascend910b")
+    found = plan(linear_attention_program("channel", True), "ascend910b", Options(ahead=False))
     needs = {(need.stage, need.memory): need for need in found.needs}
     sums = needs["scan.1.cube", "L0C"]
     assert (sums.bytes, sums.apart) == (98_304, (("U", 32_768), ("O_inter", 32_768), ("dS", 65_536)))
@@ -174,6 +175,27 @@ def test_what_a_stage_has_on_chip() -> None:
     assert vec.bytes == 65_536 and dict(vec.apart)["S"] == 32_768 and "S_next" not in dict(vec.apart)
     assert all(need.bytes <= need.apart_bytes for need in found.needs if need.apart)
     assert needs["scan.1.cube", "L0B"].tiles == (("v", 128 * 64),)
+
+
+def test_products_of_the_prologue_in_the_scan() -> None:
+    """Cube does the next chunk's while Vec is at the state: no hand-over more, and dearer ones do not show. Sums no
+    longer fit L0C each in a place of its own; what is alive at once does."""
+    program = linear_attention_program("channel", True)
+    found, apart = plan(program, "ascend910b"), plan(program, "ascend910b", Options(ahead=False))
+    assert (found.handovers, apart.handovers) == (2, 2)
+    assert (whole_handovers(found), whole_handovers(apart)) == (2, 4)
+    cube = next(stage for stage in found.section(Section.SCAN) if stage.unit is Unit.CUBE)
+    assert {stage.unit for stage in found.section(Section.PROLOGUE)} == {Unit.VEC}
+    ahead = [task for task in cube.tasks if cube.shift.get(task.name)]
+    assert [t.name for t in ahead] == [t.name for t in cube.tasks][-len(ahead) :]
+    assert {t.name for t in ahead} == {"A_qk", "A_qk_io", "A_kk", "M_left", "M_1", "M_1_io", "W_neg", "W_neg_io"}
+    slower = [timeline(p, sync=1e-6).period - timeline(p, sync=0.0).period for p in (found, apart)]
+    assert slower[0] == 0.0 < slower[1]
+    sums = next(need for need in found.needs if (need.stage, need.memory) == (cube.name, "L0C"))
+    assert sums.bytes == 98_304 < sums.available < sums.apart_bytes
+    for options in (Options(outputs="epilogue"), Options(values="scan", ahead=False)):
+        assert plan(program, "ascend910b", options).section(Section.PROLOGUE)[-1].unit is Unit.CUBE
+    assert plan(program, "ascend910b", V=256, BV=128).section(Section.PROLOGUE)[-1].unit is Unit.CUBE
 
 
 def test_an_operand_too_wide_for_the_cube() -> None:
@@ -219,7 +241,7 @@ def test_time_follows_the_hand_overs() -> None:
 
 
 def test_heads_go_to_core_groups() -> None:
-    spread = schedule(plan(linear_attention_program("channel", True), "ascend910b", H=16))
+    spread = schedule(plan(linear_attention_program("channel", True), "ascend910b", Options(ahead=False), H=16))
     assert [group.lanes for group in spread.groups if group.lanes] == [(i,) for i in range(16)]
     assert sum(not group.lanes for group in spread.groups) == 4
     steps = spread.steps * 16 * (spread.prologue + spread.epilogue) / 20  # kernels of their own, on every group
