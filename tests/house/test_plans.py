@@ -98,4 +98,4 @@ def test_the_docs_hold_the_table_and_the_picture() -> None:
 def test_a_match_links_to_its_plan() -> None:
     report = sample_report()
     assert "plan: kdacompile plan kda" in str(report)
-    assert "4 hand-overs a chunk on Ascend 910B" in report.to_html()
+    assert "2 hand-overs a chunk on Ascend 910B" in report.to_html()
