@@ -117,7 +117,7 @@ def _attempt(fn: Any, site: dynamo.CallSite, find: Find) -> Replacement | None:
     tensors: list[Any] = []
     try:
         if site.under_transform():
-            raise Unliftable("it is called under autocast or a transform of torch.func")
+            raise Unliftable("it is called under autocast, a mode that changes operators or a transform of torch.func")
         with compat.no_saved_tensors_hooks(), lifting():
             found = find(fn, site, settings, tensors)
     except Unliftable as error:

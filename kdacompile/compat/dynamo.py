@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C._functorch import peek_interpreter_stack
+from torch.utils._device import DeviceContext
 
 from kdacompile.compat import region, sizes
 
@@ -39,18 +40,23 @@ class CallSite:
             backend = next((getattr(backend, name) for name in inner if hasattr(backend, name)), None)
 
     def under_transform(self) -> bool:
-        """True inside vmap or grad, or where autocast changes what operators do."""
+        """True inside vmap or grad, or where autocast or a mode (not a default device) changes what operators do."""
         autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
         interpreter: Any = peek_interpreter_stack()
-        return autocast or interpreter is not None
+        modes = (mode.realize().value for mode in self.tx.symbolic_torch_function_state.mode_stack)
+        changed = any(not isinstance(mode, DeviceContext | None) for mode in modes)
+        return autocast or interpreter is not None or changed
 
     @staticmethod
     def example(variable: Any) -> torch.Tensor | None:
-        """The stand-in of a tensor argument."""
+        """The stand-in of a tensor argument; none where a class of its own says what operators do to it."""
         from torch._dynamo.variables import TensorVariable
+        from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable
 
         variable = variable.realize()
-        return variable.as_proxy().node.meta["example_value"] if isinstance(variable, TensorVariable) else None
+        if not isinstance(variable, TensorVariable) or isinstance(variable, TensorWithTFOverrideVariable):
+            return None
+        return variable.as_proxy().node.meta["example_value"]
 
     @staticmethod
     def constant(variable: Any) -> tuple[Any, bool]:

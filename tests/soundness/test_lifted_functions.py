@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tests.compare import relative_error
 from tests.lifting.conftest import fresh
@@ -134,3 +136,37 @@ def test_a_window_that_gates_hide(fn: Function) -> None:
     Activations that the op does not take over once hid their gates.
     """
     check(fn, *([*operands(length), NEAR[fn] * torch.ones(1, length, 2)] for length in (24, 100)))
+
+
+PRODUCTS = (Tensor.mul, Tensor.__mul__, torch.mul)
+
+
+class Added(TorchFunctionMode):
+    """Sums where products are written."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.add(*args) if func in PRODUCTS else func(*args, **(kwargs or {}))
+
+
+class Halves(Tensor):
+    """Every product is half of one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found: Any = super().__torch_function__(func, types, args, kwargs or {})
+        return found.as_subclass(Tensor) * 0.5 if func in PRODUCTS else found
+
+
+def test_modes_and_classes_that_change_operators() -> None:
+    """Dynamo follows them into the function's body; a default device is such a mode, and changes nothing."""
+    fn: Function = attacks.retention
+    run, plain = compiled(fn), operands(24)
+    with torch.no_grad():
+        for mode in (nullcontext(), Added(), torch.device("cpu"), Added(), nullcontext()):
+            with mode:
+                found = run(*plain)
+            with mode:
+                assert relative_error(found, fn(*plain)) < 1e-5, mode
+        halves = [plain[0], plain[1], plain[2].as_subclass(Halves)]
+        assert relative_error(run(*halves).as_subclass(Tensor), fn(*halves).as_subclass(Tensor)) < 1e-5
+    assert "retention" in lifted()

@@ -96,13 +96,47 @@ def bounded(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor)
     return torch.stack(outs, 1)
 
 
+class Bounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        return grads[0].clamp(-0.1, 0.1)
+
+
+def stepwise(step: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Program:
+    """``step`` on the decayed state, the key ``[B, H, K, 1]`` and the value ``[B, H, 1, V]`` of each token."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor) -> Tensor:
+        outs: list[Tensor] = []
+        for t in range(q.shape[1]):
+            s = step(s * g[:, t, :, None, None].exp(), k[:, t, :, :, None], v[:, t, :, None])
+            outs.append((q[:, t, :, :, None] * s).sum(-2))
+        return torch.stack(outs, 1)
+
+    return program
+
+
+def negated(x: Tensor) -> Tensor:
+    """-x, as a view that has its sign apart."""
+    return torch.complex(x, x).conj().imag
+
+
 LEFT: dict[str, Program] = {
+    "what is no number is dropped": stepwise(lambda s, k, v: (s + k * (v / (v > 0))).nan_to_num(0.0, 0.0, 0.0)),
+    "erased with another's state": stepwise(lambda s, k, v: s + k * (v - (k * s.roll(1, -1)).sum(-2, keepdim=True))),
     "the gate reads the state": fed_back("gate"),
     "beta reads the state": fed_back("beta"),
     "the key reads the state": fed_back("key"),
     "the state is bounded": bounded,
 }
 OTHERS: dict[str, Program] = {
+    "gradients of the state bounded": stepwise(lambda s, k, v: Bounded.apply(s) + k * v),
+    "a key cut where it erases": stepwise(lambda s, k, v: s + k * (v - (k.detach() * s).sum(-2, keepdim=True))),
+    "what is erased is cut": stepwise(lambda s, k, v: s + k * (v - (k * s).sum(-2, keepdim=True).detach())),
+    "a sign apart": lambda q, k, v, g, beta, s: gla(negated(q), k, negated(v), g, beta, s),
     "straight through": lambda q, k, v, g, beta, s: gla(q, k, Straight.apply(3 * v), g, beta, s),
     "gates written between": written_between,
     "a gradient within": differentiated,
