@@ -59,6 +59,10 @@ class Operand:
     def differentiable(self) -> bool:
         return self.kind is not Kind.INDEX
 
+    def text(self, call: Any) -> str:
+        """The layout in a call."""
+        return self.layout if isinstance(self.layout, str) else self.layout(call)
+
 
 @cache
 def dimensions(layout: str) -> tuple[str, ...]:

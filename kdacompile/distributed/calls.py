@@ -24,9 +24,7 @@ def linear_attention(
     _check_ranks(call, context)
     if context.method == "heads":
         return _by_heads(call, options, context, final_state)
-    more = {"group": context.name, "ranks": context.ranks, "order": context.order, "total": context.total_length or 0}
-    more["steps"] = bool(context.steps)
-    o, part, *_ = parallel.op(*operands, **options, **more)
+    o, part, *_ = parallel.op(*operands, **options, **context.options)
     return o, sum_over_ranks(part, context.name) if final_state else None
 
 

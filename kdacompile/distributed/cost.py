@@ -16,7 +16,7 @@ from typing import Any
 
 import sympy
 
-from kdacompile.distributed.fragments import GATHERED
+from kdacompile.distributed.fragments import GATHERED, HOST
 from kdacompile.lowering.ir import Op, Program
 from kdacompile.lowering.plan import Plan
 from kdacompile.lowering.plan.cost import all_steps, total_flops
@@ -39,9 +39,6 @@ NVLINK = Link(bandwidth=450e9, latency=10e-6)
 
 INFINIBAND = Link(bandwidth=50e9, latency=20e-6)
 """400 Gb/s for each GPU."""
-
-HOST = 8
-"""GPUs of one host."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +119,19 @@ def link_between(ranks: int) -> Link:
 @dataclass(frozen=True)
 class Direction:
     """A forward or a backward call: multiplies and adds of a rank and of one GPU that has all tokens, and what is sent,
-    with the maps and, if the ranks divide the heads, over heads. The code waits for what is sent: nothing overlaps.
+    with the maps and, if the ranks divide the heads, over heads.
+
+    ``beside_flops``: of half a call, which run while maps of the other half of the heads are on their way
+    (:attr:`.linear_attention.ParallelCall.turns`). Over heads a rank waits.
     """
 
     rank_flops: int
     alone_flops: int
     sends: tuple[Cost, ...]
+
+    @property
+    def beside_flops(self) -> int:
+        return self.rank_flops // 2
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,7 @@ class ParallelPlan(Plan):
 
     ``two_passes``: kernels scan the chunks twice (:mod:`.two_passes`). Elsewhere one pass has K more columns under the
     delta rule, which are in this plan (:class:`.local.Readers`). ``adjoint``: the program of the gradients.
+    ``overlap``: whether halves of the heads take turns.
     """
 
     ranks: int
@@ -143,6 +148,7 @@ class ParallelPlan(Plan):
     layer: Layer
     adjoint: Program
     two_passes: bool
+    overlap: bool
 
     @property
     def forward(self) -> Direction:
@@ -160,8 +166,12 @@ class ParallelPlan(Plan):
 
     def as_data(self) -> dict[str, Any]:
         """What it adds to a plan, as plain data."""
-        calls = {"forward": asdict(self.forward), "backward": asdict(self.backward)}
-        return {"ranks": self.ranks, "order": self.order, "two_passes": self.two_passes, **calls}
+        calls = {
+            name: {**asdict(call), "beside_flops": call.beside_flops if self.overlap else 0}
+            for name, call in (("forward", self.forward), ("backward", self.backward))
+        }
+        more = {"order": self.order, "two_passes": self.two_passes, "overlap": self.overlap}
+        return {"ranks": self.ranks, **more, **calls}
 
     def __str__(self) -> str:
         speed = link_between(self.ranks).bandwidth / 1e9
@@ -176,8 +186,18 @@ class ParallelPlan(Plan):
             lines.append(f"  {name}: {computed}, {call.alone_flops / call.rank_flops:.2f} times as many")
             for cost in call.sends:
                 sent = f"a rank sends {cost.sent / 1e6:,.1f} MB and holds {cost.held / 1e6:,.1f} MB"
-                lines.append(f"    {cost.method}: {sent}; it waits {cost.seconds * 1e6:,.0f} us at {speed:.0f} GB/s")
+                lines.append(f"    {cost.method}: {sent}, {cost.seconds * 1e6:,.0f} us at {speed:.0f} GB/s")
+            lines.append(f"    {self._hidden(call)}")
         return super().__str__() + "\n" + "\n".join(lines) + "\n"
+
+    def _hidden(self, call: Direction) -> str:
+        if not self.overlap:
+            return "it waits for the maps; ContextParallel(overlap=True) computes half of the heads meanwhile"
+        beside = f"beside {call.beside_flops:.3g} multiplies and adds of the other"
+        if self.ranks > GATHERED:
+            return f"the first message of each half of the heads is sent {beside}; later ones wait for each other"
+        rate = call.beside_flops / call.sends[0].seconds / 1e12
+        return f"the maps of each half of the heads are sent {beside}: hidden below {rate:,.0f}e12 a second"
 
     def _sends(self, *, backward: bool) -> tuple[Cost, ...]:
         given: Any = {"order": self.order, "link": link_between(self.ranks), "backward": backward}

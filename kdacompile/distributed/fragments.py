@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -144,8 +145,13 @@ METHODS = ("maps", "heads")
 GATHERED = 16
 """Most ranks whose maps every rank holds at once: 4.2 MB each with 32 heads of 128, and as many bytes sent."""
 
-Key = tuple[str, str, int, str, bool]
-"""Group, order, T of all ranks or 0, method, steps: a context as arguments of calls in graphs, and in cache keys."""
+HOST = 8
+"""GPUs of one host. Between those a message of maps is short, and halves of the heads cost more than they hide."""
+
+Key = tuple[str, str, int, str, bool, bool]
+"""Group, order, T of all ranks or 0, method, steps, overlap: a context as arguments of calls in graphs, and in cache
+keys.
+"""
 
 
 @dataclass(frozen=True)
@@ -162,6 +168,8 @@ class ContextParallel:
             those of one rank bit for bit. It needs heads that divide evenly.
         steps: compose the maps in steps, log2(ranks) messages of one map, rather than gather them all. None: above 16
             ranks.
+        overlap: send the maps of one half of the heads while the other half is computed, forward and backward, if the
+            key heads are even. Halves of a call cost more than a whole one. None: above 8 ranks, more than one host.
         check: compare the sizes of all ranks before each call and name those that differ, at the cost of one small
             collective that the host waits for. None: where tensors are on the CPU. Compiled code does not check.
 
@@ -177,6 +185,7 @@ class ContextParallel:
     total_length: int | None = None
     method: str = "maps"
     steps: bool | None = None
+    overlap: bool | None = None
     check: bool | None = None
     name: str = field(init=False)
     rank: int = field(init=False)
@@ -195,6 +204,8 @@ class ContextParallel:
             raise ContextParallelError(problem="this process is not in the group")
         if self.steps is None:
             object.__setattr__(self, "steps", self.ranks > GATHERED)
+        if self.overlap is None:
+            object.__setattr__(self, "overlap", self.ranks > HOST)
         _ = self.fragments  # an unknown order
 
     @property
@@ -212,7 +223,15 @@ class ContextParallel:
 
     @property
     def key(self) -> Key:
-        return self.name, self.order, self.total_length or 0, self.method, bool(self.steps)
+        return self.name, self.order, self.total_length or 0, self.method, bool(self.steps), bool(self.overlap)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the op, :class:`kdacompile.distributed.linear_attention.ParallelCall`."""
+        name, order, total, _, steps, overlap = self.key
+        return {
+            "group": name, "ranks": self.ranks, "order": order, "total": total, "steps": steps, "overlap": overlap
+        }  # fmt: skip
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a tensor that has all along ``dim``."""

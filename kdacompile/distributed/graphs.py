@@ -31,8 +31,8 @@ from kdacompile.report.source import source_of
 
 
 def _context(key: Key) -> ContextParallel:
-    group, order, total, method, steps = key
-    return ContextParallel(group_of(group), order, total or None, method, steps, check=False)
+    group, order, total, method, steps, overlap = key
+    return ContextParallel(group_of(group), order, total or None, method, steps, overlap, check=False)
 
 
 @in_layout

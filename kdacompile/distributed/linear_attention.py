@@ -7,6 +7,8 @@ The recurrence is linear in the state, so a fragment maps it affinely, ``S_out =
    composed in steps instead (:func:`.maps.entering_by_steps`).
 3. The outputs, which S has a part in.
 
+With ``overlap`` the halves of the heads take turns: while the maps of one are on their way, the other's pass runs.
+
 The backward asks first what the outputs ask of the state that came in, ``dS_in = A^T dS_out + B'``. One all-gather of
 B', a fold with the transposed maps, and the local backward with the gradients of the states that leave. Nothing is
 differentiated through the maps. The op keeps its operands, the entering states and the maps' A, and what
@@ -15,9 +17,10 @@ differentiated through the maps. The op keeps its operands, the entering states 
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,11 +32,13 @@ from kdacompile.distributed.maps import entering_by_steps, leaving_by_steps
 from kdacompile.distributed.two_passes import TwoPasses
 from kdacompile.lowering import cuda as kernels
 from kdacompile.lowering.calls import Call
-from kdacompile.lowering.operands import Result
+from kdacompile.lowering.operands import Result, dimensions, tensors
 from kdacompile.ops import definitions
 from kdacompile.ops.checks import check_sequence
 from kdacompile.ops.errors import ContextParallelError
 from kdacompile.ops.signature import LINEAR_ATTENTION
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class ParallelCall(Call):
     """The operand table of the op: a rank's tokens, the bounds and states of whole sequences.
 
     ``total``: T of all ranks together, or 0 where it need not be known. ``steps``: see
-    :func:`.maps.entering_by_steps`. The final state is this rank's part: the sum over ranks is the state.
+    :func:`.maps.entering_by_steps`. ``overlap``: see :attr:`turns`. The final state is this rank's part: the sum over
+    ranks is the state.
     """
 
     _: KW_ONLY
@@ -50,15 +56,24 @@ class ParallelCall(Call):
     order: str
     total: int = 0
     steps: bool = False
+    overlap: bool = False
 
     @cached_property
     def fragments(self) -> Fragments:
         return Fragments(self.order, self.ranks)
 
     @cached_property
+    def turns(self) -> tuple[ParallelCall, ...]:
+        """The calls that take turns: of each half of the heads, or this one. An odd number of key heads is not cut."""
+        if not self.overlap or self.q.shape[2] % 2:
+            return (self,)
+        cut = [(o.name, _halves(getattr(self, o.name), o.text(self))) for o in LINEAR_ATTENTION.operands]
+        return tuple(replace(self, **{name: x[half] for name, x in cut}, overlap=False) for half in range(2))
+
+    @cached_property
     def cuts(self) -> int:
         """In how many runs each fragment is cut where kernels find the maps, see :mod:`.two_passes`; else 0."""
-        return kernels.cuts_in_two_passes(self, self.fragments.per_rank)
+        return kernels.cuts_in_two_passes(self.turns[0], self.fragments.per_rank)
 
     @property
     def results(self) -> tuple[Result, ...]:  # type: ignore[override]
@@ -92,17 +107,27 @@ def check_parallel(call: ParallelCall, *, symbolic: bool = False) -> None:
         raise ContextParallelError(problem=f"zigzag needs two fragments of one length on every rank, got {here} tokens")
 
 
+Waiting = Generator[None, None, T]
+"""Yields whenever a message is on its way, and returns what it has made in the end."""
+
+
 def forward(call: ParallelCall) -> tuple[Tensor, ...]:
     """o ``[B, T, HV, V]``, this rank's part of the final state, and what the backward op keeps."""
+    found = _in_turn(_forward(turn) for turn in call.turns)
+    return tuple(_joined(x, layout) for x, layout in zip(zip(*found, strict=True), _LAYOUTS, strict=True))
+
+
+def _forward(call: ParallelCall) -> Waiting[tuple[Tensor, ...]]:
     local = _local(call)
     found = local.first_pass()
     a, written = local.crossing_maps(found)
     if call.steps:
         readers = local.readers()
-        entering = entering_by_steps(a, written, call.group)
+        entering = yield from entering_by_steps(a, written, call.group)
     else:
         sent = collectives.start_gather(torch.cat([a, written], -1), call.group, call.ranks)
         readers = local.readers()  # while the maps are on their way
+        yield
         every = _in_order(sent(), call)
         a, written = every[..., : a.shape[-1]].contiguous(), every[..., a.shape[-1] :]
         entering = maps.entering(a, written, local.held)
@@ -117,28 +142,69 @@ def backward(*arguments: Tensor | None, wanted: list[bool], **options: Any) -> l
     grads, inputs = PARALLEL.of_backward(arguments)
     grad_o, grad_final, *_, entering, a, own, readers = grads
     call: ParallelCall = PARALLEL.call(*(None if x is None else x.detach() for x in inputs), **options)
+    given = (torch.zeros_like(call.v) if grad_o is None else grad_o, grad_final, entering.detach(), a, own, readers)
+    cut = [_halves(x, layout) for x, layout in zip(given, _LAYOUTS, strict=True)] if len(call.turns) > 1 else []
+    each = zip(*cut, strict=True) if cut else (given,)
+    found = _in_turn(_backward(turn, *some, wanted=wanted) for turn, some in zip(call.turns, each, strict=True))
+    operands = zip(LINEAR_ATTENTION.operands, inputs, wanted, strict=False)
+    layouts = [operand.text(call) for operand, x, want in operands if want and x is not None]
+    return [_joined(x, layout) for x, layout in zip(zip(*found, strict=True), layouts, strict=True)]
+
+
+def _backward(
+    call: ParallelCall, grad_o: Tensor, grad_final: Tensor | None, *kept: Tensor, wanted: list[bool]
+) -> Waiting[list[Tensor]]:
+    entering, a, own, readers = kept
     local = _local(call)
-    if grad_o is None:
-        grad_o = torch.zeros_like(call.v)
     sequences = local.sequences
     ending = None if grad_final is None else local.keep(sequences.ends, grad_final.unsqueeze(0))
-    asked = local.asked(grad_o, ending, local.states(entering.detach()), own, readers)
+    asked = local.asked(grad_o, ending, local.states(entering), own, readers)
     of_fragments = local.asked_of_fragments(own, asked)
     if call.steps:
-        onward = leaving_by_steps(a, of_fragments, call.group)
+        onward = yield from leaving_by_steps(a, of_fragments, call.group)
     else:
-        every = _in_order(collectives.start_gather(of_fragments, call.group, call.ranks)(), call)
-        onward = maps.leaving(a, every, local.held)
+        sent = collectives.start_gather(of_fragments, call.group, call.ranks)
+        yield
+        onward = maps.leaving(a, _in_order(sent(), call), local.held)
     onward = local.leaving_runs(own, asked, onward)
     leaving = local.keep(sequences.leaves, onward, ending)
     found = local.gradients(leaving, wanted)
     place = [operand.name for operand in LINEAR_ATTENTION.operands].index("initial_state")
-    if not wanted[place]:
+    if not wanted[place] or call.initial_state is None:
         return found
-    before = sum(want and x is not None for x, want in zip(inputs[:place], wanted[:place], strict=True))
+    before = sum(want and x is not None for x, want in zip(tensors(call)[:place], wanted[:place], strict=True))
     initial = local.keep(sequences.starts, local.by_run(found[before])).sum(0)
-    found[before] = initial.to(inputs[place].dtype)
+    found[before] = initial.to(call.initial_state.dtype)
     return found
+
+
+def _in_turn(calls: Iterable[Waiting[T]]) -> list[T]:
+    """What the calls make. Each runs until it has sent something, then the next does."""
+    running, made = dict(enumerate(calls)), dict[int, T]()
+    while running:
+        for place, one in list(running.items()):
+            try:
+                next(one)
+            except StopIteration as end:
+                made[place] = end.value
+                del running[place]
+    return [made[place] for place in sorted(made)]
+
+
+def _halves(x: Tensor | None, layout: str) -> Sequence[Tensor | None]:
+    """Of the heads, or what has none twice."""
+    dim = _heads(layout)
+    return (x, x) if x is None or dim is None or x.dim() != len(dimensions(layout)) else x.tensor_split(2, dim)
+
+
+def _joined(halves: Sequence[Tensor], layout: str) -> Tensor:
+    dim = _heads(layout)
+    return halves[0] if len(halves) == 1 or dim is None or halves[0].dim() <= dim else torch.cat(list(halves), dim)
+
+
+def _heads(layout: str) -> int | None:
+    found = [i for i, name in enumerate(dimensions(layout)) if LINEAR_ATTENTION.axes.get(name) == "heads"]
+    return found[0] if found else None
 
 
 def _local(call: ParallelCall) -> Local:
@@ -152,6 +218,16 @@ def _in_order(gathered: Tensor, call: ParallelCall) -> Tensor:
     return every if call.order == "contiguous" else torch.stack([every[place] for place in call.fragments.places])
 
 
+_LAYOUTS = (
+    "[B, T, HV, V]",
+    "[N, HV, K, V]",
+    "[F, R, HV, K, V]",
+    "[G, R, HV, K, D]",
+    "[F, R, HV, K, D]",
+    "[B, T, HV, K]",
+)
+"""Of the results; of two passes the last, the readers, is empty."""
+
 PARALLEL = replace(
     LINEAR_ATTENTION,
     name="linear_attention_parallel",
@@ -159,14 +235,7 @@ PARALLEL = replace(
     check=check_parallel,
     check_values=None,
     results=("o", "final_state", "entering", "maps", "own", "readers"),
-    result_layouts=(
-        "[B, T, HV, V]",
-        "[N, HV, K, V]",
-        "[F, R, HV, K, V]",
-        "[G, R, HV, K, D]",
-        "[F, R, HV, K, D]",
-        "[B, T, HV, K]",
-    ),
+    result_layouts=_LAYOUTS,
     kept=("entering", "maps", "own", "readers"),
     o_layout=False,
 )

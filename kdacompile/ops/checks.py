@@ -163,7 +163,7 @@ def check_operands(call: Any, sizes: dict[str, Size], symbolic: bool, names: Map
         x: Tensor | None = getattr(call, operand.name)
         if x is None:
             continue
-        layout = operand.layout if isinstance(operand.layout, str) else operand.layout(call)
+        layout = operand.text(call)
         dims, actual = dimensions(layout), x.shape
         right = x.dtype in operand.kind.dtypes and x.device == device and len(actual) == len(dims)
         expected = tuple(map(sizes.setdefault, dims, actual)) if right else ()

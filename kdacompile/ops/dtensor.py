@@ -44,9 +44,7 @@ class _Sharded:
         self.module = sys.modules[_MODULE]
         self.mesh = next(x.device_mesh for x in tensors if isinstance(x, self.module.DTensor))
         self.call = signature.call_of(tensors, {k: v for k, v in options.items() if k != "o_layout"})
-        self.layouts = [
-            dimensions(x.layout if isinstance(x.layout, str) else x.layout(self.call)) for x in signature.operands
-        ]
+        self.layouts = [dimensions(operand.text(self.call)) for operand in signature.operands]
         self.axes = dict(signature.axes)
         if signature is LINEAR_ATTENTION:
             self.axes["T"] = TOKENS
@@ -64,15 +62,13 @@ class _Sharded:
 
     def _over_ranks(self, operands: Sequence[Any]) -> Any:
         """o of this rank's tokens, and its part of the final state."""
-        from kdacompile.distributed.fragments import GATHERED  # imported late: torch.distributed is slow
+        from kdacompile.distributed.fragments import ContextParallel  # imported late: torch.distributed is slow
         from kdacompile.distributed.linear_attention import op
 
-        group, options = self.mesh.get_group(self.cut.index(TOKENS)), dict(self.options)
+        context, options = ContextParallel(self.mesh.get_group(self.cut.index(TOKENS))), dict(self.options)
         if options.pop("o_layout", O_DIMENSIONS) != O_DIMENSIONS:
             raise self.refuse("tokens are sharded, and o is wanted in another order of dimensions")
-        total = self.tensors[0].shape[1]
-        options |= {"group": group.group_name, "ranks": group.size(), "order": "contiguous", "total": total}
-        return op(*operands, **options, steps=group.size() > GATHERED)[:2]
+        return op(*operands, **options, **context.options | {"total": self.tensors[0].shape[1]})[:2]
 
     def refuse(self, problem: str) -> DistributedTensorError:
         return DistributedTensorError(op=self.op.name(), problem=problem)

@@ -231,7 +231,7 @@ def _latent(tensors: dict[str, Tensor], context: Any, causal: bool) -> tuple[Ten
 
 def under_compile(ranks: Ranks) -> None:
     """One graph, with its backward, and the same numbers."""
-    tensors, context = operands("channel", None, TOKENS), ContextParallel(order="zigzag")
+    tensors, context = operands("channel", None, TOKENS), ContextParallel(order="zigzag", overlap=True)
     mine = [context.shard(x) if n in with_tokens("channel") else x for n, x in tensors.items()]
     leaves = [x.clone().requires_grad_() for x in mine]
 

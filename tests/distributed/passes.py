@@ -88,7 +88,7 @@ def two_passes(ranks: Ranks) -> None:
         stand_ins: dict[str, Any] = {"cuts_in_two_passes": cuts, "forward_passes": Forward, "backward_passes": kernels}
         with mock.patch.multiple(cuda, **stand_ins):
             for order, steps in (("contiguous", False), ("contiguous", True), ("zigzag", True), ("zigzag", False)):
-                context = ContextParallel(order=order, steps=steps)
+                context = ContextParallel(order=order, steps=steps, overlap=steps == (order == "zigzag"))
                 for bounds, delta in ((None, True), (BOUNDS, True), (BOUNDS, False), (None, False)):
                     compare(
                         lambda x, c, b=bounds, d=delta: attend(x, c, b, delta=d),

@@ -41,6 +41,12 @@ def test_models_on_two_ranks(tmp_path: Path) -> None:
     in_processes([f"tests.distributed.models:{name}" for name in MODELS], 2, tmp_path)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_halves_that_take_turns(world: int, tmp_path: Path) -> None:
+    names = ("in_turn", "numbers", "parameters_and_odd_heads")
+    in_processes([f"tests.distributed.turns:{name}" for name in names], world, tmp_path)
+
+
 def test_three_ranks(tmp_path: Path) -> None:
     in_processes([*checks(THREE), "tests.distributed.passes:two_passes"], 3, tmp_path)
 

@@ -57,7 +57,7 @@ def test_a_plan_of_a_rank_on_hopper_counts_a_second_scan() -> None:
     scan = chunks * (4 * rank.sizes["C"] * 128 + 128) * 256
     assert rank.forward.rank_flops == rank.forward.alone_flops // 2 + scan
     assert rank.backward.alone_flops // 2 < rank.backward.rank_flops < rank.backward.alone_flops // 2 + scan
-    assert "a rank sends 8.4 MB" in str(rank) and "two scans" in str(rank)
+    assert "a rank sends 8.4 MB" in str(rank) and "two scans" in str(rank) and "it waits for the maps" in str(rank)
     assert not plan("kda", "cuda_sm90", io="fp32", ranks=2, **sizes).two_passes  # type: ignore[attr-defined]
 
 
@@ -66,6 +66,22 @@ def test_a_backward_call_sends_what_is_asked_of_states_alone_unless_in_steps() -
     forward, back = (communication(layer, 8, backward=backward) for backward in (False, True))
     assert 2 * back.sent == forward.sent
     assert communication(layer, 64, backward=True) == communication(layer, 64)
+
+
+def test_a_plan_of_many_ranks_counts_what_runs_beside_the_messages() -> None:
+    """Half of a call, where key heads can be halved and the ranks are more than a host's."""
+    sizes: Any = {"T": 1 << 20, "H": 32, "K": 128, "V": 128}
+    rank = plan("kda", "cuda_sm90", ranks=16, **sizes)
+    assert isinstance(rank, ParallelPlan) and rank.overlap and rank.forward.beside_flops == rank.forward.rank_flops // 2
+    found = rank.as_data()
+    assert found["backward"]["beside_flops"] == rank.backward.beside_flops
+    hidden = rank.forward.beside_flops / rank.forward.sends[0].seconds / 1e12
+    assert f"hidden below {hidden:,.0f}e12 a second" in str(rank)
+    assert "the first message of each half" in str(plan("kda", "cuda_sm90", ranks=64, **sizes))
+    odd: Any = {**sizes, "H": 3}
+    for alone in (plan("kda", "cuda_sm90", ranks=8, **sizes), plan("kda", ranks=16, **odd)):
+        assert isinstance(alone, ParallelPlan) and not alone.overlap
+        assert alone.as_data()["forward"]["beside_flops"] == 0
 
 
 @pytest.mark.parametrize("name", ["kda", "gated_delta_rule", "gla", "simple_gla"])
