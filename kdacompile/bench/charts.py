@@ -193,6 +193,7 @@ def page(records: Mapping[str, Record], charts: str) -> str:
             f"{machine}. Source: {source_of(record)}. Medians.{load}",
             _picture(f"{charts}/{name}", f"{what}: {drawn}"),
             _table(named),
+            *_missing(named),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -205,6 +206,17 @@ def _table(cases: Mapping[str, Case]) -> str:
         found = times(case)
         rows.append([label, *(f"{1e3 * found[key]:.3g} ms" if key in found else "" for key in contenders)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _missing(cases: Mapping[str, Case]) -> list[str]:
+    """A sentence of who was asked and has no time, with the reason."""
+    failed = [
+        f"{_COLOURS.get(who, (who, ''))[0]}, {label} ({figures['failure'].strip()})"
+        for label, case in cases.items()
+        for who, figures in case["results"].items()
+        if figures.get("failure") and seconds_of(figures) is None
+    ]
+    return [f"Without a time: {'; '.join(failed)}."] if failed else []
 
 
 def _picture(path: str, text: str) -> str:

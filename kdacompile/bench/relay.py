@@ -126,6 +126,10 @@ class Worker:
         except OSError:  # it has ended
             self.failure = f"exit status {self._process.wait()}"
 
+    def stop(self) -> None:
+        """End it, if it has not ended."""
+        self._process.kill()
+
     def until_done(self, seconds: float) -> None:
         """Wait for its end, nothing more being sent, and stop it when that is late."""
         if self.failure is not None:
@@ -169,14 +173,18 @@ class Relay:
                 names = "; ".join(job.name for job in wave)
                 print(f"getting ready, for {self._ready:.0f} s at most: {names}", file=sys.stderr, flush=True)
                 barrier = threading.Barrier(len(wave))
-                with ThreadPoolExecutor(len(wave)) as pool, ExitStack() as stack:  # the workers end before the threads
+                with ExitStack() as stack, ThreadPoolExecutor(len(wave)) as pool:
                     workers = [stack.enter_context(_started(job, shared)) for job in wave]
                     running = [
                         pool.submit(self._follow, job, worker, shared, barrier, done)
                         for job, worker in zip(wave, workers, strict=True)
                     ]
-                    for future in running:
-                        future.result()
+                    try:
+                        for future in running:
+                            future.result()
+                    finally:  # interrupted: what the workers have found until now is handed on
+                        for worker in workers:
+                            worker.stop()
 
     def _follow(
         self, job: Job, worker: Worker, shared: str, barrier: threading.Barrier, done: Callable[[Job, Outcome], None]

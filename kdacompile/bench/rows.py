@@ -169,7 +169,7 @@ def plain(given: Given, backend: str = "eager") -> Callable[[], Output]:
         gates = {"g": log_gate(given), "beta": beta_of(given), "initial_state": given.get("initial_state")}
         return function(given["q"], given["k"], given["v"], **gates, **TRANSFORMERS)
 
-    called = call if backend == "eager" else torch.compile(call, backend=backend)
+    called = call if backend == "eager" else torch.compile(call, backend=backend, dynamic=False)
     return lambda: called(given)
 
 

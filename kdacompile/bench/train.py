@@ -21,13 +21,14 @@ from kdacompile.bench.record import Figures
 from kdacompile.bench.relay import LONGEST, Job, Outcome, Relay, Steps
 
 ROWS = ("kda", "gdn", "gla", "simple", "delta", "mamba")
-LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)  # of kda; other rows are measured at MEASURED
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 65536)  # of kda; other rows are measured at MEASURED
 TITLES = {"kda": "KDA, 32 heads of 128, bf16, bounded gates"}
 """What a chart of one row is called."""
 MODELS = ("kimi_linear", "qwen3_next")
 MEASURED, CHECKED = 8192, 256  # tokens; the fp64 recurrence goes token by token
 READY_SECONDS, SAMPLES = 240.0, 7
-_LONGEST = {"eager": 4096, "inductor": 512}  # tokens up to which torch's operators are asked; Inductor unrolls loops
+_LONGEST = {"eager": 4096}  # tokens up to which torch's operators are asked
+_UNROLLED = (256, 512)  # those of Inductor, which unrolls loops: a process for each, since they take minutes to compile
 
 
 def main(only: Sequence[str] | None, json_path: Path, timeout: float | None) -> int:
@@ -37,9 +38,11 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float | None) -> 
     cases: dict[str, Figures] = {}
 
     def done(job: Job, outcome: Outcome) -> None:
-        for length, figures in outcome.found.items() or [(str(MEASURED), {"failure": outcome.reason})]:
-            put(cases, job.group, int(length), job.contender, figures)
-            print(f"{job.group}-t{length:<14s} {job.contender:8s} {line(figures)}", flush=True)
+        who, asked = _asked(job.group, job.contender)
+        missing = {str(length): {"failure": outcome.reason} for length in asked if str(length) not in outcome.found}
+        for length, figures in (outcome.found | missing).items():
+            put(cases, job.group, int(length), who, figures)
+            print(f"{job.group}-t{length:<14s} {who:8s} {line(figures)}", flush=True)
         title = TITLES.get(chosen[0]) if len(chosen) == 1 else None
         record.write(json_path, "train", list(cases.values()), device=device, title=title)
 
@@ -63,7 +66,16 @@ def contenders(name: str) -> tuple[str, ...]:
     """FLA refuses the gradients of gdn with the Triton that comes with torch 2.11."""
     if name in MODELS:
         return ("ours", "fla")
-    return {"kda": ("ours", "eager", "inductor", "fla"), "gdn": ("ours",)}.get(name, ("ours", "fla"))
+    unrolled = [f"inductor-{length}" for length in _UNROLLED]
+    return {"kda": ("ours", "eager", "fla", *unrolled), "gdn": ("ours",)}.get(name, ("ours", "fla"))
+
+
+def _asked(name: str, contender: str) -> tuple[str, tuple[int, ...]]:
+    """A worker's contender, and the tokens it is asked for: one length if that is in its name."""
+    who, _, length = contender.partition("-")
+    if length:
+        return who, (int(length),)
+    return who, tuple(n for n in (LENGTHS if name == "kda" else (MEASURED,)) if n <= _LONGEST.get(who, n))
 
 
 def line(figures: Figures) -> str:
@@ -82,23 +94,23 @@ def line(figures: Figures) -> str:
 # ---- a worker
 
 
-def measured(name: str, who: str) -> Steps:
+def measured(name: str, contender: str) -> Steps:
     """A row or a model by one contender, at all its lengths."""
-    lengths = LENGTHS if name == "kda" else (MEASURED,)
-    lengths = tuple(length for length in lengths if length <= _LONGEST.get(who, length))
+    who, lengths = _asked(name, contender)
     if name in MODELS:
         step = _model_step(name, who)
         step()
         yield None
         yield str(MEASURED), _model_figures(step)
         return
-    for length in (CHECKED, lengths[-1]):
+    checked = lengths[0] if who == "inductor" else CHECKED
+    for length in dict.fromkeys((checked, lengths[-1])):
         given = arguments(name, length)
         _both(who, given)()
         torch.no_grad()(_forward(who, given))()
     torch.cuda.synchronize()
     yield None
-    errors = _errors(name, who)
+    errors = _errors(name, who, checked)
     for length in lengths:
         yield str(length), _figures(who, arguments(name, length)) | {"errors": errors}
 
@@ -140,9 +152,9 @@ def _both(who: str, given: rows.Given) -> Callable[[], tuple[Tensor, ...]]:
     return _gradients(_forward(who, given), given)
 
 
-def _errors(name: str, who: str, device: str = "cuda") -> dict[str, float]:
-    """RMS of each gradient's difference over its RMS, at CHECKED tokens."""
-    given = arguments(name, CHECKED, device)
+def _errors(name: str, who: str, length: int = CHECKED, device: str = "cuda") -> dict[str, float]:
+    """RMS of each gradient's difference over its RMS."""
+    given = arguments(name, length, device)
     double = given | {n: x.detach().double().requires_grad_() for n, x in rows.tensors_of(given).items()}
     found, exact = _both(who, given)(), _gradients(lambda: rows.oracle(double), double)()
     names = rows.tensors_of(given)

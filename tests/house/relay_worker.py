@@ -22,3 +22,6 @@ def measured(group: str, contender: str) -> Steps:
     with Path(out).open("a") as file:
         file.write(f"{start} {time.monotonic()} {os.environ['TRITON_CACHE_DIR']}\n")
     yield contender, {"hidden": "fla" in sys.modules}
+    if contender == "endless":
+        Path(out).with_suffix(".found").touch()  # the relay asks for more when it has written what it got
+        time.sleep(60.0)

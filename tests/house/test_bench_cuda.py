@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +81,22 @@ def test_workers_are_timed_alone_and_failures_have_reasons(tmp_path: Path) -> No
     turns = [tuple(map(float, line.split()[:2])) for line in out.read_text().splitlines()]
     (_, first_end), (second_start, _) = sorted(turns)
     assert first_end <= second_start
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals one thread")
+def test_what_was_found_before_an_interruption_is_handed_on(tmp_path: Path) -> None:
+    found: dict[str, Outcome] = {}
+
+    def interrupt() -> None:
+        while not (tmp_path / "times.found").exists():
+            time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    job = Job("endless", WORKER, f"0 0 {tmp_path / 'times'}", "endless")
+    with pytest.raises(KeyboardInterrupt):
+        Relay(60.0, 60.0).run([[job]], lambda job, outcome: found.update({job.name: outcome}))
+    assert found["endless"].found == {"endless": {"hidden": True}} and found["endless"].failure is not None
 
 
 def test_a_worker_that_ends_is_not_waited_for_where_what_it_started_lives_on() -> None:

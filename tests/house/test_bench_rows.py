@@ -48,7 +48,7 @@ def test_the_first_tokens_of_packed_sequences_are_sequences() -> None:
 @pytest.mark.parametrize("name", train.ROWS)
 def test_every_row_has_the_gradients_of_the_recurrence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "CHECKED", 3)
-    errors = train._errors(name, "ours", "cpu")
+    errors = train._errors(name, "ours", device="cpu")
     assert errors.keys() == rows.tensors_of(train.arguments(name, 1, "cpu")).keys()
     assert max(errors.values()) < 2e-2
 

@@ -35,15 +35,19 @@ def test_fla_is_not_asked_for_what_it_refuses() -> None:
 def test_forward_and_training_of_one_row_are_drawn_from_one_run() -> None:
     cases: dict[str, train.Figures] = {}
     for length in train.LENGTHS:
-        for who in train.contenders("kda"):
-            if length <= train._LONGEST.get(who, length):
+        for contender in train.contenders("kda"):
+            who, asked = train._asked("kda", contender)
+            if length in asked:
                 train.put(cases, "kda", length, who, figures(1e3 * length))
     train.put(cases, "kda", 1024, "fla", {"failure": "no memory"})
+    assert charts._missing(cases) == ["Without a time: flash-linear-attention, kda-t1024 (no memory)."]
     panels = charts.panels(list(cases.values()))
     assert {kind: [case["length"] for case in found] for kind, found in panels.items()} == {
         "forward": list(train.LENGTHS), "training": list(train.LENGTHS),
     }  # fmt: skip
-    assert charts.times(panels["forward"][0]) == pytest.approx(dict.fromkeys(train.contenders("kda"), 0.0512))
+    everyone = ("ours", "eager", "inductor", "fla")
+    assert charts.times(panels["forward"][0]) == pytest.approx(dict.fromkeys(everyone, 0.0512))
+    assert [case["length"] for case in panels["training"] if "inductor" in case["results"]] == [256, 512]
     assert charts.times(panels["training"][2]) == pytest.approx({"ours": 1.024, "eager": 1.024})
 
 
