@@ -11,6 +11,7 @@ from torch import Tensor
 from kdacompile.distributed import linear_attention as parallel
 from kdacompile.distributed.collectives import exchange, gather, sum_over_ranks
 from kdacompile.distributed.fragments import ContextParallel
+from kdacompile.lowering.operands import Operand, dimensions
 from kdacompile.ops import definitions
 from kdacompile.ops.errors import ContextParallelError
 from kdacompile.ops.signature import LINEAR_ATTENTION
@@ -43,28 +44,24 @@ def _by_heads(
     ranks, total = context.ranks, context.total_length
     if total is not None and total != call.q.shape[1] * ranks:
         raise ContextParallelError(problem=f'method "heads" needs the same number of tokens on every rank of {ranks}')
-    heads = call.q.shape[2]
-    q, k = call.q, call.k
-    if heads % ranks and ranks % heads == 0:  # fewer key heads than ranks: as many copies as it takes
-        q, k = (x.repeat_interleave(ranks // heads, 2) for x in (q, k))
-    tokens = {"q": q, "k": k, "v": call.v, "beta": call.beta}
-    replicated = {"initial_state": (call.initial_state, 1), "A_log": (call.A_log, 0), "dt_bias": (call.dt_bias, 0)}
-    if call.gate == "head":
-        replicated["g"] = (call.g, 0)
-    else:
-        tokens["g"] = call.g
-    mine: dict[str, Any] = {n: None if x is None else to_heads(x, context, n) for n, x in tokens.items()}
-    mine |= {n: None if x is None else _own(x, dim, context) for n, (x, dim) in replicated.items()}
-    mine["cu_seqlens"] = call.cu_seqlens
-    o, final = definitions.linear_attention(*(mine[operand.name] for operand in LINEAR_ATTENTION.operands), **options)
+    mine = (_of_these_heads(operand, call, context) for operand in LINEAR_ATTENTION.operands)
+    o, final = definitions.linear_attention(*mine, **options)
     if not final_state:
         return to_tokens(o, context), None
     return to_tokens(o, context), gather(final, context.name, ranks).movedim(0, 1).flatten(1, 2)
 
 
-def _own(x: Tensor, dim: int, context: ContextParallel) -> Tensor:
-    """The heads of this rank, of what all ranks hold."""
-    return torch.tensor_split(x, context.ranks, dim)[context.rank]
+def _of_these_heads(operand: Operand, call: Any, context: ContextParallel) -> Tensor | None:
+    """This rank's heads of an operand: of all tokens, or of what all ranks hold."""
+    x, layout, ranks = getattr(call, operand.name), operand.text(call), context.ranks
+    dim = parallel.heads_of(layout)
+    if x is None or dim is None:
+        return x
+    if "T" not in dimensions(layout):
+        return x.tensor_split(ranks, dim)[context.rank]
+    if x.shape[dim] % ranks and ranks % x.shape[dim] == 0 and operand.name in ("q", "k"):
+        x = x.repeat_interleave(ranks // x.shape[dim], dim)  # fewer key heads than ranks: as many copies as it takes
+    return to_heads(x, context, operand.name)
 
 
 # -- over heads --------------------------------------------------------------------------------------------------------

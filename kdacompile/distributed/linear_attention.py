@@ -193,16 +193,17 @@ def _in_turn(calls: Iterable[Waiting[T]]) -> list[T]:
 
 def _halves(x: Tensor | None, layout: str) -> Sequence[Tensor | None]:
     """Of the heads, or what has none twice."""
-    dim = _heads(layout)
+    dim = heads_of(layout)
     return (x, x) if x is None or dim is None or x.dim() != len(dimensions(layout)) else x.tensor_split(2, dim)
 
 
 def _joined(halves: Sequence[Tensor], layout: str) -> Tensor:
-    dim = _heads(layout)
+    dim = heads_of(layout)
     return halves[0] if len(halves) == 1 or dim is None or halves[0].dim() <= dim else torch.cat(list(halves), dim)
 
 
-def _heads(layout: str) -> int | None:
+def heads_of(layout: str) -> int | None:
+    """The dimension of the heads in a layout."""
     found = [i for i, name in enumerate(dimensions(layout)) if LINEAR_ATTENTION.axes.get(name) == "heads"]
     return found[0] if found else None
 

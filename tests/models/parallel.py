@@ -11,15 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from examples.tensor_parallel import Block
 from examples.tensor_parallel import tensor_parallel as shard_heads
 from kdacompile.distributed import ContextParallel
 from kdacompile.report.collect import collecting
+from tests.backend.layers import gated_delta_loop
 from tests.distributed.processes import Ranks
 from tests.models import mla_zoo, zoo
 
@@ -34,14 +38,34 @@ def close(have: Tensor, want: Tensor, what: str) -> None:
     torch.testing.assert_close(whole(have).detach(), want.detach(), rtol=2e-4, atol=2e-5, msg=lambda m: f"{what}: {m}")
 
 
+class Recurrent(nn.Module):
+    """The gated delta rule between projections, all heads of a projection beside each other; any number of heads."""
+
+    def __init__(self, heads: int = 4, size: int = 8) -> None:
+        super().__init__()
+        self.size = size
+        self.q, self.k, self.v = (nn.Linear(32, heads * size, bias=False) for _ in range(3))
+        self.gate, self.beta = nn.Linear(32, heads), nn.Linear(32, heads)
+        self.out = nn.Linear(heads * size, 32, bias=False)
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (-1, self.size)) for project in (self.q, self.k, self.v))
+        gate, beta = -F.softplus(self.gate(x)), self.beta(x).sigmoid()
+        return self.out(gated_delta_loop(q, F.normalize(k, dim=-1), v, gate, beta).flatten(-2))
+
+
 def block(
-    prepare: Callable[[nn.Module], None], *, inference: bool = True, place: Callable[[Tensor], Tensor] = Tensor.clone
+    prepare: Callable[[nn.Module], None],
+    *,
+    made: type[nn.Module] = Block,
+    inference: bool = True,
+    place: Callable[[Tensor], Tensor] = Tensor.clone,
 ) -> None:
     """Two layers, forward and backward, compiled layer by layer as torchtitan does; ``place``: a rank's activations."""
     torch.manual_seed(0)
-    alone = nn.ModuleList([Block() for _ in range(2)])
+    alone = nn.ModuleList([made() for _ in range(2)])
     torch.manual_seed(0)
-    model = nn.ModuleList([Block() for _ in range(2)])
+    model = nn.ModuleList([made() for _ in range(2)])
     prepare(model)
     for layer in model:
         layer.compile(backend="kda", options=EAGER)
@@ -57,8 +81,9 @@ def block(
     with collecting() as report:
         have = run(model, place(x))
         (have.square().sum() / want.numel()).backward()
-    assert report.counts == {"mla": len(report.graphs) and sum(bool(graph.matches) for graph in report.graphs)}, report
-    assert report.counts["mla"] in (1, 2), report  # the second layer may use the first one's code
+    pattern = "mla" if made is Block else "gated_delta_rule"
+    # The second layer may use the first one's code.
+    assert set(report.counts) == {pattern} and report.counts[pattern] in (1, 2), report
     close(have, place(want), "result")
     for (name, ours), (_, theirs) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None, name
@@ -123,6 +148,24 @@ def both(ranks: Ranks) -> None:
         _fsdp(model, mesh["dp"])
 
     block(prepare, inference=False)  # which the others have, on fewer processes
+
+
+def recurrences(ranks: Ranks) -> None:
+    """Column-wise q, k, v, gate and beta, row-wise output; FSDP2 over the other dimension, activations checkpointed."""
+    mesh = init_device_mesh("cpu", (ranks.world // 2, 2), mesh_dim_names=("dp", "tp"))
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "beta")}
+
+    def prepare(model: nn.Module, checkpointed: bool) -> None:
+        for name, layer in list(model.named_children()):
+            parallelize_module(layer, mesh["tp"], {**plan, "out": RowwiseParallel()})
+            if ranks.world > 2:
+                fully_shard(layer, mesh=mesh["dp"])
+            if checkpointed:
+                setattr(model, name, checkpoint_wrapper(layer))
+
+    for checkpointed in (False, True):
+        torch.compiler.reset()
+        block(lambda model, on=checkpointed: prepare(model, on), made=Recurrent, inference=not checkpointed)
 
 
 def deepseek_v3(ranks: Ranks) -> None:

@@ -20,11 +20,11 @@ def checks(*names: str) -> list[str]:
 
 def test_two_ranks(tmp_path: Path) -> None:
     """Latent attention in the style of torchtitan."""
-    in_processes(checks("tensor_parallel", "sequence_parallel", "sharded_data_parallel"), 2, tmp_path)
+    in_processes(checks("tensor_parallel", "recurrences", "sequence_parallel", "sharded_data_parallel"), 2, tmp_path)
 
 
 def test_four_ranks(tmp_path: Path) -> None:
-    in_processes(checks("both", "sequence_parallel"), 4, tmp_path)
+    in_processes(checks("both", "recurrences", "sequence_parallel"), 4, tmp_path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
