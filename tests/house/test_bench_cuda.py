@@ -95,7 +95,7 @@ def test_what_was_found_before_an_interruption_is_handed_on(tmp_path: Path) -> N
     threading.Thread(target=interrupt, daemon=True).start()
     job = Job("endless", WORKER, f"0 0 {tmp_path / 'times'}", "endless")
     with pytest.raises(KeyboardInterrupt):
-        Relay(60.0, 60.0).run([[job]], lambda job, outcome: found.update({job.name: outcome}))
+        Relay(300.0, 60.0).run([[job]], lambda job, outcome: found.update({job.name: outcome}))
     assert found["endless"].found == {"endless": {"hidden": True}} and found["endless"].failure is not None
 
 

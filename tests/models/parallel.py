@@ -158,10 +158,10 @@ def recurrences(ranks: Ranks) -> None:
     def prepare(model: nn.Module, checkpointed: bool) -> None:
         for name, layer in list(model.named_children()):
             parallelize_module(layer, mesh["tp"], {**plan, "out": RowwiseParallel()})
-            if ranks.world > 2:
-                fully_shard(layer, mesh=mesh["dp"])
             if checkpointed:
                 setattr(model, name, checkpoint_wrapper(layer))
+            if ranks.world > 2:
+                fully_shard(model.get_submodule(name), mesh=mesh["dp"])
 
     for checkpointed in (False, True):
         torch.compiler.reset()
