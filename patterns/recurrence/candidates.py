@@ -308,8 +308,8 @@ def _obstacle(ops: set[Op], group: Group, outputs: list[Value]) -> Obstacle | No
 
 
 def _escape(ops: set[Op], group: Group, outputs: list[Value]) -> Obstacle | None:
-    """Values of the region that are read outside it, if the op would save no more than half of the work: what makes
-    them (the transformed keys of all chunks) has to be computed all the same.
+    """Values of the region that are read outside it, if the op would save no more than three fifths of the work: what
+    makes them (the transformed keys of all chunks) has to be computed all the same.
     """
     core = ops & group.ops
     read = [value for op in core for value in op.outs if value not in outputs]
@@ -317,7 +317,7 @@ def _escape(ops: set[Op], group: Group, outputs: list[Value]) -> Obstacle | None
     if not escaping:
         return None
     left = ancestors([value for value, _ in escaping], lambda value: value.op not in ops)
-    if 2 * sum(map(_work, left.intersection(group.anchors))) < sum(map(_work, core.intersection(group.anchors))):
+    if 5 * sum(map(_work, left.intersection(group.anchors))) < 2 * sum(map(_work, core.intersection(group.anchors))):
         return None
     value, user = min(escaping, key=lambda pair: pair[0].index)
     return Obstacle("escape", f"an intermediate value of the region is read by {user.name} outside it", value.op)
