@@ -118,6 +118,8 @@ def _attempt(fn: Any, site: dynamo.CallSite, find: Find) -> Replacement | None:
     try:
         if site.under_transform():
             raise Unliftable("it is called under autocast, a mode that changes operators or a transform of torch.func")
+        if site.in_own_function():
+            raise Unliftable("it is called in a torch.autograd.Function")
         with compat.no_saved_tensors_hooks(), lifting():
             found = find(fn, site, settings, tensors)
     except Unliftable as error:

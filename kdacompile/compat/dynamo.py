@@ -47,6 +47,15 @@ class CallSite:
         changed = any(not isinstance(mode, DeviceContext | None) for mode in modes)
         return autocast or interpreter is not None or changed
 
+    def in_own_function(self) -> bool:
+        """True inside a torch.autograd.Function. There torch returns every value of the forward beside its results, and
+        under 2.11 one that stands in both loses its gradient.
+        """
+        tracer = self.tx.output.current_tracer
+        while tracer is not None and tracer.source_target != "autograd.Function":
+            tracer = tracer.parent
+        return tracer is not None
+
     @staticmethod
     def example(variable: Any) -> torch.Tensor | None:
         """The stand-in of a tensor argument; none where a class of its own says what operators do to it."""

@@ -5,6 +5,7 @@ order, straight-through gradients. Results and gradients are eager's; what is no
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,20 @@ class Bounded(torch.autograd.Function):
         return grads[0].clamp(-0.1, 0.1)
 
 
+class Own(torch.autograd.Function):
+    """The recurrence, and for its gradients something else, of which one asks for the result's."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        ctx.save_for_backward(*given)
+        return gla(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, g, beta, s = ctx.saved_tensors
+        return q * 2, k * 3, v * 4, g * grads[0].square().sum(), beta, s
+
+
 def stepwise(step: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Program:
     """``step`` on the decayed state, the key ``[B, H, K, 1]`` and the value ``[B, H, 1, V]`` of each token."""
 
@@ -137,6 +152,7 @@ OTHERS: dict[str, Program] = {
     "a key cut where it erases": stepwise(lambda s, k, v: s + k * (v - (k.detach() * s).sum(-2, keepdim=True))),
     "what is erased is cut": stepwise(lambda s, k, v: s + k * (v - (k * s).sum(-2, keepdim=True).detach())),
     "a sign apart": lambda q, k, v, g, beta, s: gla(negated(q), k, negated(v), g, beta, s),
+    "gradients of its own": lambda *x: Own.apply(*x),
     "straight through": lambda q, k, v, g, beta, s: gla(q, k, Straight.apply(3 * v), g, beta, s),
     "gates written between": written_between,
     "a gradient within": differentiated,
