@@ -34,7 +34,11 @@ _COLOURS = {
     "ranks": ("tokens on two GPUs", "#1a9850"),
     "eager": ("eager", "#969696"),
 }
-_FALLBACK = "#969696"
+
+
+def _shown(contender: str) -> tuple[str, str]:
+    """Its label and its colour."""
+    return _COLOURS.get(contender, (contender, "#969696"))
 
 
 def seconds_of(figures: Mapping[str, Any]) -> float | None:
@@ -107,7 +111,7 @@ def _lines(found: Mapping[str, Sequence[Case]], title: str) -> Any:
     for axes, (kind, cases) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
         for name in every:
             points = [(case["length"], 1e3 * times(case)[name]) for case in cases if name in times(case)]
-            label, colour = _COLOURS.get(name, (name, _FALLBACK))
+            label, colour = _shown(name)
             axes.plot(
                 *zip(*points, strict=True), "o-", label=label, color=colour, linewidth=2, markersize=4
             ) if points else None
@@ -132,7 +136,7 @@ def _bars(cases: Sequence[Case], title: str) -> Any:
     axes.barh(
         [label for label, _, _ in rows],
         [1e3 * seconds for _, _, seconds in rows],
-        color=[_COLOURS.get(name, (name, _FALLBACK))[1] for _, name, _ in rows],
+        color=[_shown(name)[1] for _, name, _ in rows],
     )
     axes.set(xscale="log", xlabel="ms a call (logarithmic)", title=title)
     axes.invert_yaxis()
@@ -200,7 +204,7 @@ def page(records: Mapping[str, Record], charts: str) -> str:
 
 def _table(cases: Mapping[str, Case]) -> str:
     contenders = list(dict.fromkeys(contender for case in cases.values() for contender in times(case)))
-    labels = [_COLOURS.get(contender, (contender, ""))[0] for contender in contenders]
+    labels = [_shown(contender)[0] for contender in contenders]
     rows = [["case", *labels], ["---"] * (len(labels) + 1)]
     for label, case in cases.items():
         found = times(case)
@@ -211,7 +215,7 @@ def _table(cases: Mapping[str, Case]) -> str:
 def _missing(cases: Mapping[str, Case]) -> list[str]:
     """A sentence of who was asked and has no time, with the reason."""
     failed = [
-        f"{_COLOURS.get(who, (who, ''))[0]}, {label} ({figures['failure'].strip()})"
+        f"{_shown(who)[0]}, {label} ({figures['failure'].strip()})"
         for label, case in cases.items()
         for who, figures in case["results"].items()
         if figures.get("failure") and seconds_of(figures) is None

@@ -92,7 +92,7 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        self.stop()
         self._process.wait()
         self._send_no_more()
         self._folder.cleanup()
@@ -115,7 +115,7 @@ class Worker:
                     self.failure = f"exit status {self._process.returncode}"
                 elif time.monotonic() >= end:
                     self.failure = f"{late} after {seconds:.0f} s"
-                    self._process.kill()
+                    self.stop()
 
     def go(self) -> None:
         """Have it go on."""
@@ -139,7 +139,7 @@ class Worker:
             status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.failure = f"not finished after {seconds:.0f} s"
-            self._process.kill()
+            self.stop()
         else:
             self.failure = f"exit status {status}" if status else None
 

@@ -54,15 +54,17 @@ def joined(program: Program) -> dict[Value, Joined]:
     for op in program.ops:
         if op.kind is not OpKind.UNIT_LOWER_INVERSE:
             continue
-        (x,), gram, factors = op.inputs, program.producer(op.inputs[0]), tuple[Value, ...]()
-        skipped: tuple[Value, ...] = ()
-        result = op.result
+        (x,), gram, result = op.inputs, program.producer(op.inputs[0]), op.result
+        factors, skipped = tuple[Value, ...](), tuple[Value, ...]()
         if gram.kind is OpKind.MUL:
-            (scaled,) = _readers(program, result) if len(_readers(program, result)) == 1 else (op,)
-            rows = [program.producer(v) for v in scaled.inputs[1:] if scaled.kind is OpKind.MUL]
-            factors, skipped, result = gram.inputs[1:], (x, *scaled.inputs[1:], scaled.result), scaled.result
-            if [row.inputs for row in rows if row.kind is OpKind.TRANSPOSE] != [factors]:
+            readers, factors = _readers(program, result), gram.inputs[1:]
+            if len(readers) != 1 or readers[0].kind is not OpKind.MUL:
                 continue
+            rows, result = readers[0].inputs[1:], readers[0].result
+            turned = [row for row in map(program.producer, rows) if row.kind is OpKind.TRANSPOSE]
+            if [row.inputs for row in turned] != [factors]:
+                continue
+            skipped = (x, *rows, result)
             gram = program.producer(gram.inputs[0])
         alone = len(_readers(program, gram.result)) == len(_readers(program, x)) == 1
         if alone and gram.kind is OpKind.GATED_GRAM and gram.inputs[2].type.cols != 1:
