@@ -115,7 +115,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from kdacompile.errors import KdaError
         from kdacompile.lowering.errors import LoweringError
     except (ImportError, RuntimeError, OSError) as error:
-        print(f"kdacompile: import torch fails: {error}; `kdacompile doctor` says more", file=sys.stderr)
+        print(f"kdacompile: torch cannot be used: {error}; `kdacompile doctor` says more", file=sys.stderr)
         return 2
     try:
         for option in ("html", "svg", "json", "write"):

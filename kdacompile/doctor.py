@@ -141,8 +141,11 @@ def check_caches() -> Check:
     while not folder.exists():
         folder = folder.parent
     place = user or "Inductor's default under the temporary folder"
-    if not os.access(folder, os.W_OK):
-        return Check("caches", "broken", f"{place}: not writable", "set TORCHINDUCTOR_CACHE_DIR to a writable folder")
+    try:  # permissions alone do not tell: root may write everywhere but in /proc, and a file is no folder
+        tempfile.TemporaryDirectory(dir=folder).cleanup()
+    except OSError as error:
+        problem = f"{place}: nothing can be written there ({error.strerror})"
+        return Check("caches", "broken", problem, "set TORCHINDUCTOR_CACHE_DIR to a writable folder")
     free = shutil.disk_usage(folder).free / 2**30
     return Check("caches", "ok" if free > 1 else "note", f"{place}, {free:.0f} GiB free")
 

@@ -123,6 +123,8 @@ def _from_file(path: Path, function: str, tensors: Sequence[str], device: str) -
     hint = " ".join(f"--tensor {name}=1x64x4x32" for name in wanted)
     if tensors:
         given = dict(_tensor(text, device) for text in tensors)
+        if len(given) < len(tensors):
+            raise SubjectError(subject=subject, problem="a name is given to more than one --tensor")
         try:
             signature.bind(**given)
         except TypeError as error:

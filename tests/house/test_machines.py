@@ -113,6 +113,15 @@ def test_the_doctor_has_the_remedy_of_each_system(monkeypatch: pytest.MonkeyPatc
         importlib.reload(doctor)
 
 
+def test_the_doctor_tries_to_write_where_the_caches_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "later" / "caches"))
+    assert doctor.check_caches().status != "broken"
+    (tmp_path / "later").write_text("a file")
+    found = doctor.check_caches()
+    assert found.status == "broken" and "nothing can be written there" in found.detail
+    assert "set TORCHINDUCTOR_CACHE_DIR" in found.hint
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_an_example_says_that_a_device_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
