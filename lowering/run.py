@@ -7,7 +7,7 @@ Whether shapes and options fit was checked by the op.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -129,20 +129,39 @@ def _as_tokens_have_them(call: Call, chunk: int) -> tuple[Tensor, Tensor]:
 
 
 def _token_by_token(call: Call) -> tuple[Tensor, Tensor]:
-    """By the recurrence itself, some tokens at a time: the states after all of them would fill the memory."""
+    """By the recurrence itself."""
     o, finals = torch.empty_like(call.v, memory_format=torch.contiguous_format), list[Tensor]()
+    for parts, state in zip(*parts_of(call), strict=True):
+        for part in parts:
+            o[:, part], state = run_tokens(part_of(call, part, state))
+        finals.append(state)
+    return o, torch.cat(finals)
+
+
+def run_tokens(call: Call) -> tuple[Tensor, Tensor]:
+    """:func:`run_linear_attention` token by token."""
+    return _run(call, "token", 1)
+
+
+def parts_of(call: Call) -> tuple[list[list[slice]], Sequence[Tensor]]:
+    """Each sequence's tokens, some at a time, since the states after all of them would fill the memory, and its
+    initial state.
+    """
     _, (shape, dtype) = call.results
     initial = call.v.new_zeros(shape, dtype=dtype) if call.initial_state is None else call.initial_state
     length = call.q.shape[1]
     bounds = [0, length] if call.cu_seqlens is None else sequence_bounds(call.cu_seqlens, length)
-    for (start, end), state in zip(pairwise(bounds), initial.split(len(initial) // (len(bounds) - 1)), strict=True):
-        for first in range(start, end, CPU_CHUNK):
-            part = slice(first, min(first + CPU_CHUNK, end))
-            some = {name: x[:, part] for name, x in _per_token(call).items()}
-            some_tokens = replace(call, initial_state=state, cu_seqlens=None, **some)
-            o[:, part], state = _run(some_tokens, "token", 1)
-        finals.append(state)
-    return o, torch.cat(finals)
+    parts = [
+        [slice(first, min(first + CPU_CHUNK, end)) for first in range(start, end, CPU_CHUNK)]
+        for start, end in pairwise(bounds)
+    ]
+    return parts, initial.split(len(initial) // len(parts))
+
+
+def part_of(call: Call, part: slice, state: Tensor) -> Call:
+    """Some tokens of a call, after this state."""
+    some = {name: x[:, part] for name, x in _per_token(call).items()}
+    return replace(call, initial_state=state, cu_seqlens=None, **some)
 
 
 def _per_token(call: Call) -> dict[str, Tensor]:

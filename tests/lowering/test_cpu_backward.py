@@ -128,6 +128,29 @@ def test_any_number_of_threads_gives_the_same_bits(heads: int, value_heads: int)
         assert all(x is not None and y is not None and torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
 
 
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("lengths", [None, (20, 0, 40)])
+@pytest.mark.parametrize(("gate", "delta"), [*ROWS[:4], ("channel", True)])
+def test_later_gradients_do_not_see_what_is_not_finite(
+    gate: str, delta: bool, lengths: tuple[int, ...] | None, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output whose gradient is infinite (a row divided by nothing) is its own and earlier tokens' loss."""
+    if not kernel:
+        monkeypatch.setattr("kdacompile.lowering.run_backward.runs_backward", lambda _: False)
+    case = Case(gate, delta, 60, lengths=lengths, dtype=torch.float64)
+    inputs, (o, state) = make_inputs(case), weights(case, make_inputs(case))
+    assert o is not None
+    o[0, 50, 1, 3] = torch.inf
+    found = run_linear_attention_backward((o, state), inputs, RECURRENT)
+    some = False
+    for name, truth in zip(RECURRENT, expected(case, inputs, (o, state)), strict=True):
+        if truth is not None:
+            some |= not truth.isfinite().all()
+            assert torch.equal(found[name].isfinite(), truth.isfinite()), name
+            assert relative_error(found[name].nan_to_num(0, 0, 0), truth.nan_to_num(0, 0, 0)) <= 1e-12, name
+    assert some
+
+
 @pytest.mark.parametrize(("gate", "delta"), ROWS)
 def test_earlier_gradients_do_not_depend_on_later_tokens(gate: str, delta: bool) -> None:
     """Where the loss ends at a token, the gradients up to it are those of the tokens up to it, bit for bit."""
