@@ -208,9 +208,12 @@ def memory_of(tensor: torch.Tensor) -> Any:
         return id(tensor)
 
 
-def is_literal(node: fx.Node) -> bool:
-    """``torch.tensor`` of plain numbers: a constant whose data stand in the graph's text."""
-    return node.target in (torch.tensor, torch.as_tensor) and not node.all_input_nodes
+def literal(node: fx.Node) -> Any:
+    """What ``torch.tensor(numbers)`` or ``x.new_tensor(numbers)`` is made of, if it stands in the graph's text."""
+    made = int(node.op == "call_method" and node.target == "new_tensor")  # x gives its dtype and device
+    if (not made and node.target not in (torch.tensor, torch.as_tensor)) or len(node.all_input_nodes) > made:
+        return None
+    return node.args[made] if len(node.args) > made else node.kwargs.get("data")
 
 
 def is_graph_constant(node: fx.Node) -> bool:

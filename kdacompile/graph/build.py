@@ -117,6 +117,8 @@ class _Replay:
         sizes = [s if type(s) is int else self.size_of(s) for s in expected.shape] if known else []
         if known and sizes != list(result.shape) and not _is_reshaped(node):
             raise ValueError("the replay disagrees with Dynamo's own shape")
+        if any(made.is_meta and id(made) not in self.recorder.aliases for made in tensors_in(result)):
+            raise ValueError("data that no operator made")  # numbers that were put on the meta device are lost
         return result
 
     def load(self, node: fx.Node) -> Any:
@@ -135,10 +137,9 @@ class _Replay:
             self.run_plain(node, expected)
         elif compat.is_opaque_call(node) or local.touches(node) or not self.loadable(node):
             self.opaque(node)
-        elif compat.is_literal(node):
+        elif (numbers := compat.literal(node)) is not None:
             with compat.no_fake_modes():
-                dtype: Any = node.kwargs.get("dtype")
-                data = torch.tensor(node.args[0], dtype=dtype)
+                data = torch.tensor(numbers, dtype=expected.dtype)
             self.env[node] = self.stand_in(data, node)
             self.hold_constant(self.env[node], data)
         else:

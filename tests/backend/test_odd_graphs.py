@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kdacompile import backend, collecting
 from tests.backend.layers import delta_arguments, gated_delta_loop, patterns, run_both
 from tests.compare import worst_error
 
@@ -250,3 +251,36 @@ def test_odd_graph(fn: Function, feeds: bool) -> None:
             ours, plain, report = run_both(with_region, delta_arguments(length=3))
     assert worst_error(ours, plain) < 1e-5
     assert patterns(report) == ["gated_delta_rule"]
+
+
+def with_numbers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Retention whose decays and places are numbers of the text."""
+    decay, place = torch.tensor([2.0, 2.0, 2.0]) / 2.5, torch.as_tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    return (q @ k.mT * (decay[:, None, None] ** (place[:, None] - place).clamp(min=0)).tril()) @ v
+
+
+@pytest.mark.parametrize("sizes", [False, True], ids=["text", "sizes"])
+def test_numbers_made_by_a_tensor(sizes: bool) -> None:
+    """``q.new_tensor(numbers)``, which torch 2.11 captures as that method. On stand-ins without data the numbers are
+    lost: they are those of the text, or, as sizes of another tensor, unknown.
+    """
+
+    def captured(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        first = next(node for node in gm.graph.nodes if node.op == "placeholder")
+        made = [node for node in gm.graph.nodes if node.target in (torch.tensor, torch.as_tensor)]
+        with gm.graph.inserting_before(made[0]):
+            batch = gm.graph.call_method("size", (first, 0))
+        batch.meta["example_value"] = 2
+        for node in made:
+            numbers = [batch] * 3 if sizes and node is made[0] else node.args[0]
+            node.op, node.target, node.args, node.kwargs = "call_method", "new_tensor", (first, numbers), {}
+        gm.recompile()
+        return backend.kda(gm, inputs)
+
+    arguments = [torch.randn(2, 3, 6, 4) for _ in range(3)]
+    torch._dynamo.reset()
+    with collecting() as report:
+        have = torch.compile(with_numbers, backend=captured)(*arguments)
+    assert worst_error(have, with_numbers(*arguments)) < 1e-5
+    assert sizes or patterns(report) == ["retention"]
+    assert not [rejection for rejection in report.rejections if rejection.code == "internal"]
