@@ -10,6 +10,9 @@ from kdacompile.graph.ir import Op, Value, map_values
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.vocabulary import AS_IS, LAYOUT, PICKING, TURNS, VIEWS, is_float8
 
+WEIGHT = 3
+"""How many dimensions a weight has at most: heads apart, or not."""
+
 
 def root(value: Value, through: frozenset[str] = LAYOUT, until: Callable[[Value], bool] = lambda _: False) -> Value:
     """The value below casts and rearrangements (``through``), or the nearest for which ``until`` holds."""
@@ -24,8 +27,13 @@ def has_node(value: Value) -> bool:
 
 
 def operand(value: Value) -> Value:
-    """The same for an op to read: casts from 8-bit floating point stay, since the ops do not take that."""
-    return root(value, until=lambda step: step.op is not None and any(is_float8(x.dtype) for x in step.op.reads))
+    """The same for an op to read: casts from 8-bit floating point stay, since the ops do not take that, and so does
+    what puts a weight together that was computed in blocks.
+    """
+    found = root(value, until=lambda step: step.op is not None and any(is_float8(x.dtype) for x in step.op.reads))
+    if found.op is None or len(found.shape) <= WEIGHT:
+        return found
+    return root(value, until=lambda step: step.node is not None and len(step.shape) <= WEIGHT)
 
 
 def is_divided(value: Value) -> bool:
