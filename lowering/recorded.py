@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kdacompile.compat.launches import current_device, launch, launch_stream
+from kdacompile.compat.launches import current_device, empty_strided, launch, launch_stream
 
 from .replay import Described, Place, Program, program_of
 from .scratch import Scratch, shares_memory
@@ -125,10 +125,11 @@ class Recorded:
 
     def _run(self, operands: Operands, addresses: Sequence[int]) -> Results:
         device, sources, places = self.device, list(operands), list(addresses)
-        shared = torch.empty(self.shared, dtype=torch.uint8, device=device) if self.shared else None
+        empty = empty_strided[device.type]
+        shared = empty((self.shared,), (1,), torch.uint8) if self.shared else None
         first = 0 if shared is None else shared.data_ptr()
         for shape, strides, dtype, begin in self.buffers:
-            own = torch.empty_strided(shape, strides, dtype=dtype, device=device) if begin is None else None
+            own = empty(shape, strides, dtype) if begin is None else None
             sources.append(own)
             places.append(first + (begin or 0) if own is None else own.data_ptr())
         stream = launch_stream(device)
@@ -295,6 +296,10 @@ class Memory:
                 del self._recorded[next(iter(self._recorded))]
             self._recorded[key] = recorder.recorded(results)
         return results
+
+    def known(self, options: Hashable, operands: Operands, written: int | None = None) -> Recorded | None:
+        """What ``run`` does for operands like these, if it is remembered."""
+        return self._recorded.get(_signature(options, operands, written)[0])
 
 
 def _signature(options: Hashable, operands: Operands, written: int | None) -> tuple[Hashable, list[int]]:

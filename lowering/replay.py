@@ -10,8 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import struct
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,10 +37,14 @@ class Program(NamedTuple):
     def run(self, addresses: Sequence[int], stream: int) -> None:
         replay = _replay()
         assert replay is not None
-        given = array("Q", addresses)
-        error = replay(self.text, self.launches, given.buffer_info()[0], stream)
+        error = replay(self.text, self.launches, _packing(len(addresses))(*addresses), stream)
         if error:
             raise RuntimeError(f"the CUDA driver refused a launch: error {error}")
+
+
+@cache
+def _packing(count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"@{count}Q").pack
 
 
 Place = tuple[int, int, int]
@@ -94,7 +97,7 @@ def _replay() -> Any:
         except CannotCompile as error:
             log.info("remembered calls are launched by Triton's launcher: %s", error)
             return None
-        library.replay.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+        library.replay.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p]
         return library.replay if library.load() else None
 
     return contain("loading what launches remembered calls", load, lambda _: None)

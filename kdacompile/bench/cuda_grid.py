@@ -28,6 +28,8 @@ GATES = ("sigmoid", "softplus", "log", "none")
 HEADS = (4, 8, 16, 32, 96)
 LENGTHS = (512, 2048, 8192, 65536)
 PEERS_AT = (32, 8192)
+MOST_AT_ONCE = 32 * 65536
+"""Heads times tokens of a prompt that all processes may have in the device's memory at once."""
 
 
 @dataclass(frozen=True)
@@ -165,16 +167,16 @@ def run(json_path: Path, timeout: float | None) -> int:
 def measured(line: str, contender: str) -> Steps:
     """One process: get ready, then measure.
 
-    The longest prompts are left for its turn: those of all processes at once do not fit the device's memory.
+    The largest prompt is left for its turn: those of all processes at once do not fit the device's memory.
     """
     own = [cell for cell in cells() if f"{cell.row} {cell.norm} {cell.gate}" == line]
-    for cell in (cell for cell in own if cell.length <= PEERS_AT[1]):
+    for cell in (cell for cell in own if cell.heads * cell.length <= MOST_AT_ONCE):
         given = arguments(cell)
         with torch.no_grad():
             for call in filter(None, (rows.ours(given), peer_of(cell, given))):
                 call()
         del given
-    torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     yield None
     for cell in own:
         yield f"{cell.heads} {cell.length}", asdict(timing(cell))

@@ -9,6 +9,7 @@ import torch
 import torch._functorch.autograd_function
 import torch.autograd.function
 from torch._C._autograd import _profiler_enabled
+from torch._C._dynamo import guards
 from torch._C._functorch import is_functorch_wrapped_tensor as _is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
@@ -33,6 +34,11 @@ def forward_mode_is_on() -> bool:
     return forward_ad._current_level >= 0
 
 
+def count_write(x: torch.Tensor) -> None:
+    """As ``torch.autograd.graph.increment_version``."""
+    torch._C._increment_version((x,))
+
+
 def without_keys_excluded(keys: tuple[DispatchKey, ...]) -> Any:
     """A context in which ``keys`` are not switched off."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
@@ -51,6 +57,13 @@ def call_instead(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 def dispatch_state() -> tuple[int, int]:
     """The keys that this thread adds to a call's, modes and autocast among them, and those it leaves out, as bits."""
     return _local_include().raw_repr(), _local_exclude().raw_repr()
+
+
+def likeness(*tensors: torch.Tensor) -> Callable[..., bool]:
+    """Whether as many tensors are of the same classes, keys, dtypes, devices, shapes and strides as these, and need
+    gradients alike; the keys with those that the thread adds and leaves out. One tensor twice is like nothing.
+    """
+    return guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def backend_key(x: torch.Tensor) -> DispatchKey | None:

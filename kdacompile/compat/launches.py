@@ -11,11 +11,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._dynamo import guards
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], stream: int | None) -> None:
@@ -31,8 +32,9 @@ def launch_stream(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     runtime = _runtime()
-    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
-    return None if any(getattr(hook, "calls", hook) for hook in hooks) else current_stream(device.index)
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    told = getattr(before, "calls", before) or getattr(after, "calls", after)
+    return None if told else current_stream(device.index)
 
 
 # As Triton's launcher passes them; pointers apart.
@@ -110,6 +112,12 @@ def _passed(at: int, kind: Any, value: Any, descriptors: Iterator[Any]) -> list[
 @functools.cache
 def _runtime() -> Any:
     return import_module("triton").knobs.runtime  # not at the top: the package is optional
+
+
+empty_strided: dict[str, Callable[..., torch.Tensor]] = {
+    kind: getattr(guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")
+}
+"""``torch.empty_strided`` of a shape, strides and a dtype by the type of device, which is the current one."""
 
 
 def current_stream(device: int) -> int:

@@ -25,7 +25,7 @@ from kdacompile.lowering.calls import Call
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.ops import autograd, kernels, mla_cut
 from kdacompile.ops.checks import check_layout
-from kdacompile.ops.dispatch import Kernel, Shortcut
+from kdacompile.ops.dispatch import Kernel, Known, Shortcut
 from kdacompile.ops.errors import VmapError
 from kdacompile.ops.signature import (
     LINEAR_ATTENTION,
@@ -43,13 +43,17 @@ _AUTOCAST_KEYS = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastXPU": "
 
 _library = torch.library.Library("kdacompile", "DEF")
 _kernels: dict[str, dict[DispatchKey, Kernel]] = {}
+_shortcuts: dict[str, Shortcut] = {}
 
 
-def add_kernel(name: str, device: str, kernel: Kernel) -> None:
+def add_kernel(name: str, device: str, kernel: Kernel, known: Known | None = None) -> None:
     """Serve op ``name`` on a device's dispatch key ("CPU", "CUDA", "PrivateUse1") with ``kernel``.
 
-    Kernels of ``linear_attention`` return o contiguous and know nothing of ``o_layout``.
+    Kernels of ``linear_attention`` return o contiguous and know nothing of ``o_layout``. ``known``: what the kernel
+    remembers of a call, as :class:`~kdacompile.ops.dispatch.Shortcut` asks for it.
     """
+    if known is not None:
+        _shortcuts[name].known = known
     if name == LINEAR_ATTENTION.name:
         kernel = kernels.in_layout(kernel)
     _library.impl(name, kernel, device)
@@ -80,7 +84,7 @@ def _forward(signature: Signature, run: Callable[[Any], Any]) -> Any:
     op = _define(signature.name, signature.schema, kernel, fake_of(signature))
     options = {**signature.options, **({"o_layout": "str"} if signature.o_layout else {})}
     optional = [operand.optional for operand in signature.operands]
-    Shortcut(op, _kernels[signature.name], optional, options, signature.writes)
+    _shortcuts[signature.name] = Shortcut(op, _kernels[signature.name], optional, options, signature.writes)
     return op
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -20,16 +21,21 @@ from kdacompile.compat.dispatcher import (
     backend_key,
     below_version_counter,
     call_instead,
+    count_write,
     dispatch_state,
     enable_single_level_autograd_function,
     forward_mode_is_on,
     function_modes,
+    likeness,
     profiler_is_on,
     transforms_are_active,
     without_keys_excluded,
 )
+from kdacompile.lowering.recorded import ALIGNED, Apply, Recorded
+from kdacompile.ops.signature import O_DIMENSIONS
 
 Kernel = Callable[..., Any]
+Known = Callable[[Sequence[Any], dict[str, Any]], Recorded | None]
 
 
 def needs_derivative(tensors: tuple[Any, ...]) -> bool:
@@ -80,6 +86,60 @@ def next_kernel(
     return kernels.get(below.highestPriorityTypeId()), below
 
 
+MOST = 8
+"""Kinds of calls of an op that are looked through, the newest first."""
+
+
+class Kind:
+    """Calls like one that is remembered: one look of torch's own at the tensors in place of all else that is asked.
+
+    It covers what :meth:`Shortcut.kernel` and a remembered call's key do: classes, keys (the thread's too, so modes,
+    transforms and autocast), dtypes, devices, shapes, strides. Addresses are multiples of 16, and what is written
+    shares no memory.
+    """
+
+    def __init__(self, tensors: Sequence[Any], options: dict[str, Any], recorded: Recorded, writes: int | None) -> None:
+        given = [x for x in tensors if x is not None]
+        self.absent, self._like, self._options = [x is None for x in tensors], likeness(*given), options
+        self._differentiable, self._recorded, self._writes = any_requires_grad(*given), recorded, writes
+        self._bytes = [0 if x is None else _extent(x) for x in tensors]
+        self._torch = any(isinstance(step, Apply) for step in recorded.steps)
+
+    def addresses(
+        self, tensors: Sequence[Any], given: Sequence[Any], absent: Sequence[bool], options: Mapping[str, Any]
+    ) -> list[int] | None:
+        """Those of a call's tensors if it is of this kind. ``given``: those that are not None."""
+        if absent != self.absent or not self._like(*given) or options != self._options:
+            return None
+        if self._differentiable and torch.is_grad_enabled():
+            return None
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        if functools.reduce(operator.or_, addresses) % ALIGNED:
+            return None
+        if self._writes is not None:
+            begin = addresses[self._writes]
+            end = begin + self._bytes[self._writes]
+            reach = zip(addresses, self._bytes, strict=True)
+            return addresses if [at < end and begin < at + size for at, size in reach].count(True) == 1 else None
+        return addresses
+
+    def run(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Any:
+        if self._writes is not None:
+            count_write(tensors[self._writes])
+        if self._torch:
+            with below_version_counter():
+                results = self._recorded.run(tensors, addresses)
+        else:
+            results = self._recorded.run(tensors, addresses)
+        return results if self._writes is None else results[0]
+
+
+def _extent(x: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (1 + reach) * x.itemsize if x.numel() else 0
+
+
 class Shortcut:
     """``op(...)``, by a kernel called as a function where the dispatcher would do nothing but find one.
 
@@ -100,11 +160,34 @@ class Shortcut:
     ) -> None:
         self._kernels, self._writes, self._optional, self._options = kernels, writes, optional, options
         self._backends: dict[Hashable, DispatchKey | None] = {}
+        self._kinds: tuple[Kind, ...] = ()
+        self.known: Known | None = None
         self._dispatched = call_instead(op, self)
 
     def __call__(self, *tensors: Any, **options: Any) -> Any:
+        if self._kinds and not (function_modes() or profiler_is_on() or forward_mode_is_on()):
+            given, absent = [x for x in tensors if x is not None], [x is None for x in tensors]
+            for kind in self._kinds:
+                addresses = kind.addresses(tensors, given, absent, options)
+                if addresses is not None:
+                    return kind.run(tensors, addresses)
         kernel = self.kernel(tensors, options)
-        return self._dispatched(*tensors, **options) if kernel is None else self.run(kernel, tensors, options)
+        if kernel is None:
+            return self._dispatched(*tensors, **options)
+        results = self.run(kernel, tensors, options)
+        if self.known is not None:
+            self._keep(self.known, tensors, options)
+        return results
+
+    def _keep(self, known: Known, tensors: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """The call that was just made among the kinds, if it is remembered."""
+        asked = {name: value for name, value in options.items() if (name, value) != ("o_layout", O_DIMENSIONS)}
+        recorded = known(tensors, asked)
+        if recorded is not None:
+            kind = Kind(tensors, options, recorded, self._writes)
+            given = [x for x in tensors if x is not None]
+            if kind.addresses(tensors, given, kind.absent, options) is not None:
+                self._kinds = (kind, *self._kinds[: MOST - 1])
 
     def kernel(self, tensors: tuple[Any, ...], options: Mapping[str, Any]) -> Kernel | None:
         """What serves this call; None where it is the dispatcher's."""
@@ -136,7 +219,7 @@ class Shortcut:
     def run(self, kernel: Kernel, tensors: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """What the kernels of autograd and of the version counter would do."""
         if self._writes is not None:
-            torch.autograd.graph.increment_version(tensors[self._writes])
+            count_write(tensors[self._writes])
         with below_version_counter():
             return kernel(*tensors, **options)
 

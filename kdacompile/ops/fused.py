@@ -21,7 +21,7 @@ from kdacompile.lowering.recorded import Memory, Operands, Results
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch, shares_memory
 from kdacompile.ops import definitions, kernels
-from kdacompile.ops.dispatch import Kernel, differentiation
+from kdacompile.ops.dispatch import Kernel, Known, differentiation
 from kdacompile.ops.kernels import gradients_of, mla_backward_kernel, run_mla
 from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_, MLA, Signature
 
@@ -33,6 +33,7 @@ class Named(Protocol):
 
 
 K = TypeVar("K", bound=Named)
+Run = Callable[[Scratch, Operands, dict[str, Any]], Results]
 
 
 class Serving:
@@ -47,7 +48,7 @@ class Serving:
 
     def launched(
         self,
-        run: Callable[[Scratch, Operands, dict[str, Any]], Results],
+        run: Run,
         operands: Operands,
         options: dict[str, Any],
         *,
@@ -65,6 +66,13 @@ class Serving:
         precision = torch.get_float32_matmul_precision() if single else None
         decides = (run.__name__, precision, *options.items())
         return self._memory.run(decides, operands, lambda scratch: run(scratch, operands, options), written)
+
+    def known(self, run: Run, written: int | None = None) -> Known | None:
+        """What finds a remembered call of ``run``'s op, where torch's precision of fp32 products has no say."""
+        memory = self._memory
+        if memory is None:
+            return None
+        return lambda operands, options: memory.known((run.__name__, None, *options.items()), operands, written)
 
     def chosen(self, choose: Callable[[], K | None], what: str = "") -> K | None:
         """What takes a call; None after an error of ours, too. ``what``: for ``attempted``."""
@@ -108,9 +116,10 @@ class FusedKernels(Serving):
 
     def serve(self, device: str) -> None:
         """Register on a device's dispatch key ("CUDA", "PrivateUse1")."""
-        definitions.add_kernel(LINEAR_ATTENTION.name, device, self.sequence)
-        definitions.add_kernel(LINEAR_ATTENTION_STEP.name, device, self.step)
-        definitions.add_kernel(LINEAR_ATTENTION_STEP_.name, device, self.inplace_step)
+        definitions.add_kernel(LINEAR_ATTENTION.name, device, self.sequence, self.known(self._sequence))
+        definitions.add_kernel(LINEAR_ATTENTION_STEP.name, device, self.step, self.known(self._step))
+        known = self.known(self._inplace_step, LINEAR_ATTENTION_STEP_.writes)
+        definitions.add_kernel(LINEAR_ATTENTION_STEP_.name, device, self.inplace_step, known)
         if self._gradients is not None:
             for signature in (LINEAR_ATTENTION, LINEAR_ATTENTION_STEP):
                 definitions.add_kernel(signature.backward_name, device, self._backward_of(signature, self._gradients))
@@ -208,7 +217,7 @@ class FusedAttention(Serving):
 
     def serve(self, device: str) -> None:
         """Register on a device's dispatch key ("CUDA", "PrivateUse1")."""
-        definitions.add_kernel(MLA.name, device, self.attention)
+        definitions.add_kernel(MLA.name, device, self.attention, self.known(self._attention))
         definitions.add_kernel(MLA.backward_name, device, self.backward)
 
     def attention(self, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:

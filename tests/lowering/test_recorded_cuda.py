@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from kdacompile.lowering.cuda import choose, choose_attention
+from kdacompile.ops.dispatch import Shortcut
 from kdacompile.ops.fused import FusedAttention, FusedKernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -180,3 +182,30 @@ def test_nothing_is_waited_for() -> None:
             op.remembering(*given, **op.options)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["linear_attention", "linear_attention_step", "linear_attention_step_", "mla"])
+def test_calls_known_by_one_look(name: str) -> None:
+    """The ops themselves, on a stream of their own as well: after the first call nothing is chosen."""
+    step, seeds = name.startswith("linear_attention_step"), range(3)
+    method = {"linear_attention": "sequence", "mla": "attention"}.get(
+        name, "inplace_step" if name[-1] == "_" else "step"
+    )
+    length = {"linear_attention": 208}.get(name, 1)
+
+    def operands(seed: int) -> list[Tensor | None]:
+        if name == "mla":
+            return [*latents(seed, page=64, weights=bool(seed)), None]
+        return [*tokens(seed, 2, length, state=step), *([] if name == "linear_attention_step" else [None])]
+
+    op = attention() if name == "mla" else linear(method, **({} if step else {"chunk_size": 0}))
+    served = getattr(torch.ops.kdacompile, name).default
+    with patch.object(Shortcut, "kernel", autospec=True, side_effect=Shortcut.kernel) as asked:
+        for seed in (*seeds, *seeds):
+            want = op.run(op.plain, operands(seed))
+            torch.cuda.synchronize()
+            with torch.cuda.stream(torch.cuda.Stream() if seed == 2 else torch.cuda.current_stream()):
+                have = op.run(served, operands(seed))
+            torch.cuda.synchronize()
+            assert all(same_bits(x, y) for x, y in zip(have, want, strict=True)), seed
+        assert asked.call_count == (2 if name == "mla" else 1)
