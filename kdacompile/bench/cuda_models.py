@@ -34,6 +34,11 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_value_head_dim": 128, "mlp_only_layers": [0, 1, 2, 3], "num_experts": 2, "num_experts_per_tok": 2,
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     }),
+    "deepseek_v3": ("DeepseekV3", {
+        "layer_types": None, "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 4,
+    }),
 }  # fmt: skip
 
 
@@ -42,7 +47,7 @@ def build(kind: str) -> Any:
     transformers = importlib.import_module("transformers")
     name, sizes = _MODELS[kind]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**_BASE, **sizes)
+    config = getattr(transformers, f"{name}Config")(**_BASE | sizes)
     with torch.device("cuda"):
         model = getattr(transformers, f"{name}ForCausalLM")(config)
     return model.to(torch.bfloat16).eval()

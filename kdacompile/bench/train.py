@@ -16,16 +16,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kdacompile.bench import device_clock, record, rows
+from kdacompile.bench import cudnn_kda, device_clock, record, rows
 from kdacompile.bench.record import Figures
 from kdacompile.bench.relay import LONGEST, Job, Outcome, Relay, Steps
+from kdacompile.bench.train_rows import MEASURED, ROWS, arguments, differentiated, gradients, of_output
 
-ROWS = ("kda", "gdn", "gla", "simple", "delta", "mamba")
-LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 65536)  # of kda; other rows are measured at MEASURED
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 65536)  # of kda; other rows have one
 TITLES = {"kda": "KDA, 32 heads of 128, bf16, bounded gates"}
 """What a chart of one row is called."""
-MODELS = ("kimi_linear", "qwen3_next")
-MEASURED, CHECKED = 8192, 256  # tokens; the fp64 recurrence goes token by token
+_STEPS = {  # of models: who is asked for a step of training; FLA refuses Qwen3-Next's with this Triton
+    "kimi_linear": ("ours", "fla"), "qwen3_next": ("ours", "eager"), "deepseek_v3": ("ours", "eager", "inductor"),
+}  # fmt: skip
+MODELS = tuple(_STEPS)
+CHECKED = 256  # tokens: the fp64 recurrence goes token by token
 READY_SECONDS, SAMPLES = 240.0, 7
 _LONGEST = {"eager": 4096}  # tokens up to which torch's operators are asked
 _UNROLLED = (256, 512)  # those of Inductor, which unrolls loops: a process for each, since they take minutes to compile
@@ -63,11 +66,10 @@ def put(cases: dict[str, Figures], name: str, length: int, who: str, figures: Fi
 
 
 def contenders(name: str) -> tuple[str, ...]:
-    """FLA refuses the gradients of gdn with the Triton that comes with torch 2.11."""
     if name in MODELS:
-        return ("ours", "fla")
-    unrolled = [f"inductor-{length}" for length in _UNROLLED]
-    return {"kda": ("ours", "eager", "fla", *unrolled), "gdn": ("ours",)}.get(name, ("ours", "fla"))
+        return _STEPS[name]
+    unrolled = ("eager", *(f"inductor-{length}" for length in _UNROLLED)) if name == "kda" else ()
+    return ("ours", *ROWS[name].peers, *unrolled)
 
 
 def _asked(name: str, contender: str) -> tuple[str, tuple[int, ...]]:
@@ -75,7 +77,8 @@ def _asked(name: str, contender: str) -> tuple[str, tuple[int, ...]]:
     who, _, length = contender.partition("-")
     if length:
         return who, (int(length),)
-    return who, tuple(n for n in (LENGTHS if name == "kda" else (MEASURED,)) if n <= _LONGEST.get(who, n))
+    everyone = LENGTHS if name == "kda" else (MEASURED if name in MODELS else ROWS[name].length,)
+    return who, tuple(n for n in everyone if n <= _LONGEST.get(who, n))
 
 
 def line(figures: Figures) -> str:
@@ -84,10 +87,13 @@ def line(figures: Figures) -> str:
     if "tokens_a_second" in figures:
         return f"{figures['tokens_a_second']:,.0f} tokens/s, {figures['peak_bytes'] / 2**30:.1f} GiB"
     worst = max(figures["errors"].items(), key=lambda item: item[1])
+    backward = f"backward {figures['backward_us']:7.0f}, "
+    last = f"workspace {figures['workspace_bytes'] >> 20} MiB, worst error {worst[1]:.1e} (d{worst[0]})"
+    if "device_us" not in figures:
+        return backward + last
     return (
-        f"{figures['device_us']:7.0f} us, backward {figures['backward_us']:7.0f}, floor {figures['floor_us']:4.0f}, "
-        f"host {figures['host_us']:5.0f}, saved {figures['saved_bytes'] >> 20} MiB, "
-        f"workspace {figures['workspace_bytes'] >> 20} MiB, worst error {worst[1]:.1e} (d{worst[0]})"
+        f"{figures['device_us']:7.0f} us, {backward}floor {figures['floor_us']:4.0f}, host {figures['host_us']:5.0f}, "
+        f"saved {figures['saved_bytes'] >> 20} MiB, {last}"
     )
 
 
@@ -104,65 +110,57 @@ def measured(name: str, contender: str) -> Steps:
         yield str(MEASURED), _model_figures(step)
         return
     checked = lengths[0] if who == "inductor" else CHECKED
+    if who == "portable":
+        _leave_emitted_kernels_alone()
     for length in dict.fromkeys((checked, lengths[-1])):
         given = arguments(name, length)
-        _both(who, given)()
-        torch.no_grad()(_forward(who, given))()
+        if who != "cudnn":
+            _both(name, who, given)()
+            torch.no_grad()(_forward(who, given))()
     torch.cuda.synchronize()
-    yield None
     errors = _errors(name, who, checked)
+    yield None
     for length in lengths:
-        yield str(length), _figures(who, arguments(name, length)) | {"errors": errors}
+        yield str(length), _figures(name, who, arguments(name, length)) | {"errors": errors}
 
 
-def arguments(name: str, length: int, device: str = "cuda") -> rows.Given:
-    """Of the op; everything that floats wants a gradient. Keys are normalised in the op where there is beta."""
-    kind = {"kda": "channel", "gla": "channel", "delta": "none"}.get(name, "token")
-    delta = name in ("kda", "gdn", "delta")
-    heads, value_heads, value_width = {"gdn": (16, 32, 128), "mamba": (1, 80, 64)}.get(name, (32, 32, 128))
-    given = rows.random_arguments(
-        kind, "sigmoid" if name == "kda" else "log", length, delta=delta, norm="inside" if delta else "none",
-        heads=heads, value_heads=value_heads, value_width=value_width, device=device,
-    )  # fmt: skip
-    if name == "gla":
-        given["g"] = given["g"].bfloat16()
-    return given | {n: x.requires_grad_() for n, x in rows.tensors_of(given).items()}
+def _leave_emitted_kernels_alone() -> None:
+    from kdacompile.lowering import cuda
+    from kdacompile.lowering.triton import TritonGradients, TritonKernels
+
+    cuda.IMPLEMENTATIONS[:], cuda.ADJOINTS[:] = [TritonKernels()], [TritonGradients()]
 
 
 def _forward(who: str, given: rows.Given) -> Callable[[], rows.Output]:
     if who in ("eager", "inductor"):
         return rows.plain(given, who)
-    call = rows.ours(given) if who == "ours" else rows.fla(given)
+    call = rows.ours(given) if who in ("ours", "portable") else rows.fla(given)
     assert call is not None  # every row has an operator of FLA's
     return call
 
 
-def _gradients(forward: Callable[[], rows.Output], given: rows.Given) -> Callable[[], tuple[Tensor, ...]]:
-    leaves, v = list(rows.tensors_of(given).values()), given["v"]
-    of_o = torch.randn(v.shape, device=v.device, generator=torch.Generator(v.device).manual_seed(1)).bfloat16()
-
-    def run() -> tuple[Tensor, ...]:
-        o = forward()[0]
-        return torch.autograd.grad(o, leaves, of_o.to(o.dtype), retain_graph=True)
-
-    return run
-
-
-def _both(who: str, given: rows.Given) -> Callable[[], tuple[Tensor, ...]]:
-    return _gradients(_forward(who, given), given)
+def _both(name: str, who: str, given: rows.Given) -> Callable[[], tuple[Tensor, ...]]:
+    return gradients(name, _forward(who, given), given)
 
 
 def _errors(name: str, who: str, length: int = CHECKED, device: str = "cuda") -> dict[str, float]:
-    """RMS of each gradient's difference over its RMS."""
+    """RMS of each gradient's difference over its RMS; where the exact one is 0, what was found."""
     given = arguments(name, length, device)
-    double = given | {n: x.detach().double().requires_grad_() for n, x in rows.tensors_of(given).items()}
-    found, exact = _both(who, given)(), _gradients(lambda: rows.oracle(double), double)()
-    names = rows.tensors_of(given)
-    return {n: rows.relative_error(a, b) for n, a, b in zip(names, found, exact, strict=True)}
+    double = given | {n: x.detach().double().requires_grad_() for n, x in differentiated(given).items()}
+    exact = dict(zip(differentiated(given), gradients(name, lambda: rows.oracle(double), double)(), strict=True))
+    if who == "cudnn":
+        call, found, _ = cudnn_kda.backward(given, of_output(given))
+        call()
+    else:
+        found = dict(zip(exact, _both(name, who, given)(), strict=True))
+    return {n: rows.relative_error(x, exact[n]) if exact[n].any() else float(x.norm()) for n, x in found.items()}
 
 
-def _figures(who: str, given: rows.Given) -> Figures:
-    forward, both = _forward(who, given), _both(who, given)
+def _figures(name: str, who: str, given: rows.Given) -> Figures:
+    if who == "cudnn":
+        backward, _, size = cudnn_kda.backward(given, of_output(given))
+        return {"backward_us": _median(backward), "workspace_bytes": size}
+    forward, both = _forward(who, given), _both(name, who, given)
     inputs = sum(x.nbytes for x in rows.tensors_of(given).values())
     kept: dict[int, int] = {}
 
@@ -173,7 +171,7 @@ def _figures(who: str, given: rows.Given) -> Figures:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
         forward()
     results = forward()
-    backward = _gradients(lambda: results, given)
+    backward = gradients(name, lambda: results, given)
     moved = 3 * inputs + 2 * given["v"].nbytes  # inputs twice, their gradients, the output and its gradient
     figures = {
         "device_us": _median(both), "backward_us": _median(backward), "forward_us": _median(torch.no_grad()(forward)),
@@ -205,7 +203,8 @@ def _model_step(name: str, who: str) -> Callable[[], None]:
     from kdacompile.bench import cuda_models
 
     model = cuda_models.build(name).train()
-    called = torch.compile(model, backend="kda") if who == "ours" else model
+    backends = {"ours": "kda", "inductor": "inductor"}
+    called = torch.compile(model, backend=backends[who]) if who in backends else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(3, model.config.vocab_size, (1, MEASURED), device="cuda")
 

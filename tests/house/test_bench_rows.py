@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from kdacompile.bench import cuda_worker, rows, train
+from kdacompile.bench import cuda_worker, rows, train, train_rows
 from kdacompile.bench.cuda_cases import CASES, MODELS, Case
 from kdacompile.bench.measure import relative_error
 
@@ -45,12 +45,28 @@ def test_the_first_tokens_of_packed_sequences_are_sequences() -> None:
     assert rows.oracle(first)[1].shape[0] == 6
 
 
-@pytest.mark.parametrize("name", train.ROWS)
-def test_every_row_has_the_gradients_of_the_recurrence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "CHECKED", 3)
-    errors = train._errors(name, "ours", device="cpu")
-    assert errors.keys() == rows.tensors_of(train.arguments(name, 1, "cpu")).keys()
+@pytest.mark.parametrize("name", train_rows.ROWS)
+def test_every_row_has_the_gradients_of_the_recurrence(name: str) -> None:
+    errors = train._errors(name, "ours", 17 if train_rows.ROWS[name].packed else 3, "cpu")
+    assert errors.keys() == train_rows.differentiated(train_rows.arguments(name, 1, "cpu")).keys()
     assert max(errors.values()) < 2e-2
+
+
+def test_gates_of_a_strength_are_of_that_strength() -> None:
+    gates = {
+        name: rows.log_gate(train_rows.arguments(name, 9, "cpu")).float() for name in train_rows.ROWS if "-" in name
+    }
+    for fn in ("kda", "softplus", "outside"):
+        weak, strong, zero = (gates[f"{fn}-{strength}"].detach() for strength in ("weak", "strong", "zero"))
+        assert not zero.any() and weak.max() < 0 and strong.mean() < 4 * weak.mean(), fn
+
+
+def test_a_loss_reads_what_its_row_says() -> None:
+    for name, unread in (("kda-state", {"q"}), ("kda-sum", set[str]())):
+        given = train_rows.arguments(name, 5, "cpu")
+        found = train_rows.gradients(name, rows.ours(given), given)()
+        named = zip(train_rows.differentiated(given), found, strict=True)
+        assert {n for n, x in named if not x.any()} == unread
 
 
 def test_fla_is_called_with_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,5 +94,5 @@ def test_fla_is_called_with_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> No
         ("chunk_kda", sorted([*common, *own, "cu_seqlens"])),
         ("fused_recurrent_kda", sorted([*common, *own, "initial_state", "lower_bound"])),
     ]
-    mamba = train.arguments("mamba", 2, "cpu")
+    mamba = train_rows.arguments("mamba", 2, "cpu")
     assert (mamba["q"].shape[2], mamba["v"].shape[2:]) == (1, torch.Size([80, 64]))

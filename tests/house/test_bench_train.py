@@ -27,8 +27,14 @@ def test_a_line_has_times_bytes_and_the_worst_error() -> None:
     assert train.line({"failure": "not ready"}) == "- not ready"
 
 
-def test_fla_is_not_asked_for_what_it_refuses() -> None:
-    assert train.contenders("gdn") == ("ours",)
+def test_a_peer_s_backward_alone_has_a_line() -> None:
+    text = train.line({"backward_us": 1286.0, "workspace_bytes": 802 << 20, "errors": {"g": 1.3e-2}})
+    assert text == "backward    1286, workspace 802 MiB, worst error 1.3e-02 (dg)"
+
+
+def test_nobody_is_asked_for_what_he_refuses() -> None:
+    assert train.contenders("gdn") == ("ours",) and train.contenders("qwen3_next") == ("ours", "eager")
+    assert train.contenders("outside-h16") == ("ours", "cudnn")
     assert all("ours" in train.contenders(name) for name in (*train.ROWS, *train.MODELS))
 
 
@@ -45,10 +51,10 @@ def test_forward_and_training_of_one_row_are_drawn_from_one_run() -> None:
     assert {kind: [case["length"] for case in found] for kind, found in panels.items()} == {
         "forward": list(train.LENGTHS), "training": list(train.LENGTHS),
     }  # fmt: skip
-    everyone = ("ours", "eager", "inductor", "fla")
+    everyone = ("ours", "portable", "eager", "inductor", "fla")
     assert charts.times(panels["forward"][0]) == pytest.approx(dict.fromkeys(everyone, 0.0512))
     assert [case["length"] for case in panels["training"] if "inductor" in case["results"]] == [256, 512]
-    assert charts.times(panels["training"][2]) == pytest.approx({"ours": 1.024, "eager": 1.024})
+    assert charts.times(panels["training"][2]) == pytest.approx({"ours": 1.024, "portable": 1.024, "eager": 1.024})
 
 
 def test_a_record_says_when_and_of_which_commit(tmp_path: Path) -> None:

@@ -25,8 +25,16 @@ from kdacompile.lowering.calls import Call  # noqa: E402
 from kdacompile.lowering.hopper.backward_run import HopperBackward  # noqa: E402
 from kdacompile.lowering.scratch import Scratch  # noqa: E402
 from kdacompile.lowering.triton import backward_run  # noqa: E402
-from tests.lowering.differentiated import BOTH, call_of, check, later_is_ignored, plain  # noqa: E402
-from tests.ops.cases import Case, make_case  # noqa: E402
+from tests.lowering.differentiated import (  # noqa: E402
+    BOTH,
+    call_of,
+    check,
+    expected,
+    later_is_ignored,
+    plain,
+    weights,
+)
+from tests.ops.cases import TENSORS, Case, make_case  # noqa: E402
 
 PARAMETERS = ("A_log", "dt_bias", "initial_state")
 STATE = 5
@@ -170,6 +178,31 @@ def extremes() -> None:
     compare(case.with_tensors(beta=beta, k=case.tensors["k"][:, :1].expand_as(case.tensors["k"])))
 
 
+def draws() -> None:
+    """Few tokens, several draws: what all of them together are off by. Beta's gradient is one number a token, which may
+    be next to nothing beside the terms it sums: one draw's error is that of its one or two largest."""
+
+    def extreme(seed: int) -> Case:
+        random = torch.Generator().manual_seed(seed)
+        case = case_of(batch=1, seed=seed)
+        g = case.tensors["g"]
+        strong = torch.where(torch.rand(g.shape, generator=random) < 0.2, -1000.0, g)
+        return case.with_tensors(g=torch.where(torch.rand(g.shape, generator=random) < 0.1, -torch.inf, strong))
+
+    for of in (lambda seed: case_of(length=70, batch=1, groups=2, seed=seed), extreme):
+        squares, sizes = dict.fromkeys(TENSORS, 0.0), dict.fromkeys(TENSORS, 1e-30)
+        for seed in range(1, 7):
+            case = rounded(of(seed))
+            given = weights(case)
+            want, norms = expected(case, given)
+            found = KERNELS.gradients(call_of(case), given[0], given[1])
+            for name, x in zip(TENSORS, found, strict=True):
+                if x is not None:
+                    squares[name] += float((x.double() - want[name]).square().sum())
+                    sizes[name] += norms[name] ** 2
+        assert max(squares[name] / sizes[name] for name in TENSORS) <= 5e-3**2, (squares, sizes)
+
+
 def causality() -> None:
     """Earlier gradients do not depend on later tokens, bit for bit; one result alone."""
     for gate, fn in (("channel", "log"), ("channel", "sigmoid"), ("token", "log")):
@@ -196,7 +229,7 @@ def two_passes() -> None:
             assert have is want is None or (have is not None and want is not None and torch.equal(have, want))
 
 
-PARTS = {part.__name__: part for part in (gates, tokens, shapes, groups, extremes, causality, two_passes)}
+PARTS = {part.__name__: part for part in (gates, tokens, shapes, groups, extremes, draws, causality, two_passes)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:

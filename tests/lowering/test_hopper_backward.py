@@ -19,7 +19,9 @@ MULTIPROCESSOR, RESERVED = 228 * 1024, 1024
 
 
 @needs_triton
-@pytest.mark.parametrize("part", ["gates", "tokens", "shapes", "groups", "extremes", "causality", "two_passes"])
+@pytest.mark.parametrize(
+    "part", ["gates", "tokens", "shapes", "groups", "extremes", "draws", "causality", "two_passes"]
+)
 def test_gradients_emulated(part: str) -> None:
     command = [sys.executable, "-m", "tests.lowering.hopper_emulated", part]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
