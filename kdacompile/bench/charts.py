@@ -30,6 +30,7 @@ _COLOURS = {
     "portable": ("kdacompile, emitted Triton", "#74add1"),
     "inductor": ("Inductor", "#e08214"),
     "fla": ("flash-linear-attention", "#8073ac"),
+    "cudnn": ("NVIDIA's cudnn-frontend", "#d73027"),
     "one": ("one GPU", "#969696"),
     "ranks": ("tokens on two GPUs", "#1a9850"),
     "eager": ("eager", "#969696"),
