@@ -29,7 +29,7 @@ _STEPS = {  # of models: who is asked for a step of training; FLA refuses Qwen3-
 }  # fmt: skip
 MODELS = tuple(_STEPS)
 CHECKED = 256  # tokens: the fp64 recurrence goes token by token
-READY_SECONDS, SAMPLES = 240.0, 7
+READY_SECONDS, SAMPLES, AT_ONCE = 240.0, 7, 8
 _LONGEST = {"eager": 4096}  # tokens up to which torch's operators are asked
 _UNROLLED = (256, 512)  # those of Inductor, which unrolls loops: a process for each, since they take minutes to compile
 
@@ -49,10 +49,17 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float | None) -> 
         title = TITLES.get(chosen[0]) if len(chosen) == 1 else None
         record.write(json_path, "train", list(cases.values()), device=device, title=title)
 
-    jobs = [Job(f"{name}, {who}", __name__, name, who) for name in chosen for who in contenders(name)]
-    Relay(timeout or READY_SECONDS, timeout or LONGEST).run([jobs], done)
+    Relay(timeout or READY_SECONDS, timeout or LONGEST).run(waves(chosen), done)
     print(f"\nwritten to {json_path}")
     return 1 if any("failure" in case["results"].get("ours", {}) for case in cases.values()) else 0
+
+
+def waves(chosen: Sequence[str]) -> list[list[Job]]:
+    """Rows, some workers at a time, then a model at a time: what they keep on the device does not fit it at once."""
+    jobs = {name: [Job(f"{name}, {who}", __name__, name, who) for who in contenders(name)] for name in chosen}
+    of_rows = [job for name in chosen if name not in MODELS for job in jobs[name]]
+    starts = range(0, len(of_rows), AT_ONCE)
+    return [of_rows[start : start + AT_ONCE] for start in starts] + [jobs[name] for name in chosen if name in MODELS]
 
 
 def put(cases: dict[str, Figures], name: str, length: int, who: str, figures: Figures) -> None:

@@ -38,6 +38,14 @@ def test_nobody_is_asked_for_what_he_refuses() -> None:
     assert all("ours" in train.contenders(name) for name in (*train.ROWS, *train.MODELS))
 
 
+def test_few_workers_are_on_the_device_at_once_and_models_alone() -> None:
+    names = [*train.ROWS, *train.MODELS]
+    waves = train.waves(names)
+    assert [job for wave in waves for job in wave] == [job for name in names for job in train.waves([name])[0]]
+    assert max(map(len, waves)) == train.AT_ONCE
+    assert [{job.group for job in wave} for wave in waves[-len(train.MODELS) :]] == [{name} for name in train.MODELS]
+
+
 def test_forward_and_training_of_one_row_are_drawn_from_one_run() -> None:
     cases: dict[str, train.Figures] = {}
     for length in train.LENGTHS:
