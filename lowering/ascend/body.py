@@ -35,6 +35,7 @@ class Body(Emitter):
         self.scratch: dict[str, Scratch] = {}
         self._turns = turns  # the kernel has a loop over chunks in which buffers per core are written again
         self._column, self._block = ("column", "BV") if columns else ("0", "V")  # of V, what a task has
+        self._ahead = made.options.ahead
         self._in_memory = made.target.meeting == "global"  # where units meet
         self._made: set[Value] = set()
         self._loaded: dict[Value, str] = {}
@@ -348,10 +349,10 @@ class Body(Emitter):
         return self.argument(f"{buffer.name}_ptr", buffer.kind)
 
     def _gram_part(self, task: Task) -> str:
-        """Parts of ``gated_gram``. With a gate per channel the scaled rows and columns come from ``sub_chunks``."""
+        """Parts of ``gated_gram``. Level by level the scaled rows and columns come from ``sub_chunks``."""
         op, name = task.op, task.op.result.name
         strict = bool(op.attr("strict", False))
-        if op.inputs[2].type.cols != 1:
+        if op.inputs[2].type.cols != 1 or self._ahead:
             apart = task.part == "triangle" or any(t.part == "triangle" and t.op is op for t in self.tasks)
             gram = (
                 self.argument(f"{name}_diagonal_ptr", Kind.F32) if apart else self._pointer(self._beside(task.output))

@@ -206,6 +206,7 @@ def _channel_kernel(made: Plan, name: str, stage: Stage, tasks: Sequence[Task], 
     """The kernel of macros_channel.py that does these ``tasks`` of a stage, and leaves and reads what the plan says."""
     text, runtime, constants = macro_kernel(name)
     known = {"BETA": any(port.name == "beta" for port in made.program.inputs)}
+    known["WIDE"] = made.program.port("g").type.cols != 1
     known["INVERTED"] = any(task.part == "diagonal" for task in tasks)
     known["JOINED"] = any(task.part == "diagonal" and task.op.kind is OpKind.GATED_GRAM for task in tasks)
     for constant, value in known.items():
@@ -222,7 +223,8 @@ def _channel_kernel(made: Plan, name: str, stage: Stage, tasks: Sequence[Task], 
     for buffer in made.buffers:
         if buffer.name in names and buffer.scope is not Scope.PORT:
             kind = Kind.IO if buffer.dtype is DType.IO else Kind.F32
-            scratch.setdefault(buffer.name, Scratch(buffer.name, kind, buffer.shape))
+            shape = ("K", 1) if buffer.shape == (1, 1) else buffer.shape
+            scratch.setdefault(buffer.name, Scratch(buffer.name, kind, shape))
     kinds = {"chunks": Kind.I32, "scale": Kind.NUMBER, "tokens": Kind.COUNT, "tasks": Kind.COUNT}
     kinds |= dict.fromkeys(("g_ptr", "beta_ptr", "grad_g_ptr"), Kind.F32)
     arguments = [Argument(a, kinds.get(a) or _pointer_kind(a, scratch)) for a in runtime]

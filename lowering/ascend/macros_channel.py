@@ -1,6 +1,6 @@
 """Triton helpers of a gate per channel, and the two kernels that need such gates token by token, on Vec alone:
-``sub_chunks`` in front of the products and, for gradients, ``sums`` behind them. As in ``macros.py`` their text is
-copied into the modules that use them.
+``sub_chunks`` in front of the products and, for gradients, ``sums`` behind them. The first also takes one gate a token,
+where Cube does the rest without Vec. As in ``macros.py`` their text is copied into the modules that use them.
 
 A pair of tokens in different sub-chunks of R belongs to one *level*: it lies in neighbouring blocks of N = R << level
 tokens. Its decay is that since the later block began times that until the earlier one ends. Half of a chunk's tokens
@@ -30,14 +30,29 @@ from .macros import (
 
 
 @triton.jit
+def gates_of(
+    g_ptr, token, head, rows, column, tokens, HV: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """[N, BK]: the gates of N tokens, ``WIDE`` of a tensor that has one a channel; else all channels have the same."""
+    if WIDE:
+        g = tl.load(tokens_at(g_ptr, token, head, rows, column, HV, N, K, BK), boundary_check=(0,))
+    else:
+        g = tl.load(gates_at(g_ptr, token, head, rows, tokens, N), boundary_check=(0,))
+        g = tl.broadcast_to(g[:, None], (N, BK))
+    return floor_gate(g)
+
+
+@triton.jit
 def gate_total(
-    g_ptr, token, head, rows, column, low, high, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr
-):
+    g_ptr, token, head, rows, column, low, high, tokens, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    R: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """[BK]: exp of the sum of the gates of the sub-chunks low, ..., high - 1."""
     total = tl.zeros([BK], tl.float32)
     for n in range(low, high):
-        g = tl.load(tokens_at(g_ptr, token + n * R, head, rows - n * R, column, HV, R, K, BK), boundary_check=(0,))
-        total += tl.sum(floor_gate(g), 0)
+        g = gates_of(g_ptr, token + n * R, head, rows - n * R, column, tokens, HV, R, K, BK, WIDE)
+        total += tl.sum(g, 0)
     return tl.exp(total)
 
 
@@ -132,8 +147,8 @@ def pairs_below(
 
 @triton.jit
 def walk_rows(
-    q_ptr, k_ptr, g_ptr, token, group, head, rows, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, DELTA: tl.constexpr,
+    q_ptr, k_ptr, g_ptr, token, group, head, rows, tokens, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Walk the R tokens from ``token`` and keep, for every token j up to row i, forward[j] = decay(i, j), and
     before[i] = decay(i, start): products of single gates, so that the diagonal blocks are exact for any gate.
@@ -148,9 +163,9 @@ def walk_rows(
     A_kk = tl.zeros([R, R], tl.float32)
     for i in range(R):
         here = i.to(tl.float32)
-        g_i = tl.load(tokens_at(g_ptr, token + i, head, rows - i, 0, HV, 1, K, K), boundary_check=(0,))
+        g_i = gates_of(g_ptr, token + i, head, rows - i, 0, tokens, HV, 1, K, K, WIDE)
         q_i = tl.load(tokens_at(q_ptr, token + i, group, rows - i, 0, H, 1, K, K), boundary_check=(0,))
-        alpha = tl.exp(floor_gate(g_i))
+        alpha = tl.exp(g_i)
         forward = forward * tl.where(row[:, None] < here, alpha, 1.0)
         before = before * tl.where(row[:, None] < here, 1.0, alpha)
         kept = forward * k
@@ -227,6 +242,7 @@ def sub_chunks(
     BETA: tl.constexpr,
     INVERTED: tl.constexpr,
     JOINED: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Everything of R tokens that needs their gates one by one, for all sub-chunks in parallel: diagonal blocks, tokens
     scaled for products with the state, and the rows and columns of every level. ``INVERTED``: also the inverses of the
@@ -246,7 +262,7 @@ def sub_chunks(
         token = start + n * R
         rows = length - n * R
         k, before, forward, A_qk, A_kk = walk_rows(
-            q_ptr, k_ptr, g_ptr, token, group, head, rows, scale, H, HV, K, R, DELTA
+            q_ptr, k_ptr, g_ptr, token, group, head, rows, tokens, scale, H, HV, K, R, DELTA, WIDE
         )
         if JOINED:
             store_diagonal(A_qk_diagonal_ptr, at, n, A_qk.to(io), C, R)
@@ -264,8 +280,8 @@ def sub_chunks(
         forward = k * forward
         for level in tl.static_range(LEVELS):
             low = (n >> level) << level
-            since = gate_total(g_ptr, start, head, length, 0, low, n, HV, K, K, R)
-            until = gate_total(g_ptr, start, head, length, 0, n + 1, low + (1 << level), HV, K, K, R)
+            since = gate_total(g_ptr, start, head, length, 0, low, n, tokens, HV, K, K, R, WIDE)
+            until = gate_total(g_ptr, start, head, length, 0, n + 1, low + (1 << level), tokens, HV, K, K, R, WIDE)
             scaled = (at * LEVELS + level) * (N // 2) + ((n >> (level + 1)) << level) + n - low
             if (n >> level) % 2 == 1:
                 tl.store(tile_at(A_qk_rows_ptr, scaled, 0, R, K, K), (q * since[None, :]).to(io))
@@ -275,14 +291,16 @@ def sub_chunks(
                     tl.store(tile_at(A_kk_rows_ptr, scaled, 0, R, K, K), (before * since[None, :]).to(io))
             else:
                 tl.store(tile_at(k_cols_ptr, scaled, 0, R, K, K), (forward * until[None, :]).to(io))
-        since = gate_total(g_ptr, start, head, length, 0, 0, n, HV, K, K, R)
-        until = gate_total(g_ptr, start, head, length, 0, n + 1, N, HV, K, K, R)
+        since = gate_total(g_ptr, start, head, length, 0, 0, n, tokens, HV, K, K, R, WIDE)
+        until = gate_total(g_ptr, start, head, length, 0, n + 1, N, tokens, HV, K, K, R, WIDE)
         tl.store(tile_at(Q_gated_io_ptr, at * N + n, 0, R, K, K), (q * since[None, :]).to(io))
         tl.store(tile_at(K_decayed_io_ptr, at * N + n, 0, R, K, K), (forward * until[None, :]).to(io))
         if DELTA:
             tl.store(tile_at(K_gated_neg_io_ptr, at * N + n, 0, R, K, K), (before * since[None, :] * -1.0).to(io))
         if n == 0:
-            tl.store(vector_at(decay_ptr, at, K), gate_total(g_ptr, start, head, length, 0, 0, N, HV, K, K, R))
+            tl.store(
+                vector_at(decay_ptr, at, K), gate_total(g_ptr, start, head, length, 0, 0, N, tokens, HV, K, K, R, WIDE)
+            )
 
 
 # ---- behind the products, for gradients
@@ -334,7 +352,7 @@ def add_levels(
         low = (n >> level) << level
         scaled = (at * LEVELS + level) * (N // 2) + ((n >> (level + 1)) << level) + n - low
         if (n >> level) % 2 == 1:
-            since = gate_total(g_ptr, start, head, length, column, low, n, HV, K, BK, R)[None, :]
+            since = gate_total(g_ptr, start, head, length, column, low, n, 0, HV, K, BK, R, True)[None, :]
             x = tl.load(tile_at(GQ_ptr, scaled, column, R, K, BK))
             GQ += before * since * x
             gates += (q * before * since).to(io).to(tl.float32) * x
@@ -344,7 +362,7 @@ def add_levels(
                 gates += (k * before * since).to(io).to(tl.float32) * x
         else:
             end = low + (1 << level)
-            until = gate_total(g_ptr, start, head, length, column, n + 1, end, HV, K, BK, R)[None, :]
+            until = gate_total(g_ptr, start, head, length, column, n + 1, end, 0, HV, K, BK, R, True)[None, :]
             x = tl.load(tile_at(GK_ptr, scaled, column, R, K, BK))
             if DELTA:
                 x += tl.load(tile_at(GK_cols_ptr, scaled, column, R, K, BK))
@@ -443,8 +461,8 @@ def sums(
                 GK_row_pairs_levels_ptr, GK_col_pairs_levels_ptr, start, length, head, column, at, n, io, HV, N, K, BK,
                 R, LEVELS, DELTA,
             )  # fmt: skip
-            since = gate_total(g_ptr, start, head, length, column, 0, n, HV, K, BK, R)[None, :]
-            until = gate_total(g_ptr, start, head, length, column, n + 1, N, HV, K, BK, R)[None, :]
+            since = gate_total(g_ptr, start, head, length, column, 0, n, 0, HV, K, BK, R, True)[None, :]
+            until = gate_total(g_ptr, start, head, length, column, n + 1, N, 0, HV, K, BK, R, True)[None, :]
             x = before * since * tl.load(tile_at(GQ_gated_ptr, at * N + n, column, R, K, BK))
             GQ += x
             gates += q * x

@@ -26,7 +26,7 @@ class Options:
     step in one turn, and do not. ``narrow``: what every reader rounds anyway crosses in the inputs' dtype;
     ``narrow_update``: the carry's change too (it costs accuracy). ``reuse``: buffers whose lifetimes do not meet share
     addresses. ``outputs``: "scan", "epilogue", or "auto" for fewer hand-overs, then fewer bytes. ``values``: as in
-    :class:`Target`, or "auto" for the target's. ``ahead``: with a gate per channel Vec leaves the triangular inverse's
+    :class:`Target`, or "auto" for the target's. ``ahead``: with gates Vec leaves the triangular inverse's
     diagonal blocks where Cube joins them, so that all products of the prologue are Cube's alone; they join the scan, in
     which Cube does the next chunk's while Vec is at the state. Only where one task has all columns of the state.
     """

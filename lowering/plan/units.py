@@ -48,8 +48,8 @@ class Joined:
 
 
 def joined(program: Program) -> dict[Value, Joined]:
-    """By inverse: those of a Gram matrix with a gate per channel. With T = M diag(b) of M = (I + diag(b) L)^-1, blocks
-    of T are joined by L alone: [[x, 0], [-y L x, y]] where x and y are blocks of T."""
+    """By inverse: those of a Gram matrix with gates. With T = M diag(b) of M = (I + diag(b) L)^-1, blocks of T are
+    joined by L alone: [[x, 0], [-y L x, y]] where x and y are blocks of T."""
     found: dict[Value, Joined] = {}
     for op in program.ops:
         if op.kind is not OpKind.UNIT_LOWER_INVERSE:
@@ -67,7 +67,7 @@ def joined(program: Program) -> dict[Value, Joined]:
             skipped = (x, *rows, result)
             gram = program.producer(gram.inputs[0])
         alone = len(_readers(program, gram.result)) == len(_readers(program, x)) == 1
-        if alone and gram.kind is OpKind.GATED_GRAM and gram.inputs[2].type.cols != 1:
+        if alone and gram.kind is OpKind.GATED_GRAM:
             found[op.result] = Joined(gram.result, factors, result, skipped)
     return found
 
@@ -93,7 +93,7 @@ def tasks(program: Program, target: Target, *, whole: bool = False, ahead: bool 
         if op.output in skipped:
             continue
         if target.split and op.kind is OpKind.GATED_GRAM:
-            *parts, product, triangle = _gram_parts(program, op, shared)
+            *parts, product, triangle = _gram_parts(program, op, shared, levels=bool(inverses))
             if inverses:
                 product = replace(product, output=op.result)
                 if all(op.result != inverse.gram for inverse in inverses.values()):
@@ -154,19 +154,20 @@ def _unit(op: Op, on_cube: set[Value], target: Target) -> Unit:
     return Unit.CUBE if is_product(op) or cast_on_store else Unit.VEC
 
 
-def _gram_parts(program: Program, op: Op, shared: dict[tuple[Value, Value, str], Value]) -> list[Task]:
+def _gram_parts(program: Program, op: Op, shared: dict[tuple[Value, Value, str], Value], *, levels: bool) -> list[Task]:
     """``gated_gram`` by its changes of unit; ``shared`` has the scaled rows and columns that other ops use too.
 
-    One gate per channel: Vec scales rows and columns, level by level, around the middle of every two blocks, Cube
-    multiplies, Vec fills the diagonal blocks and selects the triangle. One gate per token: Cube multiplies what was
-    loaded, Vec scales.
+    One gate per channel, or ``levels``: Vec scales rows and columns, level by level, around the middle of every two
+    blocks, Cube multiplies, Vec fills the diagonal blocks and selects the triangle. One gate per token: Cube multiplies
+    what was loaded, Vec scales.
     """
     x, y, gate = (narrow_source(program, v) for v in op.inputs)
     rows, cols = op.inputs[0].type.shape
     parts: list[Task] = []
     raw = Value(f"{op.result.name}_raw", TileType(rows, rows, DType.ACC))
     left, right = x, y
-    if gate.type.cols != 1:
+    levels = levels or gate.type.cols != 1
+    if levels:
         half = TileType(_half_of_levels(rows), cols, DType.IO)
         for source, part, name in ((x, "rows", op.result.name), (y, "cols", y.name)):
             if (source, gate, part) not in shared:
@@ -177,7 +178,7 @@ def _gram_parts(program: Program, op: Op, shared: dict[tuple[Value, Value, str],
         left = Value(f"{op.result.name}_rows", TileType(rows, cols, DType.IO))
         parts.append(Task(op, Unit.VEC, (x,), left, "rows"))
     parts.append(Task(op, Unit.CUBE, (left, right), raw, "product"))
-    finish = (raw, x, y, gate) if gate.type.cols != 1 else (raw, gate)
+    finish = (raw, x, y, gate) if levels else (raw, gate)
     parts.append(Task(op, Unit.VEC, finish, op.result, "triangle"))
     return parts
 

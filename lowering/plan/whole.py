@@ -15,7 +15,7 @@ from ..target import Unit
 from .hazards import slots
 from .model import PlanData
 
-SUB_CHUNKS = "sub_chunks"  # the kernel of gates per channel
+SUB_CHUNKS = "sub_chunks"  # the kernel of what is scaled level by level
 
 
 @dataclass(frozen=True)

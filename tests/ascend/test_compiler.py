@@ -30,6 +30,7 @@ from tests.lowering.test_ascend import FUSED
 
 # without the head gate, whose kernels are those of the token gate letter by letter (test_same_kernels)
 FAMILY = [row for row in ROWS if row[0] != "head"]
+MAY_BE_AHEAD = [("channel", True), ("token", True)]
 
 
 def constants(delta: bool, **sizes: int) -> dict[str, int]:
@@ -62,10 +63,11 @@ def test_targets_are_what_the_compiler_takes_them_for(tools: Tools, arch: str, t
     assert device == {**{name: figure.value for name, figure in target.memories.items()}, "groups": target.groups.value}
 
 
-@pytest.mark.parametrize("row", FAMILY)
-def test_family_compiles_as_planned(tools: Tools, row: tuple[str, bool]) -> None:
-    module = chunk_module(*row)
-    made = plan_of(row)
+@pytest.mark.parametrize(("row", "ahead"), [*((row, True) for row in FAMILY), *((row, False) for row in MAY_BE_AHEAD)])
+def test_family_compiles_as_planned(tools: Tools, row: tuple[str, bool], ahead: bool) -> None:
+    """``ahead``: with the products of the prologue in the scan, where the plan has a choice."""
+    module = chunk_module(*row, ahead=ahead)
+    made = plan_of(row, ahead=ahead)
     for kernel in module.kernels:
         tile = column_tile(128, 128, alone=not kernel.cube)
         facts = tools.compile(kernel, constants(row[1], BV=tile)).facts
@@ -99,11 +101,12 @@ def cube_of_scan(tools: Tools, kernel: Kernel, delta: bool) -> str:
     return re.split(r"\n  func\.func", text[text.index("func.func @scan_mix_aic(") :])[0]
 
 
+@pytest.mark.parametrize("gate", ["channel", "token"])
 @pytest.mark.parametrize("beta", [True, False])
-def test_the_prologue_s_products_do_not_wait_for_the_state(tools: Tools, beta: bool) -> None:
+def test_the_prologue_s_products_do_not_wait_for_the_state(tools: Tools, gate: str, beta: bool) -> None:
     """In the HIVM: of the products of a turn of Cube's loop only the scan's last four, that is all but U, come behind
     the one wait for Vec's S; the rest Cube does while Vec is at the state, and nothing of it goes through Vec."""
-    module = chunk_module("channel", True, beta)
+    module = chunk_module(gate, True, beta)
     assert [kernel.name for kernel in module.kernels] == ["sub_chunks", "scan"]
     assert tools.compile(module.kernel("sub_chunks"), constants(True, BV=64)).facts["cube"] is None
     cube = cube_of_scan(tools, module.kernel("scan"), True)

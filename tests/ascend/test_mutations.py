@@ -12,34 +12,40 @@ import torch
 
 from kdacompile.lowering.ascend.emit import chunk_module
 from kdacompile.lowering.ascend.launch import Launch
-from tests.ascend.cases import Verdict, ascend_case, judge, rounded_inputs, run
+from tests.ascend.cases import CORES, Verdict, ascend_case, judge, rounded_inputs, run
 from tests.ascend.damage import LOUD, NOTHING, WAIT, damage_is_caught
 from tests.ascend.test_compiler import constants
 from tests.ascend.tools import Edit, SimulatedDevice, ToolError, Tools
+from tests.lowering.verify import Case
 
-CASE = ascend_case("token", True, (200,), value_heads=1)
-INPUTS = rounded_inputs(CASE, torch.bfloat16)
+CASE = ascend_case("token", True, (200,), value_heads=1)  # fewer tasks of the scan than cores
+AHEAD = ascend_case("channel", True, (70,), value_heads=CORES)  # as many: Cube does the prologue's products in it
+INPUTS = {case: rounded_inputs(case, torch.bfloat16) for case in (CASE, AHEAD)}
+both = pytest.mark.parametrize("case", [CASE, AHEAD], ids=["apart", "ahead"])
 
 
-def verdict(device: SimulatedDevice) -> Verdict:
-    return judge(CASE, INPUTS, run(INPUTS, device))
+def verdict(device: SimulatedDevice, case: Case = CASE) -> Verdict:
+    return judge(case, INPUTS[case], run(INPUTS[case], device))
 
 
-def is_caught(tools: Tools, edits: Sequence[Edit], errors: str = LOUD) -> bool:
+def is_caught(tools: Tools, case: Case, edits: Sequence[Edit], errors: str = LOUD) -> bool:
     """Whether the damaged scan fails or is wrong."""
-    return damage_is_caught(tools, "scan", edits, lambda device: verdict(device).worst < 6e-3, errors)
+    return damage_is_caught(tools, "scan", edits, lambda device: verdict(device, case).worst < 6e-3, errors)
 
 
-def test_undamaged(tools: Tools) -> None:
-    assert not is_caught(tools, [])
+@both
+def test_undamaged(tools: Tools, case: Case) -> None:
+    assert not is_caught(tools, case, [])
 
 
-def test_a_dropped_wait(tools: Tools) -> None:
+@both
+def test_a_dropped_wait(tools: Tools, case: Case) -> None:
     """Each of the waits between the cores in turn."""
-    compiled = tools.compile(chunk_module("token", True).kernel("scan"), constants(True))
-    waits = compiled.facts["cube"]["block_waits"] + compiled.facts["vec"]["block_waits"]
+    kernel = chunk_module(case.gate, True, ahead=case is AHEAD).kernel("scan")
+    facts = tools.compile(kernel, constants(True)).facts
+    waits = facts["cube"]["block_waits"] + facts["vec"]["block_waits"]
     assert waits == 6
-    assert all(is_caught(tools, [(WAIT, NOTHING, i)]) for i in range(waits))
+    assert all(is_caught(tools, case, [(WAIT, NOTHING, i)]) for i in range(waits))
 
 
 def test_a_swapped_buffer(tools: Tools) -> None:

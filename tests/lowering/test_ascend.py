@@ -35,6 +35,7 @@ MODULES = {
     "kda.apart": chunk_module("channel", True, ahead=False),
     "kda.next": chunk_module("channel", True, target="ascend910_95"),
     "gated_delta_rule": chunk_module("token", True),
+    "gated_delta_rule.apart": chunk_module("token", True, ahead=False),
     "gated_delta_rule.epilogue": chunk_module("token", True, outputs="epilogue"),
     "simple_gla": chunk_module("token", False),
     "gated_delta_rule.adjoint": adjoint_module("token", True),

@@ -29,10 +29,12 @@ class UnitFacts:
 
 @dataclass(frozen=True)
 class Memory:
-    """One memory of a core: its bytes up to the highest address used, and those of every place it is cut into."""
+    """One memory of a core: its bytes up to the highest address used, and those of every place it is cut into.
+    ``tiles``: by function and in its order, every tile's address and bytes; several may lie in one place."""
 
     peak: int
     places: list[int]
+    tiles: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def _workspace_bytes(text: str, kernel: str) -> int:
 def _memories(text: str, kernel: str) -> dict[str, Memory]:
     """Where the kernel's functions put their tiles: addresses are constants of each function."""
     places: dict[str, dict[int, int]] = {}
+    every: dict[str, list[tuple[int, int]]] = {}
     for function in re.split(r"\n(?=  func\.func)", text):
         if not re.match(rf"  func\.func (?:private )?@{kernel}(?:_mix_\w+)?\(", function):
             continue
@@ -105,8 +108,11 @@ def _memories(text: str, kernel: str) -> dict[str, Memory]:
             size = -(-count // 8) if dtype.kind == "b" else count * dtype.itemsize
             known = places.setdefault(_SPACES[space], {})
             known[at] = max(known.get(at, 0), size)
+            every.setdefault(_SPACES[space], []).append((at, size))
     return {
-        memory: Memory(max(at + size for at, size in known.items()), sorted(known.values(), reverse=True))
+        memory: Memory(
+            max(at + size for at, size in known.items()), sorted(known.values(), reverse=True), every[memory]
+        )
         for memory, known in places.items()
     }
 
