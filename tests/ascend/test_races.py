@@ -176,12 +176,13 @@ def test_ready_before_the_store(tools: Tools, gate: str, store: str) -> None:
     assert races(tools, gate, "scan", (late, r"\2\1", 0))
 
 
-PIPES = [("V", "MTE3"), ("MTE2", "V"), ("V", "MTE2"), ("M", "FIX"), ("FIX", "MTE2"), ("MTE3", "MTE2")]
+PIPES = [("V", "MTE3"), ("MTE2", "V"), ("V", "MTE2"), ("M", "FIX"), ("FIX", "MTE2")]
+BETWEEN_TASKS = ("MTE3", "MTE2")  # of one core
 
 
 @pytest.mark.parametrize(
     ("gate", "first", "then"),
-    [*(("token", *p) for p in PIPES), *(("channel", *p) for p in (*PIPES, ("FIX", "M")))],
+    [*(("token", *p) for p in PIPES), *(("channel", *p) for p in (*PIPES, ("FIX", "M"), BETWEEN_TASKS))],
 )
 def test_flags_between_pipes_dropped_on_both_sides(tools: Tools, gate: str, first: str, then: str) -> None:
     assert races(tools, gate, "scan", (flags(first, then), rf"{NOTHING}\1", -1))
