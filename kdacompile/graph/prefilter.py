@@ -112,14 +112,18 @@ def heads_and_queries(graph: fx.Graph) -> Iterator[int]:
 
 
 def may_expand_a_latent(graph: fx.Graph) -> bool:
+    """True if there is a product that may be the one that makes keys or values of a latent."""
+    return any(True for _ in expansions(graph))
+
+
+def expansions(graph: fx.Graph) -> Iterator[fx.Node]:
     """A weight widens what another weight has yielded, with nothing added in between, or what the caller gives."""
     names = dict(_calls(graph))
     projections = {node: found for node, name in names.items() if (found := _projection(node, name)) is not None}
-    for latent, weight in projections.values():
+    for node, (latent, weight) in projections.items():
         width = compat.example_value(latent).shape[-1]
         if compat.example_value(weight).numel() > width * width and _is_projected(latent, names, projections):
-            return True
-    return False
+            yield node
 
 
 def _projection(node: fx.Node, name: str) -> tuple[fx.Node, fx.Node] | None:

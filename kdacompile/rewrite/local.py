@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -46,9 +47,13 @@ def localise(graph: fx.Graph) -> bool:
     return _Chains(graph).run(touching)
 
 
-def left_alone(graph: fx.Graph) -> fx.Node | None:
-    """A product or a softmax of tensor subclasses, whose operators mean something else; None if there is none."""
-    return next((node for node in graph.nodes if prefilter.name_of(node) in _MIXES and local.touches(node)), None)
+def left_alone(graph: fx.Graph, *, attention: bool) -> fx.Node | None:
+    """A product or a softmax of tensor subclasses, whose operators mean something else; in a graph with attention one
+    that may expand a latent, too (quantised weights). None if there is none.
+    """
+    mixing = (node for node in graph.nodes if prefilter.name_of(node) in _MIXES)
+    expanding = prefilter.expansions(graph) if attention else iter(())
+    return next(filter(local.touches, chain(mixing, expanding)), None)
 
 
 class _Chains:

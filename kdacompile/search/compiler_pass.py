@@ -191,9 +191,12 @@ class Search:
             self.recurrence.rejections += [
                 Rejection("linear_attention", error.reason, first_own_line(self.graph), "deadline")
             ]
-        if self.prospects.subclasses and (node := local.left_alone(self.graph)) is not None:
+        attention = self.has_attention and not self.attention.matches
+        if self.prospects.subclasses and (node := local.left_alone(self.graph, attention=attention)) is not None:
             reason = "tensor subclasses (DTensor, quantised) are computed with here; local tensors are rewritten"
-            self.subclasses = [Rejection("linear_attention", reason, source_of(node), "subclass")]
+            self.subclasses = [
+                Rejection("mla" if attention else "linear_attention", reason, source_of(node), "subclass")
+            ]
         if self.found:
             self.graph.lint()
             trace.stage("rewritten", self.graph)

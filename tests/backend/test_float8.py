@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only  # torch-private: what the class's own dispatch needs
 
 from kdacompile.explainer import explain
 from tests.backend.layers import delta_arguments, gated_linear_parallel
@@ -62,3 +65,41 @@ def test_a_weight_in_float8(blocks: bool) -> None:
         report = explain(model)(*args)
         torch.testing.assert_close(report.result, model(*args), rtol=1e-4, atol=1e-5)
     assert report.counts == {"mla": 1}
+
+
+class Coded(torch.Tensor):
+    """A weight of 8-bit integers with a scale for each row, as torchao keeps it: what reads it is given numbers."""
+
+    @staticmethod
+    def __new__(cls: type[Coded], codes: Tensor, scales: Tensor) -> Coded:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scales.dtype)
+
+    def __init__(self, codes: Tensor, scales: Tensor) -> None:
+        self.codes, self.scales = codes, scales
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Coded:
+        return Coded(inner["codes"], inner["scales"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return Coded(args[0].codes, args[0].scales)
+        plain = tree_map_only(Coded, lambda x: x.codes * x.scales, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+def test_a_quantised_weight_is_told() -> None:
+    """Nobody looks into a tensor subclass; the report names the product with it."""
+    torch.manual_seed(0)
+    model, args = Naive(), [torch.randn(2, 6, size) for size in (WIDTH, RANK, ROPE)]
+    scales = model.kv_b_proj.weight.detach().abs().amax(1, keepdim=True) / 127
+    codes = (model.kv_b_proj.weight.detach() / scales).round().to(torch.int8)
+    model.kv_b_proj.weight = nn.Parameter(Coded(codes, scales), requires_grad=False)
+    with torch.no_grad():
+        report = explain(model, options={"kda.inner": "eager"})(*args)
+        torch.testing.assert_close(report.result, model(*args), rtol=1e-5, atol=1e-6)
+    assert [rejection.code for rejection in report.rejections] == ["subclass"]
