@@ -31,6 +31,7 @@ from kdacompile.compat.dispatcher import (
     transforms_are_active,
     without_keys_excluded,
 )
+from kdacompile.containment import contain
 from kdacompile.lowering.recorded import ALIGNED, Apply, Recorded
 from kdacompile.ops.signature import O_DIMENSIONS
 
@@ -175,8 +176,9 @@ class Shortcut:
         if kernel is None:
             return self._dispatched(*tensors, **options)
         results = self.run(kernel, tensors, options)
-        if self.known is not None:
-            self._keep(self.known, tensors, options)
+        known = self.known
+        if known is not None:
+            contain("keeping a kind of call", lambda: self._keep(known, tensors, options), self._keep_no_more)
         return results
 
     def _keep(self, known: Known, tensors: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -188,6 +190,9 @@ class Shortcut:
             given = [x for x in tensors if x is not None]
             if kind.addresses(tensors, given, kind.absent, options) is not None:
                 self._kinds = (kind, *self._kinds[: MOST - 1])
+
+    def _keep_no_more(self, _: str) -> None:
+        self.known = None
 
     def kernel(self, tensors: tuple[Any, ...], options: Mapping[str, Any]) -> Kernel | None:
         """What serves this call; None where it is the dispatcher's."""

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kdacompile import ops
 from kdacompile.compat.dispatcher import DispatchKey
+from kdacompile.containment import RAISE
 from kdacompile.lowering.recorded import Memory
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.ops.dispatch import MOST, Shortcut
@@ -233,6 +234,14 @@ def test_the_oldest_kinds_are_forgotten() -> None:
     assert {op.path(*rows(size=size)) for size in sizes} == {"chosen"}
     assert op.path(*rows(size=sizes[-1])) == op.path(*rows(size=sizes[1])) == "known"
     assert op.path(*rows(size=sizes[0])) == "chosen"
+
+
+def test_a_kind_that_cannot_be_kept_is_chosen_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RAISE, raising=False)
+    monkeypatch.setattr("kdacompile.ops.dispatch.likeness", None)
+    op = Adding()
+    assert [op.path(*rows()) for _ in range(2)] == ["chosen", "chosen"]
+    assert op.shortcut.known is None
 
 
 def test_calls_that_are_not_like_it() -> None:
