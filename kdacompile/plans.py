@@ -83,7 +83,7 @@ def plan(
 
 def _of_a_rank(made: Callable[..., Plan], pattern: str, ranks: int, order: str, shape: Mapping[str, int]) -> Plan:
     from kdacompile.distributed.cost import Layer, ParallelPlan  # torch.distributed is slow to import
-    from kdacompile.distributed.fragments import HOST, Fragments
+    from kdacompile.distributed.fragments import Fragments, take_turns
 
     row = next((row for row in FAMILY if row.name == pattern), None)
     if ranks < 1:
@@ -104,7 +104,7 @@ def _of_a_rank(made: Callable[..., Plan], pattern: str, ranks: int, order: str, 
     )  # fmt: skip
     given = {field.name: getattr(found, field.name) for field in fields(found)}
     adjoint = adjoint_program(row.gate, row.delta, beta=row.delta)
-    overlap = ranks > HOST and sizes["H"] % 2 == 0
+    overlap = take_turns(None, ranks, sizes["H"])
     more: dict[str, Any] = {"adjoint": adjoint, "two_passes": two_passes, "overlap": overlap}
     return ParallelPlan(**given, ranks=ranks, order=order, layer=layer, **more)
 

@@ -31,10 +31,10 @@ def linear_attention(
 
 def _check_ranks(call: Any, context: ContextParallel) -> None:
     """The sizes that every rank must have alike; T only where fragments must be equal."""
-    named = {"B": call.q.shape[0], "H": call.q.shape[2], "K": call.q.shape[3]}
-    named |= {"HV": call.v.shape[2], "V": call.v.shape[3], "the number of sequences": call.sequences}
-    if context.order == "zigzag" or context.method == "heads":
-        named["T"] = call.q.shape[1]
+    equal = context.order == "zigzag" or context.method == "heads"
+    named = {"the number of fragments": context.fragments.per_rank, "B": call.q.shape[0], "H": call.q.shape[2]}
+    named |= {"K": call.q.shape[3], "HV": call.v.shape[2], "V": call.v.shape[3]}
+    named |= {"the number of sequences": call.sequences, "T": call.q.shape[1] if equal else 0}
     context.check_alike(list(named), list(named.values()), call.q.device)
 
 

@@ -5,6 +5,7 @@
 ``kdacompile::scatter_sum``                the sum over ranks of this rank's part    gradient: ``gather``
 ``kdacompile::sum_over_ranks``             the sum, on every rank                    gradient: the same sum
 ``kdacompile::exchange``                   all-to-all along the first dimension      gradient: the same exchange
+``kdacompile::pass_on``                    to the next fragment of the tokens        gradient: the way back
 ========================================  =======================================  ==============================
 
 The gradient that a rank hands to ``gather`` or ``sum_over_ranks`` is its own share: the loss is the sum of the ranks'.
@@ -69,7 +70,27 @@ def _exchange(x: Tensor, group: str) -> Tensor:
     return found
 
 
-def _empty_like(x: Tensor, group: str) -> Tensor:
+def _pass_on(x: Tensor, group: str, onward: bool) -> Tensor:
+    """x ``[fragments, ..]`` of this rank: what the fragment before each has, or the one behind; 0 where there is none.
+
+    First fragments follow each other up the ranks, second ones (zigzag) down again.
+    """
+    found, ends = torch.zeros_like(x, memory_format=torch.contiguous_format), group_of(group)
+    rank, ranks, work = dist.get_rank(ends), dist.get_world_size(ends), list[dist.P2POp]()
+    for number, (mine, come) in enumerate(zip(x.unbind(), found.unbind(), strict=True)):
+        step = 1 if onward == (number == 0) else -1
+        if 0 <= rank + step < ranks:
+            work.append(dist.P2POp(dist.isend, mine.contiguous(), dist.get_global_rank(ends, rank + step), ends))
+        if 0 <= rank - step < ranks:
+            work.append(dist.P2POp(dist.irecv, come, dist.get_global_rank(ends, rank - step), ends))
+        elif rank - step == ranks and len(x) == 2:  # the last rank's second fragment follows its first
+            come.copy_(x[1 - number])
+    for request in dist.batch_isend_irecv(work) if work else ():
+        request.wait()
+    return found
+
+
+def _empty_like(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -81,10 +102,11 @@ scatter_sum = _define(
 )
 sum_over_ranks = _define("sum_over_ranks(Tensor x, str group) -> Tensor", _sum, _empty_like)
 exchange = _define("exchange(Tensor x, str group) -> Tensor", _exchange, _empty_like)
+pass_on = _define("pass_on(Tensor x, str group, bool onward) -> Tensor", _pass_on, _empty_like)
 
 
 def _remember_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.group = inputs[1]
+    ctx.group, ctx.more = inputs[1], inputs[2:]
 
 
 def _scatter_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -103,11 +125,16 @@ def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return exchange(grad, ctx.group), None
 
 
+def _pass_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return pass_on(grad.contiguous(), ctx.group, not ctx.more[0]), None, None
+
+
 for _name, _backward in (
     ("gather", _scatter_gradient),
     ("scatter_sum", _gather_gradient),
     ("sum_over_ranks", _sum_again),
     ("exchange", _exchange_back),
+    ("pass_on", _pass_back),
 ):
     torch.library.register_autograd(f"kdacompile::{_name}", _backward, setup_context=_remember_group, lib=_library)
 

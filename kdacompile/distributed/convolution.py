@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdacompile.distributed.collectives import gather
+from kdacompile.distributed.collectives import pass_on
 from kdacompile.distributed.fragments import ContextParallel
 from kdacompile.ops.errors import ContextParallelError, OptionError, RankError, SizeError
 
@@ -44,21 +44,17 @@ def causal_conv1d(
         ContextParallelError: fragments that are too short; kdacompile.ops.errors.OpError: shapes that do not fit.
     """
     width = _check(x, weight, bias, activation)
-    fragments, count = context_parallel.fragments, context_parallel.fragments.per_rank
     context_parallel.check_alike(["B", "C", "the width"], [x.shape[0], x.shape[2], width], x.device)
-    parts = x.unflatten(1, (count, -1))  # [B, fragments, T, C]
-    held, length = fragments.held_by(context_parallel.rank), parts.shape[2]
-    if length < width - 1 and held[-1] != fragments.count - 1 and _tokens_follow(context_parallel):
+    parts = x.unflatten(1, (context_parallel.fragments.per_rank, -1))  # [B, fragments, T, C]
+    length = parts.shape[2]
+    if _too_short(context_parallel, length, width):
         problem = f"a convolution of width {width} needs {width - 1} tokens in each fragment, got {length}"
         raise ContextParallelError(problem=problem)
-    tails = F.pad(parts, (0, 0, max(width - 1 - length, 0), 0))[:, :, -(width - 1) :] if width > 1 else parts[:, :, :0]
-    every = gather(tails.transpose(0, 1).contiguous(), context_parallel.name, context_parallel.ranks).flatten(0, 1)
-    # The first fragment has nothing before it, and reads the gathered tails all the same: every rank must take part in
-    # the backward of the gather.
-    come = torch.arange(fragments.per_rank, device=x.device) != (0 if held[0] == 0 else -1)
-    halos = [torch.where(come[i], every[fragments.places[max(n - 1, 0)]], 0) for i, n in enumerate(held)]
-    extended = torch.cat([torch.stack(halos, 1), parts], 2)  # [B, fragments, width - 1 + T, C]
-    y = _taps(extended, weight, _same_sequence(cu_seqlens, context_parallel, x.shape[1], width))
+    if width > 1:
+        tails = F.pad(parts, (0, 0, max(width - 1 - length, 0), 0))[:, :, -(width - 1) :]
+        halos = pass_on(tails.transpose(0, 1).contiguous(), context_parallel.name, True).transpose(0, 1)
+        parts = torch.cat([halos, parts], 2)  # [B, fragments, width - 1 + T, C]
+    y = _taps(parts, weight, _same_sequence(cu_seqlens, context_parallel, x.shape[1], width))
     y = y.flatten(1, 2)
     return ACTIVATIONS[activation](y if bias is None else y + bias)
 
@@ -85,10 +81,16 @@ def _same_sequence(cu_seqlens: Tensor | None, context: ContextParallel, here: in
     return [(torch.bucketize(tokens - j, bounds, right=True) == sequence).unsqueeze(-1) for j in range(width)]
 
 
-def _tokens_follow(context: ContextParallel) -> bool:
-    """Whether a later rank may have tokens: the last ranks of the contiguous order may have none."""
-    total = context.total_length
-    return total is None or context.fragments.bounds(context.rank, total)[-1][1] < total
+def _too_short(context: ContextParallel, length: int, width: int) -> bool:
+    """Whether a halo would reach over a whole fragment; alike on all ranks, where T of all is known.
+
+    Before the second fragment there is nothing to reach. The last ranks of the contiguous order may have fewer tokens.
+    """
+    total, fragments = context.total_length, context.fragments
+    if total is None:
+        return length < width - 1 and fragments.count > 2 and fragments.held_by(context.rank) != (fragments.count - 1,)
+    size = -(-total // fragments.count)
+    return size < width - 1 and total > 2 * size
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> int:

@@ -186,8 +186,12 @@ class ParallelPlan(Plan):
             lines.append(f"  {name}: {computed}, {call.alone_flops / call.rank_flops:.2f} times as many")
             for cost in call.sends:
                 sent = f"a rank sends {cost.sent / 1e6:,.1f} MB and holds {cost.held / 1e6:,.1f} MB"
-                lines.append(f"    {cost.method}: {sent}, {cost.seconds * 1e6:,.0f} us at {speed:.0f} GB/s")
+                waits = "" if cost.method == "maps" else ", and waits for it"
+                lines.append(f"    {cost.method}: {sent}, {cost.seconds * 1e6:,.0f} us at {speed:.0f} GB/s{waits}")
             lines.append(f"    {self._hidden(call)}")
+        lines.append(
+            "  not counted: the halo of a short convolution before it, width - 1 tokens; a rank waits for that, too"
+        )
         return super().__str__() + "\n" + "\n".join(lines) + "\n"
 
     def _hidden(self, call: Direction) -> str:

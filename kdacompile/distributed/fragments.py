@@ -148,6 +148,12 @@ GATHERED = 16
 HOST = 8
 """GPUs of one host. Between those a message of maps is short, and halves of the heads cost more than they hide."""
 
+
+def take_turns(overlap: bool | None, ranks: int, heads: int = 2) -> bool:
+    """Whether the halves of so many key heads take turns. None: if the ranks are more than one host."""
+    return (ranks > HOST if overlap is None else overlap) and heads % 2 == 0
+
+
 Key = tuple[str, str, int, str, bool, bool]
 """Group, order, T of all ranks or 0, method, steps, overlap: a context as arguments of calls in graphs, and in cache
 keys.
@@ -204,8 +210,7 @@ class ContextParallel:
             raise ContextParallelError(problem="this process is not in the group")
         if self.steps is None:
             object.__setattr__(self, "steps", self.ranks > GATHERED)
-        if self.overlap is None:
-            object.__setattr__(self, "overlap", self.ranks > HOST)
+        object.__setattr__(self, "overlap", take_turns(self.overlap, self.ranks))
         _ = self.fragments  # an unknown order
 
     @property

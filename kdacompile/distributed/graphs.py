@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from kdacompile import compat
 from kdacompile.compat.groups import group_of
-from kdacompile.compat.local import is_wrapped
+from kdacompile.compat.local import is_distributed
 from kdacompile.distributed import calls
 from kdacompile.distributed.attention import parallel_mla
 from kdacompile.distributed.convolution import causal_conv1d
@@ -28,6 +28,7 @@ from kdacompile.ops.kernels import in_layout
 from kdacompile.ops.signature import LINEAR_ATTENTION
 from kdacompile.report.findings import Rejection
 from kdacompile.report.source import source_of
+from kdacompile.rewrite.local import mixing
 
 
 def _context(key: Key) -> ContextParallel:
@@ -55,8 +56,9 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *, key: Key) -> Ten
 
 def spread(gm: fx.GraphModule, key: Key, rejections: Iterable[Rejection]) -> None:
     """Rewrite a graph, searched already, for a rank's tokens; ``rejections`` are what the search left alone."""
-    refused = [str(rejection) for rejection in rejections]
-    if refused:
+    # SDPA of DTensors is PyTorch's own: it stands for all ranks' tokens.
+    others = any(name_of(node) != "scaled_dot_product_attention" for node in mixing(gm.graph))
+    if refused := [str(rejection) for rejection in rejections if rejection.code != "subclass" or others]:
         raise ContextParallelError(problem=f"what is not matched would see a rank's tokens alone: {'; '.join(refused)}")
     changed = False
     for node in list(gm.graph.nodes):
@@ -154,16 +156,21 @@ def _cuts(end: fx.Node, length: Any) -> bool:
     return reaches and isinstance(last, slice) and not last.start and last.step in (None, 1) and last.stop == length
 
 
+def _stands_for_all(value: Any) -> bool:
+    """Whether a tensor ``[.., T, D]`` is a DTensor that is cut along T, as in PyTorch's ``context_parallel``."""
+    return is_distributed(value) and any(place.is_shard(value.dim() - 2) for place in value.placements)
+
+
 def _softmax(node: fx.Node, key: Key) -> bool:
     """Scores of attention have four dimensions; a router's have fewer."""
     value = compat.example_value(node.all_input_nodes[0])
-    if not is_wrapped(value) and isinstance(value, Tensor) and value.dim() >= 4:
+    if isinstance(value, Tensor) and value.dim() >= 4 and not _stands_for_all(value):
         raise _refuse(node, "attention would see a rank's tokens alone")
     return False
 
 
 def _sdpa(node: fx.Node, key: Key) -> bool:
-    if not is_wrapped(compat.example_value(node.all_input_nodes[0])):
+    if not _stands_for_all(compat.example_value(node.all_input_nodes[0])):
         raise _refuse(
             node, "attention would see a rank's tokens alone; torch.distributed.tensor.experimental.context_parallel"
         )

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.distributed import collectives, maps
-from kdacompile.distributed.fragments import Fragments
+from kdacompile.distributed.fragments import Fragments, take_turns
 from kdacompile.distributed.local import Local, Readers
 from kdacompile.distributed.maps import entering_by_steps, leaving_by_steps
 from kdacompile.distributed.two_passes import TwoPasses
@@ -65,7 +65,7 @@ class ParallelCall(Call):
     @cached_property
     def turns(self) -> tuple[ParallelCall, ...]:
         """The calls that take turns: of each half of the heads, or this one. An odd number of key heads is not cut."""
-        if not self.overlap or self.q.shape[2] % 2:
+        if not take_turns(self.overlap, self.ranks, self.q.shape[2]):
             return (self,)
         cut = [(o.name, _halves(getattr(self, o.name), o.text(self))) for o in LINEAR_ATTENTION.operands]
         return tuple(replace(self, **{name: x[half] for name, x in cut}, overlap=False) for half in range(2))

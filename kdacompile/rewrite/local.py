@@ -13,7 +13,7 @@ all read has a gradient of which each rank has a summand, and ``to_local`` is to
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -47,13 +47,17 @@ def localise(graph: fx.Graph) -> bool:
     return _Chains(graph).run(touching)
 
 
+def mixing(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Products and softmaxes of tensor subclasses, whose operators mean something else."""
+    return (node for node in graph.nodes if prefilter.name_of(node) in _MIXES and local.touches(node))
+
+
 def left_alone(graph: fx.Graph, *, attention: bool) -> fx.Node | None:
     """A product or a softmax of tensor subclasses, whose operators mean something else; in a graph with attention one
     that may expand a latent, too (quantised weights). None if there is none.
     """
-    mixing = (node for node in graph.nodes if prefilter.name_of(node) in _MIXES)
     expanding = prefilter.expansions(graph) if attention else iter(())
-    return next(filter(local.touches, chain(mixing, expanding)), None)
+    return next(chain(mixing(graph), filter(local.touches, expanding)), None)
 
 
 class _Chains:

@@ -78,7 +78,7 @@ def compare(
         grad, want = x.grad, whole[name].grad
         assert grad is not None and want is not None
         if name not in sharded:
-            dist.all_reduce(grad)  # each rank's share
+            dist.all_reduce(grad, group=context.group)  # each rank's share
         torch.testing.assert_close(grad, context.shard(want) if name in sharded else want)
 
 
@@ -172,15 +172,31 @@ def convolution(ranks: Ranks) -> None:
         for bounds in (None, BOUNDS):
             rows = 1 if bounds else 2
             tensors = {"x": random(rows, TOKENS, 6), "weight": random(6, 4), "bias": random(6)}
-            compare(lambda x, c, b=bounds: (_convolve(x, c, b),), tensors, ("x",), ContextParallel(order=order))
+            compare(lambda x, c, b=bounds: (convolve(x, c, b),), tensors, ("x",), ContextParallel(order=order))
 
 
-def _convolve(tensors: dict[str, Tensor], context: Any, bounds: Sequence[int] | None) -> Tensor:
+def convolution_of_few_tokens(ranks: Ranks) -> None:
+    """The last ranks have fewer tokens, or none; a halo that would reach over a fragment is refused on every rank."""
+    for total in (4 * ranks.world - 1, 4, 2, 1):
+        tensors = {"x": random(2, total, 6), "weight": random(6, 4), "bias": random(6)}
+        compare(lambda x, c: (convolve(x, c, None),), tensors, ("x",), ContextParallel(total_length=total))
+    alone = {"x": random(1, 5, 6), "weight": random(6, 1), "bias": random(6)}
+    mine = {n: ContextParallel().shard(x) if n == "x" else x for n, x in alone.items()}
+    torch.testing.assert_close(
+        convolve(mine, ContextParallel(), None), F.silu(mine["x"] * mine["weight"].T + mine["bias"])
+    )
+    for order in ("contiguous", "zigzag"):
+        context = ContextParallel(order=order, total_length=2 * ranks.world)
+        with pytest.raises(ContextParallelError, match="a convolution of width 4 needs 3 tokens in each fragment"):
+            convolve({"x": random(1, 2, 6), "weight": random(6, 4), "bias": random(6)}, context, None)
+
+
+def convolve(tensors: dict[str, Tensor], context: Any, bounds: Sequence[int] | None) -> Tensor:
     x, weight, bias = tensors["x"], tensors["weight"], tensors["bias"]
     if context is not None:
         cu_seqlens = None if bounds is None else torch.tensor(bounds)
         return causal_conv1d(x, weight, bias, context_parallel=context, activation="silu", cu_seqlens=cu_seqlens)
-    spans = [(0, TOKENS)] if bounds is None else itertools.pairwise(bounds)
+    spans = [(0, x.shape[1])] if bounds is None else itertools.pairwise(bounds)
     parts = [x[:, start:end].mT for start, end in spans if end > start]
     return torch.cat([F.silu(F.conv1d(F.pad(p, (3, 0)), weight[:, None], bias, groups=6)).mT for p in parts], 1)
 
@@ -189,7 +205,7 @@ def latent_attention(ranks: Ranks) -> None:
     for order in ("contiguous", "zigzag"):
         for causal in (True, False):
             compare(
-                lambda x, c, causal=causal: _latent(x, c, causal),
+                lambda x, c, causal=causal: latent(x, c, causal),
                 latents(), ("q", "q_rope", "latent", "k_rope"), ContextParallel(order=order),
             )  # fmt: skip
 
@@ -207,13 +223,13 @@ def latent_attention_of_documents(ranks: Ranks) -> None:
             def call(x: dict[str, Tensor], c: Any, mask: Tensor = mask, causal: bool = causal) -> tuple[Tensor, Tensor]:
                 whole = x.get("mask", mask)
                 rows = whole if c is None or whole.shape[2] == 1 else c.shard(whole, 2)
-                return _latent({**x, "mask": rows}, c, causal)
+                return latent({**x, "mask": rows}, c, causal)
 
             compare(call, tensors, ("q", "q_rope", "latent", "k_rope"), context)
     short = latents()
     mine = {n: context.shard(x) if n in ("q", "q_rope", "latent", "k_rope") else x for n, x in short.items()}
     with pytest.raises(ContextParallelError, match="columns of all tokens"):
-        _latent({**mine, "mask": documents[..., : TOKENS // 2, : TOKENS // 2]}, context, False)
+        latent({**mine, "mask": documents[..., : TOKENS // 2, : TOKENS // 2]}, context, False)
 
 
 def latents() -> dict[str, Tensor]:
@@ -224,7 +240,7 @@ def latents() -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def _latent(tensors: dict[str, Tensor], context: Any, causal: bool) -> tuple[Tensor, Tensor]:
+def latent(tensors: dict[str, Tensor], context: Any, causal: bool) -> tuple[Tensor, Tensor]:
     o, lse = mla(**tensors, causal=causal, return_lse=True, context_parallel=context)  # type: ignore[arg-type, misc]
     return o, lse.transpose(1, 2)
 

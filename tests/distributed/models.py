@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -119,6 +122,79 @@ def region_of_torch(ranks: Ranks) -> None:
     with torch.no_grad(), context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
         assert x.shape[1] == TOKENS // ranks.world
         torch.testing.assert_close(compiled(model, context)(x), want)
+
+
+class Softmax(nn.Module):
+    """Causal attention that is nobody's but PyTorch's."""
+
+    def __init__(self, heads: int = 2, size: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * heads * size), nn.Linear(heads * size, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(o.transpose(1, 2).flatten(-2))
+
+
+def region_of_torch_with_softmax(ranks: Ranks) -> None:
+    """SDPA and linear attention of one model in one region, forward and backward.
+
+    PyTorch has rules for the kernels of CUDA alone. Here its own ring runs over the CPU's.
+    """
+    mesh = DeviceMesh("cpu", list(range(ranks.world)))
+    context = ContextParallel(mesh.get_group(), order="zigzag", total_length=TOKENS)
+    model = nn.Sequential(Hybrid(False, operator), Softmax(), Hybrid(None, gated_delta_loop))
+    x = torch.randn(1, TOKENS, WIDTH)
+    want = model(x)
+    weight = torch.linspace(-1, 1, want.numel()).view_as(want)
+    (want * weight).sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with ring_on_cpus(), context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]), collecting() as report:
+        have = compiled(model, context)(x)
+        torch.testing.assert_close(have, context.shard(want))
+        (have * context.shard(weight)).sum().backward()
+    assert report.counts == {"gated_delta_rule": 1}, report
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-5)
+
+
+@contextmanager
+def ring_on_cpus() -> Generator[None]:
+    """Torch-private: what ``context_parallel`` does to CUDA's kernels of SDPA, for the one of CPUs."""
+    ring: Any = importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    ops: Any = torch.ops.aten
+    forward = ops._scaled_dot_product_flash_attention_for_cpu
+    backward = ops._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def local(args: tuple[Any, ...]) -> tuple[DeviceMesh, list[Any]]:
+        q = next(x for x in args if isinstance(x, DTensor))
+        return q.device_mesh, [x._local_tensor if isinstance(x, DTensor) else x for x in args]
+
+    def placed(results: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
+        return tuple(DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in results)
+
+    def go(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+        mesh, (q, k, v, dropout, causal) = local(args)
+        found = ring._templated_ring_attention(
+            mesh.get_group(), 2, forward, q, k, v, is_causal=causal, dropout_p=dropout, scale=kwargs.get("scale")
+        )
+        return placed(found[:2], mesh)
+
+    def back(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+        mesh, (grad, q, k, v, out, lse, dropout, causal, *_) = local(args)
+        found = ring._templated_ring_attention_backward(
+            mesh.get_group(), 2, backward.default, grad_out=grad, grad_out_name="grad_out", query=q, key=k, value=v,
+            out=out, logsumexp=lse, is_causal=causal, dropout_p=dropout, scale=kwargs.get("scale"),
+        )  # fmt: skip
+        return placed(found[:3], mesh)
+
+    with mock.patch.dict(ring.custom_ops, {forward.default: go, backward.default: back}):
+        yield
 
 
 def refused(ranks: Ranks) -> None:

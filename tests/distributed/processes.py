@@ -51,6 +51,26 @@ def in_processes(checks: Sequence[str], world: int, folder: Path) -> None:
     assert failed is None, f"rank {failed} of {world}: {paths[failed].read_text()[-4000:]}"
 
 
+def torchrun(world: int, folder: Path, *arguments: str) -> str:
+    """``torchrun --nproc-per-node world arguments``, and what it printed, which is the message where it fails."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world))
+    environment, path = {**os.environ, "OMP_NUM_THREADS": "1"}, folder / "output"
+    with (
+        path.open("wb") as output,
+        subprocess.Popen(
+            [sys.executable, *launch, *arguments], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+        ) as agent,
+    ):
+        try:
+            code = agent.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            agent.terminate()  # and it ends its ranks
+            code = agent.wait()
+    printed = path.read_text()
+    assert code == 0, printed[-4000:]
+    return printed
+
+
 @contextmanager
 def one_rank() -> Generator[None]:
     """A process group of this process alone, without gloo's threads: a test run that ends beside them may hang."""

@@ -24,8 +24,14 @@ TWO = (
     "under_compile", "ranks_that_differ", "dtensors_cut_otherwise", "checkpoint_of_a_state",
     "a_rank_that_does_not_come", "example",
 )  # fmt: skip
-MODELS = ("recurrences_and_convolutions", "latents", "activations_of_dtensors", "region_of_torch", "refused")
-THREE = ("fragments_of_many_lengths", "gate_functions_and_layouts", "maps_in_steps", "tokens_of_dtensors")
+MODELS = ("recurrences_and_convolutions", "latents", "region_of_torch", "region_of_torch_with_softmax", "refused")
+THREE = (
+    "fragments_of_many_lengths",
+    "convolution_of_few_tokens",
+    "gate_functions_and_layouts",
+    "maps_in_steps",
+    "tokens_of_dtensors",
+)
 
 
 def checks(names: Sequence[str]) -> list[str]:
@@ -41,6 +47,14 @@ def test_models_on_two_ranks(tmp_path: Path) -> None:
     in_processes([f"tests.distributed.models:{name}" for name in MODELS], 2, tmp_path)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."),
+    reason="torch.nn.Linear of torch 2.11 flattens [B, T], which it cannot where a DTensor is cut along T",
+)
+def test_activations_of_dtensors(tmp_path: Path) -> None:
+    in_processes(["tests.distributed.models:activations_of_dtensors"], 2, tmp_path)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_halves_that_take_turns(world: int, tmp_path: Path) -> None:
     names = ("in_turn", "numbers", "parameters_and_odd_heads")
@@ -49,6 +63,15 @@ def test_halves_that_take_turns(world: int, tmp_path: Path) -> None:
 
 def test_three_ranks(tmp_path: Path) -> None:
     in_processes([*checks(THREE), "tests.distributed.passes:two_passes"], 3, tmp_path)
+
+
+def test_meshes_of_four_ranks(tmp_path: Path) -> None:
+    names = ("groups_of_a_mesh", "tokens_and_more", "heads_that_do_not_divide")
+    in_processes([f"tests.distributed.meshes:{name}" for name in names], 4, tmp_path)
+
+
+def test_eight_ranks(tmp_path: Path) -> None:
+    in_processes(["tests.distributed.meshes:steps_of_many"], 8, tmp_path)
 
 
 @pytest.mark.parametrize(("dtype", "passing"), [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)])

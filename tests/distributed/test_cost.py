@@ -77,6 +77,8 @@ def test_a_plan_of_many_ranks_counts_what_runs_beside_the_messages() -> None:
     assert found["backward"]["beside_flops"] == rank.backward.beside_flops
     hidden = rank.forward.beside_flops / rank.forward.sends[0].seconds / 1e12
     assert f"hidden below {hidden:,.0f}e12 a second" in str(rank)
+    assert str(rank).count("GB/s, and waits for it") == 2  # over heads, forward and backward
+    assert "the halo of a short convolution before it, width - 1 tokens; a rank waits for that" in str(rank)
     assert "the first message of each half" in str(plan("kda", "cuda_sm90", ranks=64, **sizes))
     odd: Any = {**sizes, "H": 3}
     for alone in (plan("kda", "cuda_sm90", ranks=8, **sizes), plan("kda", ranks=16, **odd)):

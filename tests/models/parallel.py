@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -28,6 +30,9 @@ from tests.distributed.processes import Ranks
 from tests.models import mla_zoo, zoo
 
 EAGER: dict[str, Any] = {"kda.inner": "aot_eager"}
+HEADS: dict[str, Any] = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "beta")} | {
+    "out": RowwiseParallel()
+}
 
 
 def whole(x: Tensor) -> Tensor:
@@ -140,6 +145,24 @@ def sharded_data_parallel(ranks: Ranks) -> None:
     block(lambda model: _fsdp(model, mesh))
 
 
+def checkpoints(ranks: Ranks) -> None:
+    """Weights that FSDP2 x TP saves on all ranks are loaded by one process, and by FSDP2 alone."""
+    mesh = init_device_mesh("cpu", (2, ranks.world // 2), mesh_dim_names=("dp", "tp"))
+    saved, alone, sharded = (nn.ModuleList([Recurrent() for _ in range(2)]) for _ in range(3))
+    want = [parameter.detach().clone() for parameter in saved.parameters()]
+    for layer in saved.children():
+        parallelize_module(layer, mesh["tp"], HEADS)
+    _fsdp(saved, mesh["dp"])
+    _fsdp(sharded, DeviceMesh("cpu", list(range(ranks.world))))
+    folder = ranks.folder / "weights"
+    checkpoint.save(get_model_state_dict(saved), checkpoint_id=folder)
+    checkpoint.load(get_model_state_dict(alone), checkpoint_id=folder, no_dist=True)
+    checkpoint.load(get_model_state_dict(sharded), checkpoint_id=folder)
+    for loaded in (alone, sharded):
+        for have, x in zip(loaded.parameters(), want, strict=True):
+            torch.testing.assert_close(whole(have).detach(), x, rtol=0, atol=0)
+
+
 def both(ranks: Ranks) -> None:
     mesh = init_device_mesh("cpu", (2, ranks.world // 2), mesh_dim_names=("dp", "tp"))
 
@@ -153,11 +176,10 @@ def both(ranks: Ranks) -> None:
 def recurrences(ranks: Ranks) -> None:
     """Column-wise q, k, v, gate and beta, row-wise output; FSDP2 over the other dimension, activations checkpointed."""
     mesh = init_device_mesh("cpu", (ranks.world // 2, 2), mesh_dim_names=("dp", "tp"))
-    plan: dict[str, Any] = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "beta")}
 
     def prepare(model: nn.Module, checkpointed: bool) -> None:
         for name, layer in list(model.named_children()):
-            parallelize_module(layer, mesh["tp"], {**plan, "out": RowwiseParallel()})
+            parallelize_module(layer, mesh["tp"], HEADS)
             if checkpointed:
                 setattr(model, name, checkpoint_wrapper(layer))
             if ranks.world > 2:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.processes import in_processes
+from tests.distributed.processes import in_processes, torchrun
 
 if not dist.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
+
+RECIPES = ("kimi_linear", "qwen3_next", "deepseek_v3")
 
 
 def checks(*names: str) -> list[str]:
@@ -24,10 +26,23 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def test_four_ranks(tmp_path: Path) -> None:
-    in_processes(checks("both", "recurrences", "sequence_parallel"), 4, tmp_path)
+    in_processes(checks("both", "recurrences", "sequence_parallel", "checkpoints"), 4, tmp_path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_models_of_transformers(tmp_path: Path) -> None:
     """By their own plan of tensor parallelism, and under context parallelism."""
     in_processes(checks("deepseek_v3", "kimi_linear", "qwen3_next", "context_parallel_model"), 2, tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize(
+    ("world", "arguments"),
+    [(2, ("--tp", "2")), (2, ("--checkpoint",)), (4, ("kimi_linear", "--tp", "2", "--checkpoint"))],
+    ids=["tensor parallel", "FSDP2", "both"],
+)
+def test_recipes(world: int, arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """Losses, gradients and matches are compared by ``examples/recipes.py`` itself."""
+    printed = torchrun(world, tmp_path, "examples/recipes.py", "--quick", *arguments)
+    models = [name for name in arguments if name in RECIPES] or RECIPES
+    assert all(f"{name}: loss" in printed for name in models), printed
