@@ -247,13 +247,14 @@ def test_gradients_that_have_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None
         gradients.declines(make_inputs(Case(gate, True, 3, dtype=dtype, key_width=width)))
         for gate, dtype, width in (
             ("channel", torch.bfloat16, 16),
+            ("channel", torch.float32, 16),
             ("token", torch.float32, 16),
             ("channel", torch.bfloat16, 256),
             ("token", torch.bfloat16, 16),
         )
     }
     assert found == {
-        "gradients of 16-bit operands only",
+        "KDA's gradients of 16-bit operands only",
         "gradients of more than 128 keys or values a head",
         None,
     }
