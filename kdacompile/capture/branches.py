@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdacompile.capture.concolic import OPAQUE, Formula, Point, Run, is_opaque
+from kdacompile.capture.concolic import OPAQUE, Formula, Place, Point, Run, is_opaque
 from kdacompile.capture.errors import Unliftable
 
 FARTHEST = 4200
@@ -44,6 +44,24 @@ def to_visit(runs: list[Run], batch: int, length: int) -> set[Point]:
         sizes = _new_outcomes([gap for gap in comparisons if axis in _axes(gap[1])], axis, most)
         points |= {(batch, size) if axis == "T" else (size, length) for size in sizes}
     return points
+
+
+def undecided(runs: list[Run], proven: Iterable[Point]) -> list[Point]:
+    """Points at which some comparison came out as at none of the ``proven`` ones. What the function does there was run,
+    which is no proof: an added 1e-9 shows in no comparison of results.
+    """
+    proven = set(proven)
+    known = {outcome for run in runs if run.point in proven for outcome in _outcomes(run)}
+    found: list[Point] = []
+    for run in sorted(runs, key=lambda run: run.point[::-1]):
+        if not known.issuperset(outcomes := _outcomes(run)):
+            found.append(run.point)
+            known |= outcomes
+    return found
+
+
+def _outcomes(run: Run) -> set[tuple[Place, str, bool]]:
+    return {(place, relation, getattr(operator, relation)(gap, 0)) for place, relation, _, gap in run.comparisons}
 
 
 # -- laws -------------------------------------------------------------------------------------------------------------

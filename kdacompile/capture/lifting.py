@@ -5,7 +5,8 @@ A function is lifted for one call pattern if
 1. what it is can be pinned down (``identity``),
 2. at several batches and lengths its graph, rewritten by the same pass and the same proof as any model's graph, is one
    and the same straight line of code around the semantic op (``capture``, ``template``),
-3. that code gives what the function gives at every length at which the function could change its mind (``verify``).
+3. that code gives what the function gives at every length at which the function could change its mind (``verify``),
+   and is what the function is captured as where it does what it did at no length of 2 (``branches.undecided``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from kdacompile import compat
 from kdacompile.capture import library, store, template, verify
 from kdacompile.capture import replacement as namespace
-from kdacompile.capture.branches import FARTHEST
+from kdacompile.capture.branches import FARTHEST, undecided
 from kdacompile.capture.calls import Call, Sizes, TensorArg, length_of, open_dimensions
 from kdacompile.capture.concolic import Concolic
 from kdacompile.capture.documented import Documented
@@ -165,7 +166,7 @@ def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Sett
     """Capture, rewrite and compare; raises ``Unliftable`` where that does not come out."""
     numbers = identity.numbers | call.numbers()
     tried = verify.lengths(numbers)
-    captured, text = captures(fn, call, numbers, settings)
+    captured, text, seen = captures(fn, call, numbers, settings)
     last = captured[-1]
     found = weakened(last.graph, roles(last.graph), last.sizes["T"])
     turning = sorted(turning_lengths(captured))
@@ -174,11 +175,20 @@ def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Sett
     tried = sorted({*tried, *turning})
     narrow = _fewer_heads(call)
     other = load("draft", Verdict("", "", text)).run
+    points = [(verify.BATCHES[0], each.sizes["T"]) for each in seen]
+    concolic = Concolic(fn, identity)
     try:
-        agreed = verify.compare_everywhere(Concolic(fn, identity), other, narrow, found, tried)
+        agreed = verify.compare_everywhere(concolic, other, narrow, found, tried, points)
     except (*compat.RUN_ERRORS, NeverRuns):  # it knows its own number of heads
-        narrow = call
-        agreed = verify.compare_everywhere(Concolic(fn, identity), other, call, found, tried)
+        narrow, concolic = call, Concolic(fn, identity)
+        agreed = verify.compare_everywhere(concolic, other, call, found, tried, points)
+    further = undecided(concolic.runs, points)
+    if turning and turning[-1] > max(length for _, length in points):
+        further.append((verify.BATCHES[0], turning[-1]))
+    for batch, length in further:
+        there = capture(fn, call, {"B": batch, "T": length}, settings)
+        if template.write([*captured, there], call, numbers, seen=seen) != text:
+            raise Unliftable("what is left of it differs with the length")
     taken = agreed.taken
     modulus = _modulus(agreed.tried, taken, numbers)
     verify.compare_gradients(bound(fn, narrow), other, narrow, found, taken[len(taken) // 2], verify.BATCHES[0])
@@ -198,8 +208,8 @@ def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Sett
 
 def captures(
     fn: types.FunctionType, call: Call, numbers: AbstractSet[int], settings: Settings
-) -> tuple[list[Captured], str]:
-    """The rewritten function at three sizes, and what they have in common as text.
+) -> tuple[list[Captured], str, list[Captured]]:
+    """The rewritten function at three sizes, what they have in common as text, and the function at all sizes tried.
 
     Within a chunk, over an edge, at whole chunks; where a single chunk is rewritten otherwise than several, at more
     than one; and where the function takes whole chunks only, at those.
@@ -215,7 +225,8 @@ def captures(
             failure = WrongLayout(f"it does not run on stand-ins: {error}")
             continue
         try:
-            return captured, template.write(captured, call, numbers, seen=list(known.values()))
+            seen = list(known.values())
+            return captured, template.write(captured, call, numbers, seen=seen), seen
         except Unliftable as error:
             failure = error
     assert failure is not None

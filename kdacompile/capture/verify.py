@@ -63,10 +63,15 @@ class Agreement:
 
 
 def compare_everywhere(
-    concolic: Concolic, other: Function, call: Call, roles: dict[int, str], wanted: list[int]
+    concolic: Concolic,
+    other: Function,
+    call: Call,
+    roles: dict[int, str],
+    wanted: list[int],
+    captured: Iterable[Point],
 ) -> Agreement:
-    """Compare the function with ``other`` at the lengths ``wanted``, at several batches, and wherever it would
-    do otherwise than there (``branches``).
+    """Compare the function with ``other`` at the lengths ``wanted``, at several batches, where it was ``captured``, and
+    wherever it would do otherwise than there (``branches``).
 
     Raises ``Unliftable`` unless the two agree, and ``NeverRuns`` if the function takes none of the lengths.
     """
@@ -77,7 +82,7 @@ def compare_everywhere(
             deadline.check()
             errors[batch, length] = compare(fn, other, call, roles, length, batch, concolic)
 
-    visit((BATCHES[0], length) for length in wanted)
+    visit([*((BATCHES[0], length) for length in wanted), *captured])
     taken = [length for (_, length), error in errors.items() if error is not None]
     if not taken:
         raise NeverRuns("it runs at no length")

@@ -264,3 +264,45 @@ MASKS: dict[str, Callable[..., Tensor]] = {
     "int8": _positions(lambda i, j: i.to(torch.int8) >= j.to(torch.int8)),
     "square": _positions(lambda i, j: (i - j) * (i - j) < 62_000),
 }
+
+
+def _faint(of: Callable[[Tensor, Tensor], Any], to: str = "output") -> Callable[..., Tensor]:
+    """Retention with 1e-9 added where a size says so."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = v
+        for _ in range(1):
+            some = bool(of(q, v))
+            out = retention(q, k, v + 1e-9 if some and to == "values" else v)
+            if some and to == "output":
+                out = out + 1e-9
+        return out
+
+    return fn
+
+
+def _faint_scores(where: Callable[[Tensor, Tensor, int], Tensor]) -> Callable[..., Tensor]:
+    """Causal linear attention with 1e-9 added to the scores that lie so far apart."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = v
+        for _ in range(1):
+            place = torch.arange(q.shape[1])
+            scores = (q.transpose(1, 2) @ k.transpose(1, 2).transpose(-1, -2)).tril()
+            scores = scores + 1e-9 * where(place[:, None], place[None, :], 3 * q.shape[-1])
+            out = (scores @ v.transpose(1, 2)).transpose(1, 2)
+        return out
+
+    return fn
+
+
+FAINT: dict[str, Callable[..., Tensor]] = {
+    "a length": _faint(lambda q, v: q.shape[1] > 3 * q.shape[-1]),
+    "a length, in values": _faint(lambda q, v: q.shape[1] > 3 * q.shape[-1], "values"),
+    "two lengths": _faint(lambda q, v: 2 * q.shape[1] + v.shape[1] > 8 * q.shape[-1]),
+    "a remainder": _faint(lambda q, v: q.shape[1] % (q.shape[-1] + 21) == 11),
+    "a batch": _faint(lambda q, v: q.shape[0] > v.shape[-1] - 3),
+    "scores far back": _faint_scores(lambda i, j, far: i - j >= far),
+    "scores ahead": _faint_scores(lambda i, j, far: j - i >= far),
+    "scores that grow": _faint_scores(lambda i, j, far: (i - j - far).clamp(min=0)),
+}

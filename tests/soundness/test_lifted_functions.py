@@ -57,6 +57,20 @@ def test_masks_made_of_positions(name: str) -> None:
     lengths(attacks.MASKS[name])
 
 
+@pytest.mark.parametrize("name", attacks.FAINT)
+def test_small_terms_behind_a_size(name: str) -> None:
+    """What is added at some sizes alone, too small for results of ordinary numbers to show."""
+    fn = attacks.FAINT[name]
+    run, calls = compiled(fn), [(3, 9), (3, 40), (6, 9)]
+    with torch.no_grad():
+        for batch, length in calls:
+            q, k, v = (torch.cat([x] * batch) for x in operands(length))
+            scale = (1e-5, 1e-5, 1.0) if "scores" in name else (1.0, 1.0, 1e-9)
+            given = [x * size for x, size in zip((q, k, v), scale, strict=True)]
+            assert relative_error(run(*given), fn(*given)) < 1e-5
+    assert not lifted() - {"retention"}
+
+
 @pytest.mark.parametrize("name", attacks.OBJECTS)
 def test_objects(name: str) -> None:
     q, k, v = operands(24)
