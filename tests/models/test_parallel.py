@@ -38,11 +38,14 @@ def test_models_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.parametrize(
     ("world", "arguments"),
-    [(2, ("--tp", "2")), (2, ("--checkpoint",)), (4, ("kimi_linear", "--tp", "2", "--checkpoint"))],
+    [
+        (2, ("qwen3_next", "deepseek_v3", "--tp", "2")),
+        (2, ("qwen3_next", "--checkpoint")),  # of the three the one that "both" cannot have, see docs/distributed.md
+        (4, ("kimi_linear", "--tp", "2", "--checkpoint")),
+    ],
     ids=["tensor parallel", "FSDP2", "both"],
 )
 def test_recipes(world: int, arguments: tuple[str, ...], tmp_path: Path) -> None:
     """Losses, gradients and matches are compared by ``examples/recipes.py`` itself."""
     printed = torchrun(world, tmp_path, "examples/recipes.py", "--quick", *arguments)
-    models = [name for name in arguments if name in RECIPES] or RECIPES
-    assert all(f"{name}: loss" in printed for name in models), printed
+    assert all(f"{name}: loss" in printed for name in arguments if name in RECIPES), printed
