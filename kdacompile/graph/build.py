@@ -137,7 +137,7 @@ class _Replay:
             self.run_plain(node, expected)
         elif compat.is_opaque_call(node) or local.touches(node) or not self.loadable(node):
             self.opaque(node)
-        elif (numbers := compat.literal(node)) is not None:
+        elif isinstance(expected, torch.Tensor) and (numbers := compat.literal(node)) is not None:
             with compat.no_fake_modes():
                 data = torch.tensor(numbers, dtype=expected.dtype)
             self.env[node] = self.stand_in(data, node)
