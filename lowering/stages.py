@@ -9,6 +9,7 @@ and everything else live on different cores, ``lowering/plan`` cuts each of them
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -163,6 +164,7 @@ def symbol(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, positive=True, integer=True)
 
 
+@functools.cache
 def size(dim: Dim) -> sympy.Expr:
     """A dimension as a formula; a macro-op's own buffers have dimensions like ``C*(C/16 - 1)/2``."""
     if isinstance(dim, int):
@@ -179,5 +181,9 @@ def evaluate(formula: sympy.Expr, sizes: Mapping[str, int]) -> int:
         return int(formula)
     if formula.is_Symbol:
         return sizes[str(formula)]
-    value = formula.subs({symbol(name): n for name, n in sizes.items()})
-    return int(sympy.ceiling(value))
+    return _value(formula, tuple(sizes.items()))
+
+
+@functools.cache
+def _value(formula: sympy.Expr, sizes: tuple[tuple[str, int], ...]) -> int:
+    return int(sympy.ceiling(formula.subs({symbol(name): n for name, n in sizes})))

@@ -60,6 +60,7 @@ class _Player:
         self.ended: dict[tuple[str, int], float] = {}
         self.events: list[Event] = []
         self.next = {value.name: step.name for value, step in plan.carried}
+        self.length = {task.name: self.seconds(stage, task) for task, stage in self.home.items()}
 
     def play(self) -> Timeline:
         for stage in self.stages:  # what works a step ahead has been done once before the loop
@@ -84,7 +85,7 @@ class _Player:
         start = self.free.get(unit, 0.0)
         for value in task.inputs:
             start = max(start, self.ready(value.name, stage, step))
-        length = task_seconds(self.plan, task, sharing(self.plan, stage)) + self.moved(stage, task)
+        length = self.length[task.name]
         self.free[unit] = self.ended[task.name, step] = start + length
         if length:
             self.events.append(Event(unit, task.name, step, start, start + length))
@@ -97,6 +98,10 @@ class _Player:
         if ended and buffer is not None and stage.name in buffer.consumers and stage.name != buffer.producer:
             ended += self.wait
         return ended
+
+    def seconds(self, stage: Stage, task: Task) -> float:
+        """What it takes in any step."""
+        return task_seconds(self.plan, task, sharing(self.plan, stage)) + self.moved(stage, task)
 
     def moved(self, stage: Stage, task: Task) -> float:
         """Its workspace tiles' way through memory, and its share of what the stage streams in and out meanwhile."""
