@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import sys
@@ -37,6 +38,11 @@ def compiled_graphs_go_with_their_module() -> Iterator[None]:
     """What a module compiled is not kept to the end: a process of the tests grew to 2.5 GB."""
     yield
     torch._dynamo.reset()
+
+
+def pytest_collection_finish() -> None:
+    """torch and transformers are not searched for garbage again at every compilation: 3 % of the tests' time."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,6 +1,6 @@
 """Every linear-attention layer of every model is matched, in prefill and in the cached step, and logits stay eager's.
 
-One length and fp32 here; the full table is ``python -m tests.matrix``.
+One length and fp32 here; the full table, glm5_next in it, is ``python -m tests.matrix``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.models.zoo import CASES, ModelCase
 
 LENGTH = 70  # two chunks, the second one padded
 BOUND = 1e-5
+QUICK = [case for case in CASES.values() if case.name != "glm5_next"]  # its own graph breaks cost two minutes
 
 
 def call(model: PreTrainedModel, kwargs: dict[str, Any]) -> Any:
@@ -51,7 +52,7 @@ def check(
     return report
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_prefill_fills_the_cache(case: ModelCase) -> None:
     model = case.build()
     own, theirs, third = (case.prefill_inputs(model, LENGTH, cache=True) for _ in range(3))
@@ -63,7 +64,7 @@ def test_prefill_fills_the_cache(case: ModelCase) -> None:
     assert report.graph_count == alone
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_cached_step(case: ModelCase) -> None:
     model = case.build()
     own, theirs = case.step_inputs(model), case.step_inputs(model)
@@ -91,4 +92,5 @@ def test_padding_mask(name: str) -> None:
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[0, :11] = 0
     own, theirs = (case.prefill_inputs(model, LENGTH, cache=False) | {"attention_mask": mask} for _ in range(2))
-    check(case, model, own, theirs, "sequence")
+    # Its loop over chunks with an open length is captured in tests/mla/test_models.py.
+    check(case, model, own, theirs, "sequence", dynamic=False if name == "kimi_linear" else None)

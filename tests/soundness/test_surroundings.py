@@ -1,5 +1,5 @@
-"""What a stranger's program does around or within the recurrence: feedback, writes between uses, operators of higher
-order, straight-through gradients. Results and gradients are eager's; what is no recurrence is left alone.
+"""What a program does around or within the recurrence: feedback, writes between uses, operators of higher order,
+straight-through gradients. Results and gradients are eager's; what is no recurrence is left alone.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ OTHERS: dict[str, Program] = {
 
 
 @pytest.mark.parametrize("name", [*LEFT, *OTHERS])
-def test_strangers(name: str) -> None:
+def test_results_and_gradients_are_eagers(name: str) -> None:
     program, given = {**LEFT, **OTHERS}[name], tuple(tokens(4, H=1).values())
     torch._dynamo.reset()
     run = torch.compile(program, backend="kda", options={"kda.inner": "aot_eager"})
