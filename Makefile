@@ -73,9 +73,10 @@ test: lint
 	$(MAKE) --no-print-directory -j 2 types pytest
 
 # The compiler's wheels exist for some platforms and for Python 3.11; elsewhere the tests are skipped and say why.
+# ASCEND_CASES=--one-case runs each test with its first parameters alone.
 test-ascend: $(TEST_STAMP)
 	$(BIN)/python -m tests.ascend.environment $(ASCEND_ENVIRONMENT) $(ASCEND_PYTHON)
-	KDA_ASCEND_ENVIRONMENT=$(ASCEND_ENVIRONMENT) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/ascend
+	KDA_ASCEND_ENVIRONMENT=$(ASCEND_ENVIRONMENT) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal tests/ascend $(ASCEND_CASES)
 
 matrix: $(TEST_STAMP)
 	$(BIN)/python -m tests.matrix

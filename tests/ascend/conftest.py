@@ -11,6 +11,20 @@ import pytest
 from tests.ascend.tools import Tools
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-case", action="store_true", help="run each test with its first parameters alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--one-case", default=False):
+        return
+    first: dict[tuple[Path, str], pytest.Item] = {}
+    for item in items:
+        first.setdefault((item.path, getattr(item, "originalname", item.name)), item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
+    items[:] = first.values()
+
+
 @pytest.fixture(scope="session")
 def environment() -> Path:
     """The folder that ``make test-ascend`` has made, see environment.py."""
