@@ -108,7 +108,10 @@ def heat_map(timings: Sequence[Timing]) -> str:
     lengths = sorted({timing.cell.length for timing in timings})
     lines = _lines(timings)
     width, height = 210 + 64 * len(lengths), 22 + 16 * len(lines)
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif"'
+        ' style="background:white">'
+    ]
     parts += [
         f'<text x="{214 + 64 * n}" y="14" font-size="11">{length}</text>' for n, length in enumerate(lengths)
     ]  # fmt: skip
