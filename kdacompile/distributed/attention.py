@@ -36,7 +36,8 @@ def parallel_mla(
             raise ContextParallelError(problem=f"MLA takes no {name} here")
     if call.q.shape[1] != call.latent.shape[1]:
         raise ContextParallelError(problem="MLA is a prefill here: queries and latents are of the same tokens")
-    context.check_alike(["B", "T", "H", "R"], [*call.q.shape[:3], call.latent.shape[2]], call.q.device)
+    sizes = [*call.q.shape[:3], call.latent.shape[2]]
+    context.check_alike(["B", "T", "H", "R"], sizes, call.q.shape[1], call.q.device)
     latent, k_rope = _every_token(call.latent, call.k_rope, context)
     _check_mask(call, latent.shape[1])
     results = [_fragment(call, options, latent, k_rope, *cut) for cut in _cuts(call, context, latent.shape[1])]

@@ -30,12 +30,15 @@ def linear_attention(
 
 
 def _check_ranks(call: Any, context: ContextParallel) -> None:
-    """The sizes that every rank must have alike; T only where fragments must be equal."""
+    """The sizes and options that every rank must have alike; T only where fragments must be equal."""
     equal = context.order == "zigzag" or context.method == "heads"
     named = {"the number of fragments": context.fragments.per_rank, "B": call.q.shape[0], "H": call.q.shape[2]}
     named |= {"K": call.q.shape[3], "HV": call.v.shape[2], "V": call.v.shape[3]}
     named |= {"the number of sequences": call.sequences, "T": call.q.shape[1] if equal else 0}
-    context.check_alike(list(named), list(named.values()), call.q.device)
+    named |= {'method="heads"': context.method == "heads", "delta": call.delta, "steps": bool(context.steps)}
+    named |= {"overlap": bool(context.overlap)}
+    packed = call.cu_seqlens is not None
+    context.check_alike(list(named), list(named.values()), call.q.shape[1], call.q.device, packed=packed)
 
 
 def _by_heads(

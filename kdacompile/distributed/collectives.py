@@ -139,15 +139,18 @@ for _name, _backward in (
     torch.library.register_autograd(f"kdacompile::{_name}", _backward, setup_context=_remember_group, lib=_library)
 
 
-def check_alike(names: Sequence[str], values: Sequence[int], group: str, ranks: int, device: torch.device) -> None:
-    """Raise where a rank's values differ from rank 0's, on every rank and with the ranks named.
+def check_alike(
+    names: Sequence[str], values: Sequence[int], tokens: int, group: str, ranks: int, device: torch.device
+) -> list[int]:
+    """The tokens of every rank. Raise where a rank's values are not rank 0's, on every rank and with the ranks named.
 
     One small all-gather, and its result is read on the host.
     """
-    mine = torch.tensor(values, dtype=torch.int64, device=device)
-    every = _gather(mine, group, ranks).tolist()
-    for name, column in zip(names, zip(*every, strict=True), strict=True):
+    mine = torch.tensor([tokens, *values], dtype=torch.int64, device=device)
+    held, *columns = map(list, zip(*_gather(mine, group, ranks).tolist(), strict=True))
+    for name, column in zip(names, columns, strict=True):
         odd = [rank for rank, value in enumerate(column) if value != column[0]]
         if odd:
             said = ", ".join(f"{column[rank]} on rank {rank}" for rank in odd[:4])
             raise ContextParallelError(problem=f"{name} is {column[0]} on rank 0, but {said}")
+    return held

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,10 +46,12 @@ def causal_conv1d(
         ContextParallelError: fragments that are too short; kdacompile.ops.errors.OpError: shapes that do not fit.
     """
     width = _check(x, weight, bias, activation)
-    context_parallel.check_alike(["B", "C", "the width"], [x.shape[0], x.shape[2], width], x.device)
+    sizes, packed = [x.shape[0], x.shape[2], width], cu_seqlens is not None
+    held = context_parallel.check_alike(["B", "C", "the width"], sizes, x.shape[1], x.device, packed=packed)
+    context_parallel.fragments.check_halves(x.shape[1])
     parts = x.unflatten(1, (context_parallel.fragments.per_rank, -1))  # [B, fragments, T, C]
     length = parts.shape[2]
-    if _too_short(context_parallel, length, width):
+    if _too_short(context_parallel, held, length, width):
         problem = f"a convolution of width {width} needs {width - 1} tokens in each fragment, got {length}"
         raise ContextParallelError(problem=problem)
     if width > 1:
@@ -81,16 +85,19 @@ def _same_sequence(cu_seqlens: Tensor | None, context: ContextParallel, here: in
     return [(torch.bucketize(tokens - j, bounds, right=True) == sequence).unsqueeze(-1) for j in range(width)]
 
 
-def _too_short(context: ContextParallel, length: int, width: int) -> bool:
-    """Whether a halo would reach over a whole fragment; alike on all ranks, where T of all is known.
+def _too_short(context: ContextParallel, held: Sequence[int] | None, length: int, width: int) -> bool:
+    """Whether a halo would reach over a whole fragment; alike on all ranks, where their tokens are known.
 
     Before the second fragment there is nothing to reach. The last ranks of the contiguous order may have fewer tokens.
     """
     total, fragments = context.total_length, context.fragments
-    if total is None:
+    if held is None and total is None:
         return length < width - 1 and fragments.count > 2 and fragments.held_by(context.rank) != (fragments.count - 1,)
-    size = -(-total // fragments.count)
-    return size < width - 1 and total > 2 * size
+    if held is None:
+        spans = (fragments.bounds(rank, total or 0) for rank in range(context.ranks))
+        held = [sum(end - start for start, end in some) for some in spans]
+    sizes = held if fragments.per_rank == 1 else [held[0] // 2] * fragments.count
+    return any(size < width - 1 and any(sizes[:n]) and any(sizes[n + 1 :]) for n, size in enumerate(sizes))
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> int:

@@ -70,6 +70,12 @@ class Fragments:
             raise ContextParallelError(problem=problem)
         return spans
 
+    def check_halves(self, here: int) -> None:
+        """Raise where a rank's tokens do not make fragments of one length."""
+        if self.per_rank == 2 and here % 2:
+            problem = f"zigzag needs two fragments of one length on every rank, got {here} tokens"
+            raise ContextParallelError(problem=problem)
+
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """What ``rank`` holds of a tensor that has all tokens along ``dim``."""
         spans = self.bounds(rank, x.shape[dim])
@@ -242,9 +248,18 @@ class ContextParallel:
         """This rank's tokens of a tensor that has all along ``dim``."""
         return self.fragments.shard(x, self.rank, dim)
 
-    def check_alike(self, names: Sequence[str], values: Sequence[int], device: torch.device) -> None:
-        """Raise where a rank's sizes differ from the others', if that is asked for."""
-        if torch.compiler.is_compiling():
-            return  # reading a result on the host would break the graph
-        if self.check if self.check is not None else device.type == "cpu":
-            collectives.check_alike(names, values, self.name, self.ranks, device)
+    def check_alike(
+        self, names: Sequence[str], values: Sequence[int], tokens: int, device: torch.device, *, packed: bool = False
+    ) -> list[int] | None:
+        """The tokens of every rank, if sizes are compared (``check``); raises on all of them where some do not fit.
+
+        Sizes must be rank 0's. Tokens must be those that T of all ranks gives each, where it is given or needed: in the
+        order "zigzag", and for ``packed`` sequences.
+        """
+        if torch.compiler.is_compiling() or not (self.check if self.check is not None else device.type == "cpu"):
+            return None  # reading a result on the host would break the graph
+        held = collectives.check_alike(names, values, tokens, self.name, self.ranks, device)
+        total = self.total_length or (held[0] * self.ranks if packed or self.order == "zigzag" else None)
+        for rank, here in enumerate(held if total is not None else ()):
+            self.fragments.bounds_here(rank, total or 0, here)
+        return held

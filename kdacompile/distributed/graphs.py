@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from kdacompile import compat
-from kdacompile.compat.groups import group_of
+from kdacompile.compat.groups import group_of, order_of_region
 from kdacompile.compat.local import is_distributed
 from kdacompile.distributed import calls
 from kdacompile.distributed.attention import parallel_mla
@@ -56,6 +56,9 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *, key: Key) -> Ten
 
 def spread(gm: fx.GraphModule, key: Key, rejections: Iterable[Rejection]) -> None:
     """Rewrite a graph, searched already, for a rank's tokens; ``rejections`` are what the search left alone."""
+    if (order := order_of_region()) not in (None, key[1]):
+        problem = f'PyTorch\'s context_parallel has cut tokens in the order "{order}", and kda.context_parallel says'
+        raise ContextParallelError(problem=f'{problem} "{key[1]}"')
     # SDPA of DTensors is PyTorch's own: it stands for all ranks' tokens.
     others = any(name_of(node) != "scaled_dot_product_attention" for node in mixing(gm.graph))
     if refused := [str(rejection) for rejection in rejections if rejection.code != "subclass" or others]:

@@ -35,7 +35,6 @@ from kdacompile.lowering.calls import Call
 from kdacompile.lowering.operands import Result, dimensions, tensors
 from kdacompile.ops import definitions
 from kdacompile.ops.checks import check_sequence
-from kdacompile.ops.errors import ContextParallelError
 from kdacompile.ops.signature import LINEAR_ATTENTION
 
 T = TypeVar("T")
@@ -102,9 +101,8 @@ class ParallelCall(Call):
 
 def check_parallel(call: ParallelCall, *, symbolic: bool = False) -> None:
     check_sequence(call, symbolic=symbolic)
-    here = call.q.shape[1]
-    if call.fragments.per_rank == 2 and not symbolic and here % 2:
-        raise ContextParallelError(problem=f"zigzag needs two fragments of one length on every rank, got {here} tokens")
+    if not symbolic:
+        call.fragments.check_halves(call.q.shape[1])
 
 
 Waiting = Generator[None, None, T]

@@ -189,6 +189,13 @@ def convolution_of_few_tokens(ranks: Ranks) -> None:
         context = ContextParallel(order=order, total_length=2 * ranks.world)
         with pytest.raises(ContextParallelError, match="a convolution of width 4 needs 3 tokens in each fragment"):
             convolve({"x": random(1, 2, 6), "weight": random(6, 4), "bias": random(6)}, context, None)
+    # T of all ranks is not given: their tokens are compared, and the last rank knows as well as the others.
+    with pytest.raises(ContextParallelError, match="a convolution of width 4 needs 3 tokens in each fragment"):
+        convolve({"x": random(1, 2, 6), "weight": random(6, 4), "bias": random(6)}, ContextParallel(), None)
+    held = {"x": random(2, (3, 2, 0)[ranks.rank], 6), "weight": random(6, 4), "bias": random(6)}
+    assert convolve(held, ContextParallel(), None).shape == held["x"].shape
+    with pytest.raises(ContextParallelError, match=r"zigzag over 3 ranks needs a multiple of 6 tokens"):
+        convolve({**held, "x": random(1, 3, 6)}, ContextParallel(order="zigzag"), None)
 
 
 def convolve(tensors: dict[str, Tensor], context: Any, bounds: Sequence[int] | None) -> Tensor:
@@ -270,6 +277,12 @@ def ranks_that_differ(ranks: Ranks) -> None:
     with pytest.raises(ContextParallelError, match="T is 4 on rank 0, but 6 on rank 1"):
         x = random(1, 6 if ranks.rank else 4, 2, 4)
         linear_attention(x, x, x, context_parallel=ContextParallel(order="zigzag"))
+    with pytest.raises(ContextParallelError, match="rank 1 of 2 must hold 4 of 8 tokens, but has 6"):
+        linear_attention(x, x, x, context_parallel=ContextParallel(), cu_seqlens=torch.tensor([0, 10]))
+    with pytest.raises(ContextParallelError, match="rank 0 of 2 must hold 3 of 6 tokens, but has 4"):
+        linear_attention(x, x, x, context_parallel=ContextParallel(total_length=6))
+    with pytest.raises(ContextParallelError, match="delta is 1 on rank 0, but 0 on rank 1"):
+        linear_attention(x, x, x, context_parallel=ContextParallel(), delta=ranks.rank == 0)
 
 
 def a_rank_that_does_not_come(ranks: Ranks) -> None:

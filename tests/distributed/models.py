@@ -114,7 +114,7 @@ def activations_of_dtensors(ranks: Ranks) -> None:
 
 
 def region_of_torch(ranks: Ranks) -> None:
-    """Inside PyTorch's ``context_parallel``, which cuts the buffers in the order "zigzag"."""
+    """Inside PyTorch's ``context_parallel``, which cuts the buffers in the order "zigzag"; no other order is taken."""
     mesh = DeviceMesh("cpu", list(range(ranks.world)))
     context = ContextParallel(mesh.get_group(), order="zigzag", total_length=TOKENS)
     model, x = Hybrid(False, operator), torch.randn(1, TOKENS, WIDTH)
@@ -122,6 +122,38 @@ def region_of_torch(ranks: Ranks) -> None:
     with torch.no_grad(), context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
         assert x.shape[1] == TOKENS // ranks.world
         torch.testing.assert_close(compiled(model, context)(x), want)
+        torch.compiler.reset()
+        with pytest.raises(Exception, match=r'cut tokens in the order "zigzag", and kda.context_parallel says "contig'):
+            compiled(model, ContextParallel(mesh.get_group()))(x)
+
+
+def refused_in_region_of_torch(ranks: Ranks) -> None:
+    """SDPA that PyTorch does not spread over ranks, since it was bound before the region began; products by hand."""
+    mesh = DeviceMesh("cpu", list(range(ranks.world)))
+    context = ContextParallel(mesh.get_group(), order="zigzag", total_length=TOKENS)
+    x, bound = torch.randn(1, 2, TOKENS, 4), F.scaled_dot_product_attention
+
+    def alone(x: Tensor) -> Tensor:
+        return bound(x, x, x, is_causal=True)
+
+    def by_hand(x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+    def beside(x: Tensor) -> Tensor:
+        placed: Any = DTensor.from_local(x, mesh, [Shard(2)], run_check=False)
+        scores: Any = (placed @ placed.mT).softmax(-1)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True) + (scores @ placed).to_local()
+
+    cases = [
+        (alone, "attention would see a rank's"),
+        (by_hand, "attention would see a rank's"),
+        (beside, "not matched"),
+    ]
+    with torch.no_grad(), ring_on_cpus(), context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        for model, problem in cases:
+            torch.compiler.reset()
+            with pytest.raises(Exception, match=problem):
+                compiled(model, context)(x)
 
 
 class Softmax(nn.Module):

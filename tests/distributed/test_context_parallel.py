@@ -24,7 +24,10 @@ TWO = (
     "under_compile", "ranks_that_differ", "dtensors_cut_otherwise", "checkpoint_of_a_state",
     "a_rank_that_does_not_come", "example",
 )  # fmt: skip
-MODELS = ("recurrences_and_convolutions", "latents", "region_of_torch", "region_of_torch_with_softmax", "refused")
+MODELS = (
+    "recurrences_and_convolutions", "latents", "region_of_torch", "region_of_torch_with_softmax",
+    "refused_in_region_of_torch", "refused",
+)  # fmt: skip
 THREE = (
     "fragments_of_many_lengths",
     "convolution_of_few_tokens",
