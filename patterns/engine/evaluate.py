@@ -74,10 +74,14 @@ class Region:
         outputs: Sequence[Value],
         instead: Mapping[Value, Tensor] | None = None,
         tails: frozenset[int] = frozenset(),
+        *,
+        rounds: bool = False,
     ) -> None:
         """``instead`` gives constants other data than the graph's. ``tails``: along dimensions of these captured sizes
-        a constant may be cut down to its end; whoever allows it knows what the constant is elsewhere.
+        a constant may be cut down to its end; whoever allows it knows what the constant is elsewhere. ``rounds``:
+        constants are those that the model computes, not what these are rounded from.
         """
+        self.rounds = rounds
         self.instead = instead or {}
         self.tails = tails
         self.inputs = list(inputs)
@@ -151,7 +155,10 @@ class Region:
             return env[value]
         if value not in self.constants:
             own, exact = self.both(value)
-            data = exact if own is exact else settled(own, exact, 16 if self.instead else ROUNDINGS)
+            if self.rounds:
+                data = own.to(exact.dtype)
+            else:
+                data = exact if own is exact else settled(own, exact, 16 if self.instead else ROUNDINGS)
             self.constants[value] = Operand(data, tuple(map(whole, data.shape)), const=True)
         return self.constants[value]
 
@@ -164,6 +171,15 @@ class Region:
             exact = self.instead.get(value, own).to(_float64(own.dtype))
             self.twice[value] = own, exact
         return self.twice[value]
+
+    def rounding(self) -> float:
+        """How coarse the dtypes are in which the model rounds a constant that stands here as it was before; 0: none."""
+        units = [0.0]
+        for value, operand in self.constants.items():
+            own = self.both(value)[0]
+            if own.is_floating_point() and not torch.equal(own.double(), operand.tensor.double()):
+                units.append(torch.finfo(own.dtype).eps)
+        return max(units)
 
     def step(self, op: Op, env: dict[Value, Operand], dead: list[Value], plan: list[Planned]) -> None:
         if op.out.const and self.moving.isdisjoint(op.outs):

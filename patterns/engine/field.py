@@ -56,6 +56,9 @@ BASE = (secrets.randbelow(P - 3) + 2) ** 2 % P
 LN2 = secrets.randbelow(R - 3) + 2
 """What the natural logarithm of two is modulo R: ``exp2(x) = exp(LN2 x)``, and nothing else is known about it."""
 
+ALIKE = 2.0**-50
+"""How far numbers that stand for the same may be from each other: what is left of both is their rounding."""
+
 SMOOTH = (2, 3, 5, 7, 11, 13)
 """Primes whose roots are known in both fields."""
 
@@ -82,6 +85,8 @@ class Numbers:
     """
 
     rough: set[float] = field(default_factory=set[float])
+    stands: dict[tuple[Fraction, int, int], float] = field(default_factory=dict[tuple[Fraction, int, int], float])
+    """A number by what it stands for."""
 
     def excuse(self) -> str:
         """Which literals could be to blame for a difference; none if none could: what is all but one is not rounded."""
@@ -111,6 +116,9 @@ class Numbers:
             value = fraction(numerator, denominator, modulus)
         else:
             value = _value(*found, modulus)
+            other = self.stands.setdefault(found, abs(number))
+            if abs(other - abs(number)) > ALIKE * other:
+                raise Silent(f"the numbers {number:.17g} and {other:.17g}, which are not the same")
         return value if number > 0 else -value % modulus
 
     def tensor(self, data: Tensor, modulus: int) -> Tensor:

@@ -135,6 +135,7 @@ def mul(f: Field, a: Any, b: Any) -> Residues:
     gone = None
     for one, other in ((a, b), (b, a)):
         if isinstance(other, (int, float)) and other > 0 and isinstance(one, Residues) and not f.fills(one):
+            _vanishes(f, one, other)
             gone = one.gone
     a, b = f.of(a), f.of(b)
     if gone is None:
@@ -147,6 +148,7 @@ def div(f: Field, a: Any, b: Any, *, rounding_mode: str | None = None) -> Residu
         raise Silent("a division that rounds")
     a = f.of(a)
     if isinstance(b, (int, float)) and b > 0 and not f.fills(a):
+        _vanishes(f, a, 1 / b)
         return Residues(a.x * pow(f.numbers.read(float(b), f.modulus), -1, f.modulus) % f.modulus, a.gone)
     return _over(f, a, f.of(b))
 
@@ -218,8 +220,15 @@ def raised_to(f: Field, base: float | Tensor, x: Residues) -> Residues:
     x = f.of(x)
     if not bool((data > 0).all()):
         raise Silent("a power of a number that is not positive")
+    _vanishes(f, x, float(data.log().min()))
     rate = f.numbers.tensor(data.log(), R)
     return exponential(f, Residues(x.x * rate % R, x.gone))
+
+
+def _vanishes(f: Field, x: Residues, rate: float) -> None:
+    """What hides as an exponent of e does so times ``rate``."""
+    if x.gone is not None and not x.fill * rate <= f.gone:
+        raise Silent(f"a number that hides, times {rate:g} in an exponent")
 
 
 def exponential(f: Field, x: Any, rate: float | int = 1) -> Residues:
@@ -231,6 +240,7 @@ def exponential(f: Field, x: Any, rate: float | int = 1) -> Residues:
 
 
 def exponential2(f: Field, x: Any) -> Residues:
+    _vanishes(f, f.of(x), math.log(2.0))
     return exponential(f, x, LN2)
 
 
@@ -274,7 +284,8 @@ def largest(f: Field, x: Any, dim: Any = None, keepdim: bool = False) -> Residue
     x = f.of(x).x
     places = torch.arange(1, x.numel() + 1).view(x.shape)
     seed = int((x * (places * 2654435761 % 65521) % f.modulus).sum()) % (1 << 31)
-    dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
+    dims = sorted(each % max(1, x.dim()) for each in ([dim] if isinstance(dim, int) else list(dim or range(x.dim()))))
+    seed = (seed * 31 + sum(1 << each for each in dims)) % (1 << 31)
     shape = x.sum(dims, keepdim=keepdim).shape
     return Residues(field.random(shape, f.modulus, torch.Generator().manual_seed(seed)))
 

@@ -64,7 +64,9 @@ _PICKED = frozenset(
     "select slice select_scatter slice_scatter unbind split split_with_sizes unfold cat cumsum cumprod flip diag_embed "
     "prod".split()
 )
-_FIXED = INDEXED | frozenset("constant_pad_nd repeat diagonal roll".split())
+_FIXED = INDEXED | frozenset("constant_pad_nd repeat diagonal diagonal_scatter roll".split())
+_MATRICES = SOLVES | {"tril", "triu"}
+"""They treat the rows and columns of their first operand by number."""
 
 
 def out_dims(value: Value, result: Tensor, operands: list[Operand]) -> tuple[Factors, ...]:
@@ -136,6 +138,9 @@ def cuts(op: Op, operands: list[Operand], tails: frozenset[int]) -> list[Cut]:
         _check_picks(op, first)
     elif name in _FIXED:
         _check_untouched(op, first)
+    elif name in _MATRICES:
+        if any(_captured(dim) != _run(dim) for dim in first.dims[-2:]):
+            raise CannotReduce(f"{name} of matrices one of whose dimensions is reduced")
     elif name in REDUCTIONS or name in CONTRACTIONS:
         _check_sums(op, operands, tails)
     if len(operands) == 1 and name != "stack":

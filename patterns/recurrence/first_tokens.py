@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,8 +54,15 @@ class Runner:
             if found is None:
                 return None
             instead[value] = found
+        return self._other(instead=instead)
+
+    def with_rounded_constants(self) -> Runner:
+        """The same region with its constants as the model computes them."""
+        return self._other(rounds=True)
+
+    def _other(self, **options: Any) -> Runner:
         other = Runner(self.candidate)
-        other.region = Region(list(self.candidate.ops), self.candidate.cut, self.candidate.outputs, instead)
+        other.region = Region(list(self.candidate.ops), self.candidate.cut, self.candidate.outputs, **options)
         other.whole = self.whole
         return other
 

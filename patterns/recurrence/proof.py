@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.evaluate import PRECISE, TOLERANCE, EvaluationError, one_thread, token_error
 from kdacompile.patterns.engine.field import Silent
@@ -238,18 +239,51 @@ def _probe_fully(binding: Recurrence, runner: Runner, *, wide: bool) -> Verdict[
         if max(errors) > least:
             return Verdict(None, worst, f"probe {count} ({kind}) differs")
         if count == 1:
-            found = _exactly(binding, runner, sizes, wide=wide)
-            if found is True:
-                return Verdict(binding, worst, probes=1)
-            if found is False:
-                return Verdict(None, worst, DIFFERS, code="field")
+            found = _analysed(binding, runner, sizes, _Compared(inputs, want, worst), wide=wide)
+            if isinstance(found, Verdict):
+                return found
             silent = found
-            if worst > PRECISE:
-                return Verdict(None, worst, "numbers differ by more than rounding")
-            untyped = exact.Check(binding, runner.region, sizes).untyped()
-            if untyped:
-                return Verdict(None, worst, untyped)
     return Verdict(binding, worst, probes=count, silent=silent)
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A run on ordinary inputs, the output of the recurrence, and how far the region's is from that."""
+
+    inputs: dict[Value, Tensor]
+    want: Tensor
+    error: float
+
+
+def _analysed(
+    binding: Recurrence, runner: Runner, sizes: dict[str, int], run: _Compared, *, wide: bool
+) -> Verdict[Recurrence] | str:
+    """The verdict of the field, and of types where constants are rounded; what stood in the way where the field is
+    silent and nothing speaks against the binding.
+    """
+    found = _exactly(binding, runner, sizes, wide=wide)
+    holds = Verdict(binding, run.error, probes=1)
+    if found is False:
+        return Verdict(None, run.error, DIFFERS, code="field")
+    unit = runner.region.rounding()
+    if unit and not _withstands(binding, runner, run, unit):
+        return Verdict(None, run.error, "its constants, as the model rounds them, make another function of it")
+    if found is True and not unit:
+        return holds
+    if found is not True and run.error > PRECISE:
+        return Verdict(None, run.error, "numbers differ by more than rounding")
+    untyped = exact.Check(binding, runner.region, sizes).untyped()
+    if untyped:
+        return Verdict(None, run.error, untyped)
+    return holds if found is True else found
+
+
+def _withstands(binding: Recurrence, runner: Runner, run: _Compared, unit: float) -> bool:
+    """Whether the output stays what it is with constants as they are rounded, to ``unit``: none is all that is left
+    when one is subtracted from another.
+    """
+    have = binding.output.to_canonical(runner.with_rounded_constants()(run.inputs)[0])
+    return token_error(have, run.want) <= max(1e-3, 32 * unit)
 
 
 DIFFERS = "the region and the recurrence are different functions: over a prime field their numbers differ"

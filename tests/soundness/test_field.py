@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 import runpy
+from fractions import Fraction
 
 import pytest
 import torch
 from torch import Tensor
 
+from kdacompile.graph.laws import Law, NotAffine, in_dtype
 from kdacompile.patterns.engine import field
 from kdacompile.patterns.engine.field import Numbers, P, R, Silent, matmul
-from kdacompile.patterns.engine.meanings import Field, Residues, pow_
+from kdacompile.patterns.engine.meanings import (
+    Field,
+    Residues,
+    exponential,
+    exponential2,
+    largest,
+    mul,
+    pow_,
+    raised_to,
+)
 from kdacompile.patterns.recurrence.exact import recurrence
 
 
@@ -96,6 +107,44 @@ def test_literals_that_are_nothing_modulo_the_prime_are_not_read(modulus: int) -
     assert numbers.tensor(table, modulus).tolist() == [numbers.read(float(number), modulus) for number in table]
     with pytest.raises(Silent):
         pow_(Field(modulus, numbers), Residues(draw(3, modulus=modulus)), float(modulus))  # Fermat: x ** P == x
+
+
+def test_two_literals_that_stand_for_the_same_are_not_read() -> None:
+    numbers = Numbers()
+    assert numbers.read(0.3, P) == numbers.read(0.1 + 0.2, P)  # what is left of the two is their rounding
+    with pytest.raises(Silent):
+        numbers.read(0.3000000000000003, P)
+
+
+def test_what_hides_under_e_need_not_hide_under_another_base() -> None:
+    """-110 in float32: the exponential is zero, 2 ** -110 and 1.05 ** -110 are not."""
+    f = Field(R, Numbers(), field.GONE[torch.float32], field.unreached(torch.float32))
+    hidden = f.of(-110.0, replaces=True)
+    assert int(exponential(f, hidden).x) == 0
+    for other in (lambda: exponential2(f, hidden), lambda: raised_to(f, 1.05, hidden)):
+        with pytest.raises(Silent):
+            other()
+    assert int(exponential2(f, f.of(-160.0, replaces=True)).x) == 0
+    lowest = f.of(torch.finfo(torch.float32).min, replaces=True)
+    assert bool(mul(f, lowest, 0.125).gone)
+    with pytest.raises(Silent):
+        mul(f, lowest, 1e-38)
+
+
+def test_the_largest_of_rows_is_not_that_of_columns() -> None:
+    x = Residues(draw(4, 4, modulus=R))
+    f = Field(R, Numbers())
+    assert not torch.equal(largest(f, x, -1).x, largest(f, x, -2).x)
+    assert torch.equal(largest(f, x, -1).x, largest(f, x, [1]).x)
+
+
+def test_positions_that_do_not_fit_their_dtype() -> None:
+    """2^19 times a position is beyond 32 bits at 4096."""
+    steep = Law("affine", steps=(Fraction(1 << 19),))
+    assert in_dtype(steep, torch.int64) == steep
+    with pytest.raises(NotAffine):
+        in_dtype(steep, torch.int32)
+    assert in_dtype(Law("affine", steps=(Fraction(128),)), torch.int32).kind == "affine"
 
 
 @pytest.mark.parametrize("delta", [True, False])

@@ -84,6 +84,26 @@ def given(T: int = 12) -> Args:
     return found["q"], found["k"], found["v"], found["g"], found["beta"]
 
 
+HIDDEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "2 ** -110": lambda gap: torch.exp2(gap.masked_fill(LATER, -110.0)),
+    "2 ** -125 by where": lambda gap: torch.exp2(torch.where(LATER, -125.0, gap)),
+    "1.5 ** -110": lambda gap: torch.pow(1.5, gap.masked_fill(LATER, -110.0)),
+}
+LATER = torch.ones(12, 12, dtype=torch.bool).triu(1)
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_number_that_hides_under_e_alone(name: str) -> None:
+    """exp(-110) is zero in float32; these are not, and later values of 1e34 showed through."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        total = g.transpose(1, 2).cumsum(-1)
+        weights = HIDDEN[name](total[..., :, None] - total[..., None, :])
+        return ((q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * weights) @ v.transpose(1, 2)).transpose(1, 2)
+
+    refused(program, given()[:4])
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_a_small_term_in_the_state(name: str) -> None:
     refused(lambda *x: loop(*x, step=STEPS[name], read=read), given())
