@@ -43,7 +43,9 @@ FRAME = {"draw", "registry", "sources", "__main__"}
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a case; ``matched`` is None where it was skipped, or is ``broken``: its own code does not run."""
+    """What became of a case; ``matched`` is None where it was skipped, or is ``broken``: its own code does not run.
+    ``declined`` of the matches are left to Inductor, which is faster there by the cost model.
+    """
 
     case: Case
     matched: tuple[str, ...] | None
@@ -52,6 +54,7 @@ class Row:
     reason: str
     broken: bool = False
     bound: float = ROUNDING
+    declined: int = 0
 
     @property
     def complete(self) -> bool:
@@ -64,6 +67,7 @@ class Row:
     def __str__(self) -> str:
         skipped = "broken" if self.broken else "skipped"
         found = skipped if self.matched is None else ", ".join(self.matched) or "-"
+        found += f" ({self.declined} by cost)" if self.declined else ""
         equal = "" if self.matched is None else f"{'no' if self.wrong else 'yes'} ({self.error:.0e})"
         where = self.case.repository
         cells = (where.name, where.commit[:8], self.case.path, self.case.name, found, equal, f"{self.seconds:.1f}")
@@ -92,7 +96,7 @@ def measure(case: Case, library: Library) -> Row:
             report = explain(own[0])(*own[1])
         except RAISED as error:
             return Row(case, (), math.inf, time.perf_counter() - started, f"{type(error).__name__}: {error}"[:200])
-    declined = (rejection.pattern for rejection in report.declined for _ in range(rejection.count))
+    declined = [rejection.pattern for rejection in report.declined for _ in range(rejection.count)]
     found = (*(match.pattern for match in report.matches), *declined)
     error, bound = worst_error((report.result, own[1]), exact or expected), ROUNDING
     if exact is not None:
@@ -100,7 +104,7 @@ def measure(case: Case, library: Library) -> Row:
     reasons = [f"{r.reason} [{r.code}]" for r in report.rejections] + [f"break: {b}" for b in report.graph_breaks]
     missed = bool(Counter(case.finds) - Counter(found))
     told = "; ".join(reasons[:3]) if missed else ""
-    return Row(case, found, error, time.perf_counter() - started, told, bound=bound)
+    return Row(case, found, error, time.perf_counter() - started, told, bound=bound, declined=len(declined))
 
 
 def _run(fn: Any, arguments: tuple[Any, ...]) -> Any:
@@ -130,7 +134,8 @@ def summary(rows: Sequence[Row]) -> str:
     broken = sum(row.broken for row in rows)
     return (
         f"{len(ran)} cases of {len(names)} repositories, {len(rows) - len(ran) - broken} skipped, {broken} broken; "
-        f"{sum(row.complete for row in family)} of {len(family)} of the family matched; "
+        f"{sum(row.complete for row in family)} of {len(family)} of the family matched, "
+        f"{sum(row.complete and row.declined > 0 for row in family)} of them left by cost; "
         f"{sum(row.wrong for row in ran)} wrong"
     )
 
