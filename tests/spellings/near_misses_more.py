@@ -245,3 +245,17 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     future = torch.ones_like(scores, dtype=torch.bool).triu(1)
     return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+
+
+@near_miss("simple_gla", "q k v g", scale=1.0, length=4, differs=False)
+def one_head_of_a_loop_adds_little(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """Heads one by one, and to the last one's state a number is added that no comparison of results shows."""
+    heads = []
+    for h in range(q.shape[2]):
+        s, outs = k.new_zeros(k.shape[0], k.shape[3], v.shape[3]), []
+        for t in range(q.shape[1]):
+            s = s * g[:, t, h].exp()[:, None, None] + k[:, t, h][..., None] * v[:, t, h][:, None]
+            s = s + 1e-9 if h == q.shape[2] - 1 else s
+            outs.append((s * q[:, t, h][..., None]).sum(1))
+        heads.append(torch.stack(outs, 1))
+    return torch.stack(heads, 2)

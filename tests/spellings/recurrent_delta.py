@@ -229,3 +229,17 @@ def kda_time_first(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> 
         s = s + torch.einsum("bhi,bhj->bhij", k_t, b_t.unsqueeze(-1) * (v_t - torch.einsum("bhi,bhij->bhj", k_t, s)))
         outs.append(torch.einsum("bhi,bhij->bhj", q_t, s))
     return torch.stack(outs).movedim(0, 1) * q.shape[-1] ** -0.5
+
+
+@spelling("gated_delta_rule", "q k v g beta", scale=1.0, lengths=LENGTHS)
+def gdn_heads_one_by_one(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    heads = []
+    for h in range(q.shape[2]):
+        s, outs = k.new_zeros(k.shape[0], k.shape[3], v.shape[3]), []
+        for t in range(q.shape[1]):
+            s = s * g[:, t, h].exp()[:, None, None]
+            error = (v[:, t, h] - (s * k[:, t, h][..., None]).sum(1)) * beta[:, t, h][:, None]
+            s = s + k[:, t, h][..., None] * error[:, None]
+            outs.append((s * q[:, t, h][..., None]).sum(1))
+        heads.append(torch.stack(outs, 1))
+    return torch.stack(heads, 2)
