@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 4 examples/recipes.py kimi_linear --tp 2 [--checkpoint] [--quick] [--device cuda]
 
-The models are transformers', with random weights. In torchtitan's order: tensor parallel, activation checkpointing,
-``compile(backend="kda")`` layer by layer, FSDP2. Parameters are DTensors, and a module that shares its heads computes
-on their local tensors. Layers must be matched, and losses must equal those of one process in eager. Feed-forward layers
-are dense: experts have plans of their own in torchtitan and in transformers.
+The models are transformers', with random weights. In this order: tensor parallel, ``compile(backend="kda")`` layer by
+layer, activation checkpointing around the compiled layer, FSDP2. Parameters are DTensors, and a module that shares its
+heads computes on their local tensors. Layers must be matched, and losses must equal those of one process in eager.
+Feed-forward layers are dense: experts have plans of their own in torchtitan and in transformers.
 """
 
 from __future__ import annotations
@@ -201,8 +201,9 @@ def parallelize(model: Any, plan: dict[str, Heads], mesh: DeviceMesh, options: A
         outside: tuple[str, ...] = ("model.embed_tokens", "model.norm", "lm_head")
         parallelize_module(model, tp, {name: Whole() for name in outside})
     for index, layer in enumerate(model.model.layers):
+        # The other way round AOTAutograd of torch 2.13 would keep a mesh for the backward, and says so, under TP.
+        layer.compile(backend="kda", options=options)
         block = checkpoint_wrapper(layer) if checkpoint else layer
-        block.compile(backend="kda", options=options)
         model.model.layers[index] = fully_shard(block, mesh=mesh["dp"]) if mesh["dp"].size() > 1 else block
     if mesh["dp"].size() > 1:
         fully_shard(model, mesh=mesh["dp"])

@@ -41,10 +41,10 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     ("world", "arguments"),
     [
         (2, ("kimi_linear", "--tp", "2")),
-        (2, ("qwen3_next", "--checkpoint")),  # of the three the one that "both" cannot have, see docs/distributed.md
+        (2, ("qwen3_next", "--tp", "2", "--checkpoint")),
         (4, ("deepseek_v3", "--tp", "2", "--checkpoint")),
     ],
-    ids=["tensor parallel", "FSDP2", "both"],
+    ids=["tensor parallel", "with checkpoints", "both"],
 )
 def test_recipes(world: int, arguments: tuple[str, ...], tmp_path: Path) -> None:
     """Losses, gradients and matches are compared by ``examples/recipes.py`` itself."""
