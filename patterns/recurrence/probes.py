@@ -28,7 +28,7 @@ of all sizes; keys that are not of unit length; v and the state, or queries, of 
 to 2 ** 5, with beta divided by the square and v multiplied (delta) or v divided, which leaves the state as it is; v of
 nothing in the first half and larger than anything in the second, of which the first outputs show what they see."""
 
-LATER = 2.0**600
+LATER = 2.0**960
 
 
 def probes(binding: Recurrence, sizes: dict[str, int], kinds: Sequence[str]) -> Iterator[dict[Value, Tensor]]:

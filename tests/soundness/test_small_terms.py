@@ -84,24 +84,27 @@ def given(T: int = 12) -> Args:
     return found["q"], found["k"], found["v"], found["g"], found["beta"]
 
 
-HIDDEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "2 ** -110": lambda gap: torch.exp2(gap.masked_fill(LATER, -110.0)),
-    "2 ** -125 by where": lambda gap: torch.exp2(torch.where(LATER, -125.0, gap)),
-    "1.5 ** -110": lambda gap: torch.pow(1.5, gap.masked_fill(LATER, -110.0)),
+HIDDEN: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "2 ** -110": lambda gap, deep: torch.exp2(gap.masked_fill(LATER, -110.0 * deep)),
+    "2 ** -125 by where": lambda gap, deep: torch.exp2(torch.where(LATER, -125.0 * deep, gap)),
+    "1.5 ** -110": lambda gap, deep: torch.pow(1.5, gap.masked_fill(LATER, -110.0 * deep)),
 }
 LATER = torch.ones(12, 12, dtype=torch.bool).triu(1)
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_a_number_that_hides_under_e_alone(name: str) -> None:
-    """exp(-110) is zero in float32; these are not, and later values of 1e34 showed through."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_number_that_hides_under_e_alone(name: str, dtype: torch.dtype) -> None:
+    """exp(-110) is zero in float32, exp(-770) in float64; these are not, and later values of 1e34, 1e220 showed."""
+    deep = 1.0 if dtype == torch.float32 else 7.0
 
     def program(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         total = g.transpose(1, 2).cumsum(-1)
-        weights = HIDDEN[name](total[..., :, None] - total[..., None, :])
+        weights = HIDDEN[name](total[..., :, None] - total[..., None, :], deep)
         return ((q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * weights) @ v.transpose(1, 2)).transpose(1, 2)
 
-    refused(program, given()[:4])
+    q, k, v, g, _ = (x.to(dtype) for x in given())
+    refused(program, (q, k, v, g))
 
 
 @pytest.mark.parametrize("name", STEPS)
