@@ -116,9 +116,16 @@ class Instances:
             wanted = next(turns.further(hints, symbols, functools.partial(compat.in_range, env)), None)
             found = None if wanted is None else _near(env, hints, wanted, tied)
             if found is None:  # none, or none that the graph's guards allow
-                return
+                break
             yield found
-        raise CannotInstantiate("the region decides something at too many sizes to try them all")
+        else:
+            raise CannotInstantiate("the region decides something at too many sizes to try them all")
+        if (wanted := turns.together(hints, symbols)) is not None:
+            if (found := _near(env, hints, wanted, tied)) is None:
+                raise CannotInstantiate(
+                    "comparisons of positions turn one by one, and together at sizes not allowed here"
+                )
+            yield found
 
     def at(self, sizes: Sizes) -> Graph:
         key = tuple(sorted((str(symbol), size) for symbol, size in sizes.items()))
@@ -353,6 +360,21 @@ class Turns:
                 if wanted and all(possible(symbol, size) for symbol, size in wanted.items()):
                     farthest[max(wanted.values())] = wanted
         yield from (farthest[size] for size in sorted(farthest))
+
+    def together(self, hints: Mapping[Any, int], symbols: Collection[Any]) -> dict[Any, int] | None:
+        """Sizes beyond all crossings of the lines on which comparisons turn; None if these have been looked at.
+
+        Where each has come out both ways, some may not have done so for one pair of positions: ``i - j > 150`` and
+        ``j > 100`` are both true from 252 tokens on. Lines whose slopes are two at most cross before twice the sum of
+        the sizes at which they enter. Those that enter with the first tokens cross nothing far away.
+        """
+        now = max(hints[symbol] for symbol in symbols)
+        entries = {(edge.relation, edge.offset): edge.enters_at(now) for edge in self.own if abs(edge.offset) > 1}
+        far = [size for size in entries.values() if size is not None]
+        beyond = 2 * sum(far)
+        if len(far) < 2 or any(min(sizes[symbol] for symbol in symbols) >= beyond for sizes, _ in self.seen):
+            return None
+        return dict.fromkeys(symbols, beyond)
 
 
 def _away(number: float) -> int:

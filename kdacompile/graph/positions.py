@@ -70,6 +70,11 @@ class Edge:
             return None
         return math.ceil(size * (abs(self.offset) + 1) / reach) + 1
 
+    def enters_at(self, size: int) -> int | None:
+        """The size at which its line enters, if all dimensions grow with a size that is ``size`` now; None: never."""
+        reach = self.most - self.offset if self.offset < 0 else self.offset - self.least
+        return math.ceil(size * (abs(self.offset) + 1) / reach) + 1 if reach > 0 else None
+
     @property
     def outcomes(self) -> frozenset[bool]:
         """What the comparison comes to, somewhere."""

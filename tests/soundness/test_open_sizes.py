@@ -109,6 +109,15 @@ def test_what_is_not_known_at_other_lengths(name: str) -> None:
     assert all(agreed), [str(match) for match in report.matches]
 
 
+@pytest.mark.parametrize("length", [9, 200])
+def test_comparisons_that_turn_together_later_than_each(length: int) -> None:
+    """Both sides of each are met at 152 tokens, and at 200, where both are captured: together they come at 252."""
+    fn = attention(lambda i, j: (i >= j) & ((i - j <= 150) | (j <= 100)))
+    calls = [delta_arguments(1, length)[:3] for length in (length, 400)]
+    agreed, report = at_each(fn, calls, dynamic=True)
+    assert all(agreed), [str(match) for match in report.matches]
+
+
 STEPWISE: dict[str, Callable[[Tensor], Tensor | float]] = {
     "the smaller of two": lambda x: min(x.shape[2], 64) / 64,
     "whole parts": lambda x: x.shape[2] // 64,
