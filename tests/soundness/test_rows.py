@@ -18,7 +18,7 @@ HEAD = torch.arange(H)[:, None]
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, bend: Callable[[Tensor], Tensor] = lambda weights: weights
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, bend: Callable[[Tensor], Tensor] = lambda weights: weights
 ) -> Tensor:
     """``bend`` gets the weights as ``[B, T, T, H]``."""
     q, k, v, total = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), g.transpose(1, 2).cumsum(-1)
@@ -64,9 +64,9 @@ MORE: dict[str, Callable[..., Tensor]] = {
     "heads and tokens changed round": lambda q, k, v, g: attention(
         q, k, v.transpose(1, 2).reshape(B, T, H, -1), g
     ),
-    "a triangle of keys and heads": lambda q, k, v, g: attention(q, k, v, g, lambda w: w.tril(3)),
+    "a triangle of keys and heads": lambda q, k, v, g: attention(q, k, v, g, bend=lambda w: w.tril(3)),
     "a triangle of heads and rows": lambda q, k, v, g: attention(
-        q, k, v, g, lambda w: w.permute(1, 2, 0, 3).triu(-2).permute(2, 0, 1, 3)
+        q, k, v, g, bend=lambda w: w.permute(1, 2, 0, 3).triu(-2).permute(2, 0, 1, 3)
     ),
     "one entry of one head": lambda q, k, v, g: attention(
         q, k, v, g * (1 + 1e-6 * (torch.arange(T * H) == 77).view(T, H))
