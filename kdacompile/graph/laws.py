@@ -17,10 +17,10 @@ from kdacompile.patterns.engine.values import segments
 EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 """Dtypes that hold every position there will be."""
 
-_GRAIN, _LARGEST = 256, {torch.int32: 1 << 14, torch.float32: 1 << 12}
-"""Coefficients of this fineness and size are computed with exactly in each of them, for 2^12 positions and more; 2^20
-where nothing is said.
-"""
+_GRAIN, _OFFSET = 256, 1 << 20
+"""Numbers of this fineness, and offsets below this, are computed with exactly in each of them."""
+_STEP = {torch.int32: 1 << 14, torch.float32: 1 << 12}
+"""So are steps below these, for 2^12 positions and more; in other dtypes steps are held to the bound of offsets."""
 
 
 class NotAffine(Exception):
@@ -57,11 +57,11 @@ def in_dtype(law: Law, dtype: torch.dtype) -> Law:
         raise NotAffine(f"positions in {str(dtype).removeprefix('torch.')} are exact for short sequences only")
     if not dtype.is_floating_point and any(each.denominator != 1 for each in (law.offset, *law.steps)):
         raise NotAffine("positions are rounded")
-    largest = _LARGEST.get(dtype, 1 << 20)
-    if dtype is torch.int32 and any(abs(each) >= largest for each in law.steps):
+    steep = any(abs(step) >= _STEP.get(dtype, _OFFSET) for step in law.steps)
+    if steep and dtype is torch.int32:
         raise NotAffine("positions times a number that large do not fit 32 bits")
-    parts = [(law.offset, 1 << 20), *((each, largest) for each in law.steps)]
-    return law if all(_GRAIN % each.denominator == 0 and abs(each) < most for each, most in parts) else LINEAR
+    fine = all(_GRAIN % number.denominator == 0 for number in (law.offset, *law.steps))
+    return law if fine and not steep and abs(law.offset) < _OFFSET else LINEAR
 
 
 def _filled(position: int | None, number: float | None = None) -> Callable[[Op, int], Law]:

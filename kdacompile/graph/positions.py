@@ -66,13 +66,16 @@ class Edge:
         """
         above = self.least > 0 or (self.least == 0 and self.relation in ("ge", "lt"))
         reach = self.offset - self.least if above else self.most - self.offset
-        if len(self.outcomes) > 1 or not reach or (above and self.offset < 0) or (not above and self.offset > 0):
+        if len(self.outcomes) > 1 or (above and self.offset < 0) or (not above and self.offset > 0):
             return None
-        return math.ceil(size * (abs(self.offset) + 1) / reach) + 1
+        return self._grown(size, reach)
 
     def enters_at(self, size: int) -> int | None:
         """The size at which its line enters, if all dimensions grow with a size that is ``size`` now; None: never."""
-        reach = self.most - self.offset if self.offset < 0 else self.offset - self.least
+        return self._grown(size, self.most - self.offset if self.offset < 0 else self.offset - self.least)
+
+    def _grown(self, size: int, reach: float) -> int | None:
+        """The size at which ``reach``, which grows with it, is beyond the offset; None: it does not grow."""
         return math.ceil(size * (abs(self.offset) + 1) / reach) + 1 if reach > 0 else None
 
     @property

@@ -41,6 +41,10 @@ def _run(dim: Factors) -> int:
     return math.prod(f[1] for f in dim)
 
 
+def _is_reduced(dim: Factors) -> bool:
+    return _captured(dim) != _run(dim)
+
+
 class Operand:
     """A tensor of this run, with its dimensions as factors."""
 
@@ -50,7 +54,7 @@ class Operand:
         self.tensor = tensor
         self.const = const
         self.dims = dims
-        self.reduced = any(_captured(d) != _run(d) for d in dims)
+        self.reduced = any(_is_reduced(d) for d in dims)
 
 
 Cut = tuple[int, int, int, bool]
@@ -139,7 +143,7 @@ def cuts(op: Op, operands: list[Operand], tails: frozenset[int]) -> list[Cut]:
     elif name in _FIXED:
         _check_untouched(op, first)
     elif name in _MATRICES:
-        if any(_captured(dim) != _run(dim) for dim in first.dims[-2:]):
+        if any(_is_reduced(dim) for dim in first.dims[-2:]):
             raise CannotReduce(f"{name} of matrices one of whose dimensions is reduced")
     elif name in REDUCTIONS or name in CONTRACTIONS:
         _check_sums(op, operands, tails)
@@ -169,16 +173,16 @@ def _dim_of(op: Op, operand: Operand, place: int) -> int:
 
 def _check_picks(op: Op, operand: Operand) -> None:
     if op.name == "flip":
-        if any(_captured(operand.dims[dim]) != _run(operand.dims[dim]) for dim in op.args[1]):
+        if any(_is_reduced(operand.dims[dim]) for dim in op.args[1]):
             raise CannotReduce("flip of a reduced dimension")
         return
     if op.name == "diag_embed":
-        if _captured(operand.dims[-1]) != _run(operand.dims[-1]):
+        if _is_reduced(operand.dims[-1]):
             raise CannotReduce("a reduced dimension on a diagonal")
         return
     place = {"split": 2, "split_with_sizes": 2, "select_scatter": 2, "slice_scatter": 2}.get(op.name, 1)
     dim = operand.dims[_dim_of(op, operand, place)]
-    if _captured(dim) == _run(dim):
+    if not _is_reduced(dim):
         return
     if op.name == "slice" and op.out.shape == op.reads[0].shape:
         return
@@ -199,7 +203,7 @@ def _check_sums(op: Op, operands: list[Operand], tails: frozenset[int]) -> None:
             range(len(operand.dims)) if given is None or given == [] else [given] if isinstance(given, int) else given
         )
         summed = [operand.dims[place] for place in places] if operand.dims else []
-    if any(_captured(dim) != _run(dim) and _captured(dim) not in tails for dim in summed):
+    if any(_is_reduced(dim) and _captured(dim) not in tails for dim in summed):
         raise CannotReduce(f"{op.name} over a reduced dimension")
 
 
@@ -208,11 +212,11 @@ def _check_untouched(op: Op, operand: Operand) -> None:
     if op.name == "constant_pad_nd":
         pads = op.args[1]
         padded = [len(operand.dims) - 1 - i // 2 for i, pad in enumerate(pads) if pad]
-        if all(_captured(operand.dims[d]) == _run(operand.dims[d]) for d in padded):
+        if not any(_is_reduced(operand.dims[d]) for d in padded):
             return
     if op.name == "repeat":
         times = op.args[1][len(op.args[1]) - len(operand.dims) :]
-        if all(n == 1 or _captured(dim) == _run(dim) for n, dim in zip(times, operand.dims, strict=True)):
+        if not any(n != 1 and _is_reduced(dim) for n, dim in zip(times, operand.dims, strict=True)):
             return
     raise CannotReduce(f"{op.name} on a reduced dimension")
 
