@@ -6,6 +6,7 @@ itself, which is never touched.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -156,6 +157,7 @@ def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, ten
     call = _call(fn, site, tensors)
     if len(tensors) < MIN_TENSORS:
         raise Unliftable("it takes fewer than three tensors")
+    _refuse_nothing(tensors, site)
     if _lengths_vary():
         site.widen_region(fn)
     identity = _identity(fn)
@@ -225,6 +227,17 @@ def _call(fn: Any, site: dynamo.CallSite, tensors: list[Any], *, documented: boo
 def _is_plain(value: Any) -> bool:
     parts: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
     return all(isinstance(part, _PLAIN) for part in parts)
+
+
+def _refuse_nothing(tensors: list[Any], site: dynamo.CallSite) -> None:
+    """Raises ``Unliftable`` for an empty tensor: a loop without turns returns what it was given, the op a copy. What
+    is a number now is guarded to stay one, where an open size can become zero (``x[:, n:]``).
+    """
+    shapes = [example.shape for each in tensors if (example := site.example(each)) is not None]
+    for size in (size for shape in shapes for size in shape):
+        with contextlib.suppress(compat.NoHint):
+            if compat.size_hint(size) == 0 or size == 0:
+                raise Unliftable("one of its tensors is empty")
 
 
 def _check_length(found: Lifted, tensors: list[Any], site: dynamo.CallSite) -> None:

@@ -101,3 +101,34 @@ def test_results_that_are_one_tensor(program: Program) -> None:
     one.mul_(3)
     want[0].mul_(3)
     torch.testing.assert_close(other, want[1])
+
+
+def into_a_buffer(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    out = torch.zeros_like(v)
+    for t in range(q.shape[1]):
+        state = state * g[:, t, :, None, None].exp() + k[:, t, :, :, None] * (v[:, t] * beta[:, t, :, None])[:, :, None]
+        out[:, t] = (q[:, t, :, None] @ state).squeeze(-2)
+    return out, state
+
+
+def after(n: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta, state = inputs
+    return into_a_buffer(q[:, n:], k[:, n:], v[:, n:], g[:, n:], beta[:, n:], state)
+
+
+@pytest.mark.parametrize("counts", [[2, 3, 6], [0]], ids=["a count that becomes all", "empty tensors"])
+def test_a_lifted_loop_without_turns_returns_what_it_was_given(counts: list[int]) -> None:
+    """The state itself, and an output that needs no gradient: the op made a copy, and gradients of nothing."""
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(after, backend="kda", options={"kda.inner": "aot_eager"})
+    found = tokens(6)
+    given = [found[name].requires_grad_() for name in ("q", "k", "v", "g", "beta", "state")]
+    empty = [*(x.detach()[:, :0].requires_grad_() for x in given[:5]), given[5]]
+    with collecting() as report:
+        results = [compiled(n, *given) for n in counts]
+        results += [compiled(0, *empty)] if counts == [0] else []
+    assert report.matches and {each.pattern for each in report.matches} == {"simple_gla"}
+    assert all(out.requires_grad for out, _ in results[:-1])
+    out, state = results[-1]
+    assert not out.requires_grad and out.numel() == 0
+    assert state.data_ptr() == given[5].data_ptr()
