@@ -47,11 +47,16 @@ def find(graph: fx.Graph, inputs: Sequence[Any]) -> Tables:
 
 
 def _is_table(tensor: Tensor) -> bool:
-    """True for masks and for tables of factors: at least two dimensions, entries from 0 to 1 (or a mask of -inf)."""
-    if sum(size > 1 for size in tensor.shape) < 2 or tensor.is_complex() or tensor.layout != torch.strided:
+    """True for masks and for tables of factors: at least two dimensions, entries from 0 to 1 (or a mask of -inf); and
+    for logarithms of one decay a head: one dimension, all finite and below 0.
+    """
+    dims = sum(size > 1 for size in tensor.shape)
+    if not dims or tensor.is_complex() or tensor.layout != torch.strided:
         return False
     if tensor.is_floating_point() and tensor.itemsize == 1:  # a quantised weight: torch does not compare those
         return False
+    if dims == 1:
+        return tensor.is_floating_point() and bool(((tensor < 0) & tensor.isfinite()).all())
     if tensor.dtype == torch.bool:
         return True
     return bool(((tensor >= 0) & (tensor <= 1) | (tensor == -math.inf)).all())

@@ -223,10 +223,10 @@ class Matching(Generic[R, B]):
         return Rejection(name or self.spec.name, obstacle.reason, source_of(node), obstacle.code)
 
     def reject_blocked(self, graph: Graph) -> None:
-        """Near misses without a region: say which operator stands in the way, where that is known."""
-        if self.matches or any(rejection.code != "roles" for rejection in self.rejections):
+        """Near misses without a region, beside matches too: say which operator stands in the way, where it is known."""
+        if any(rejection.code != "roles" for rejection in self.rejections):
             return
-        blockers = self.spec.blockers(graph, unknown=bool(self.rejections))
+        blockers = self.spec.blockers(graph, self.rewritten, unknown=bool(self.rejections))
         self.rejections = [self.rejection(found) for found in blockers] or self.rejections
 
     # -- one binding that holds

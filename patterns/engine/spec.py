@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Generic, Protocol, TypeVar
@@ -83,8 +84,8 @@ class Spec(Generic[R, B]):
         """Whether a region that came to nothing looks like the pattern, be it without a word."""
         return False
 
-    def blockers(self, graph: Graph, *, unknown: bool) -> list[Obstacle]:
-        """What keeps the graph from having a region at all; ``unknown``: operators that nobody knows count too."""
+    def blockers(self, graph: Graph, matched: AbstractSet[Op], *, unknown: bool) -> list[Obstacle]:
+        """What keeps all but ``matched`` from being a region; ``unknown``: operators that nobody knows count too."""
         return []
 
     def equal_sizes(self, match: Match[B]) -> tuple[Any, Any] | None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 
 from kdacompile.graph.ir import Graph, Op, Value, ancestors, reach
 from kdacompile.patterns.engine.match import Obstacle
@@ -122,12 +124,15 @@ class Group:
 MAX_STREAMS = 16
 
 
+JOINS = frozenset("stack cat select_scatter slice_scatter".split())
+
+
 def keeps_tokens_apart(group: Group) -> bool:
     """True if every anchor works within one token, so that nothing of the group can be a recurrence: streams of a token
     that are mixed and put back (hyper-connections). Streams are few: more rows than ``MAX_STREAMS`` are tokens
     with heads in front of them.
     """
-    if not group.exits or not group.exits[0].chain:
+    if not group.exits or not group.exits[0].chain or any(map(partial(_joins_turns, group.masks), group.ops)):
         return False
     lead = group.exits[0].chain[-1].shape[:2]
     for op in group.anchors:
@@ -138,6 +143,14 @@ def keeps_tokens_apart(group: Group) -> bool:
         if shape[1 if merged else 2] > MAX_STREAMS:
             return False
     return True
+
+
+def _joins_turns(masks: dict[Op, int], op: Op) -> bool:
+    """True if the operator puts results of two turns of a loop beside each other: each has read the state, and for
+    itself.
+    """
+    made = [masks[value.op] for value in op.reads if value.op in masks] if op.name in JOINS else []
+    return any(one & other and one & ~other and other & ~one for one in made for other in made)
 
 
 def find_groups(graph: Graph) -> list[Group]:
@@ -237,19 +250,19 @@ BLOCKERS = frozenset(
 Blocks = Callable[[Op], bool]
 
 
-def find_blockers(graph: Graph) -> Iterator[Obstacle]:
-    """The first blocker of each kind that stands between two anchors."""
-    for op, place in _between(graph, _is_blocker):
+def find_blockers(graph: Graph, matched: AbstractSet[Op]) -> Iterator[Obstacle]:
+    """The first blocker of each kind that stands between two anchors, of those that no match has."""
+    for op, place in _between(graph, _is_blocker, matched):
         yield Obstacle("operator", f"a non-linearity {place} ({op.name}), which probes cannot judge", op)
 
 
-def find_unknown(graph: Graph) -> Iterator[Obstacle]:
+def find_unknown(graph: Graph, matched: AbstractSet[Op]) -> Iterator[Obstacle]:
     """The first operator of each kind between two anchors that the vocabulary lacks."""
-    for op, place in _between(graph, _is_unknown):
+    for op, place in _between(graph, _is_unknown, matched):
         yield Obstacle("operator", f"an unknown operator {place} ({op.name})", op)
 
 
-def _between(graph: Graph, blocks: Blocks) -> Iterator[tuple[Op, str]]:
+def _between(graph: Graph, blocks: Blocks, matched: AbstractSet[Op]) -> Iterator[tuple[Op, str]]:
     """The first of each kind of operators that block, between two anchors, and where it acts."""
 
     def passable(op: Op) -> bool:
@@ -261,7 +274,7 @@ def _between(graph: Graph, blocks: Blocks) -> Iterator[tuple[Op, str]]:
     def above(op: Op) -> list[Op]:
         return [value.op for value in op.reads if value.op is not None and passable(value.op)]
 
-    anchors = [op for op in graph.ops if is_anchor(op)]
+    anchors = [op for op in graph.ops if op not in matched and is_anchor(op)]
     after, before = (set(reach([op for each in anchors for op in way(each)], way)) for way in (below, above))
     between = [op for op in graph.ops if blocks(op) and op in after and op in before]
     for name in dict.fromkeys(op.name for op in between):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -61,8 +62,9 @@ class RecurrenceSpec(Spec[Group, Recurrence]):
     def is_near(self, region: Group) -> bool:
         return len(region.anchors) > 2
 
-    def blockers(self, graph: Graph, *, unknown: bool) -> list[Obstacle]:
-        return list(regions.find_blockers(graph)) or (list(regions.find_unknown(graph)) if unknown else [])
+    def blockers(self, graph: Graph, matched: AbstractSet[Op], *, unknown: bool) -> list[Obstacle]:
+        found = list(regions.find_blockers(graph, matched))
+        return found or (list(regions.find_unknown(graph, matched)) if unknown else [])
 
     def counterpart(
         self, candidate: RecurrenceCandidate, here: Graph, there: Graph, regions: list[Group]

@@ -216,6 +216,47 @@ def test_arguments_are_no_tables() -> None:
     assert not report.matches
 
 
+class Logarithms(nn.Module):
+    """Retention whose mask is made in the call, of one logarithm a head, and goes through ``nan_to_num``."""
+
+    def __init__(self, slopes: tuple[float, ...] = (0.3, 0.02)) -> None:
+        super().__init__()
+        self.decay = nn.Buffer(-torch.tensor(slopes))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = torch.arange(q.shape[-2])
+        distance = (places[:, None] - places).float().masked_fill(places[:, None] < places, math.inf)
+        mask = torch.nan_to_num(torch.exp(distance * self.decay[:, None, None]))
+        return (q @ k.mT * mask) @ v
+
+
+def test_one_logarithm_a_head_is_a_table() -> None:
+    module, arguments = Logarithms(), inputs(20)
+    report = explained(module, arguments)
+    assert [match.pattern for match in report.matches] == ["retention"], str(report)
+    assert _holds(report, "decay")
+    assert relative_error(report.result, module(*arguments)) < BOUND
+
+
+@pytest.mark.parametrize("slopes", [(0.1, 0.4), (-0.3, 0.02), (0.0, math.inf)])
+def test_a_changed_logarithm_gives_eagers_numbers(slopes: tuple[float, ...]) -> None:
+    module, arguments = Logarithms(), inputs(20)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="kda", options=options("eager"))
+    with torch.no_grad():
+        compiled(*arguments)
+        module.decay.copy_(-torch.tensor(slopes))
+        torch.testing.assert_close(compiled(*arguments), module(*arguments), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("slopes", [(-0.3, 0.02), (0.0, 0.3), (math.inf, 0.3), (math.nan, 0.3)])
+def test_other_numbers_are_no_logarithms_of_decays(slopes: tuple[float, ...]) -> None:
+    module, arguments = Logarithms(slopes), inputs(20)
+    report = explained(module, arguments)
+    assert not any(match.holds for match in report.matches), str(report)
+    torch.testing.assert_close(report.result, module(*arguments), equal_nan=True)
+
+
 # -- the tables themselves ----------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import kdacompile
 from tests.backend.test_hoist import explained, read
-from tests.compare import worst_error
+from tests.compare import relative_error, worst_error
 
 Between = Callable[[Tensor], Tensor]
 
@@ -68,3 +69,43 @@ def test_the_operator_in_the_way_is_named(fn: Callable[..., Tensor], reason: str
     assert worst_error(ours, expected) == 0.0
     assert not report.matches
     assert [reason in rejection.reason for rejection in report.rejections] == [True], str(report)
+
+
+def test_an_operator_in_the_way_of_one_head_is_named_beside_the_others() -> None:
+    """Heads go through the loop one by one, and the state of the last one is bounded."""
+
+    def heads(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        made: list[Tensor] = []
+        for h, bound in ((0, None), (1, None), (2, 5.0)):
+            one = (x[:, :, h : h + 1] for x in (q, k, v))
+            made.append(loop(*one, on_state=None if bound is None else lambda s: s.clamp(-5.0, 5.0)))
+        return made
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 5, 3, size, generator=generator) for size in (8, 8, 12))
+    torch._dynamo.reset()
+    report = kdacompile.explain(heads, options={"kda.lift": False})(q, k, v)
+    assert worst_error(report.result, heads(q, k, v)) <= 1e-5
+    assert len(report.matches) == 2, str(report)
+    assert ["on the state (clamp)" in rejection.reason for rejection in report.rejections] == [True], str(report)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_gates_along_the_values_are_no_near_miss_without_a_word(stacked: bool) -> None:
+    """The first half of gated slot attention, heads in front of the tokens."""
+
+    def slots(q: Tensor, k: Tensor, s: Tensor, g: Tensor) -> Tensor:
+        state, made, written = 0.0, list[Tensor](), torch.zeros_like(s)
+        for t in range(q.shape[2]):
+            state = state * g[:, :, t].exp()[..., None, :] + k[:, :, t][..., None] * s[:, :, t][..., None, :]
+            made.append((q[:, :, t][..., None] * state).sum(-2))
+            written[:, :, t] = made[-1]
+        return torch.stack(made, 2) if stacked else written
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, s, g = (torch.randn(2, 3, 6, size, generator=generator) for size in (8, 8, 5, 5))
+    torch._dynamo.reset()
+    report = kdacompile.explain(slots)(q, k, s, -g.abs())
+    assert relative_error(report.result, slots(q, k, s, -g.abs())) == 0.0
+    assert not report.matches
+    assert [rejection.code for rejection in report.rejections] == ["roles"], str(report)
