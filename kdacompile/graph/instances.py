@@ -19,6 +19,7 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph.build import Tables, functional_graph
+from kdacompile.graph.crossings import beyond_crossings, line_of
 from kdacompile.graph.ir import Graph, Op, reach
 from kdacompile.graph.laws import NotAffine
 from kdacompile.graph.positions import Edge, edges
@@ -362,17 +363,18 @@ class Turns:
         yield from (farthest[size] for size in sorted(farthest))
 
     def together(self, hints: Mapping[Any, int], symbols: Collection[Any]) -> dict[Any, int] | None:
-        """Sizes beyond all crossings of the lines on which comparisons turn; None if these have been looked at.
+        """Sizes beyond what comparisons come to together alone; None if these have been looked at.
 
-        Where each has come out both ways, some may not have done so for one pair of positions: ``i - j > 150`` and
-        ``j > 100`` are both true from 252 tokens on. Lines whose slopes are two at most cross before twice the sum of
-        the sizes at which they enter. Those that enter with the first tokens cross nothing far away.
+        See :mod:`kdacompile.graph.crossings`.
         """
-        now = max(hints[symbol] for symbol in symbols)
-        entries = {(edge.relation, edge.offset): edge.enters_at(now) for edge in self.own if abs(edge.offset) > 1}
-        far = [size for size in entries.values() if size is not None]
-        beyond = 2 * sum(far)
-        if len(far) < 2 or any(min(sizes[symbol] for symbol in symbols) >= beyond for sizes, _ in self.seen):
+        if not self.seen:
+            return None
+        after, found = self.seen[0]
+        before = {symbol: hints[symbol] for symbol in symbols}
+        pairs = zip(self.own, found, strict=True)
+        lines = [line_of(edge, there, before, after) for edge, there in pairs if edge.steps]
+        beyond = beyond_crossings(line for line in lines if line is not None)
+        if any(min(sizes[symbol] for symbol in symbols) >= beyond for sizes, _ in self.seen):
             return None
         return dict.fromkeys(symbols, beyond)
 

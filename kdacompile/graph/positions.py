@@ -59,6 +59,9 @@ class Edge:
     most: float
     offset: float
     """The difference where all indices are zero."""
+    steps: tuple[Fraction, ...] = ()
+    """What it grows by along each dimension of ``shape``; none for a comparison of sizes."""
+    shape: tuple[int, ...] = ()
 
     def turns_at(self, size: int) -> int | None:
         """The size at which it comes out the other way for the first time, if all dimensions grow with a size that is
@@ -66,17 +69,9 @@ class Edge:
         """
         above = self.least > 0 or (self.least == 0 and self.relation in ("ge", "lt"))
         reach = self.offset - self.least if above else self.most - self.offset
-        if len(self.outcomes) > 1 or (above and self.offset < 0) or (not above and self.offset > 0):
+        if len(self.outcomes) > 1 or not reach or (above and self.offset < 0) or (not above and self.offset > 0):
             return None
-        return self._grown(size, reach)
-
-    def enters_at(self, size: int) -> int | None:
-        """The size at which its line enters, if all dimensions grow with a size that is ``size`` now; None: never."""
-        return self._grown(size, self.most - self.offset if self.offset < 0 else self.offset - self.least)
-
-    def _grown(self, size: int, reach: float) -> int | None:
-        """The size at which ``reach``, which grows with it, is beyond the offset; None: it does not grow."""
-        return math.ceil(size * (abs(self.offset) + 1) / reach) + 1 if reach > 0 else None
+        return math.ceil(size * (abs(self.offset) + 1) / reach) + 1
 
     @property
     def outcomes(self) -> frozenset[bool]:
@@ -232,7 +227,7 @@ class _Reader:
         reach = [step * (size - 1) for step, size in zip(gap.steps, shape, strict=True)]
         least = gap.offset + sum((each for each in reach if each < 0), Fraction(0))
         most = gap.offset + sum((each for each in reach if each > 0), Fraction(0))
-        self.edges.append(Edge(relation, float(least), float(most), float(gap.offset)))
+        self.edges.append(Edge(relation, float(least), float(most), float(gap.offset), gap.steps, tuple(shape)))
 
     def triangle(self, op: Op, law: Law) -> Law:
         diagonal = op.args[1] if len(op.args) > 1 else op.kwargs.get("diagonal", 0)

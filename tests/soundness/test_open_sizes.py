@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import torch
 from torch import Tensor
 
+from kdacompile.graph.crossings import Line, beyond_crossings, line_of
+from kdacompile.graph.positions import Edge
 from kdacompile.search.matching import FIXED_GRAPHS
 from tests.backend.layers import delta_arguments, patterns
 from tests.backend.test_dynamic import at_each, every
@@ -109,13 +112,42 @@ def test_what_is_not_known_at_other_lengths(name: str) -> None:
     assert all(agreed), [str(match) for match in report.matches]
 
 
+TOGETHER: dict[str, Callable[..., Tensor]] = {
+    "slopes of one": attention(lambda i, j: (i - j <= 150) | (j <= 100)),
+    "two, through the first token": attention(lambda i, j: (i < 2 * j) | (j <= 100)),
+    "three": attention(lambda i, j: (i - 3 * j <= 10) | (j <= 60)),
+    "three halves": attention(lambda i, j: (2 * i - 3 * j <= 0) | (j <= 100)),
+    "a half of one": attention(lambda i, j: (i * 0.5 - j <= 50) | (j <= 100)),
+    "five": attention(lambda i, j: (i - 5 * j <= 10) | (j <= 60)),
+}
+"""Masks of two comparisons. Each comes out both ways at some 150 tokens; both are false for one pair of positions from
+203, 252 or 320 tokens on."""
+
+
 @pytest.mark.parametrize("length", [9, 200])
-def test_comparisons_that_turn_together_later_than_each(length: int) -> None:
-    """Both sides of each are met at 152 tokens, and at 200, where both are captured: together they come at 252."""
-    fn = attention(lambda i, j: (i >= j) & ((i - j <= 150) | (j <= 100)))
+@pytest.mark.parametrize("name", TOGETHER)
+def test_comparisons_that_turn_together_later_than_each(name: str, length: int) -> None:
     calls = [delta_arguments(1, length)[:3] for length in (length, 400)]
-    agreed, report = at_each(fn, calls, dynamic=True)
+    agreed, report = at_each(TOGETHER[name], calls, dynamic=True)
     assert all(agreed), [str(match) for match in report.matches]
+
+
+def line(steps: tuple[int, ...], offset: float, size: int = 64) -> Line:
+    rank = len(steps)
+    one, other = (Edge("ge", 0.0, 0.0, offset, tuple(map(Fraction, steps)), (n,) * rank) for n in (size, size + 3))
+    found = line_of(one, other, {"T": size}, {"T": size + 3})
+    assert found is not None
+    return found
+
+
+def test_how_far_out_lines_cross() -> None:
+    window, sink, steep = line((1, -1), -150.0), line((1,), -100.0), line((2, -10), 20.0)
+    assert beyond_crossings([window, sink]) == 150 + 100 + 4
+    assert beyond_crossings([window, line((-2, 2), 40.0)]) == 0  # parallel
+    assert beyond_crossings([window, line((1,), -1.0)]) == 0  # where the first tokens are
+    assert steep.steps == ((-2, 1), (-1, -5)) and steep.offset == 10.0
+    assert beyond_crossings([steep, sink]) == 10 + 5 * 100 + 2 * 6
+    assert beyond_crossings([steep]) == 2 * 10 * 5 + 20  # with the same one, transposed
 
 
 STEPWISE: dict[str, Callable[[Tensor], Tensor | float]] = {
