@@ -67,6 +67,7 @@ from .backward_blocks import (
     widened,
 )
 from .backward_bounded import pairs_and_states
+from .backward_early import await_states, early_tile
 from .common import HALF, SQUARE, barrier, exp2, gate_slopes, given_rate, log2_gate, pinned
 from .common import TILE as WHOLE
 
@@ -237,10 +238,11 @@ def gradients(
     q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, v_ptr, v_sb, v_st, v_sh, g_ptr, g_sb, g_st, g_sh,
     do_ptr, do_sb, do_st, do_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T, scale, gate_scale, first_head,
     beta_buffer, rate_buffer, lines_buffer, s_buffer, d_buffer, y_buffer, z_buffer,
-    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dbias_ptr, drate_ptr,
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dbias_ptr, drate_ptr, done_buffer,
     HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, DELTA: gl.constexpr,
     BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, NORM_INSIDE: gl.constexpr, RATE: gl.constexpr,
     BIAS: gl.constexpr, DBIAS: gl.constexpr, PACKED: gl.constexpr, BOUNDED: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """All gradients of a chunk's tokens. NORM_INSIDE: dq and dk are those before the norm, of q and k as given.
 
@@ -248,6 +250,9 @@ def gradients(
     for, the other's work hides. Without the delta rule y_buffer is not read: Y is v.
     """
     pid, chunk, head = own_chunk(first_head, HP)
+    if EARLY != "":
+        await_states(done_buffer, T, 2 * HP, HP, EARLY)
+        pid, chunk, head = early_tile(T, first_head, HP, EARLY)
     runs = True
     if PACKED:
         runs = chunk < gl.load(chunk_offsets + N)
@@ -352,6 +357,8 @@ def gradients(
                 HV, lines.index(part), FN, DELTA, RATE, BIAS, DBIAS, BOUNDED,
             )  # fmt: skip
         async_copy.wait_group(0)
+        if EARLY != "":  # registers do not hold them over the loop
+            pid, chunk, head = early_tile(T, first_head, HP, EARLY)
         if NORM_INSIDE:
             barrier()  # these rows are in memory, and met there again
             rates = rate_buffer + pid * 128

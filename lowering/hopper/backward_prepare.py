@@ -55,6 +55,7 @@ from .backward_blocks import (
     widened,
 )
 from .backward_bounded import grams, lowered
+from .backward_early import nothing_done
 from .common import QUARTER, barrier, exp2, given_beta, given_rate, log2_gate, pinned
 
 LINE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))  # [4, PART]
@@ -179,12 +180,14 @@ def prepare(
     beta_ptr, beta_sb, beta_st, beta_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T,
     gate_scale, l2norm_eps, first_head,
     qg_buffer, kg_buffer, kd_buffer, total_buffer, lines_buffer, p_buffer, a_buffer, beta_buffer, rate_buffer,
-    HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr,
+    done_buffer, HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr,
     SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr, PACKED: gl.constexpr,
-    BOUNDED: gl.constexpr,
+    BOUNDED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """A block has one chunk of one head, and takes a few channels at a time. Rows of q, k and g are contiguous."""
     pid, chunk, head = own_chunk(first_head, HP)
+    if EARLY != "":
+        nothing_done(done_buffer, pid, T)
     runs = True
     if PACKED:
         runs = chunk < gl.load(chunk_offsets + N)

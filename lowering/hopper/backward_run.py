@@ -22,6 +22,8 @@ from .run import machine
 WIDTH, CHUNK = 128, 64
 COLUMNS = 64  # of V, in a block of the scan
 LOWEST = -5.0  # of log gates, for the kernels of ``backward_bounded.py``
+EVERY = 8  # chunks: how often the scan says what is done
+FEW = 48  # blocks of the scan in each direction, that leave many multiprocessors idle
 APART = 16  # elements: what copies to shared memory ask of strides
 
 
@@ -78,7 +80,7 @@ class HopperBackward(Backward):
         return 1 if self._by_blocks else super()._rate_parts()
 
     def _operands(self, grad_state: Tensor | None) -> dict[str, Any]:
-        values = super()._operands(grad_state) | {"SCALAR": self._by_token_gates, "BOUNDED": self._bounded}
+        values = super()._operands(grad_state) | {"SCALAR": self._by_token_gates, "BOUNDED": self._bounded, "EARLY": ""}
         for name, x in (("q", self._call.q), ("k", self._call.k), ("v", self._call.v), ("do", self._grad_o)):
             values |= tensor_arguments(name, "bthd", self._rows(self._scratch.cast(x, torch.bfloat16)))
         if self._call.gate == "channel" and self._call.g is not None:
@@ -92,6 +94,8 @@ class HopperBackward(Backward):
         return x if fits else self._scratch.copied(x)
 
     def _kept(self, wanted: Buffers, tiles: int) -> Buffers:
+        if self._early(tiles // self._chunks):
+            wanted["done"] = ((2 * -(-self._chunks // EVERY),), torch.int32)
         if self._by_blocks:
             wanted.pop("l", None)
             del wanted["own"]
@@ -108,6 +112,8 @@ class HopperBackward(Backward):
     def _made(self, wanted: Buffers, heads: int) -> dict[str, Tensor]:
         """What the third phase does not read lies where it will write gradients, if it does so once, ``a`` in ``z``."""
         over = () if heads != self._heads else _UNREAD if self._by_blocks else ("x",) if self._by_token_gates else ()
+        if self._early(heads) == "middle":  # the scan is not through with those that lie there at half their size
+            over = tuple(name for name in over if name not in ("x", "p"))
         hosts = [
             self._found[name].view(-1).view(torch.uint8) for name in ("dq", "dk", "dv", "dg") if name in self._found
         ]
@@ -127,6 +133,18 @@ class HopperBackward(Backward):
                 made[name].fill_(float("nan"))
         return made
 
+    def _early(self, heads: int) -> str:
+        """Where the gradients begin beside the scan of so many heads, see ``backward_early.py``; "": behind it."""
+        narrow = all(self._found[name].dtype.itemsize == 2 for name in ("dq", "dk", "dv"))
+        alone = self._call.cu_seqlens is None and self._call.q.shape[0] == 1 and self._chunks >= 2 * EVERY
+        if not (narrow and alone and (self._by_blocks or self._by_token_gates)):
+            return ""
+        return "middle" if heads * (self._columns // COLUMNS) < FEW else "end"
+
+    def _phases(self, heads: int) -> None:
+        self._values["EARLY"] = self._early(heads)
+        super()._phases(heads)
+
     def _prepare(self, tiles: int) -> None:
         if self._by_token_gates:
             self._tuned("prepare_scalar", (tiles,), 4, maxnreg=160)
@@ -137,7 +155,7 @@ class HopperBackward(Backward):
 
     def _scan(self, heads: int) -> None:
         self._values["FORWARD"] = 0
-        self._tuned("scan", (self._call.sequences * heads * (self._columns // COLUMNS), 2), 8)
+        self._tuned("scan", (self._call.sequences * heads * (self._columns // COLUMNS), 2), 8, **self._beside())
 
     def _scan_back(self, heads: int) -> None:
         self._values["FORWARD"] = 1
@@ -146,11 +164,14 @@ class HopperBackward(Backward):
     def _by_token(self, tiles: int) -> None:
         self._values["NORM_INSIDE"] = self._call.qk_l2norm_eps > 0.0 and not self._gathered
         if self._by_token_gates:
-            self._tuned("gradients_scalar", (tiles,), 4)
+            self._tuned("gradients_scalar", (tiles,), 4, **self._beside())
         elif self._by_blocks:
-            self._tuned("gradients", (tiles,), 4)
+            self._tuned("gradients", (tiles,), 4, **self._beside())
         else:
             super()._by_token(tiles)
+
+    def _beside(self) -> dict[str, bool]:
+        return {"launch_pdl": True} if self._values["EARLY"] else {}
 
     def _tuned(self, name: str, grid: tuple[int, ...], warps: int, **options: int) -> None:
         kernel = _kernels()[name]

@@ -32,6 +32,7 @@ from .backward_blocks import (
     through_norms,
     widened,
 )
+from .backward_early import await_states, early_tile, nothing_done
 from .common import ACROSS, DOWN, SQUARE, TILE, barrier, exp2, gate_slopes, given_beta, given_rate, log2_gate, pinned
 
 
@@ -61,12 +62,14 @@ def prepare_scalar(
     q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, g_ptr, g_sb, g_st, g_sh,
     beta_ptr, beta_sb, beta_st, beta_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T,
     gate_scale, l2norm_eps, first_head, p_buffer, l_buffer, a_buffer, sums_buffer, beta_buffer, rate_buffer,
-    HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr,
+    done_buffer, HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr,
     BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr,
-    PACKED: gl.constexpr,
+    PACKED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """A block has one chunk of one head. q and k have contiguous rows that begin at multiples of 16 bytes."""
     pid, chunk, head = own_chunk(first_head, HP)
+    if EARLY != "":
+        nothing_done(done_buffer, pid, T)
     runs = True
     if PACKED:
         runs = chunk < gl.load(chunk_offsets + N)
@@ -222,10 +225,11 @@ def gradients_scalar(
     q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, v_ptr, v_sb, v_st, v_sh, g_ptr, g_sb, g_st, g_sh,
     do_ptr, do_sb, do_st, do_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T, scale, gate_scale, first_head,
     p_buffer, l_buffer, sums_buffer, beta_buffer, rate_buffer, s_buffer, d_buffer, y_buffer, z_buffer,
-    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dbias_ptr, drate_ptr,
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dbias_ptr, drate_ptr, done_buffer,
     HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, V: gl.constexpr, FN: gl.constexpr, GATED: gl.constexpr,
     DELTA: gl.constexpr, BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr,
     BIAS: gl.constexpr, DBIAS: gl.constexpr, PACKED: gl.constexpr, NORM_INSIDE: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """All gradients of a chunk's tokens. NORM_INSIDE: dq and dk are those before the norm. V is 64 or 128.
 
@@ -234,6 +238,9 @@ def gradients_scalar(
     VALUES: gl.constexpr = WIDE if V == 128 else SLIM
     ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
     pid, chunk, head = own_chunk(first_head, HP)
+    if EARLY != "":
+        await_states(done_buffer, T, HP * (V // 64), HP, EARLY)
+        pid, chunk, head = early_tile(T, first_head, HP, EARLY)
     runs = True
     if PACKED:
         runs = chunk < gl.load(chunk_offsets + N)
@@ -321,6 +328,8 @@ def gradients_scalar(
             barrier()
             if half == 0:
                 _fetch_keys(1, q_t.index(0), k_t.index(0), q_base, q_st, k_base, k_st, left)
+        if EARLY != "":  # registers do not hold them over the loop
+            pid, chunk, head = early_tile(T, first_head, HP, EARLY)
         if NORM_INSIDE:  # these rows are in memory, and met there again
             to, rates = token * 128, rate_buffer + pid * 128
             through_norms(dq_ptr + to, dk_ptr + to, HV * 128, q_base, q_st, k_base, k_st, rates, left)

@@ -17,7 +17,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .backward_blocks import begun, fetch, leave, ready
-from .common import TILE, exp2
+from .backward_early import rounds_of, say_done
+from .common import TILE, exp2, next_may_start, previous_is_over
 
 BLOCK = gl.constexpr(64)  # columns of V
 FLAT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # [64 or 128, BLOCK]
@@ -123,9 +124,9 @@ def _fetch_forward(n, count, stage, first, step, start, end, v_base, v_st, k_bas
 @gluon.jit
 def _forward(
     s, column, count, first, step, start, end, v_base, v_st, k_base, k_st, kg_buffer, kd_buffer, total_buffer, x_buffer,
-    sums_buffer, rate_buffer, beta_buffer, s_buffer, y_buffer,
+    sums_buffer, rate_buffer, beta_buffer, s_buffer, y_buffer, done,
     V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr,
-    L2NORM: gl.constexpr,
+    L2NORM: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """The states before every chunk, and with the delta rule Y."""
     STAGES: gl.constexpr = 3
@@ -149,6 +150,7 @@ def _forward(
         async_copy.wait_group(STAGES - 2)
         state.store(s.to(gl.bfloat16))
         ready()
+        say_done(done, n, count, EARLY)
         keys = kd_s.index(stage)
         if DELTA:
             r = begun(keys if SCALAR else kg_s.index(stage), state, FLAT)
@@ -182,6 +184,8 @@ def _forward(
             leave(y_buffer + tile * (64 * V) + column, V, solved, 64, SLIM)
         s = warpgroup_mma_wait(0, [s])
     async_copy.wait_group(0)
+    ready()
+    say_done(done, count, count, EARLY)
     return s
 
 
@@ -216,9 +220,9 @@ def _fetch_reverse(n, count, stage, first, step, start, end, do_base, do_st, q_b
 @gluon.jit
 def _reverse(
     s, column, count, first, step, start, end, scale, do_base, do_st, q_base, q_st, k_base, k_st, qg_buffer, kg_buffer,
-    kd_buffer, total_buffer, p_buffer, x_buffer, sums_buffer, rate_buffer, beta_buffer, d_buffer, z_buffer,
+    kd_buffer, total_buffer, p_buffer, x_buffer, sums_buffer, rate_buffer, beta_buffer, d_buffer, z_buffer, done,
     V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr,
-    L2NORM: gl.constexpr, KEEP: gl.constexpr,
+    L2NORM: gl.constexpr, KEEP: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """The gradients of the states behind every chunk, and Z; KEEP: whether they are kept, or the last state alone."""
     APART: gl.constexpr = 2 if DELTA and not SCALAR else 1
@@ -243,6 +247,7 @@ def _reverse(
         async_copy.wait_group(0)
         state.store(s.to(gl.bfloat16))
         ready()
+        say_done(done, n, count, EARLY)
         do = do_s.index(stage)
         keys = kd_s.index(stage)
         queries = qg_s.index(stage).permute((1, 0))
@@ -295,6 +300,8 @@ def _reverse(
             leave(z_buffer + tile * (64 * V) + column, V, given, 64, SLIM)
         s = warpgroup_mma_wait(0, [s])
     async_copy.wait_group(0)
+    ready()
+    say_done(done, count, count, EARLY)
     return s
 
 
@@ -304,10 +311,10 @@ def scan(
     state_ptr, state_sn, state_sh, state_sk, state_sv, final_ptr, final_sn, final_sh, final_sk, final_sv, dstate_ptr,
     cu_seqlens, chunk_offsets, N, T, scale, first_head,
     qg_buffer, kg_buffer, kd_buffer, total_buffer, p_buffer, x_buffer, sums_buffer, rate_buffer, beta_buffer,
-    s_buffer, d_buffer, y_buffer, z_buffer,
+    s_buffer, d_buffer, y_buffer, z_buffer, done_buffer,
     HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr,
     BETA: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr, SCALAR: gl.constexpr,
-    L2NORM: gl.constexpr, FORWARD: gl.constexpr,
+    L2NORM: gl.constexpr, FORWARD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Grid: (sequences * heads * V / 64, 2). Rows of tensors are contiguous and begin at multiples of 16 bytes.
 
@@ -316,7 +323,12 @@ def scan(
 
     SCALAR: a gate per token or head, or none: q and k are read as they are, with what ``backward_scalar.py`` left.
     Otherwise q and k are not read, and what ``backward_prepare.py`` left of them is.
+
+    EARLY: of one sequence, ``done_buffer`` says which chunks are done, and the next kernel may start beside this one.
     """
+    if EARLY != "":
+        previous_is_over()
+        next_may_start()
     pid = gl.program_id(0).to(gl.int64)
     i_nh = pid // (V // BLOCK)
     column = (pid % (V // BLOCK)) * BLOCK
@@ -343,7 +355,7 @@ def scan(
         _forward(
             s, column, count, first, HP, start, end, v_base, v_st, k_base, k_st, kg_buffer, kd_buffer, total_buffer,
             x_buffer, sums_buffer, rate_buffer, beta_buffer, s_buffer, y_buffer,
-            V, GATED, DELTA, BETA, SCALAR, L2NORM,
+            done_buffer, V, GATED, DELTA, BETA, SCALAR, L2NORM, EARLY,
         )  # fmt: skip
     else:
         s = _state(final_ptr + sequence * final_sn + head * final_sh, final_sk, final_sv, column, FINAL)
@@ -352,7 +364,7 @@ def scan(
         s = _reverse(
             s, column, count, first, HP, start, end, scale, do_base, do_st, q_base, q_st, k_base, k_st, qg_buffer,
             kg_buffer, kd_buffer, total_buffer, p_buffer, x_buffer, sums_buffer, rate_buffer, beta_buffer, d_buffer,
-            z_buffer, V, GATED, DELTA, BETA, SCALAR, L2NORM, FORWARD == 0,
+            z_buffer, done_buffer + rounds_of(T), V, GATED, DELTA, BETA, SCALAR, L2NORM, FORWARD == 0, EARLY,
         )  # fmt: skip
         if STATE:
             d = gl.arange(0, 128, layout=DOWN)[:, None]

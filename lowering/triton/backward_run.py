@@ -296,7 +296,7 @@ class Backward:
         made["dp"] = made["p"]  # what is read last is overwritten in place, by the program that reads it
         if "l" in made:
             made["dl"] = made["l"]
-        names = "qg kg kd total lines sums p l a x beta rate s d y z own dlog dp dl".split()
+        names = "qg kg kd total lines sums p l a x beta rate s d y z own dlog dp dl done".split()
         values = {f"{name}_buffer": made.get(name, nothing) for name in names}
         results = "dq dk dv dg dbeta dstate dbias drate".split()
         return values | {f"{name}_ptr": self._found.get(name, nothing) for name in results}

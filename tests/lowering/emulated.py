@@ -121,7 +121,14 @@ def _warpgroup_product(
 
 
 def _asm(text: str, constraints: str, args: list[Tensor], dtype: Any, pure: bool, pack: int) -> Tensor:
-    return _ASM[text[:3]](args[0])
+    return _ASM[text[:3]](args[0]) if args else torch.tensor(0)  # without: an order to the device
+
+
+def _atomic_add(at: Pointer, x: int, sem: str, scope: str) -> Tensor:
+    place = at.base.view(-1)[at.offset : at.offset + 1]
+    before = place.clone()
+    place.add_(x)
+    return before[0]
 
 
 class Language(types.ModuleType):
@@ -149,6 +156,7 @@ class Language(types.ModuleType):
         self.minimum = lambda x, y: torch.minimum(_tile(x), _tile(y))
         self.static_range = range
         self.where, self.load, self.store, self.inline_asm_elementwise = _where, _load, _store, _asm
+        self.atomic_add = _atomic_add
         self.allocate_shared_memory, self.barrier = _allocate, lambda: None
         self.program_id = lambda axis: torch.tensor(self.program[axis])
 

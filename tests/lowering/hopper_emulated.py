@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -162,6 +163,19 @@ def groups() -> None:
     compare(case)
 
 
+def beside() -> None:
+    """Gradients in the orders that begin beside the scan: the same bits."""
+    for gate, length in (("channel", 1054), ("token", 1088)):
+        case = rounded(case_of(batch=1, length=length, gate=gate))
+        (of_o, of_state), found = weights(case), dict[str, Gradients]()
+        for early in ("", "end", "middle"):
+            with patch.object(HopperBackward, "_early", lambda self, heads, early=early: early):
+                found[early] = KERNELS.gradients(call_of(case), of_o, of_state, EmulatedScratch(poison=True))
+        for x, *others in zip(*found.values(), strict=True):
+            assert x is None or all(y is not None and torch.equal(x, y) for y in others)
+        assert HopperBackward(call_of(case), of_o, of_state, EmulatedScratch())._early(1) == "middle"
+
+
 def extremes() -> None:
     random = torch.Generator().manual_seed(2)
     for gate, delta in (("channel", True), ("channel", False), ("token", True), ("token", False)):
@@ -229,7 +243,9 @@ def two_passes() -> None:
             assert have is want is None or (have is not None and want is not None and torch.equal(have, want))
 
 
-PARTS = {part.__name__: part for part in (gates, tokens, shapes, groups, extremes, draws, causality, two_passes)}
+PARTS = {
+    part.__name__: part for part in (gates, tokens, shapes, groups, beside, extremes, draws, causality, two_passes)
+}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:

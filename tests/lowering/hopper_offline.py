@@ -140,6 +140,7 @@ def compile_backward(
     values: int = 128,
     forward: int = 0,
     gate_fn: str = "softplus",
+    early: str = "",
 ) -> Any:
     """A kernel of the backward pass, by its name; ``scalar``: of the scan with a gate per token."""
     kernels = {"prepare": backward_prepare.prepare, "prepare_scalar": backward_scalar.prepare_scalar}
@@ -148,7 +149,7 @@ def compile_backward(
     flags = "DELTA BETA SIGMOID L2NORM NORM_INSIDE RATE BIAS DBIAS GATED STATE FINAL".split()
     constants: dict[str, Any] = {flag: delta or flag not in ("DELTA", "BETA") for flag in flags}
     constants |= {"HV": 32, "HP": 32, "GROUP": 1, "FN": gate_fn, "PACKED": packed, "SCALAR": scalar, "V": values}
-    constants |= {"FORWARD": forward, "BOUNDED": gate_fn == "sigmoid"}
+    constants |= {"FORWARD": forward, "BOUNDED": gate_fn == "sigmoid", "EARLY": early}
     constants |= {argument: 1 for argument in kernel.arg_names if argument.endswith(("_sd", "_sv"))}
     signature = dict.fromkeys(kernel.arg_names, "i32") | {"cu_seqlens": "*i64", "chunk_offsets": "*i32"}
     signature |= {a: "*bf16" for a in kernel.arg_names if a.endswith(("_ptr", "_buffer"))}
@@ -157,6 +158,7 @@ def compile_backward(
         "A_log_ptr dt_bias_ptr dbias_ptr drate_ptr state_ptr final_ptr dstate_ptr beta_buffer rate_buffer sums_buffer"
     )
     signature |= dict.fromkeys([*singles.split(), "total_buffer", "lines_buffer"], "*fp32")
+    signature["done_buffer"] = "*i32"
     signature = {a: kind for a, kind in signature.items() if a in kernel.arg_names}
     constants = {a: value for a, value in constants.items() if a in kernel.arg_names}
     steps = [i for i, a in enumerate(signature) if a.endswith(("_sb", "_st", "_sh")) and not a.startswith("beta")]

@@ -20,7 +20,7 @@ MULTIPROCESSOR, RESERVED = 228 * 1024, 1024
 
 @needs_triton
 @pytest.mark.parametrize(
-    "part", ["gates", "tokens", "shapes", "groups", "extremes", "draws", "causality", "two_passes"]
+    "part", ["gates", "tokens", "shapes", "groups", "beside", "extremes", "draws", "causality", "two_passes"]
 )
 def test_gradients_emulated(part: str) -> None:
     command = [sys.executable, "-m", "tests.lowering.hopper_emulated", part]
@@ -53,12 +53,16 @@ def test_what_is_declined() -> None:
         ("prepare", 3, 96, {"gate": "fp32", "packed": True}),
         ("scan", 1, 0, {"forward": 1}),
         ("scan", 1, 0, {"packed": True}),
+        ("scan", 1, 0, {"early": "end"}),
         ("gradients", 2, 160, {"gate": "fp32", "packed": True, "gate_fn": "sigmoid"}),
         ("gradients", 1, 208, {"gate": "fp32", "packed": True}),
         ("gradients", 2, 80, {"delta": False}),
+        ("gradients", 2, 112, {"gate_fn": "sigmoid", "early": "end"}),
+        ("gradients", 2, 272, {"early": "middle"}),
         ("prepare_scalar", 3, 0, {"gate": "fp32", "packed": True}),
         ("scan", 1, 0, {"scalar": True}),
         ("gradients_scalar", 2, 40, {"gate": "fp32", "packed": True}),
+        ("gradients_scalar", 2, 40, {"gate": "fp32", "early": "end"}),
         ("gradients_scalar", 2, 0, {"delta": False, "values": 64}),
     ],
 )

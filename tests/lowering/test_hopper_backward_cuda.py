@@ -9,7 +9,9 @@ import torch
 
 from kdacompile.lowering.adjoint import GradientKernels
 from kdacompile.lowering.hopper import HopperGradients
+from kdacompile.lowering.hopper.backward_run import HopperBackward
 from kdacompile.lowering.linear_attention import ROWS
+from kdacompile.lowering.scratch import Scratch
 from tests.lowering.differentiated import BOTH, call_of, check, later_is_ignored, plain, weights
 from tests.lowering.test_backward_cuda import rounded
 from tests.ops.cases import Case, make_case
@@ -98,6 +100,23 @@ def test_beta_at_its_ends_and_equal_keys() -> None:
     compare(case.with_tensors(beta=beta))
     rising = case.with_tensors(beta=beta, k=k[:, :1].expand_as(k))
     compare(rising)
+
+
+@pytest.mark.parametrize("heads", [3, 32])
+@pytest.mark.parametrize(("length", "gate"), [(1024, "channel"), (2100, "channel"), (2100, "token")])
+def test_gradients_begin_beside_the_scan(heads: int, length: int, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the middle of a sequence and from its end, many times, the same bits as behind it."""
+    case = rounded(case_of(batch=1, length=length, heads=heads, gate=gate, gate_fn="sigmoid"), torch.bfloat16)
+    of_o, of_state = (None if w is None else w.cuda() for w in weights(case))
+    call = call_of(case.with_tensors(**{n: None if x is None else x.cuda() for n, x in case.tensors.items()}))
+    beside = [KERNELS.gradients(call, of_o, of_state, Scratch(poison=True)) for _ in range(8)]
+    modes = list[str]()
+    monkeypatch.setattr(HopperBackward, "_early", lambda self, heads: modes.append("") or "")
+    behind = KERNELS.gradients(call, of_o, of_state, Scratch(poison=True))
+    assert modes
+    for found in beside:
+        for x, y in zip(found, behind, strict=True):
+            assert x is None or (y is not None and torch.equal(x, y))
 
 
 @pytest.mark.parametrize("result", BOTH)
