@@ -54,9 +54,11 @@ class Builder:
 
     def scale(self, x: Value, scalar: str, name: str = "") -> Value:
         """``x`` times a run-time scalar that is the same for every lane and step."""
-        if scalar not in self._scalars:
-            self._scalars.append(scalar)
-        return self._op(OpKind.SCALE, (x,), name or x.name, by=scalar)
+        return self._by(OpKind.SCALE, x, scalar, name)
+
+    def normalise(self, x: Value, scalar: str, name: str = "") -> Value:
+        """``x / sqrt(sum(x * x) + eps)`` by rows; ``scalar`` is the name of eps."""
+        return self._by(OpKind.NORMALISE, x, scalar, name)
 
     def add(self, x: Value, y: Value, name: str = "") -> Value:
         return self._op(OpKind.ADD, (x, y), name)
@@ -153,6 +155,11 @@ class Builder:
         )
         validate(program)
         return program
+
+    def _by(self, kind: OpKind, x: Value, scalar: str, name: str) -> Value:
+        if scalar not in self._scalars:
+            self._scalars.append(scalar)
+        return self._op(kind, (x,), name or x.name, by=scalar)
 
     def _op(self, kind: OpKind, inputs: tuple[Value, ...], name: str, **attrs: Attr) -> Value:
         kept = {key: value for key, value in attrs.items() if value is not False}

@@ -3,8 +3,8 @@
 A formula is text in ``x`` (g with dt_bias added), ``rate`` (exp(A_log)) and ``gate_scale``, and in the functions
 ``log``, ``sigmoid``, ``softplus`` and ``logsigmoid``, which torch and the Triton kernels each have. It is compiled for
 torch here and emitted for Triton by ``triton/gates.py``; ``hopper/gates.py`` emits another, in powers of two. Ascend's
-kernel of a step applies the formula too; the C kernels and Ascend's of whole sequences take the log decay itself, which
-torch computes before them.
+kernels apply the formula too; the C kernels and Ascend's of gradients take the log decay itself, which torch computes
+before them.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ class OpKind(str, Enum):
     ROW_SUM = "row_sum"
     ROW_MAX = "row_max"
     MAX = "max"
+    NORMALISE = "normalise"
     TRANSPOSE = "transpose"
     EYE = "eye"
     MASK = "mask"
@@ -280,7 +281,8 @@ def _gate_fits(g: TileType, rows: TileType, where: str) -> None:
 _Rule = Callable[[Types, Attrs, str], TileType]
 _OPS: dict[OpKind, tuple[int, int, _Rule]] = {
     **dict.fromkeys(
-        (OpKind.SCALE, OpKind.EXP, OpKind.LOG, OpKind.NEG, OpKind.CUMSUM), (1, 1, lambda types, *_: types[0])
+        (OpKind.SCALE, OpKind.NORMALISE, OpKind.EXP, OpKind.LOG, OpKind.NEG, OpKind.CUMSUM),
+        (1, 1, lambda types, *_: types[0]),
     ),
     **dict.fromkeys((OpKind.ADD, OpKind.SUB, OpKind.MUL, OpKind.MAX), (2, 2, _broadcast)),
     **dict.fromkeys((OpKind.MASK, OpKind.UNIT_LOWER_INVERSE), (1, 1, _square)),

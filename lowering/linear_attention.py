@@ -62,29 +62,44 @@ class _Chunk:
 
 @cache
 def linear_attention_program(
-    gate: str, delta: bool, *, beta: bool = True, gate_form: str = "log", form: str = "chunk"
+    gate: str, delta: bool, *, beta: bool = True, gate_form: str = "log", form: str = "chunk", norm: bool = False
 ) -> Program:
     """The tile program of one row of the family.
 
     ``gate``: "none", "head" (one constant a head), "token" or "channel"; ``gate_form``: whether port g holds the log
     gate or the factor exp(g). ``beta``: whether the program has a beta port. ``form``: "chunk" as above, or "token",
     the recurrence itself with one token a step: the decoding step, and the oracle-shaped form for what the chunked
-    one cannot differentiate.
+    one cannot differentiate. ``norm``: chunks begin with queries and keys divided by their norms, and rounded.
     """
     if gate not in KINDS or gate_form not in FORMS or form not in ("chunk", "token"):
         raise ArgumentError(f"no such row: gate={gate!r}, gate_form={gate_form!r}, form={form!r}")
     b = Builder(ROWS[gate, delta], axis=form)
-    emit = _chunk_program if form == "chunk" else _token_program
-    return emit(b, gate, delta, beta, gate_form)
+    if form == "chunk":
+        return _chunk_program(b, gate, delta, beta, gate_form, norm)
+    return _token_program(b, gate, delta, beta, gate_form)
 
 
-def _load(b: Builder, gate: str, beta: bool, gate_form: str, *, rows: str | int = "C", query: bool = True) -> _Inputs:
+def _load(
+    b: Builder,
+    gate: str,
+    beta: bool,
+    gate_form: str,
+    *,
+    rows: str | int = "C",
+    query: bool = True,
+    norm: bool = False,
+) -> _Inputs:
     def tokens(name: str, cols: str | int, heads: str = "value", fill: float = 0.0) -> Value:
         tile = b.input(name, TileType(rows, cols, DType.IO), heads=heads, fill=fill)
         return b.cast(tile, DType.ACC, f"{name}_acc")
 
-    q = b.scale(tokens("q", "K", "key"), "scale", "q_scaled") if query else None
-    k = tokens("k", "K", "key")
+    def keys(name: str) -> Value:
+        x = tokens(name, "K", "key")
+        return b.normalise(x, "l2norm_eps", f"{name}_wide") if norm else x
+
+    q = b.scale(keys("q"), "scale", "q_scaled") if query else None
+    k = keys("k")
+    k = b.cast(b.cast(k, DType.IO, "k_norm"), DType.ACC, "k_norm_acc") if norm else k
     v = tokens("v", "V")
     g = None if gate == "none" else tokens("g", "K" if gate == "channel" else 1, fill=float(gate_form == "factor"))
     return _Inputs(q, k, v, g, tokens("beta", 1) if beta else None)
@@ -120,8 +135,8 @@ def _gram(b: Builder, x: Value, y: Value, g: Value | None, *, strict: bool, name
     return b.gated_gram(x, y, g, strict=strict, name=name)
 
 
-def _chunk_program(b: Builder, gate: str, delta: bool, beta: bool, gate_form: str) -> Program:
-    c = _chunk(b, _load(b, gate, beta, gate_form), delta, gate_form)
+def _chunk_program(b: Builder, gate: str, delta: bool, beta: bool, gate_form: str, norm: bool) -> Program:
+    c = _chunk(b, _load(b, gate, beta, gate_form, norm=norm), delta, gate_form)
     assert c.a_qk is not None and c.q_gated is not None
     if c.w is None:  # nothing but the decay touches the state: both products leave the scan
         written = b.dot(c.k_decayed, c.u, trans_a=True, name="dS")

@@ -81,7 +81,7 @@ def _check_type(program: Program, op: Op) -> None:
         raise TileShapeError(f"recorded {op.result.type}, the op makes {expected}", str(op))
     if expected.dtype is not op.result.type.dtype:
         raise TileDtypeError(f"recorded {op.result.type}, the op makes {expected}", str(op))
-    if op.kind is OpKind.SCALE and op.attr("by") not in program.scalars:
+    if op.kind in (OpKind.SCALE, OpKind.NORMALISE) and op.attr("by") not in program.scalars:
         raise UndefinedValueError("undeclared scalar", str(op))
 
 

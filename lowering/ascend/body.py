@@ -19,6 +19,7 @@ from ..plan.units import is_product, is_widening
 from ..stages import Scope, Task
 from ..target import Unit
 from .kernel import Argument, Kind, Scratch
+from .prepare import Fused
 
 _KEY_PORTS = ("q", "k")
 
@@ -26,13 +27,14 @@ _KEY_PORTS = ("q", "k")
 class Body(Emitter):
     """Prints tasks; collects the arguments and the buffers they need."""
 
-    def __init__(self, made: Plan, tasks: Iterable[Task], *, turns: bool, columns: bool) -> None:
+    def __init__(self, made: Plan, tasks: Iterable[Task], fused: Fused, *, turns: bool, columns: bool) -> None:
         super().__init__(made.program)
         self.buffers = {b.name: b for b in made.buffers}
         self.tasks = tuple(tasks)
         self._rest = self.tasks  # behind the current one
         self.arguments: dict[str, Argument] = {}
         self.scratch: dict[str, Scratch] = {}
+        self._fused = fused
         self._turns = turns  # the kernel has a loop over chunks in which buffers per core are written again
         self._column, self._block = ("column", "BV") if columns else ("0", "V")  # of V, what a task has
         self._ahead = made.options.ahead
@@ -74,8 +76,7 @@ class Body(Emitter):
             return f"{op.inputs[0].name}.to(tl.float32)"
         text, narrow = self._load(op.inputs[0] if is_widening(op) else value, turned=False)
         text = f"{text}.to(tl.float32)" if narrow and value.type.dtype is DType.ACC else text
-        text = f"floor_gate({text})" if self._port_name(value) == "g" else text
-        self.lines.add(f"{value.name} = {text}")
+        self.lines.add(f"{value.name} = {self._used(self._port_name(value), text)}")
         self._loaded[value] = value.name
         return value.name
 
@@ -100,6 +101,19 @@ class Body(Emitter):
         if (rows, cols) == (1, 1) and result.type.rows != "K":
             raise TileProgramError("a number can only scale the rows of a [K, ..] tile", str(result))
         return f"{text}[None, :]" if rows == 1 and cols != 1 else f"{text}[:, None]"
+
+    def _used(self, port: str, text: str) -> str:
+        """Gates and beta as the recurrence has them; tokens that do not exist decay by nothing."""
+        fused = self._fused
+        if port == "beta" and fused.sigmoid_beta:
+            return f"sigmoid({text})"
+        if port != "g" or fused.gate_fn == "log":
+            return f"floor_gate({text})" if port == "g" else text
+        given = [("A_log_ptr", fused.rate), ("dt_bias_ptr", fused.bias)]
+        rate, bias = (self.argument(name, Kind.F32) if has else "g_ptr" for name, has in given)
+        scale = self.argument("gate_scale", Kind.NUMBER) if "gate_scale" in fused.formula else "0.0"
+        self.lines.add(f"rate, bias = gate_parameters({rate}, {bias}, head, HV, C)")
+        return f"log_gate({text}, rate, bias, {scale}, rows, C)"
 
     def _narrowed(self, value: Value) -> bool:
         buffer = self.buffers.get(value.name)
@@ -244,6 +258,10 @@ class Body(Emitter):
 
     def on_scale(self, op: Op) -> str:
         return f"{self.vec(op.inputs[0])} * {self.argument(str(op.attr('by')), Kind.NUMBER)}"
+
+    def on_normalise(self, op: Op) -> str:
+        self.argument(str(op.attr("by")), Kind.NUMBER)
+        return self.plain(op)
 
     def on_mul(self, op: Op) -> str:
         return "" if self._is_summed_in_pieces(op.result) else self.plain(op)

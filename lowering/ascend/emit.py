@@ -31,6 +31,7 @@ from .kernel import (
     macro_kernel,
     used_constants,
 )
+from .prepare import PLAIN, Fused
 
 CHUNK = 64
 FIRST = "ascend910b"  # the target whose modules are called by the program alone
@@ -42,6 +43,7 @@ def chunk_module(
     delta: bool,
     beta: bool = True,
     *,
+    fused: Fused = PLAIN,
     outputs: str = "auto",
     narrow_update: bool = False,
     target: str = FIRST,
@@ -49,55 +51,66 @@ def chunk_module(
 ) -> Module:
     """The kernels of one row of the family over whole sequences, from their plan for ``target``.
 
+    ``fused``: what the prologue makes of its inputs as it loads them.
     ``outputs``: "scan" computes o where the state is, and with the delta term nothing but o is written; "epilogue"
     writes every chunk's state and computes o from it, all chunks at once; "auto" is the plan's choice.
     ``narrow_update``: the change of the state crosses in the inputs' dtype. ``ahead``: whether the plan may have the
     products of the prologue in the scan; not where several of its tasks have columns of one state.
     """
     options = Options(outputs=outputs, narrow_update=narrow_update, ahead=ahead)
+    made = chunk_plan(gate, delta, beta, target, options, norm=fused.norm)
+    words = ["" if beta else "nobeta", "" if outputs == "auto" else outputs, "narrow_update" * narrow_update]
+    words += ["" if target == FIRST else target, "" if ahead else "apart", fused.name]
+    return _module(made, words, fused)
+
+
+def chunk_plan(gate: str, delta: bool, beta: bool, target: str, options: Options, *, norm: bool) -> Plan:
+    """The plan of a row's kernels, ``norm``: of those that divide queries and keys by their norms. Where ``sub_chunks``
+    reads them for all other kernels, it does that as well, and nothing changes."""
     made = plan(linear_attention_program(gate, delta, beta=beta), target, options, io="bf16", C=CHUNK)
-    words = [*([] if beta else ["nobeta"]), *([] if outputs == "auto" else [outputs])]
-    words += [*(["narrow_update"] if narrow_update else []), *([] if target == FIRST else [target])]
-    words += [] if ahead else ["apart"]
-    return _module(made, words)
+    if not norm or any(kernel.name == SUB_CHUNKS for kernel in kernel_plans(made)):
+        return made
+    return plan(linear_attention_program(gate, delta, beta=beta, norm=True), target, options, io="bf16", C=CHUNK)
 
 
 @cache
 def adjoint_module(gate: str, delta: bool, beta: bool = True) -> Module:
     """The kernels of a row's gradients, from their plan for the 910B."""
     made = plan(adjoint_program(gate, delta, beta=beta), FIRST, io="bf16", C=CHUNK)
-    return _module(made, [] if beta else ["nobeta"])
+    return _module(made, [] if beta else ["nobeta"], PLAIN)
 
 
-def _module(made: Plan, words: Sequence[str]) -> Module:
+def _module(made: Plan, words: Sequence[str], fused: Fused) -> Module:
     kernels: list[Kernel] = []
     scratch: dict[str, Scratch] = {}
     for section in Section:
         if made.section(section):
-            _section(made, section, kernels, scratch)
+            _section(made, section, kernels, scratch, fused)
     name = made.program.name
     scans = "scan" if made.program.reverse is None else "scans"
     source = assemble(f"{name}, {made.handovers} hand-overs a chunk in the {scans}.", [k.text for k in kernels])
-    return Module("_".join([name, *words]), source, tuple(kernels), tuple(scratch.values()))
+    return Module("_".join(filter(None, [name, *words])), source, tuple(kernels), tuple(scratch.values()))
 
 
-def _section(made: Plan, section: Section, kernels: list[Kernel], scratch: dict[str, Scratch]) -> None:
+def _section(made: Plan, section: Section, kernels: list[Kernel], scratch: dict[str, Scratch], fused: Fused) -> None:
     tasks, first = _ordered(made, section), made.section(section)[0]
     if any(t.part == "cols" for t in first.tasks):
         own = of_gates(made.program, first.tasks)
-        kernels.append(_channel_kernel(made, SUB_CHUNKS, first, own, scratch))
+        kernels.append(_channel_kernel(made, SUB_CHUNKS, first, own, scratch, fused))
         tasks = [t for t in tasks if t not in own]
     if any(t.part == "pairs" for t in first.tasks):
-        kernels.append(_channel_kernel(made, section.value, first, tasks, scratch))
+        kernels.append(_channel_kernel(made, section.value, first, tasks, scratch, fused))
         tasks = []
     if not tasks:
         return
     scan = section in SCANS
     domain = Domain.LANE_COLUMNS if scan else _domain(tasks)
-    body = Body(made, tasks, turns=scan, columns=domain is not Domain.CHUNKS)
+    body = Body(made, tasks, fused, turns=scan, columns=domain is not Domain.CHUNKS)
     body.scratch.update(scratch)
     body.print()
     text = _scan_text(made, body, section) if scan else _chunks_text(section.value, body, domain)
+    if "log_gate(" in text:
+        text = fused.functions(tile=False, channels=False) + text
     scratch.update(body.scratch)
     made_of = next(kernel for kernel in kernel_plans(made) if kernel.name == section.value)
     arguments = tuple(_arguments(body))
@@ -202,11 +215,14 @@ def _scan_text(made: Plan, body: Body, section: Section) -> str:
 # ---- gates per channel
 
 
-def _channel_kernel(made: Plan, name: str, stage: Stage, tasks: Sequence[Task], scratch: dict[str, Scratch]) -> Kernel:
+def _channel_kernel(
+    made: Plan, name: str, stage: Stage, tasks: Sequence[Task], scratch: dict[str, Scratch], fused: Fused
+) -> Kernel:
     """The kernel of macros_channel.py that does these ``tasks`` of a stage, and leaves and reads what the plan says."""
     text, runtime, constants = macro_kernel(name)
     known = {"BETA": any(port.name == "beta" for port in made.program.inputs)}
     known["WIDE"] = made.program.port("g").type.cols != 1
+    known |= {"NORM": fused.norm, "SIGMOID": fused.sigmoid_beta}
     known["INVERTED"] = any(task.part == "diagonal" for task in tasks)
     known["JOINED"] = any(task.part == "diagonal" and task.op.kind is OpKind.GATED_GRAM for task in tasks)
     for constant, value in known.items():
@@ -226,9 +242,11 @@ def _channel_kernel(made: Plan, name: str, stage: Stage, tasks: Sequence[Task], 
             shape = ("K", 1) if buffer.shape == (1, 1) else buffer.shape
             scratch.setdefault(buffer.name, Scratch(buffer.name, kind, shape))
     kinds = {"chunks": Kind.I32, "scale": Kind.NUMBER, "tokens": Kind.COUNT, "tasks": Kind.COUNT}
-    kinds |= dict.fromkeys(("g_ptr", "beta_ptr", "grad_g_ptr"), Kind.F32)
+    kinds |= dict.fromkeys(("g_ptr", "beta_ptr", "A_log_ptr", "dt_bias_ptr", "grad_g_ptr"), Kind.F32)
+    kinds |= dict.fromkeys(("gate_scale", "l2norm_eps"), Kind.NUMBER)
     arguments = [Argument(a, kinds.get(a) or _pointer_kind(a, scratch)) for a in runtime]
     domain = Domain.SUB_CHUNKS if name == SUB_CHUNKS else Domain.CHUNK_KEYS
+    text = fused.functions(tile=True, channels=known["WIDE"]) + text
     return Kernel(name, domain, tuple(arguments), constants, text)
 
 

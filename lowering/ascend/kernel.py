@@ -14,7 +14,7 @@ from pathlib import Path
 from ..ir import Dim
 
 SUB_CHUNK = 16  # tokens of a diagonal block: one fractal of the Cube
-MACROS = tuple(Path(__file__).with_name(name) for name in ("macros.py", "macros_channel.py"))
+MACROS = tuple(Path(__file__).with_name(name) for name in ("macros.py", "macros_channel.py", "macros_gradients.py"))
 
 
 class Kind(str, Enum):
@@ -122,13 +122,13 @@ def _macros() -> dict[str, str]:
 
 
 def macros_for(text: str) -> list[str]:
-    """The macros that ``text`` uses, and those that they use, in the order of their file."""
+    """The macros that ``text`` uses and does not define, and those that they use, in the order of their file."""
     used: set[str] = set()
     waiting = [text]
     while waiting:
         part = waiting.pop()
         for name, body in _macros().items():
-            if name not in used and re.search(rf"(?<!def )\b{name}\(", part):
+            if name not in used and f"def {name}(" not in text and re.search(rf"(?<!def )\b{name}\(", part):
                 used.add(name)
                 waiting.append(body)
     return [body for name, body in _macros().items() if name in used]

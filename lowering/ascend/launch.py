@@ -126,10 +126,9 @@ def run_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Linear attention over whole sequences.
 
-    The call is prepared: q, k and v have one dtype, which is that of o; log gates, beta as it is used and the initial
-    state are float32, q and k normalised. ``cores``: how many Cube cores the device has; ``target``: what its kernels
-    are planned for. Returns o ``[B, T, HV, V]`` and the final state in float32. Raises :class:`ArgumentError` where
-    :func:`decline` has a reason.
+    The call is as the op has it, with q, k and v of one dtype, which is that of o, and the rest in float32. ``cores``:
+    how many Cube cores the device has; ``target``: what its kernels are planned for. Returns o ``[B, T, HV, V]`` and
+    the final state in float32. Raises :class:`ArgumentError` where :func:`decline` has a reason.
     """
     _check(call)
     if (wide := padded_call(call)) is not None:
@@ -147,10 +146,14 @@ def run_chunks(
     if g is not None and gate != "channel" and width > _WIDEST_TOKEN_GATE:
         g = (g if gate == "token" else g.expand(batch, length, -1)).unsqueeze(-1).expand(-1, -1, -1, width)
         gate = "channel"
+        bias = call.dt_bias
+        call = replace(call, dt_bias=None if bias is None else bias.unsqueeze(-1).expand(-1, width))
     row = (gate, call.delta, call.beta is not None)
     tile = column_tile(width, columns)
     ahead = is_ahead(sequences * value_heads, cores, width, columns)
-    module = chunk_module(*row, outputs=outputs, narrow_update=narrow_update, target=target, ahead=ahead)
+    module = chunk_module(
+        *row, fused=Fused.of(call), outputs=outputs, narrow_update=narrow_update, target=target, ahead=ahead
+    )
     constants = {"H": heads, "HV": value_heads, "C": chunk, "K": width, "V": columns, "BV": tile, "R": SUB_CHUNK}
     constants |= {"LEVELS": levels(chunk), "DELTA": int(call.delta), "INITIAL": int(call.initial_state is not None)}
     o = torch.empty(batch, length, value_heads, columns, dtype=v.dtype, device=v.device)
@@ -210,7 +213,9 @@ def buffers_of(
 def _common(call: Call, o: Tensor, final_state: Tensor) -> dict[str, Any]:
     """What kernels over whole sequences and of a step are both given."""
     initial = call.initial_state
+    parameters = {"A_log_ptr": call.A_log, "dt_bias_ptr": call.dt_bias}
     return {
+        **{name: x.contiguous() for name, x in parameters.items() if x is not None},
         "q_ptr": call.q.contiguous(),
         "k_ptr": call.k.contiguous(),
         "v_ptr": call.v.contiguous(),
@@ -218,6 +223,8 @@ def _common(call: Call, o: Tensor, final_state: Tensor) -> dict[str, Any]:
         "initial_state_ptr": final_state if initial is None else initial.contiguous(),
         "final_state_ptr": final_state,
         "scale": call.scale,
+        "gate_scale": call.gate_scale,
+        "l2norm_eps": call.qk_l2norm_eps,
     }
 
 
@@ -244,9 +251,7 @@ def run_step(call: Call, *, cores: int, launch: Launcher, out: Tensor | None = N
         out = torch.empty(batch, value_heads, width, columns, dtype=torch.float32, device=call.v.device)
     g = call.g.expand(batch, length, value_heads) if call.g is not None and call.gate == "head" else call.g
     values = _common(call, o, out)
-    others = {"g": g, "beta": call.beta, "A_log": call.A_log, "dt_bias": call.dt_bias}
-    values |= {f"{name}_ptr": x.contiguous() for name, x in others.items() if x is not None}
-    values |= {"l2norm_eps": call.qk_l2norm_eps, "gate_scale": call.gate_scale}
+    values |= {f"{name}_ptr": x.contiguous() for name, x in (("g", g), ("beta", call.beta)) if x is not None}
     if call.state_indices is not None:
         values |= {"state_indices_ptr": call.state_indices.to(torch.int32).contiguous(), "slots": out.shape[0]}
     initial = int(call.initial_state is not None)
@@ -271,7 +276,7 @@ def _launch(
         return
     values = {**values, "tasks": tasks}
     spare = values["q_ptr"]  # stands for what the row does not have and the kernel does not read
-    arguments = {a.name: values.get(a.name, spare) for a in kernel.arguments}
+    arguments = {a.name: values.get(a.name, 0.0 if a.kind is Kind.NUMBER else spare) for a in kernel.arguments}
     grid = min(tasks, cores if kernel.cube else 2 * cores)
     launch(Launch(module, kernel, grid, arguments, {name: constants[name] for name in kernel.constants}))
 

@@ -151,6 +151,12 @@ def log_of_sum(largest, total):
 
 
 @triton.jit
+def exists(rows, N: tl.constexpr):
+    """[N]: which of the tokens from here on are among the ``rows`` that there are."""
+    return tl.arange(0, N).to(tl.float32) < rows.to(tl.float32)
+
+
+@triton.jit
 def floor_gate(g):
     """exp(-110) is an exact fp32 zero: a stronger gate is the same gate, and sums of gates stay finite."""
     return tl.where(g < -110.0, -110.0, g)
@@ -201,6 +207,14 @@ def spread(x, C: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def load_number(ptr, at, HEADS: tl.constexpr, N: tl.constexpr):
+    """N times, one of HEADS numbers: where Cube is in the kernel too, ``load_one`` is sent to it."""
+    some = tl.load(tl.make_block_ptr(ptr + at, (HEADS - at,), (1,), (0,), (16,), (0,)), boundary_check=(0,))
+    first = tl.where(tl.arange(0, 16).to(tl.float32) < 1.0, some, 0.0)
+    return spread(column_sum(first, 16, 16), N, 16)
+
+
+@triton.jit
 def store_number(ptr, at, x, K: tl.constexpr, N: tl.constexpr):
     """K times, a number that comes N times."""
     tl.store(tile_at(ptr, at, 0, K // N, N, N), tl.broadcast_to(x[None, :], (K // N, N)))
@@ -234,6 +248,13 @@ def softplus(x):
 @triton.jit
 def logsigmoid(x):
     return -softplus(-x)
+
+
+@triton.jit
+def row_rates(x, eps):
+    """1 / sqrt(sum(x * x) + eps) by rows, for what is not 0."""
+    squares = tl.sum(x * x, 1)
+    return tl.where(squares > 0.0, 1.0 / tl.sqrt(squares + eps), 0.0)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
-"""Triton helpers of a gate per channel, and the two kernels that need such gates token by token, on Vec alone:
-``sub_chunks`` in front of the products and, for gradients, ``sums`` behind them. The first also takes one gate a token,
-where Cube does the rest without Vec. As in ``macros.py`` their text is copied into the modules that use them.
+"""Triton helpers of a gate per channel, and the kernel in front of the products that needs such gates token by token,
+on Vec alone: ``sub_chunks``. It also takes one gate a token, where Cube does the rest without Vec. As in ``macros.py``
+their text is copied into the modules that use them.
 
 A pair of tokens in different sub-chunks of R belongs to one *level*: it lies in neighbouring blocks of N = R << level
 tokens. Its decay is that since the later block began times that until the earlier one ends. Half of a chunk's tokens
@@ -21,8 +21,8 @@ from .macros import (
     floor_gate,
     gates_at,
     inverse_of_blocks,
-    part_at,
-    row_products,
+    row_rates,
+    sigmoid,
     tile_at,
     tokens_at,
     vector_at,
@@ -30,28 +30,43 @@ from .macros import (
 
 
 @triton.jit
+def gate_parameters(A_log_ptr, dt_bias_ptr, head, HV: tl.constexpr, K: tl.constexpr):
+    """What a gate function has of a head: its rate and its bias. Kernels with another function than "log" bring this
+    and the next by themselves (``Fused.functions``)."""
+    return 0.0, 0.0
+
+
+@triton.jit
+def log_gate(x, rate, bias, gate_scale, rows, N: tl.constexpr):
+    """[N, BK]: the log decays that ``x`` stands for; of more tokens than one, those past ``rows`` are 0."""
+    return floor_gate(x)
+
+
+@triton.jit
 def gates_of(
-    g_ptr, token, head, rows, column, tokens, HV: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    WIDE: tl.constexpr,
+    g_ptr, rate, bias, gate_scale, token, head, rows, column, tokens, HV: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """[N, BK]: the gates of N tokens, ``WIDE`` of a tensor that has one a channel; else all channels have the same."""
+    """[N, BK]: log gates of N tokens, ``WIDE`` of a tensor that has one a channel; else all channels have the same."""
     if WIDE:
         g = tl.load(tokens_at(g_ptr, token, head, rows, column, HV, N, K, BK), boundary_check=(0,))
     else:
         g = tl.load(gates_at(g_ptr, token, head, rows, tokens, N), boundary_check=(0,))
         g = tl.broadcast_to(g[:, None], (N, BK))
-    return floor_gate(g)
+    return log_gate(g, rate, bias, gate_scale, rows, N)
 
 
 @triton.jit
 def gate_total(
-    g_ptr, token, head, rows, column, low, high, tokens, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    R: tl.constexpr, WIDE: tl.constexpr,
+    g_ptr, rate, bias, gate_scale, token, head, rows, column, low, high, tokens, HV: tl.constexpr, K: tl.constexpr,
+    BK: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """[BK]: exp of the sum of the gates of the sub-chunks low, ..., high - 1."""
     total = tl.zeros([BK], tl.float32)
     for n in range(low, high):
-        g = gates_of(g_ptr, token + n * R, head, rows - n * R, column, tokens, HV, R, K, BK, WIDE)
+        g = gates_of(
+            g_ptr, rate, bias, gate_scale, token + n * R, head, rows - n * R, column, tokens, HV, R, K, BK, WIDE
+        )
         total += tl.sum(g, 0)
     return tl.exp(total)
 
@@ -146,9 +161,20 @@ def pairs_below(
 
 
 @triton.jit
+def load_rows(
+    ptr, token, head, rows, l2norm_eps, HEADS: tl.constexpr, R: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr
+):
+    """[R, K]: queries or keys, ``NORM`` divided by their norms."""
+    x = tl.load(tokens_at(ptr, token, head, rows, 0, HEADS, R, K, K), boundary_check=(0,)).to(tl.float32)
+    if NORM:
+        x = x * row_rates(x, l2norm_eps)[:, None]
+    return x
+
+
+@triton.jit
 def walk_rows(
-    q_ptr, k_ptr, g_ptr, token, group, head, rows, tokens, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
+    q_ptr, k_ptr, g_ptr, rate, bias, gate_scale, token, group, head, rows, tokens, scale, l2norm_eps, H: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Walk the R tokens from ``token`` and keep, for every token j up to row i, forward[j] = decay(i, j), and
     before[i] = decay(i, start): products of single gates, so that the diagonal blocks are exact for any gate.
@@ -156,14 +182,14 @@ def walk_rows(
     Returns the keys, before, forward to the last row, and the Gram matrices [R, R] of queries and keys with keys.
     """
     row = tl.arange(0, R).to(tl.float32)
-    k = tl.load(tokens_at(k_ptr, token, group, rows, 0, H, R, K, K), boundary_check=(0,)).to(tl.float32)
+    k = load_rows(k_ptr, token, group, rows, l2norm_eps, H, R, K, NORM)
     before = tl.full([R, K], 1.0, tl.float32)
     forward = tl.full([R, K], 1.0, tl.float32)
     A_qk = tl.zeros([R, R], tl.float32)
     A_kk = tl.zeros([R, R], tl.float32)
-    for i in range(R):
+    for i in range(tl.minimum(rows, R)):
         here = i.to(tl.float32)
-        g_i = gates_of(g_ptr, token + i, head, rows - i, 0, tokens, HV, 1, K, K, WIDE)
+        g_i = gates_of(g_ptr, rate, bias, gate_scale, token + i, head, rows - i, 0, tokens, HV, 1, K, K, WIDE)
         q_i = tl.load(tokens_at(q_ptr, token + i, group, rows - i, 0, H, 1, K, K), boundary_check=(0,))
         alpha = tl.exp(g_i)
         forward = forward * tl.where(row[:, None] < here, alpha, 1.0)
@@ -175,6 +201,9 @@ def walk_rows(
             k_i = tl.load(tokens_at(k_ptr, token + i, group, rows - i, 0, H, 1, K, K), boundary_check=(0,))
             kk = tl.where(row < here, tl.sum(kept * k_i.to(tl.float32), 1), 0.0)
             A_kk = tl.where(row[:, None] == here, kk[None, :], A_kk)
+    if NORM:  # of the rows; the columns are k's
+        A_qk = A_qk * row_rates(load_rows(q_ptr, token, group, rows, l2norm_eps, H, R, K, False), l2norm_eps)[:, None]
+        A_kk = A_kk * row_rates(load_rows(k_ptr, token, group, rows, l2norm_eps, H, R, K, False), l2norm_eps)[:, None]
     return k, before, forward, A_qk, A_kk
 
 
@@ -195,11 +224,13 @@ def store_diagonal(ptr, at, n, x, C: tl.constexpr, R: tl.constexpr):
 @triton.jit
 def store_inverse(
     M_inverted_ptr, M_rounded_ptr, beta_ptr, A_kk, at, n, token, head, rows, tokens, C: tl.constexpr, R: tl.constexpr,
-    BETA: tl.constexpr, JOINED: tl.constexpr,
+    BETA: tl.constexpr, JOINED: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """The inverse of a diagonal block, times beta by columns where it is ``JOINED``."""
     if BETA:
         beta = tl.load(gates_at(beta_ptr, token, head, rows, tokens, R), boundary_check=(0,))
+        if SIGMOID:
+            beta = sigmoid(beta)
         A_kk = A_kk * beta[:, None]
     M = inverse_of_blocks(A_kk, 0.0, R, R)
     if JOINED:
@@ -226,10 +257,14 @@ def sub_chunks(
     A_kk_rows_ptr,
     k_cols_ptr,
     beta_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
     M_inverted_ptr,
     M_rounded_ptr,
     chunks,
     scale,
+    gate_scale,
+    l2norm_eps,
     tokens,
     tasks,
     H: tl.constexpr,
@@ -243,11 +278,14 @@ def sub_chunks(
     INVERTED: tl.constexpr,
     JOINED: tl.constexpr,
     WIDE: tl.constexpr,
+    NORM: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):
     """Everything of R tokens that needs their gates one by one, for all sub-chunks in parallel: diagonal blocks, tokens
     scaled for products with the state, and the rows and columns of every level. ``INVERTED``: also the inverses of the
     diagonal blocks that the triangular inverse begins with, times ``BETA`` where there is one. ``JOINED``: all for Cube
-    alone: the inverses' columns times beta, the keys' rows negated, and what Cube puts its products beside."""
+    alone: the inverses' columns times beta, the keys' rows negated, and what Cube puts its products beside. ``NORM``,
+    ``SIGMOID``: queries and keys are normalised first, and beta is the sigmoid of what is given."""
     core = tl.program_id(0)
     cores = tl.num_programs(0)
     N: tl.constexpr = C // R
@@ -261,9 +299,11 @@ def sub_chunks(
         length = tl.load(chunks + 2 * (at // HV) + 1)
         token = start + n * R
         rows = length - n * R
+        rate, bias = gate_parameters(A_log_ptr, dt_bias_ptr, head, HV, K)
         k, before, forward, A_qk, A_kk = walk_rows(
-            q_ptr, k_ptr, g_ptr, token, group, head, rows, tokens, scale, H, HV, K, R, DELTA, WIDE
-        )
+            q_ptr, k_ptr, g_ptr, rate, bias, gate_scale, token, group, head, rows, tokens, scale, l2norm_eps, H, HV, K,
+            R, DELTA, WIDE, NORM,
+        )  # fmt: skip
         if JOINED:
             store_diagonal(A_qk_diagonal_ptr, at, n, A_qk.to(io), C, R)
         else:
@@ -272,16 +312,33 @@ def sub_chunks(
                 tl.store(diagonal_at(A_kk_diagonal_ptr, at, n, C, R), A_kk)
         if INVERTED:
             store_inverse(
-                M_inverted_ptr, M_rounded_ptr, beta_ptr, A_kk, at, n, token, head, rows, tokens, C, R, BETA, JOINED
+                M_inverted_ptr,
+                M_rounded_ptr,
+                beta_ptr,
+                A_kk,
+                at,
+                n,
+                token,
+                head,
+                rows,
+                tokens,
+                C,
+                R,
+                BETA,
+                JOINED,
+                SIGMOID,
             )
-        q = tl.load(tokens_at(q_ptr, token, group, rows, 0, H, R, K, K), boundary_check=(0,)).to(tl.float32) * scale
+        q = load_rows(q_ptr, token, group, rows, l2norm_eps, H, R, K, NORM) * scale
         q = q * before
         before = k * before
         forward = k * forward
         for level in tl.static_range(LEVELS):
             low = (n >> level) << level
-            since = gate_total(g_ptr, start, head, length, 0, low, n, tokens, HV, K, K, R, WIDE)
-            until = gate_total(g_ptr, start, head, length, 0, n + 1, low + (1 << level), tokens, HV, K, K, R, WIDE)
+            since = gate_total(g_ptr, rate, bias, gate_scale, start, head, length, 0, low, n, tokens, HV, K, K, R, WIDE)
+            end = low + (1 << level)
+            until = gate_total(
+                g_ptr, rate, bias, gate_scale, start, head, length, 0, n + 1, end, tokens, HV, K, K, R, WIDE
+            )
             scaled = (at * LEVELS + level) * (N // 2) + ((n >> (level + 1)) << level) + n - low
             if (n >> level) % 2 == 1:
                 tl.store(tile_at(A_qk_rows_ptr, scaled, 0, R, K, K), (q * since[None, :]).to(io))
@@ -291,192 +348,12 @@ def sub_chunks(
                     tl.store(tile_at(A_kk_rows_ptr, scaled, 0, R, K, K), (before * since[None, :]).to(io))
             else:
                 tl.store(tile_at(k_cols_ptr, scaled, 0, R, K, K), (forward * until[None, :]).to(io))
-        since = gate_total(g_ptr, start, head, length, 0, 0, n, tokens, HV, K, K, R, WIDE)
-        until = gate_total(g_ptr, start, head, length, 0, n + 1, N, tokens, HV, K, K, R, WIDE)
+        since = gate_total(g_ptr, rate, bias, gate_scale, start, head, length, 0, 0, n, tokens, HV, K, K, R, WIDE)
+        until = gate_total(g_ptr, rate, bias, gate_scale, start, head, length, 0, n + 1, N, tokens, HV, K, K, R, WIDE)
         tl.store(tile_at(Q_gated_io_ptr, at * N + n, 0, R, K, K), (q * since[None, :]).to(io))
         tl.store(tile_at(K_decayed_io_ptr, at * N + n, 0, R, K, K), (forward * until[None, :]).to(io))
         if DELTA:
             tl.store(tile_at(K_gated_neg_io_ptr, at * N + n, 0, R, K, K), (before * since[None, :] * -1.0).to(io))
         if n == 0:
-            tl.store(
-                vector_at(decay_ptr, at, K), gate_total(g_ptr, start, head, length, 0, 0, N, tokens, HV, K, K, R, WIDE)
-            )
-
-
-# ---- behind the products, for gradients
-
-
-@triton.jit
-def walk_pairs(
-    q_ptr, k_ptr, g_ptr, GP_ptr, GL_ptr, token, group, head, rows, column, at, n, scale, H: tl.constexpr,
-    HV: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, DELTA: tl.constexpr,
-):  # fmt: skip
-    """Walk the R tokens from ``token`` as ``walk_rows`` does, with the weights of their pairs. Returns before, forward
-    to the last row, and sums over the sub-chunk's pairs: for queries, for keys as rows, and for keys as columns."""
-    row = tl.arange(0, R).to(tl.float32)
-    k = tl.load(tokens_at(k_ptr, token, group, rows, column, H, R, K, BK), boundary_check=(0,)).to(tl.float32)
-    before = tl.full([R, BK], 1.0, tl.float32)
-    forward = tl.full([R, BK], 1.0, tl.float32)
-    GQ = tl.zeros([R, BK], tl.float32)
-    GK_rows = tl.zeros([R, BK], tl.float32)
-    GK_cols = tl.zeros([R, BK], tl.float32)
-    for i in range(R):
-        here = i.to(tl.float32)
-        g_i = tl.load(tokens_at(g_ptr, token + i, head, rows - i, column, HV, 1, K, BK), boundary_check=(0,))
-        q_i = tl.load(tokens_at(q_ptr, token + i, group, rows - i, column, H, 1, K, BK), boundary_check=(0,))
-        alpha = tl.exp(floor_gate(g_i))
-        forward = forward * tl.where(row[:, None] < here, alpha, 1.0)
-        before = before * tl.where(row[:, None] < here, 1.0, alpha)
-        weights = tl.load(part_at(GP_ptr, at, (n * R + i) * C + n * R, C * C, R)).to(tl.float32)
-        kept = forward * weights[:, None]
-        GQ = tl.where(row[:, None] == here, tl.sum(kept * k, 0)[None, :], GQ)
-        GK_cols += kept * (q_i.to(tl.float32) * scale)
-        if DELTA:
-            k_i = tl.load(tokens_at(k_ptr, token + i, group, rows - i, column, H, 1, K, BK), boundary_check=(0,))
-            weights = tl.load(part_at(GL_ptr, at, (n * R + i) * C + n * R, C * C, R)).to(tl.float32)
-            kept = forward * weights[:, None]
-            GK_rows = tl.where(row[:, None] == here, tl.sum(kept * k, 0)[None, :], GK_rows)
-            GK_cols += kept * k_i.to(tl.float32)
-    return before, forward, GQ, GK_rows, GK_cols
-
-
-@triton.jit
-def add_levels(
-    GQ, GK_rows, GK_cols, gates, q, k, before, forward, g_ptr, GQ_ptr, GK_ptr, GK_rows_ptr, GK_cols_ptr, start, length,
-    head, column, at, n, io: tl.constexpr, HV: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    R: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr,
-):  # fmt: skip
-    """The sums over pairs with the products of every level, and what pairs add to the gates' gradient: both sides are
-    multiplied as the products read them, so that what rows and columns have in common cancels."""
-    for level in tl.static_range(LEVELS):
-        low = (n >> level) << level
-        scaled = (at * LEVELS + level) * (N // 2) + ((n >> (level + 1)) << level) + n - low
-        if (n >> level) % 2 == 1:
-            since = gate_total(g_ptr, start, head, length, column, low, n, 0, HV, K, BK, R, True)[None, :]
-            x = tl.load(tile_at(GQ_ptr, scaled, column, R, K, BK))
-            GQ += before * since * x
-            gates += (q * before * since).to(io).to(tl.float32) * x
-            if DELTA:
-                x = tl.load(tile_at(GK_rows_ptr, scaled, column, R, K, BK))
-                GK_rows += before * since * x
-                gates += (k * before * since).to(io).to(tl.float32) * x
-        else:
-            end = low + (1 << level)
-            until = gate_total(g_ptr, start, head, length, column, n + 1, end, 0, HV, K, BK, R, True)[None, :]
-            x = tl.load(tile_at(GK_ptr, scaled, column, R, K, BK))
-            if DELTA:
-                x += tl.load(tile_at(GK_cols_ptr, scaled, column, R, K, BK))
-            GK_cols += forward * until * x
-            gates -= (k * forward * until).to(io).to(tl.float32) * x
-    return GQ, GK_rows, GK_cols, gates
-
-
-@triton.jit
-def ends_of(K_decayed_io_ptr, GK_decayed_ptr, column, first, count, K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr):
-    """[BK]: over ``count`` sub-chunks, what decays up to the chunk's end times its gradient."""
-    total = tl.zeros([BK], tl.float32)
-    for n in range(first, first + count):
-        x = tl.load(tile_at(K_decayed_io_ptr, n, column, R, K, BK)).to(tl.float32)
-        total += tl.sum(x * tl.load(tile_at(GK_decayed_ptr, n, column, R, K, BK)), 0)
-    return total
-
-
-@triton.jit
-def from_each(rows, ends, R: tl.constexpr):
-    """[R, BK]: sums of ``rows`` from each token on, and of ``ends`` before it."""
-    row = tl.arange(0, R).to(tl.float32)[:, None]
-    total = rows
-    for i in range(R):
-        here = i.to(tl.float32)
-        later = tl.sum(tl.where(row == here, rows, 0.0), 0)[None, :]
-        earlier = tl.sum(tl.where(row == here, ends, 0.0), 0)[None, :]
-        total += tl.where(row < here, later, 0.0) + tl.where(row > here, earlier, 0.0)
-    return total
-
-
-@triton.jit(do_not_specialize=["tasks"])
-def sums(
-    q_ptr,
-    k_ptr,
-    g_ptr,
-    own_ptr,
-    GP_seen_io_ptr,
-    GL_seen_io_ptr,
-    GQ_gated_ptr,
-    GK_gated_neg_ptr,
-    GK_decayed_ptr,
-    K_decayed_io_ptr,
-    GQ_pairs_levels_ptr,
-    GK_pairs_levels_ptr,
-    GK_row_pairs_levels_ptr,
-    GK_col_pairs_levels_ptr,
-    S_io_ptr,
-    GS_io_ptr,
-    decay_ptr,
-    grad_q_ptr,
-    grad_k_ptr,
-    grad_g_ptr,
-    chunks,
-    scale,
-    tasks,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    R: tl.constexpr,
-    LEVELS: tl.constexpr,
-    DELTA: tl.constexpr,
-):
-    """The gradients of queries, keys and gates, from the products of all levels: a task walks the sub-chunks of a chunk
-    from its end, for BK channels, which do not meet."""
-    core = tl.program_id(0)
-    cores = tl.num_programs(0)
-    N: tl.constexpr = C // R
-    io = grad_q_ptr.dtype.element_ty
-    for task in range(core, tasks, cores):
-        column = task % (K // BK) * BK
-        at = task // (K // BK)
-        head = at % HV
-        group = head // (HV // H)
-        start = tl.load(chunks + 2 * (at // HV))
-        length = tl.load(chunks + 2 * (at // HV) + 1)
-        whole = row_products(S_io_ptr, GS_io_ptr, task, BK, V, BV) * tl.load(part_at(decay_ptr, at, column, K, BK))
-        for turn in range(N):
-            n = N - 1 - turn
-            token = start + n * R
-            rows = length - n * R
-            before, forward, GQ, GK_rows, GK_cols = walk_pairs(
-                q_ptr, k_ptr, g_ptr, GP_seen_io_ptr, GL_seen_io_ptr, token, group, head, rows, column, at, n, scale,
-                H, HV, C, K, BK, R, DELTA,
-            )  # fmt: skip
-            q = tl.load(tokens_at(q_ptr, token, group, rows, column, H, R, K, BK), boundary_check=(0,))
-            q = q.to(tl.float32) * scale
-            k = tl.load(tokens_at(k_ptr, token, group, rows, column, H, R, K, BK), boundary_check=(0,)).to(tl.float32)
-            gates = q * GQ + k * GK_rows - k * GK_cols
-            GQ, GK_rows, GK_cols, gates = add_levels(
-                GQ, GK_rows, GK_cols, gates, q, k, before, forward, g_ptr, GQ_pairs_levels_ptr, GK_pairs_levels_ptr,
-                GK_row_pairs_levels_ptr, GK_col_pairs_levels_ptr, start, length, head, column, at, n, io, HV, N, K, BK,
-                R, LEVELS, DELTA,
-            )  # fmt: skip
-            since = gate_total(g_ptr, start, head, length, column, 0, n, 0, HV, K, BK, R, True)[None, :]
-            until = gate_total(g_ptr, start, head, length, column, n + 1, N, 0, HV, K, BK, R, True)[None, :]
-            x = before * since * tl.load(tile_at(GQ_gated_ptr, at * N + n, column, R, K, BK))
-            GQ += x
-            gates += q * x
-            if DELTA:
-                x = before * since * tl.load(tile_at(GK_gated_neg_ptr, at * N + n, column, R, K, BK))
-                GK_rows -= x
-                gates -= k * x
-            x = forward * until * tl.load(tile_at(GK_decayed_ptr, at * N + n, column, R, K, BK))
-            own = tl.load(part_at(own_ptr, at, n * R, C, R))[:, None]
-            GQ = (GQ + k * own) * scale
-            GK = GK_rows + GK_cols + q * own + x
-            tl.store(tokens_at(grad_q_ptr, token, head, rows, column, HV, R, K, BK), GQ.to(io), boundary_check=(0,))
-            tl.store(tokens_at(grad_k_ptr, token, head, rows, column, HV, R, K, BK), GK.to(io), boundary_check=(0,))
-            earlier = ends_of(K_decayed_io_ptr, GK_decayed_ptr, column, at * N, n, K, BK, R)
-            total = from_each(gates, k * x, R) + (whole + earlier)[None, :]
-            tl.store(tokens_at(grad_g_ptr, token, head, rows, column, HV, R, K, BK), total, boundary_check=(0,))
-            whole += tl.sum(gates, 0)
+            whole = gate_total(g_ptr, rate, bias, gate_scale, start, head, length, 0, 0, N, tokens, HV, K, K, R, WIDE)
+            tl.store(vector_at(decay_ptr, at, K), whole)

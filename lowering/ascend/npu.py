@@ -23,7 +23,7 @@ from .attention_launch import run as run_attention
 from .emit import FIRST
 from .launch import Launch, Launcher, decline, missing_width, run_chunks, run_step, target_of_arch
 from .operators import GatedDeltaRuleOperators
-from .prepare import prepare, single
+from .prepare import single
 
 
 def triton_launch(launch: Launch) -> None:
@@ -79,7 +79,7 @@ class EmittedKernels:
         if call.cu_seqlens is None and call.q.shape[1] <= MOST_STEP:
             return self.step(call, None, scratch)
         target = planned_for() if self._launch is None else self._target
-        o, state = run_chunks(single(prepare(call)), **self._device(), scratch=scratch, target=target)
+        o, state = run_chunks(single(call), **self._device(), scratch=scratch, target=target)
         return o.to(call.out_dtype), state
 
     def step(self, call: Call, state: Tensor | None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:

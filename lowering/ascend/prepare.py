@@ -1,11 +1,12 @@
 """What a model computes of its inputs in front of the recurrence: norms of q and k, the gate function, sigmoid of beta.
 
-The kernel of a step does it as it loads them (:class:`Fused`); in front of the kernels over whole sequences and of
-torch_npu's operators it is a few element-wise operators in fp32 (:func:`prepare`).
+The kernels of a step and of whole sequences do it as they load them (:class:`Fused`); in front of those of gradients
+and of torch_npu's operators it is a few element-wise operators in fp32 (:func:`prepare`).
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +44,41 @@ class Fused:
         words = ["norm" * self.norm, "" if self.gate_fn == "log" else self.gate_fn]
         words += ["rate" * self.rate, "bias" * self.bias, "sigmoid" * self.sigmoid_beta]
         return "_".join(word for word in words if word)
+
+    @property
+    def formula(self) -> str:
+        """The log gate in Triton, by the gate function's formula in ``x``, ``rate`` and ``gate_scale``."""
+        text = GATE_FUNCTIONS[self.gate_fn].formula
+        text = text if self.rate else re.sub(r"\brate\b", "1.0", text)
+        text = re.sub(r"\blog\(", "tl.log(", text)
+        return f"floor_gate({text})"
+
+    def functions(self, *, tile: bool, channels: bool) -> str:
+        """The two functions that a kernel over whole sequences has of a gate function, see ``macros_channel.py``; ""
+        for log gates. ``tile``: for tiles of tokens by channels, or for a vector of tokens; ``channels``: whether the
+        bias has one number a channel."""
+        if self.gate_fn == "log":
+            return ""
+        rate = "tl.exp(load_number(A_log_ptr, head, HV, K))" if self.rate else "0.0"
+        bias = "tl.load(vector_at(dt_bias_ptr, head, K))" if channels else "load_number(dt_bias_ptr, head, HV, K)"
+        row, column = ("[None, :]", "[:, None]") if tile else ("", "")
+        return "\n".join([
+            "@triton.jit",
+            "def gate_parameters(A_log_ptr, dt_bias_ptr, head, HV: tl.constexpr, K: tl.constexpr):",
+            f"    return {rate}, {bias if self.bias else '0.0'}",
+            "\n\n@triton.jit",
+            "def log_gate(x, rate, bias, gate_scale, rows, N: tl.constexpr):",
+            *[f"    x = x + bias{row}"] * self.bias,
+            *[f"    rate = rate{row}"] * (self.rate and tile),
+            f"    d = {self.formula}",
+            "    if N > 1:",
+            f"        d = tl.where(exists(rows, N){column}, d, 0.0)",
+            "    return d",
+            "\n\n",
+        ])  # fmt: skip
+
+
+PLAIN = Fused()
 
 
 def prepare(call: Call) -> Call:

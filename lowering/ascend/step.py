@@ -6,17 +6,13 @@ with a single row are sums over the rows of the state. A task holds its columns 
 
 from __future__ import annotations
 
-import re
 from functools import cache
 
 from ..emitter import TokenEmitter
-from ..gates import GATE_FUNCTIONS
 from ..ir import DType, Op, Program, Value
 from ..linear_attention import linear_attention_program
 from .kernel import Argument, Domain, Kernel, Kind, Module, assemble, definition, indent, used_constants
-from .prepare import Fused
-
-PLAIN = Fused()
+from .prepare import PLAIN, Fused
 
 
 @cache
@@ -126,22 +122,18 @@ class _Step(TokenEmitter):
         return f"sigmoid({text})" if port == "beta" and self._fused.sigmoid_beta else text
 
     def _gate(self, text: str, channels: int) -> str:
-        """The log gate by its function's formula, in ``x``, ``rate`` and ``gate_scale``."""
-        fused, formula = self._fused, GATE_FUNCTIONS[self._fused.gate_fn].formula
+        fused = self._fused
         if fused.bias:
             bias = self._given("dt_bias_ptr", Kind.F32)
             text += f" + tl.load(vector_at({bias}, head, K))" if channels else f" + load_one({bias}, head, K)"
-        if formula == "x":
+        if fused.gate_fn == "log":
             return f"floor_gate({text})"
         self.lines.add(f"x = {text}")
-        if "gate_scale" in formula:
+        if "gate_scale" in fused.formula:
             self._given("gate_scale", Kind.NUMBER)
         if fused.rate:
             self.lines.add(f"rate = tl.exp(load_one({self._given('A_log_ptr', Kind.F32)}, head, K))")
-        else:
-            formula = re.sub(r"\brate\b", "1.0", formula)
-        formula = re.sub(r"\blog\(", "tl.log(", formula)
-        return f"floor_gate({formula})"
+        return fused.formula
 
     def _given(self, name: str, kind: Kind) -> str:
         self.arguments[name] = kind

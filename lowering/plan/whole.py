@@ -87,10 +87,10 @@ def _kernel(plan: PlanData, name: str, stages: Sequence[Stage]) -> KernelPlan:
 
 
 def _products(stages: Sequence[Stage], name: str) -> int:
-    """How many products of a kernel read a value."""
+    """How many operands of a kernel's products are a value."""
     tasks = [task for stage in stages for task in stage.tasks if stage.unit is Unit.CUBE]
-    products = [task for task in tasks if task.kind in (OpKind.DOT, OpKind.GATED_DOT)]
-    return sum(any(value.name == name for value in task.inputs[:2]) for task in products)
+    products = [task for task in tasks if task.kind in (OpKind.DOT, OpKind.GATED_DOT, OpKind.GATED_GRAM)]
+    return sum(value.name == name for task in products for value in task.inputs[:2])
 
 
 def _in_tensors(stages: Sequence[Stage]) -> set[str]:

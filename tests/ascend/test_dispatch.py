@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kdacompile.lowering.ascend.npu import EmittedKernels
 from kdacompile.lowering.ascend.operators import CHUNKED, RECURRENT, GatedDeltaRuleOperators
 from kdacompile.ops.fused import FusedKernels
-from kdacompile.ops.signature import LINEAR_ATTENTION_STEP_
+from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP_
 from tests.ascend.cases import CORES
 from tests.ascend.tools import SimulatedDevice, Tools
 from tests.lowering.verify import relative_error
@@ -67,6 +68,47 @@ def test_what_a_step_computes_of_its_inputs(tools: Tools, gate: str, gate_fn: st
     expected = oracle(case)
     assert relative_error(o, expected[0]) < 2e-6 and relative_error(state, expected[1]) < 2e-6
     assert not operators.seen & {"mul", "exp", "rsqrt", "sigmoid", "softplus", "log", "neg", "log_sigmoid_forward"}
+
+
+def packed_case(gate: str, gate_fn: str, delta: bool, **sizes: int) -> Case:
+    """Grouped heads, packed sequences of which one is empty, gates that forget everything, zeros as keys and queries,
+    and an eps that counts."""
+    lengths = (70, 0, 3)
+    sizes = {"heads": 1, "key_dim": 64, "value_dim": 64, **sizes}
+    case = make_case(gate=gate, gate_fn=gate_fn, delta=delta, batch=1, length=73, sequences=3, **sizes)
+    case = replace(case, cu_seqlens=torch.tensor([0, *lengths]).cumsum(0))
+    case.tensors["k"][:, 5] = case.tensors["q"][:, 71] = 0
+    if gate != "none":
+        g = case.tensors["g"]
+        strong = {"log": -1000.0, "factor": 0.0, "logsigmoid": -4000.0}.get(gate_fn, 1000.0)
+        g[torch.rand(g.shape, generator=torch.Generator().manual_seed(1)) < 0.1] = strong
+    return case.with_options(chunk_size=64, qk_l2norm_eps=0.5)
+
+
+@pytest.mark.parametrize(
+    ("gate", "gate_fn", "delta", "dtype"),
+    [
+        *((gate, gate_fn, True, torch.bfloat16) for gate in ("channel", "token") for gate_fn in GATE_FNS),
+        *((gate, "softplus", True, torch.float32) for gate in ("channel", "token")),
+        *(
+            (gate, gate_fn, False, torch.bfloat16)
+            for gate, gate_fn in (("channel", "logsigmoid"), ("head", "softplus"))
+        ),
+        *(("none", "log", delta, torch.bfloat16) for delta in (True, False)),
+    ],
+)
+def test_what_whole_sequences_compute_of_their_inputs(
+    tools: Tools, gate: str, gate_fn: str, delta: bool, dtype: torch.dtype
+) -> None:
+    """The same of the kernels over whole sequences, with as many heads as core groups and with fewer."""
+    case = packed_case(gate, gate_fn, delta).to(dtype)
+    call = LINEAR_ATTENTION.call_of([*case.positional, case.cu_seqlens], case.options)
+    expected, bound = oracle(case), 6e-3 if dtype is torch.bfloat16 else 2e-6
+    for cores in (CORES, 13)[: 1 + (gate == "token")]:
+        with TorchOperators() as operators:
+            o, state = EmittedKernels(SimulatedDevice(tools), cores).run(call)
+        assert relative_error(o, expected[0]) < bound and relative_error(state, expected[1]) < bound
+        assert not operators.seen & {"exp", "rsqrt", "sigmoid", "softplus", "log", "neg", "log_sigmoid_forward", "sum"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,15 +10,19 @@ import pytest
 
 from kdacompile import plans
 from kdacompile.lowering.ascend.attention import attention_module
-from kdacompile.lowering.ascend.emit import CHUNK, FIRST, adjoint_module, chunk_module
+from kdacompile.lowering.ascend.emit import CHUNK, FIRST, adjoint_module, chunk_module, chunk_plan
 from kdacompile.lowering.ascend.kernel import Module
 from kdacompile.lowering.ascend.launch import column_tile
-from kdacompile.lowering.plan import Plan
+from kdacompile.lowering.ascend.prepare import Fused
+from kdacompile.lowering.linear_attention import ROWS
+from kdacompile.lowering.plan import Options, Plan
 from kdacompile.lowering.plan.whole import kernel_plans
 from kdacompile.patterns.recurrence.family import FAMILY, Pattern
 from tests.ascend.cases import SIZES
+from tests.ascend.layout import within_capacity
 from tests.ascend.test_attention import constants as attention_constants
 from tests.ascend.tools import ARCH, NEXT_ARCH, Tools
+from tests.lowering.test_ascend import FUSED
 
 TARGETS = {"ascend910b": ARCH, "ascend910_95": NEXT_ARCH}
 Figures = dict[str, dict[str, int]]  # by kernel
@@ -38,6 +42,15 @@ def test_the_compiler_still_says_what_the_table_says(tools: Tools, target: str) 
             stored.setdefault(name, {})[target] = value
         plans.COMPILED.write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n")
     assert {name: stored[name][target] for name in found} == found
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("row", [row for row in ROWS if row[0] != "head"])
+def test_what_kernels_compute_of_their_inputs_is_in_the_plan(tools: Tools, row: tuple[str, bool], ahead: bool) -> None:
+    """Norms, gate functions and sigmoid of beta: they fit UB, and nothing crosses that is not planned."""
+    fused = FUSED if row[0] != "none" else Fused(norm=True, sigmoid_beta=True)
+    made = chunk_plan(*row, row[1], FIRST, Options(ahead=ahead), norm=True)
+    module_figures(tools, chunk_module(*row, row[1], fused=fused, ahead=ahead), made, delta=row[1])
 
 
 def figures(tools: Tools, row: Pattern, target: str) -> Figures:
@@ -74,6 +87,7 @@ def compared(made: Plan, name: str, facts: dict[str, Any], own_bytes: int) -> di
     part = next(kernel for kernel in kernel_plans(made) if kernel.name == name)
     found = {"workspace_bytes": facts["workspace_bytes"], "own_bytes": own_bytes, "handovers": facts["handovers"]}
     found |= {memory: places["peak"] for memory, places in facts["memories"].items()}
+    assert within_capacity(facts, made.target)
     if made.target.meeting == "global":
         found["crossings"] = facts["crossings"] or 0
         assert facts["handovers"] == part.handovers
