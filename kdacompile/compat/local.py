@@ -155,6 +155,64 @@ def trace(node: fx.Node) -> Trace | None:
     return Trace(calls, result, alike) if alike or not (is_detach(node) or isinstance(result, (list, tuple))) else None
 
 
+@dataclass
+class Coded:
+    """A product with a weight that a tensor subclass holds as codes: ``calls`` make ``weight`` [in, out] of the tensors
+    inside, and ``factors`` [out], which the product is multiplied by.
+    """
+
+    calls: list[Recorded]
+    weight: torch.Tensor
+    factors: list[torch.Tensor]
+
+
+def coded_product(node: fx.Node) -> Coded | None:
+    """What ``linear(x, weight)`` does with a weight that is a tensor subclass around plain tensors, no DTensor; None if
+    that is anything but the product with a weight in x's dtype, times factors.
+    """
+    args: tuple[Any, ...] = map_arg(node.args, example_value)
+    x, weight = args[:2]
+    if node.kwargs or is_wrapped(x) or is_distributed(weight) or any(each is not None for each in args[2:]):
+        return None
+    held = [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+    result, calls = _recorded(node, args, {})
+    if any(map(is_wrapped, held)) or result is None or result.dtype != x.dtype or not all(map(_is_pure, calls)):
+        return None
+    known, of_x = {id(each) for each in (x, *held)}, {id(x)}
+    out, product, found = weight.shape[0], False, Coded([], x, [])
+    for call in _needed(calls, result):
+        leaves = tree_leaves((call.args, call.kwargs))
+        given = [each for each in leaves if isinstance(each, torch.Tensor)]
+        if not {id(each) for each in given} <= known:
+            return None
+        known.add(id(call.result))
+        if of_x.isdisjoint(map(id, given)):
+            found.calls.append(call)
+            if any(isinstance(each, torch.SymInt) for each in leaves):
+                return None
+            continue
+        of_x.add(id(call.result))
+        name, others = str(call.target).removeprefix("aten.").partition(".")[0], given[1:]
+        if id(given[0]) not in of_x or any(id(each) in of_x or each.dtype != x.dtype for each in others):
+            return None
+        if name == "mm" and not product and others[0].shape == weight.shape[::-1]:
+            product, found.weight = True, others[0]
+        elif name == "mul" and product and others and others[0].shape[-1:].numel() == others[0].numel() == out:
+            if call.result.shape[-1] != out:
+                return None
+            found.factors += others
+        elif name not in ("view", "_unsafe_view", "reshape"):
+            return None
+    return found if product else None
+
+
+def _is_pure(call: Recorded) -> bool:
+    """True for an operator of torch's own that draws nothing and writes nothing."""
+    target: Any = call.target
+    own = getattr(target, "namespace", "") in ("aten", "prim")
+    return own and not target._schema.is_mutable and not is_random(target)
+
+
 def _recorded(node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, list[Recorded]]:
     """The result of a call on example values, and its operators; no result where it cannot be made."""
     with _disable_current_modes(), fake_mode_of(node), torch.no_grad(), unlogged(), _InnerCalls() as inner:

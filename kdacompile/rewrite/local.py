@@ -47,6 +47,48 @@ def localise(graph: fx.Graph) -> bool:
     return _Chains(graph).run(touching)
 
 
+def open_weights(graph: fx.Graph) -> bool:
+    """Have a quantised weight that expands a latent dequantised in the graph, in inference; True if there was one."""
+    if torch.is_grad_enabled() or compat.switches_modes(graph):
+        return False
+    opened = [_open_weight(graph, node) for node in list(prefilter.expansions(graph)) if local.touches(node)]
+    return any(opened)
+
+
+def _open_weight(graph: fx.Graph, node: fx.Node) -> bool:
+    coded = local.coded_product(node) if prefilter.name_of(node) == "linear" else None
+    if coded is None:
+        return False
+    x, weight = node.all_input_nodes[:2]
+    held = compat.example_value(weight)
+    made: dict[int, fx.Node] = {}
+
+    def put(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        new = graph.call_function(target, args, kwargs)
+        compat.propagate_fake(new, node)
+        return new
+
+    def given(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return made[id(item)]
+        return type(item)(map(given, item)) if isinstance(item, (list, tuple)) else item
+
+    with graph.inserting_before(node):
+        for name in held.__tensor_flatten__()[0]:
+            if isinstance(getattr(held, name), torch.Tensor):
+                made[id(getattr(held, name))] = put(getattr, (weight, name), {})
+        for call in coded.calls:
+            kwargs = {name: given(item) for name, item in call.kwargs.items()}
+            made[id(call.result)] = put(call.target, given(call.args), kwargs)
+        whole = made[id(coded.weight)]
+        for factor in coded.factors:
+            whole = put(torch.mul, (whole, made[id(factor)]), {})
+        new = put(node.target, (x, put(torch.t, (whole,), {})), {})
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return True
+
+
 def mixing(graph: fx.Graph) -> Iterator[fx.Node]:
     """Products and softmaxes of tensor subclasses, whose operators mean something else."""
     return (node for node in graph.nodes if prefilter.name_of(node) in _MIXES and local.touches(node))

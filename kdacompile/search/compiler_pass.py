@@ -74,7 +74,7 @@ class Analysis:
         self.text = _text(self.captured)
         graph = compat.copy_of_graph(self.captured)
         with compat.no_python_dispatcher(), compat.no_saved_tensors_hooks():
-            localised = prospects.subclasses and local.localise(graph)
+            localised = prospects.subclasses and any([local.localise(graph), local.open_weights(graph)])
             search = Search(graph, prospects, self.settings, self.tables, trial=False)
             search.run()
         if localised and not search.found:

@@ -80,26 +80,83 @@ class Coded(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["codes", "scales"], None
 
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Coded:
-        return Coded(inner["codes"], inner["scales"])
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: Any) -> Coded:
+        return cls(inner["codes"], inner["scales"])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return Coded(args[0].codes, args[0].scales)
+            return cls(args[0].codes, args[0].scales)
         plain = tree_map_only(Coded, lambda x: x.codes * x.scales, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
 
-def test_a_quantised_weight_is_told() -> None:
-    """Nobody looks into a tensor subclass; the report names the product with it."""
+class ScaledAfter(Coded):
+    """Products with the codes, scaled afterwards, as torchao has int8."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return cls.product(args[0], args[1]) if func is F.linear else func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def product(x: Tensor, weight: Coded) -> Tensor:
+        made = torch.mm(x.reshape(-1, x.shape[-1]), weight.codes.t().to(x.dtype)) * weight.scales.view(-1)
+        return made.reshape(*x.shape[:-1], -1)
+
+
+class RoundedActivations(ScaledAfter):
+    @staticmethod
+    def product(x: Tensor, weight: Coded) -> Tensor:
+        return F.linear((8 * x).round() / 8, weight.codes * weight.scales)
+
+
+class Shifted(ScaledAfter):
+    @staticmethod
+    def product(x: Tensor, weight: Coded) -> Tensor:
+        return F.linear(x, weight.codes * weight.scales) + weight.scales.view(-1)
+
+
+class Counting(ScaledAfter):
+    """Writes down in a tensor of its own what it has seen."""
+
+    @staticmethod
+    def product(x: Tensor, weight: Coded) -> Tensor:
+        weight.scales.mul_(1.0)
+        return F.linear(x, weight.codes * weight.scales)
+
+
+def quantised(kind: type[Coded]) -> tuple[nn.Module, list[Tensor]]:
     torch.manual_seed(0)
     model, args = Naive(), [torch.randn(2, 6, size) for size in (WIDTH, RANK, ROPE)]
     scales = model.kv_b_proj.weight.detach().abs().amax(1, keepdim=True) / 127
     codes = (model.kv_b_proj.weight.detach() / scales).round().to(torch.int8)
-    model.kv_b_proj.weight = nn.Parameter(Coded(codes, scales), requires_grad=False)
+    model.kv_b_proj.weight = nn.Parameter(kind(codes, scales), requires_grad=False)
+    return model, args
+
+
+@pytest.mark.parametrize("kind", [Coded, ScaledAfter])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_a_quantised_weight_is_dequantised(kind: type[Coded], inner: str) -> None:
+    """A tensor subclass around codes and scales, as torchao has them: what it stands for is the op's operand."""
+    model, args = quantised(kind)
+    with torch.no_grad():
+        report = explain(model, options={"kda.inner": inner})(*args)
+        torch.testing.assert_close(report.result, model(*args), rtol=1e-5, atol=1e-6)
+    assert report.counts == {"mla": 1} and not report.rejections, str(report)
+
+
+@pytest.mark.parametrize("kind", [RoundedActivations, Shifted, Counting])
+def test_a_product_that_is_more_than_one_with_a_weight_is_told(kind: type[Coded]) -> None:
+    model, args = quantised(kind)
     with torch.no_grad():
         report = explain(model, options={"kda.inner": "eager"})(*args)
         torch.testing.assert_close(report.result, model(*args), rtol=1e-5, atol=1e-6)
-    assert [rejection.code for rejection in report.rejections] == ["subclass"]
+    assert not report.matches and [rejection.code for rejection in report.rejections] == ["subclass"], str(report)
+
+
+def test_a_quantised_weight_is_left_where_gradients_are_asked_for() -> None:
+    model, args = quantised(Coded)
+    report = explain(model, options={"kda.inner": "eager"})(*args)
+    assert not report.matches and [rejection.code for rejection in report.rejections] == ["subclass"], str(report)
