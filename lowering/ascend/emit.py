@@ -158,9 +158,13 @@ def _columns(domain: Domain, rest: str) -> list[str]:
 
 
 def _chunks_text(name: str, body: Body, domain: Domain) -> str:
-    """A kernel over all chunks at once."""
+    """A kernel over all chunks at once. Where it also leaves what has no columns of V, which tasks that share a chunk
+    would all write, the host launches it for one ``part`` of the columns after the other."""
     body.argument("tasks", Kind.COUNT)
-    start = [*_columns(domain, "at"), "head = at % HV"]
+    place = _columns(domain, "at")
+    if domain is Domain.CHUNK_COLUMNS and any("V" not in task.output.type.shape for task in body.tasks):
+        place = [f"column = {body.argument('part', Kind.COUNT)} * BV", "at = task"]
+    start = [*place, "head = at % HV"]
     mentioned = "\n".join(body.lines)
     if "token" in mentioned:
         chunks = body.argument("chunks", Kind.I32)

@@ -192,7 +192,9 @@ def launch_chunks(
         Domain.LANE_COLUMNS: lanes * (columns // block),
     }[kernel.domain]
     constants = {**constants, "BV": block, "BK": key_tile(constants["K"])}
-    _launch(module, kernel, count, values, constants, cores, launch)
+    parts = columns // block if any(argument.name == "part" for argument in kernel.arguments) else 1
+    for part in range(parts):
+        _launch(module, kernel, count // parts, {**values, "part": part}, constants, cores, launch)
 
 
 def buffers_of(

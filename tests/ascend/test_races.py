@@ -76,6 +76,14 @@ def test_grouped_heads(tools: Tools, row: tuple[str, bool]) -> None:
     assert judge(case, inputs, run(inputs, SimulatedDevice(tools))).worst < 6e-3
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS if row[0] != "head"])
+def test_values_wider_than_a_tile(tools: Tools, row: tuple[str, bool]) -> None:
+    """Tasks that share a chunk do not all write what they have in common."""
+    case = ascend_case(*row, (70,), value_width=256, value_heads=1)
+    inputs = rounded_inputs(case, torch.bfloat16)
+    assert judge(case, inputs, run(inputs, SimulatedDevice(tools))).worst < 6e-3
+
+
 @both_scans
 @pytest.mark.parametrize("cores", [1, 5, 20, 24])
 def test_more_and_fewer_tasks_than_cores(tools: Tools, gate: str, cores: int) -> None:
