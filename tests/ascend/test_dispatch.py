@@ -18,6 +18,7 @@ from kdacompile.lowering.ascend.operators import CHUNKED, RECURRENT, GatedDeltaR
 from kdacompile.ops.fused import FusedKernels
 from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP_
 from tests.ascend.cases import CORES
+from tests.ascend.test_races import changed
 from tests.ascend.tools import SimulatedDevice, Tools
 from tests.lowering.verify import relative_error
 from tests.ops.cases import GATE_FNS, Case, make_case, oracle
@@ -109,6 +110,26 @@ def test_what_whole_sequences_compute_of_their_inputs(
             o, state = EmittedKernels(SimulatedDevice(tools), cores).run(call)
         assert relative_error(o, expected[0]) < bound and relative_error(state, expected[1]) < bound
         assert not operators.seen & {"exp", "rsqrt", "sigmoid", "softplus", "log", "neg", "log_sigmoid_forward", "sum"}
+
+
+@pytest.mark.parametrize(
+    ("gate", "kernel", "right", "wrong"),
+    [
+        ("channel", "sub_chunks", "tl.where(exists(rows, N)[:, None], d, 0.0)", "d"),
+        ("channel", "sub_chunks", "x = x + bias[None, :]", "x = x"),
+        ("token", "prologue", "tl.where(exists(rows, N), d, 0.0)", "d"),
+        ("token", "prologue", "k_acc * row_rates(k_acc, l2norm_eps)[:, None]", "k_acc"),
+        ("token", "prologue", "beta_acc = sigmoid(", "beta_acc = ("),
+    ],
+    ids=["channel-ends", "channel-bias", "token-ends", "token-norm", "token-beta"],
+)
+def test_wrong_inputs_are_seen(tools: Tools, gate: str, kernel: str, right: str, wrong: str) -> None:
+    """``ends``: tokens that do not exist decay by what their gate function makes of 0."""
+    case = packed_case(gate, "softplus", True).to(torch.bfloat16)
+    call = LINEAR_ATTENTION.call_of([*case.positional, case.cu_seqlens], case.options)
+    device = changed(tools, **{kernel: lambda text: text.replace(right, wrong)})
+    found = EmittedKernels(device, CORES if gate == "channel" else 13).run(call)
+    assert max(relative_error(x, y) for x, y in zip(found, oracle(case), strict=True)) > 2e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
