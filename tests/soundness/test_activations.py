@@ -36,6 +36,11 @@ BETAS: dict[str, Callable[[Tensor], Tensor]] = {
     "a narrow step": lambda x: torch.where(
         (x * 3 + 1 > 2.0), torch.where(x * 3 + 1 < 2.0001, 0.0, x.sigmoid()), x.sigmoid()
     ),
+    "a band of the square": lambda x: torch.where((x * x - 25.0).abs() < 0.1, 0.0, x.sigmoid()),
+    "one number alone": lambda x: torch.where(x == 5.0, 0.5, x.sigmoid()),
+    "a logit that is rounded": lambda x: ((x * 100).round() / 100).sigmoid(),
+    "a row whose mean is large": lambda x: x.sigmoid() * torch.where(x.mean(1, keepdim=True) > 1e4, 0.5, 1.0),
+    "straight in the middle": F.hardsigmoid,
 }
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "a band of softplus": lambda x: (
@@ -47,6 +52,11 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "a band far above": lambda x: (
         -torch.where((x > 3000.0), torch.where(x < 3001.0, 0.0, F.softplus(x)), F.softplus(x))
     ),
+    "a ceiling": lambda x: (-F.softplus(x)).clamp(max=-1e-2),
+    "a floor by the larger of two": lambda x: torch.maximum(-F.softplus(x), torch.tensor(-5.5)),
+    "another norm far above": lambda x: -F.softplus(x) / torch.where(x > 2000.0, 2.0, 1.0),
+    "a log-sigmoid that ends": lambda x: torch.where(x < -2900.0, -1.0, F.logsigmoid(x)),
+    "a logit that ends": lambda x: -F.softplus(-x.clamp(min=-7.0)),
     "a bend": lambda x: -F.softplus(x + 1e-3 * F.relu(x - 7.0)),
 }
 

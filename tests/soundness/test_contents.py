@@ -62,6 +62,11 @@ PROGRAMS: dict[str, Program] = {
     ),
     "an output that is chosen": lambda q, k, v, g, n: attention(q, k, v, g)[:, n.clamp(max=T - 1)],
     "a scale": lambda q, k, v, g, n: attention(q, k, v, g) * n[1],
+    "a state that keeps 1e-12": lambda q, k, v, g, n: emptied(q, k, v, g, n) + 1e-12 * attention(q, k, v, g),
+    "keys by sequence, repeated": lambda q, k, v, g, n: attention(
+        q, k * (1.0 + (n[1] > 5) + (torch.arange(T) >= n[-1]))[:, None, None], v, g
+    ),
+    "a length that chooses": lambda q, k, v, g, n: attention(q, torch.where(n.diff().max() > 16, k, k.flip(2)), v, g),
     "a carry for some": lambda q, k, v, g, n: among(q, k, v, g, CAUSAL | (segments(n) == 1)),
 }  # fmt: skip
 

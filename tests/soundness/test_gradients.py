@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,23 @@ def switched(x: Tensor) -> Tensor:
         torch.set_grad_enabled(True)
 
 
+class Halved(torch.autograd.Function):
+    """The number itself, and half of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 0.5
+
+
+def halved(x: Tensor) -> Tensor:
+    result: Tensor = Halved.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
 CUTS: dict[str, dict[str, Cut]] = {
     "state detached once": {"before": lambda t, s: s.detach() if t == 6 else s},
     "state detached every fourth token": {"before": lambda t, s: s.detach() if t % 4 == 0 else s},
@@ -57,6 +75,12 @@ CUTS: dict[str, dict[str, Cut]] = {
     "outputs detached": {"out": lambda t, o: o.detach() if t < 6 else o},
     "one output without grad": {"out": lambda t, o: no_grad(o) if t == 4 else o},
     "all outputs detached": {"out": lambda t, o: o.detach()},
+    "every second output detached": {"out": lambda t, o: o.detach() if t % 2 else o},
+    "the state that came in detached": {"before": lambda t, s: s.detach() if t == 0 else s},
+    "the state's data": {"before": lambda t, s: s.data if t == 9 else s},
+    "a copy detached in place": {"before": lambda t, s: (s * 1).detach_() if t == 6 else s},
+    "a function with a gradient of its own, once": {"before": lambda t, s: halved(s) if t == 8 else s},
+    "such a function, of one key": {"key": lambda t, k: halved(k) if t == 8 else k},
 }
 
 
@@ -112,3 +136,27 @@ WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_gradients_of_weights_that_are_cut(name: str) -> None:
     check(lambda *x: closed(*x, cut=WEIGHTS[name]))
+
+
+def segments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, *, size: int) -> Tensor:
+    """Truncated backpropagation: a loop over some tokens at a time, whose state goes on without its gradient."""
+    outputs: list[Tensor] = []
+    for begin in range(0, T, size):
+        part = slice(begin, begin + size)
+        o, state = carried(q[:, part], k[:, part], v[:, part], g[:, part], state)
+        outputs.append(o)
+        state = state.detach()
+    return torch.cat(outputs, 1)
+
+
+def carried(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    outputs: list[Tensor] = []
+    for t in range(q.shape[1]):
+        state = state * g[:, t, :, None, None].exp() + k[:, t, :, :, None] * v[:, t, :, None]
+        outputs.append((q[:, t, :, None] @ state)[:, :, 0])
+    return torch.stack(outputs, 1), state
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_segments_whose_state_goes_on_detached(size: int) -> None:
+    check(lambda *x: segments(*x, size=size))
