@@ -25,6 +25,7 @@ import torch
 from kdacompile.explainer import explain
 from tests import published
 from tests.compare import worst_error
+from tests.published import times
 from tests.published.registry import CASES, Case
 from tests.published.sources import Library, MissingSource
 
@@ -38,7 +39,7 @@ UNBUILT = (*RAISED, ImportError, NameError, SyntaxError, OSError)
 ROUNDING = 1e-5
 """Relative error up to which results count as equal to eager's, where nothing is rounded to a narrow dtype."""
 
-FRAME = {"draw", "registry", "sources", "__main__"}
+FRAME = {"draw", "registry", "sources", "times", "__main__"}
 
 
 @dataclass(frozen=True)
@@ -149,21 +150,41 @@ def by_repository(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, ""])
 
 
+def print_times(cases: Sequence[Case], library: Library) -> int:
+    """The table of times; 1 if none ran, or a first call took longer than the budget."""
+    within: list[bool] = []
+    print(times.HEADER, flush=True)
+    times.start()
+    for case in cases:
+        try:
+            row, kept = times.timed(case, library)
+        except MissingSource as missing:
+            row = f"| {case.repository.name} | {case.name} | {missing} |"
+        else:
+            within.append(kept)
+        print(row, flush=True)
+    print(f"{sum(within)} of {len(within)} first calls within {times.BUDGET:g} s of eager's, without Inductor")
+    return 0 if within and all(within) else 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.published", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repos", type=Path, default=Path("repos"), metavar="DIR", help="where the clones lie")
     parser.add_argument("--only", default="", help="cases whose repository, path or name contains this")
+    parser.add_argument("--times", action="store_true", help="times beside Inductor alone, of cases of the family")
     arguments = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     library = Library(arguments.repos)
+    chosen = [case for case in collect() if arguments.only in str(case)]
+    if arguments.times:
+        return print_times([case for case in chosen if case.finds], library)
     rows: list[Row] = []
     print(HEADER, flush=True)
-    for case in collect():
-        if arguments.only in str(case):
-            rows.append(measure(case, library))
-            print(rows[-1], flush=True)
+    for case in chosen:
+        rows.append(measure(case, library))
+        print(rows[-1], flush=True)
     print(by_repository(rows))
     print(summary(rows))
     return 0 if rows and not any(row.wrong or row.broken for row in rows) else 1
