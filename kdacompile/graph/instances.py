@@ -19,7 +19,7 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph.build import Tables, functional_graph
-from kdacompile.graph.crossings import beyond_crossings, line_of
+from kdacompile.graph.crossings import beyond_compositions, beyond_crossings, grown, line_of
 from kdacompile.graph.ir import Graph, Op, reach
 from kdacompile.graph.laws import NotAffine
 from kdacompile.graph.positions import Edge, edges
@@ -318,7 +318,7 @@ class Turns:
 
     def __init__(self, ops: Iterable[Op], *, apart: bool = False) -> None:
         """``apart``: sizes may change one by one (queries and cached tokens may not: there are never more queries)."""
-        self.ops, self.apart = list(ops), apart
+        self.ops, self.apart = sorted(ops, key=lambda op: op.outs[0].index), apart
         self.own: list[Edge] = []
         self.seen: list[tuple[Mapping[Any, int], list[Edge]]] = []
 
@@ -371,9 +371,16 @@ class Turns:
             return None
         after, found = self.seen[0]
         before = {symbol: hints[symbol] for symbol in symbols}
-        pairs = zip(self.own, found, strict=True)
-        lines = [line_of(edge, there, before, after) for edge, there in pairs if edge.steps]
-        beyond = beyond_crossings(line for line in lines if line is not None)
+        pairs = [(edge, line_of(edge, there, before, after)) for edge, there in zip(self.own, found, strict=True)]
+        places = [dim for edge, there in zip(self.own, found, strict=True) for dim in grown(edge, there)]
+        those = [{s for s in symbols if (hints[s], after[s]) == dim} for dim in places]
+        symbols = set[Any]().union(*those) if all(those) else symbols  # batch and heads stay as they are
+        known = [(edge.value, line) for edge, line in pairs if line is not None]
+        lines = {value: line for value, line in sorted(known, key=lambda pair: pair[1].offset) if value is not None}
+        composed = beyond_compositions(self.ops, lines)
+        if composed > FARTHEST:
+            raise CannotInstantiate("comparisons of positions follow each other, up to sizes too large to try")
+        beyond = max(beyond_crossings(line for _, line in known), math.ceil(composed))
         if any(min(sizes[symbol] for symbol in symbols) >= beyond for sizes, _ in self.seen):
             return None
         return dict.fromkeys(symbols, beyond)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -62,6 +62,8 @@ class Edge:
     steps: tuple[Fraction, ...] = ()
     """What it grows by along each dimension of ``shape``; none for a comparison of sizes."""
     shape: tuple[int, ...] = ()
+    value: Value | None = field(default=None, compare=False)
+    """What the comparison is part of."""
 
     def turns_at(self, size: int) -> int | None:
         """The size at which it comes out the other way for the first time, if all dimensions grow with a size that is
@@ -125,6 +127,8 @@ class _Reader:
             self.bounds(op)
             if op.out.const and op.out.payload is None:
                 self.constant(op)
+            elif op.name in ("tril", "triu"):
+                self.triangle(op, FIXED)
         return self.edges
 
     def constant(self, op: Op) -> None:
@@ -218,22 +222,23 @@ class _Reader:
             if all(law.kind in ("mask", "fixed") or law.is_uniform for law in laws):
                 return MASK
             raise NotAffine("what positions are compared with is not affine in them")
-        self.edge(relation, gap, op.out.shape)
+        self.edge(relation, gap, op.out)
         if gap.is_uniform and gap.kind == "affine":  # it comes out one way everywhere: how, the edge has
             return uniform(int(True in self.edges[-1].outcomes), len(op.out.shape))
         return MASK
 
-    def edge(self, relation: str, gap: Law, shape: Sequence[int]) -> None:
-        reach = [step * (size - 1) for step, size in zip(gap.steps, shape, strict=True)]
+    def edge(self, relation: str, gap: Law, value: Value) -> None:
+        reach = [step * (size - 1) for step, size in zip(gap.steps, value.shape, strict=True)]
         least = gap.offset + sum((each for each in reach if each < 0), Fraction(0))
         most = gap.offset + sum((each for each in reach if each > 0), Fraction(0))
-        self.edges.append(Edge(relation, float(least), float(most), float(gap.offset), gap.steps, tuple(shape)))
+        place = gap.steps, tuple(value.shape), value
+        self.edges.append(Edge(relation, float(least), float(most), float(gap.offset), *place))
 
     def triangle(self, op: Op, law: Law) -> Law:
         diagonal = op.args[1] if len(op.args) > 1 else op.kwargs.get("diagonal", 0)
         rank = len(op.out.shape)
         steps = (Fraction(0),) * (rank - 2) + (Fraction(-1), Fraction(1))
-        self.edge("le" if op.name == "tril" else "ge", Law("affine", Fraction(-diagonal), steps), op.out.shape)
+        self.edge("le" if op.name == "tril" else "ge", Law("affine", Fraction(-diagonal), steps), op.out)
         return join([law, MASK])
 
     def bent(self, op: Op, laws: list[Law]) -> Law:
@@ -243,7 +248,7 @@ class _Reader:
             raise NotAffine(f"{op.name} of positions is not affine in them")
         for bound in bounds or [0]:
             gap = Law("affine", laws[0].offset - Fraction(bound), laws[0].steps)
-            self.edge("lt", gap, op.out.shape)
+            self.edge("lt", gap, op.out)
         return LINEAR
 
     def arithmetic(self, op: Op, laws: list[Law]) -> Law:

@@ -132,6 +132,46 @@ def test_comparisons_that_turn_together_later_than_each(name: str, length: int) 
     assert all(agreed), [str(match) for match in report.matches]
 
 
+def twice_far(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Tokens see what tokens 100 places before them have seen 100 places before."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    place = torch.arange(q.shape[2])
+    gap, scores = place[:, None] - place[None, :], q @ k.transpose(-1, -2)
+    far = scores * (gap > 100).to(q.dtype)
+    return (scores * (gap >= 0).to(q.dtype) @ v + far @ (far @ v)).transpose(1, 2)
+
+
+def thrice_shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def later(x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[2])
+        return x[:, :, (place - 60).clamp(min=0)] * (place >= 60)[:, None]
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    weights = (q @ k.transpose(-1, -2)).tril()
+    seen = weights @ v
+    return (seen + weights @ later(later(later(seen)))).transpose(1, 2)
+
+
+def inverse_of_squares(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The delta rule with the inverse of a triangle as a product of its squares, right up to 64 tokens."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    power, unit = -(k @ k.transpose(-1, -2)).tril(-1), torch.eye(q.shape[2], dtype=q.dtype)
+    inverse = unit + power
+    for _ in range(5):
+        power = power @ power
+        inverse = inverse @ (unit + power)
+    return ((q @ k.transpose(-1, -2)).tril() @ (inverse @ v)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("fn", [twice_far, thrice_shifted, inverse_of_squares])
+@pytest.mark.parametrize("length", [9, 48])
+def test_comparisons_that_follow_each_other(fn: Callable[..., Tensor], length: int) -> None:
+    """Nothing of it is seen before 203, 181 and 65 tokens."""
+    calls = [[x.double() for x in delta_arguments(1, length)[:3]] for length in (length, 220)]
+    agreed, report = at_each(fn, calls, dynamic=True)
+    assert all(agreed), [str(match) for match in report.matches]
+
+
 def line(steps: tuple[int, ...], offset: float, size: int = 64) -> Line:
     rank = len(steps)
     one, other = (Edge("ge", 0.0, 0.0, offset, tuple(map(Fraction, steps)), (n,) * rank) for n in (size, size + 3))
