@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 
 from kdacompile import compat
 from kdacompile.compat import local
-from kdacompile.compat.operators import map_tensors, tensors_in
+from kdacompile.compat.operators import map_tensors, tensors_in, tree_leaves
 from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.graph.recorder import Recorder
 from kdacompile.patterns.engine.values import turn
@@ -102,6 +102,8 @@ class _Replay:
         args, kwargs = _without_devices(loaded)
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": META}
+        if node.target in (operator.getitem, operator.setitem) and isinstance(args[0], torch.Tensor):
+            args = (args[0], self.places(args[1]), *args[2:])
         mark = self.recorder.mark()
         try:
             result = compat.called(node.target, args, kwargs)
@@ -120,6 +122,18 @@ class _Replay:
         if any(made.is_meta and id(made) not in self.recorder.aliases for made in tensors_in(result)):
             raise ValueError("data that no operator made")  # numbers that were put on the meta device are lost
         return result
+
+    def places(self, index: Any) -> Any:
+        """An index whose lists of numbers are constants, as torch makes them: on a stand-in's device they are lost."""
+        if isinstance(index, tuple):
+            return tuple(map(self.places, index))
+        if not isinstance(index, list) or not all(type(item) is int for item in tree_leaves(index)):
+            return index
+        with compat.no_fake_modes():
+            data = torch.tensor(index, dtype=torch.long)
+            stand_in = torch.empty_like(data, device=META)
+        self.recorder.hold(stand_in, data)
+        return stand_in
 
     def load(self, node: fx.Node) -> Any:
         if node not in self.env:

@@ -87,14 +87,20 @@ class Recorder(TorchDispatchMode):
         self.track(tensor, value, node)
         return value
 
+    def hold(self, tensor: torch.Tensor, data: torch.Tensor) -> Value:
+        """The constant ``data``, for which ``tensor`` stands."""
+        value = self.new_value(data)
+        value.const, value.payload = True, data
+        self.track(tensor, value)
+        return value
+
     def value_of(self, tensor: torch.Tensor) -> Value:
         """The value ``tensor`` holds now; views of a buffer written since are taken again."""
         alias = self.aliases.get(id(tensor))
         if alias is None:  # a real tensor the graph carries: a constant
-            value = self.new_value(tensor)
-            value.const, value.payload = True, tensor
-            self.track(tensor, value)
-            return value
+            if tensor.is_meta:  # numbers that were put on the meta device are lost
+                raise ValueError("data that no operator made")
+            return self.hold(tensor, tensor)
         if alias.generation != alias.storage.generation:
             value = alias.storage.base
             reader, self.node = self.node, None  # whoever happens to read first does not own the views

@@ -284,3 +284,27 @@ def test_numbers_made_by_a_tensor(sizes: bool) -> None:
     assert worst_error(have, with_numbers(*arguments)) < 1e-5
     assert sizes or patterns(report) == ["retention"]
     assert not [rejection for rejection in report.rejections if rejection.code == "internal"]
+
+
+def of_places(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Linear attention whose queries, keys and values are chosen by lists of numbers."""
+    return (q[:, [2, 1, 0]] @ k[:, :, [0, 0, 1, 2, 3, 4]].mT).tril() @ v[..., [[3, 1]]].squeeze(-2)
+
+
+def of_a_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    state, outs = torch.zeros(2, 3, 4, 4), torch.zeros_like(v)
+    for t in range(q.shape[2]):
+        state = state + k[:, :, [t]].mT @ v[:, :, [t]]
+        outs[:, :, [t]] = q[:, :, [t]] @ state
+    return outs
+
+
+@pytest.mark.parametrize("program", [of_places, of_a_loop])
+def test_places_in_a_list(program: Any) -> None:
+    """Lists become tensors on the indexed one's device: on stand-ins they were lost, and an internal error."""
+    arguments = [torch.randn(2, 3, 6, 4) for _ in range(3)]
+    torch._dynamo.reset()
+    with collecting() as report:
+        have = torch.compile(program, backend="kda", options={"kda.inner": "eager", "kda.lift": False})(*arguments)
+    assert worst_error(have, program(*arguments)) < 1e-5
+    assert patterns(report) == ["linear_attention"], str(report)
