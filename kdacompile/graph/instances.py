@@ -371,19 +371,21 @@ class Turns:
             return None
         after, found = self.seen[0]
         before = {symbol: hints[symbol] for symbol in symbols}
-        pairs = [(edge, line_of(edge, there, before, after)) for edge, there in zip(self.own, found, strict=True)]
-        places = [dim for edge, there in zip(self.own, found, strict=True) for dim in grown(edge, there)]
-        those = [{s for s in symbols if (hints[s], after[s]) == dim} for dim in places]
-        symbols = set[Any]().union(*those) if all(those) else symbols  # batch and heads stay as they are
-        known = [(edge.value, line) for edge, line in pairs if line is not None]
+        pairs = list(zip(self.own, found, strict=True))
+        known = [
+            (edge.value, line) for edge, there in pairs if (line := line_of(edge, there, before, after)) is not None
+        ]
         lines = {value: line for value, line in sorted(known, key=lambda pair: pair[1].offset) if value is not None}
         composed = beyond_compositions(self.ops, lines)
         if composed > FARTHEST:
             raise CannotInstantiate("comparisons of positions follow each other, up to sizes too large to try")
         beyond = max(beyond_crossings(line for _, line in known), math.ceil(composed))
-        if any(min(sizes[symbol] for symbol in symbols) >= beyond for sizes, _ in self.seen):
+        places = [place for edge, there in pairs for place in grown(edge, there)]
+        those = [{symbol for symbol in symbols if (hints[symbol], after[symbol]) == place} for place in places]
+        moved = set[Any]().union(*those) if all(those) else set(symbols)  # batch and heads stay as they are
+        if not beyond or any(min(sizes[symbol] for symbol in moved) >= beyond for sizes, _ in self.seen):
             return None
-        return dict.fromkeys(symbols, beyond)
+        return dict.fromkeys(moved, beyond)
 
 
 def _away(number: float) -> int:
