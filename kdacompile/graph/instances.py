@@ -382,10 +382,15 @@ class Turns:
         beyond = max(beyond_crossings(line for _, line in known), math.ceil(composed))
         places = [place for edge, there in pairs for place in grown(edge, there)]
         those = [{symbol for symbol in symbols if (hints[symbol], after[symbol]) == place} for place in places]
-        moved = set[Any]().union(*those) if all(those) else set(symbols)  # batch and heads stay as they are
-        if not beyond or any(min(sizes[symbol] for symbol in moved) >= beyond for sizes, _ in self.seen):
+        at = [hints, *(sizes for sizes, _ in self.seen)]
+        if all(those):  # batch and heads stay as they are
+            moved = set[Any]().union(*those)
+            left = set() if any(min(sizes[s] for s in moved) >= beyond for sizes in at if moved) else moved
+        else:  # lengths that are padded: whatever has not been as large
+            left = {symbol for symbol in symbols if max(sizes[symbol] for sizes in at) < beyond}
+        if not beyond or not left:
             return None
-        return dict.fromkeys(moved, beyond)
+        return {symbol: beyond + n for n, symbol in enumerate(sorted(left, key=str))}
 
 
 def _away(number: float) -> int:
