@@ -77,6 +77,11 @@ class Coded(torch.Tensor):
     def __init__(self, codes: Tensor, scales: Tensor) -> None:
         self.codes, self.scales = codes, scales
 
+    def __repr__(
+        self, *, tensor_contents: Any = None
+    ) -> str:  # a tensor's own looks at numbers, which torch's trace asks stand-ins for
+        return f"Coded({tuple(self.shape)})"
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["codes", "scales"], None
 
