@@ -23,6 +23,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from kdacompile.bench.tuning import compile_side_by_side
 from kdacompile.store.disk import write_whole
 
 READY, GO = "ready", "go"
@@ -211,7 +212,9 @@ def _started(job: Job, shared: str) -> Worker:
 
 def work(module: str, group: str, contender: str, out: str) -> None:
     """In a worker: what it finds is written as it comes."""
-    if not contender.endswith("fla"):  # whether it is importable decides what transformers' models call
+    if contender.endswith("fla"):
+        compile_side_by_side()
+    else:  # whether it is importable decides what transformers' models call
         sys.modules["fla"] = None  # pyright: ignore[reportArgumentType]
     found: dict[str, Any] = {}
     for step in import_module(module).measured(group, contender):
