@@ -78,7 +78,9 @@ def compare_everywhere(
     fn, errors = bound(concolic.fn, call), dict[Point, "float | None"]()
 
     def visit(points: Iterable[Point]) -> None:
-        for batch, length in points:
+        for batch, length in dict.fromkeys(points):
+            if (batch, length) in errors:
+                continue
             deadline.check()
             errors[batch, length] = compare(fn, other, call, roles, length, batch, concolic)
 

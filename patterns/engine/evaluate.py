@@ -217,14 +217,18 @@ def settled(own: Tensor, exact: Tensor, roundings: int) -> Tensor:
     """The constant in float64, or the model's own numbers where they are something else than that, rounded."""
     if not own.is_floating_point():
         return own
-    wide = own.double()
+    wide, true = own, exact
+    for dim in range(own.dim()):
+        if own.shape[dim] and own.stride(dim) == 0 == exact.stride(dim):  # one number stands all along it
+            wide, true = wide.narrow(dim, 0, 1), true.narrow(dim, 0, 1)
+    wide = wide.double()
     facts = torch.finfo(own.dtype)
-    size = exact.abs()
+    size = true.abs()
     exponent = torch.where(size > 0, size.clamp_min(1e-300).log().abs(), 0.0)
     least = SINGLE if own.dtype == torch.float32 else 0.0
     bound = least * size + roundings * facts.eps / 2 * size * (1 + exponent) + facts.tiny
-    alike = (wide == exact) | ((wide - exact).abs() <= bound) | (wide.isnan() & exact.isnan())
-    return exact if bool(alike.all()) else wide
+    alike = (wide == true) | ((wide - true).abs() <= bound) | (wide.isnan() & true.isnan())
+    return exact if bool(alike.all()) else wide.expand(own.shape)
 
 
 def constant(value: Value) -> Tensor:

@@ -62,6 +62,9 @@ ALIKE = 2.0**-50
 SMOOTH = (2, 3, 5, 7, 11, 13)
 """Primes whose roots are known in both fields."""
 
+BLOCK = 1 << 15
+"""Numbers that stay near a core while several operators follow each other."""
+
 MANY = 1 << 15
 """Different numbers of one constant that are still read one by one."""
 
@@ -243,7 +246,10 @@ def _powers() -> tuple[Tensor, Tensor]:
 def exp(x: Tensor) -> Tensor:
     """``BASE ** x`` modulo P, of exponents modulo R."""
     low, high = _powers()
-    return low[x & 0x7FFF] * high[x >> 15] % P
+    made = torch.empty(x.shape, dtype=torch.int64)
+    for part, out in zip(x.reshape(-1).split(BLOCK), made.view(-1).split(BLOCK), strict=True):
+        torch.remainder(low.take(part & 0x7FFF).mul_(high.take(part >> 15)), P, out=out)
+    return made
 
 
 def matmul(a: Tensor, b: Tensor, modulus: int) -> Tensor:

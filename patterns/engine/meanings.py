@@ -108,7 +108,7 @@ def add(f: Field, a: Any, b: Any, *, alpha: float = 1) -> Residues:
         b = neg(f, b) if alpha == -1 else mul(f, b, alpha)
     logs = [each.log for each in (a, b) if each.log is not None]
     log = logs[0] * logs[1] % P if len(logs) == 2 else logs[0] if logs else None
-    return Residues((a.x + b.x) % f.modulus, _gone(f, a, b), log=log)
+    return Residues((a.x + b.x).remainder_(f.modulus), _gone(f, a, b), log=log)
 
 
 def sub(f: Field, a: Any, b: Any, *, alpha: float = 1) -> Residues:
@@ -140,7 +140,7 @@ def mul(f: Field, a: Any, b: Any) -> Residues:
     a, b = f.of(a), f.of(b)
     if gone is None:
         _finite(a, b)
-    return Residues(a.x * b.x % f.modulus, gone)
+    return Residues((a.x * b.x).remainder_(f.modulus), gone)
 
 
 def div(f: Field, a: Any, b: Any, *, rounding_mode: str | None = None) -> Residues:

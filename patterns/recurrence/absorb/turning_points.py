@@ -8,6 +8,7 @@ its sigmoid) is no activation of ours.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -88,8 +89,12 @@ def _differences(op: Op, affine: _Affine) -> Iterator[sympy.Expr | None]:
         yield affine.difference(args[0], threshold / beta)
 
 
+@functools.lru_cache(maxsize=256)
 def _zero(difference: sympy.Expr) -> float | None:
-    """The x, or the r x, at which a polynomial of degree one in x is zero; None if that is no number."""
+    """The x, or the r x, at which a polynomial of degree one in x is zero; None if that is no number.
+
+    Every layer asks for the same ones, and sympy takes 30 ms for each.
+    """
     poly = sympy.Poly(difference, X, RATE)
     if poly.degree(X) != 1 or poly.degree(RATE) > 1:
         return None
