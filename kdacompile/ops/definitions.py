@@ -52,10 +52,10 @@ def add_kernel(name: str, device: str, kernel: Kernel, known: Known | None = Non
     Kernels of ``linear_attention`` return o contiguous and know nothing of ``o_layout``. ``known``: what the kernel
     remembers of a call, as :class:`~kdacompile.ops.dispatch.Shortcut` asks for it.
     """
-    if known is not None:
-        _shortcuts[name].known = known
     if name == LINEAR_ATTENTION.name:
         kernel = kernels.in_layout(kernel)
+    if known is not None:
+        _shortcuts[name].known[kernel] = known
     _library.impl(name, kernel, device)
     _kernels[name][getattr(DispatchKey, device)] = kernel
 

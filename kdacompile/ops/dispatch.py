@@ -162,7 +162,8 @@ class Shortcut:
         self._kernels, self._writes, self._optional, self._options = kernels, writes, optional, options
         self._backends: dict[Hashable, DispatchKey | None] = {}
         self._kinds: tuple[Kind, ...] = ()
-        self.known: Known | None = None
+        self.known: dict[Kernel, Known] = {}
+        """What kernels remember of a call, of those that do."""
         self._dispatched = call_instead(op, self)
 
     def __call__(self, *tensors: Any, **options: Any) -> Any:
@@ -176,7 +177,7 @@ class Shortcut:
         if kernel is None:
             return self._dispatched(*tensors, **options)
         results = self.run(kernel, tensors, options)
-        known = self.known
+        known = self.known.get(kernel)
         if known is not None:
             contain("keeping a kind of call", lambda: self._keep(known, tensors, options), self._keep_no_more)
         return results
@@ -192,7 +193,7 @@ class Shortcut:
                 self._kinds = (kind, *self._kinds[: MOST - 1])
 
     def _keep_no_more(self, _: str) -> None:
-        self.known = None
+        self.known.clear()
 
     def kernel(self, tensors: tuple[Any, ...], options: Mapping[str, Any]) -> Kernel | None:
         """What serves this call; None where it is the dispatcher's."""

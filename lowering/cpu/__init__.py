@@ -5,6 +5,15 @@ the executor does.
 from __future__ import annotations
 
 from .backward import run_recurrence_backward, runs_backward
-from .recurrence import Launch, bounds_of, prepare_recurrence, runs_recurrence
+from .recurrence import Launch, Repeated, bounds_of, in_form, prepare_recurrence, runs_recurrence
 
-__all__ = ["Launch", "bounds_of", "prepare_recurrence", "run_recurrence_backward", "runs_backward", "runs_recurrence"]
+__all__ = [
+    "Launch",
+    "Repeated",
+    "bounds_of",
+    "in_form",
+    "prepare_recurrence",
+    "run_recurrence_backward",
+    "runs_backward",
+    "runs_recurrence",
+]

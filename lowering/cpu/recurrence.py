@@ -48,11 +48,11 @@ def _kernel(dtype: torch.dtype) -> _Kernel | None:
     return loaded(_Kernel, dtype, "the recurrence")
 
 
-def runs_recurrence(q: Tensor) -> bool:
-    """Whether :func:`prepare_recurrence` takes keys like ``q`` here; the first question compiles the kernel."""
+def runs_recurrence(q: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether the kernel takes keys like ``q`` here, in ``dtype``; the first question compiles it."""
     width = q.shape[-1]
     fits = q.device.type == "cpu" and width % _ROWS == 0 and 0 < width <= MAX_KEY_WIDTH
-    return fits and _kernel(q.dtype) is not None
+    return fits and _kernel(dtype or q.dtype) is not None
 
 
 def prepare_recurrence(call: Call, bounds: Tensor | None, *, overwrite: bool = False) -> Launch | None:
@@ -62,49 +62,78 @@ def prepare_recurrence(call: Call, bounds: Tensor | None, *, overwrite: bool = F
     ``bounds``: of :func:`bounds_of`; ``overwrite``: the final state takes the place of ``initial_state`` where that is
     contiguous memory of its own. A pool of states is taken in no other case.
     """
-    kernel = _kernel(call.q.dtype) if runs_recurrence(call.q) else None
-    if kernel is None:
+    if not runs_recurrence(call.q):
         return None
-    batch, length, key_heads, key_width = call.q.shape
-    heads, value_width = call.v.shape[2:]
-    sequences = batch if bounds is None else len(bounds) - 1
-    q, k, v, decay, beta = in_rows(call.q), in_rows(call.k), in_rows(call.v), decay_of(call), call.beta
-    initial_state = call.initial_state
-    if initial_state is not None:
-        initial_state = (initial_state if initial_state.dtype is q.dtype else initial_state.to(q.dtype)).contiguous()
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    initial, operands = address(initial_state), (operand(q), operand(k), operand(v), operand(decay), operand(beta))
-    alone = overwrite and not shares_memory(initial_state, [initial, *[x[0] for x in operands]])
+    operands = in_form(call)
+    initial_state = operands[-1]
+    out = torch.empty_like(operands[2], memory_format=torch.contiguous_format)
+    alone = overwrite and not shares_memory(initial_state, map(address, operands))
     final = initial_state if alone else None  # a strip is read whole before it is written
     slots = None if call.state_indices is None else call.state_indices.long().contiguous()
     if slots is not None and final is not call.initial_state:
         return None
+    sequences = call.q.shape[0] if bounds is None else len(bounds) - 1
     if final is None:
-        final = torch.empty((sequences, heads, key_width, value_width), dtype=q.dtype)
-    problem = _PROBLEM.pack(
-        *itertools.chain(*operands),
-        initial,
-        address(out),
-        address(final),
-        address(bounds),
-        address(slots),
-        length,
-        heads,
-        heads // key_heads,
-        key_width,
-        value_width,
-        call.gate == "channel",
-        call.delta,
-        call.scale,
-        call.qk_l2norm_eps,
-    )
-    held = q, k, v, decay, beta, initial_state, bounds, slots, out, final  # the kernel has their addresses
+        final = torch.empty((sequences, call.v.shape[2], call.q.shape[3], call.v.shape[3]), dtype=call.q.dtype)
+    start = Repeated(call, operands, sequences).filled(operands, out, final, bounds, slots)
+    results = out, final
 
     def launch() -> tuple[Tensor, Tensor]:
-        kernel(problem, sequences * heads, batch * length // max(1, sequences), key_width, value_width)
-        return held[-2:]
+        start()
+        return results
 
     return launch
+
+
+Form = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def in_form(call: Call) -> Form:
+    """q, k, v, decay, beta and the initial state as the kernel reads them."""
+    state, dtype = call.initial_state, call.q.dtype
+    if state is not None:
+        state = (state if state.dtype is dtype else state.to(dtype)).contiguous()
+    return in_rows(call.q), in_rows(call.k), in_rows(call.v), decay_of(call), call.beta, state
+
+
+class Repeated:
+    """The kernel on operands that lie like those of a call; their addresses are filled in."""
+
+    def __init__(self, call: Call, operands: Form, sequences: int) -> None:
+        batch, length, key_heads, key_width = call.q.shape
+        heads, value_width = call.v.shape[2:]
+        kernel = _kernel(call.q.dtype)
+        assert kernel is not None  # the call was asked for
+        self._kernel = kernel
+        self._sizes = sequences * heads, batch * length // max(1, sequences), key_width, value_width
+        self._fields: list[float] = [
+            *itertools.chain.from_iterable(map(operand, operands[:-1])),
+            *(0,) * 5,
+            length,
+            heads,
+            heads // key_heads,
+            key_width,
+            value_width,
+            call.gate == "channel",
+            call.delta,
+            call.scale,
+            call.qk_l2norm_eps,
+        ]
+
+    def filled(
+        self, operands: Form, out: Tensor, final: Tensor, bounds: Tensor | None = None, slots: Tensor | None = None
+    ) -> Callable[[], None]:
+        """What runs the kernel on these tensors, and holds them: it has their addresses."""
+        *rows, initial_state = map(address, operands)
+        fields = self._fields.copy()
+        fields[0:20:4] = rows
+        fields[20:25] = initial_state, out.data_ptr(), final.data_ptr(), address(bounds), address(slots)
+        problem, held = _PROBLEM.pack(*fields), (operands, out, final, bounds, slots)
+
+        def start(_: object = held) -> None:
+            self._kernel(problem, *self._sizes)
+
+        return start
 
 
 def bounds_of(call: Call) -> Tensor | None:

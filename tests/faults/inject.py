@@ -31,7 +31,12 @@ BOUNDARY = {
     "kdacompile/capture/tables.py": ("Guarded.__call__",),
     "kdacompile/search/compiler_pass.py": ("run", "Analysis.__init__"),
     "lowering/cpu/compiler.py": ("Loop.run",),
-    "lowering/cpu/recurrence.py": ("_Kernel.__call__", "bounds_of", "prepare_recurrence.<locals>.launch"),
+    "lowering/cpu/recurrence.py": (
+        "_Kernel.__call__",
+        "bounds_of",
+        "prepare_recurrence.<locals>.launch",
+        "Repeated.filled.<locals>.start",
+    ),
 }
 """Functions that make the boundary, or are called outside of it: when the package is imported, to get back to plain
 torch, to check what a caller gives, and where a kernel has been chosen and runs, since it may write.

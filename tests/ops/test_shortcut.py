@@ -20,7 +20,7 @@ from kdacompile.compat.dispatcher import DispatchKey
 from kdacompile.containment import RAISE
 from kdacompile.lowering.recorded import Memory
 from kdacompile.lowering.scratch import Scratch
-from kdacompile.ops.dispatch import MOST, Shortcut
+from kdacompile.ops.dispatch import MOST, Kind, Shortcut
 from tests.lowering.recorded_offline import Kernel, floats
 
 
@@ -31,10 +31,12 @@ def step_operands() -> dict[str, Any]:
 
 
 def taken(call: Callable[[], object]) -> int:
-    """How many calls went past the dispatcher."""
-    with patch.object(Shortcut, "run", autospec=True, side_effect=Shortcut.run) as run:
+    """How many calls went past the dispatcher, to a kernel or to what it did before."""
+    chosen = patch.object(Shortcut, "run", autospec=True, side_effect=Shortcut.run)
+    known = patch.object(Kind, "run", autospec=True, side_effect=Kind.run)
+    with chosen as run, known as again:
         call()
-    return run.call_count
+    return run.call_count + again.call_count
 
 
 class Functions(TorchFunctionMode):
@@ -134,9 +136,10 @@ def test_other_tensors_are_the_dispatchers() -> None:
 def test_options_that_the_dispatcher_would_convert() -> None:
     given = step_operands()
     assert taken(lambda: ops.linear_attention_step(**given, scale=2.0)) == 1
-    assert taken(lambda: ops.linear_attention_step(**given, scale=2)) == 0
-    whole, _ = ops.linear_attention_step(**given, scale=2)
-    assert torch.equal(whole, ops.linear_attention_step(**given, scale=2.0)[0])
+    assert taken(lambda: ops.linear_attention_step(**given, scale=3)) == 0
+    whole, _ = ops.linear_attention_step(**given, scale=3)
+    assert torch.equal(whole, ops.linear_attention_step(**given, scale=3.0)[0])
+    assert torch.equal(whole, ops.linear_attention_step(**given, scale=3)[0])  # of a kind that is known
 
 
 def test_compiled_graphs_go_past_it_too() -> None:
@@ -178,7 +181,7 @@ class Adding:
         self.launched = Kernel("added", ["x", "y", "state", "out", "N", "factor"], added)
         self.op = SimpleNamespace(_op=self.through_dispatcher)
         self.shortcut = Shortcut(self.op, {DispatchKey.CPU: self.kernel}, (False, True, False), {"factor": "float"}, 2)
-        self.shortcut.known = lambda tensors, options: self.memory.known(options["factor"], tensors, 2)
+        self.shortcut.known[self.kernel] = lambda tensors, options: self.memory.known(options["factor"], tensors, 2)
 
     def through_dispatcher(self, *tensors: Any, factor: float) -> Tensor:
         self.dispatched += 1
@@ -241,7 +244,7 @@ def test_a_kind_that_cannot_be_kept_is_chosen_every_time(monkeypatch: pytest.Mon
     monkeypatch.setattr("kdacompile.ops.dispatch.likeness", None)
     op = Adding()
     assert [op.path(*rows()) for _ in range(2)] == ["chosen", "chosen"]
-    assert op.shortcut.known is None
+    assert not op.shortcut.known
 
 
 def test_calls_that_are_not_like_it() -> None:
