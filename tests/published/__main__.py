@@ -154,7 +154,6 @@ def print_times(cases: Sequence[Case], library: Library) -> int:
     """The table of times; 1 if none ran, or a first call took longer than the budget."""
     within: list[bool] = []
     print(times.HEADER, flush=True)
-    times.start()
     for case in cases:
         try:
             row, kept = times.timed(case, library)
