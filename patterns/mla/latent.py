@@ -278,10 +278,18 @@ class _Meeting:
         known = _heads_around(query, self.found)
         if known is not None and rows % known == 0:
             return known
-        between = self.found.softmax.out.shape[1:-1]
-        if not rope or len(query.shape) < 4 or 1 in between:
+        scores = self.found.softmax.out.shape
+        between = scores[1:-1] if scores[0] == batch else scores[:-1]  # one request may have no dimension
+        if not rope or len(query.shape) < len(scores) or 1 in between:
             return rows if rope else 0
-        return between[0] if rows % between[0] == 0 else 0
+        heads = between[1] if any(_differs(hidden.mask, -3, -2) for hidden in self.found.masks) else between[0]
+        return heads if rows % heads == 0 else 0
+
+
+def _differs(mask: Value, dim: int, beside: int) -> bool:
+    """True if a mask is another along ``dim`` of the scores, and the same along ``beside``: heads share one."""
+    sizes = [1 if at in mask.uniform else size for at, size in enumerate(mask.shape)]
+    return len(sizes) >= -dim and sizes[dim] > 1 and sizes[beside] == 1
 
 
 def _narrow(keys: Projection, values: Projection) -> bool:

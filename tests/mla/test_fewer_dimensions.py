@@ -119,6 +119,51 @@ class OneTokenOfOneCache(Layer):
         return self.wo(torch.bmm(latent[:, None], w_uv.mT).flatten()), cache
 
 
+# -- tokens of one request, the weights absorbed elsewhere -------------------------------------------------------------
+
+
+class References(Layer):
+    """As kernels' references have it: of a request nothing but its tokens and heads; fewer queries than the cache."""
+
+    @staticmethod
+    def hidden(queries: int, cached: int) -> Tensor:
+        seen = torch.ones(queries, cached, dtype=torch.bool).tril(diagonal=cached - queries)
+        return torch.zeros(queries, cached).masked_fill_(seen.logical_not(), float("-inf"))
+
+
+@case((9, HEADS, RANK + ROPE), (CACHED, 1, RANK + ROPE))
+class TokensThenHeads(References):
+    """lse is returned beside the result."""
+
+    def forward(self, q: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        scores = torch.einsum("qhd,khd->hqk", q, cache) * self.scale
+        scores += self.hidden(q.shape[0], cache.shape[0])
+        values = cache.split([RANK, ROPE], dim=-1)[0]
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values), scores.logsumexp(-1)
+
+
+@case((HEADS, 9, RANK + ROPE), (1, CACHED, RANK + ROPE))
+class HeadsThenTokens(References):
+    def forward(self, q: Tensor, cache: Tensor) -> Tensor:
+        scores = q @ cache.mT * self.scale + self.hidden(q.shape[1], cache.shape[1])
+        return scores.softmax(-1) @ cache[..., :RANK]
+
+
+@case((9, HEADS, RANK + ROPE), (CACHED, RANK + ROPE))
+class ScoresOfTokensThenHeads(References):
+    def forward(self, q: Tensor, cache: Tensor) -> Tensor:
+        scores = torch.einsum("thd,sd->ths", q, cache) * self.scale
+        scores = scores + self.hidden(q.shape[0], cache.shape[0])[:, None]
+        return torch.einsum("ths,sr->thr", scores.softmax(-1), cache[:, :RANK])
+
+
+@case((9, HEADS, RANK + ROPE), (CACHED, RANK + ROPE))
+class EveryTokenSeesAll(References):
+    def forward(self, q: Tensor, cache: Tensor) -> Tensor:
+        weights = (torch.einsum("thd,sd->hts", q, cache) * self.scale).softmax(-1)
+        return torch.einsum("hts,sr->thr", weights, cache[:, :RANK])
+
+
 # -- heads one by one --------------------------------------------------------------------------------------------------
 
 
@@ -178,15 +223,21 @@ def test_matched_with_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_graph_for_every_length(name: str) -> None:
+    """Where no weight says how wide a latent is, its columns stay what they are, and only lengths are open."""
     cls, shapes, _, many = CASES[name]
     torch.manual_seed(0)
     module = cls()
     torch._dynamo.reset()
     options: Any = EAGER | {"kda.expect": {"mla": many}}
-    compiled = torch.compile(module, backend="kda", dynamic=True, options=options)
+    compiled = torch.compile(
+        module, backend="kda", dynamic=None if cls.__base__ is References else True, options=options
+    )
     with torch.no_grad(), kdacompile.collecting() as report:
         for longer in (0, 4):
             arguments = [torch.randn([n + longer if n in (9, CACHED) else n for n in shape]) for shape in shapes]
+            for argument, shape in zip(arguments, shapes, strict=True):
+                for dim in (dim for dim, n in enumerate(shape) if n in (9, CACHED)):
+                    torch._dynamo.mark_dynamic(argument, dim)
             have, want = tensors(compiled(*arguments)), tensors(module(*arguments))
             assert all(relative_error(x, y) < 1e-6 for x, y in zip(have, want, strict=True))
     assert len(report.graphs) == 1, str(report)
