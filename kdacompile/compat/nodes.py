@@ -121,6 +121,22 @@ def switches_modes(graph: fx.Graph) -> bool:
     return any(is_mode_switch(node) or node.target == "requires_grad_" for node in graph.nodes)
 
 
+def switches_more_than_grad(graph: fx.Graph) -> bool:
+    """The same of all but the grad mode, which a functional graph tells of every operator. Autocast that is switched
+    off where it is off changes nothing.
+    """
+    return any(
+        node.target == "requires_grad_" or inference_mode_change(node) or _turns_autocast(node) for node in graph.nodes
+    )
+
+
+def _turns_autocast(node: fx.Node) -> bool:
+    if getattr(node.target, "__name__", "") != "_enter_autocast":
+        return False
+    device, _, *enabled = node.args
+    return enabled[:1] != [False] or torch.is_autocast_enabled(str(device))
+
+
 def grad_mode_after(node: fx.Node, before: bool) -> bool:
     """Grad mode once ``node`` has run."""
     if getattr(node.target, "__name__", "") == "_set_grad_enabled":

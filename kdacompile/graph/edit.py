@@ -108,6 +108,11 @@ class Edit:
         self.taken: dict[Value, Value] = {}
         """New values -> those of the model that are defined as them."""
         self.changed = False
+        grad = torch.is_grad_enabled()
+        self.apart = {op for op in functional.ops if op.grad != grad}
+        """Operators whose grad mode is another than the graph begins with: what they make is not made anew, since new
+        calls run in that one.
+        """
 
     def call(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> Value:
         """The value of ``target(*args, **kwargs)``: a function, or a method by its name. ``like`` is the node whose
@@ -193,6 +198,8 @@ class Edit:
             new = self.taken[new]
             while new in self.taken.values():  # and so are those that were made before it
                 new = self.call(torch.clone, new, like=old.node or before.node)
+        if self.apart and not self.apart.isdisjoint(self.replaced(old, new)):
+            raise CannotEdit("the grad mode changes within what would be made anew")
         op = new.op
         if op is None or before is None or (old.shape, old.dtype) != (new.shape, new.dtype):
             raise CannotEdit("a value cannot be defined as another one of other sizes")
@@ -208,6 +215,12 @@ class Edit:
         del self.functional.names[new]
         self.made[op.node] = self.taken[new] = old
         self.changed = True
+
+    def replaced(self, old: Value, new: Value) -> set[Op]:
+        """What made a value, from where the new calls in its place begin."""
+        made = ancestors([new], lambda value: value.op is None or not self.calls.owns(value.op.node))
+        known = {read for op in made for read in op.reads if read.op not in made}
+        return ancestors([old], (known | {new}).__contains__)
 
     def above(self, value: Value) -> set[Value]:
         """What ``value`` follows from."""

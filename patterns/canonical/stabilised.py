@@ -16,8 +16,8 @@ import torch
 from kdacompile.graph.edit import CannotEdit, Edit
 from kdacompile.graph.ir import Op, Value, ancestors
 from kdacompile.patterns.canonical.proof import agrees
-from kdacompile.patterns.engine.values import regrouped
-from kdacompile.patterns.engine.vocabulary import LAYOUT
+from kdacompile.patterns.engine.values import regrouped, root
+from kdacompile.patterns.engine.vocabulary import LAYOUT, ORDERED
 
 LINEAR = LAYOUT | frozenset("add sub neg cumsum where masked_fill tril slice split cat repeat select".split())
 """What sums of log gates are made with: linear in them, where masks are constants."""
@@ -37,35 +37,55 @@ def apply(edit: Edit) -> None:
 def _rewrite(edit: Edit, op: Op, sums: Value, largest: Value) -> None:
     if op.out.node in edit.fixed or op.out.dtype.itemsize < 4 or not _is_row_maximum(largest, sums):
         return  # half precision rounds the sums, which are not summed here
-    inside = ancestors([sums], lambda value: not (value.const or (value.op is not None and _is_linear(value.op))))
+    sizes = _sizes(sums)[:-1]
+    inside = ancestors([sums], lambda value: not (value.const or _is_linear(value)) or _is_laid_out(value, sizes))
     made = {out for step in inside for out in step.outs}
     read = [value for value in dict.fromkeys(v for step in inside for v in step.reads) if value not in made]
     gates = [value for value in read if not value.const]
-    sizes = [size for size in sums.shape[:-1] if size > 1]
-    if len(gates) != 2 or any([size for size in value.shape if size > 1] != sizes for value in gates):
+    if len(gates) != 2 or any(_sizes(value) != sizes for value in gates):
         return
-    steps = {op, *(value.op for value in (op.reads[0], largest) if value.op is not None)}
+    steps = {op, *ancestors([op.reads[0]], lambda value: value is sums)}
     for f, i in (gates, gates[::-1]):
-        new = _decays(edit, op, sums, largest, f, i)
+        new = _decays(edit, op, largest, f, i)
         if agrees(edit, [(new, op.out)], inside | steps, ("normal", "positive", "negative"), sums.shape[:-2]):
             edit.redefine(op.out, new)
             return
 
 
 def _is_row_maximum(largest: Value, sums: Value) -> bool:
-    maker, shape = largest.op, sums.shape
-    if maker is None or maker.name not in MAXIMA or maker.out is not largest or maker.reads != [sums]:
+    found, shape = _kept(largest), sums.shape
+    maker = found.op
+    if maker is None or maker.name not in MAXIMA or maker.out is not found or maker.reads != [sums]:
         return False
     return shape[-1:] == shape[-2:-1] and largest.shape == (*shape[:-1], 1) and len(maker.args) > 1
 
 
-def _is_linear(op: Op) -> bool:
-    if op.name == "where":
+def _kept(largest: Value) -> Value:
+    """The maximum itself, where a dimension was given back to it, which it had lost, or it was taken off the tape."""
+    op = largest.op
+    while op is not None and op.name in ORDERED and op.reads[0].shape in (largest.shape, largest.shape[:-1]):
+        op, largest = op.reads[0].op, op.reads[0]
+    return largest
+
+
+def _is_linear(value: Value) -> bool:
+    op = value.op
+    if op is not None and op.name == "where":
         return op.args[0].const and op.reads[-1].const
-    return op.name in LINEAR
+    return op is not None and op.name in LINEAR
 
 
-def _decays(edit: Edit, op: Op, sums: Value, largest: Value, f: Value, i: Value) -> Value:
+def _is_laid_out(value: Value, sizes: list[int]) -> bool:
+    """Whether a gate has the dimensions of rows here, and not where it is made (a projection, tokens before heads)."""
+    made = root(value)
+    return _sizes(value) == sizes != _sizes(made) and not (made.const or _is_linear(made))
+
+
+def _sizes(value: Value) -> list[int]:
+    return [size for size in value.shape if size > 1]
+
+
+def _decays(edit: Edit, op: Op, largest: Value, f: Value, i: Value) -> Value:
     """The same exponentials, of gates that never exceed zero and weights of keys. Nothing is written where no token has
     been yet (``i`` and ``m`` are -inf).
     """
@@ -76,8 +96,9 @@ def _decays(edit: Edit, op: Op, sums: Value, largest: Value, f: Value, i: Value)
     g = edit.call(torch.sub, f, edit.call(torch.nn.functional.pad, rises, (1, 0), like=like), like=like)
     total = edit.call("cumsum", g, -1, like=like)
     rows, columns = (edit.call("unsqueeze", total, dim, like=like) for dim in (-1, -2))
-    later = edit.call("triu", edit.call(torch.ones_like, sums, dtype=torch.bool, like=like), 1, like=like)
-    apart = edit.call("masked_fill", edit.call(torch.sub, rows, columns, like=like), later, -torch.inf, like=like)
+    apart = edit.call(torch.sub, rows, columns, like=like)
+    later = edit.call("triu", edit.call(torch.ones_like, apart, dtype=torch.bool, like=like), 1, like=like)
+    apart = edit.call("masked_fill", apart, later, -torch.inf, like=like)
     logs = edit.call("nan_to_num", edit.call(torch.sub, i, m, like=like), nan=-torch.inf, like=like)
     weights = edit.call("unsqueeze", edit.call("exp", logs, like=like), -2, like=like)
     return edit.call(torch.mul, edit.call("exp", apart, like=like), weights, like=like)

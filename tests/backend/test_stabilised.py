@@ -62,6 +62,40 @@ def cell(sums: Sums, *, rows: bool = True) -> Callable[..., Tensor]:
     return parallel
 
 
+def as_published(q: Tensor, k: Tensor, v: Tensor, f: Tensor, i: Tensor) -> Tensor:
+    """As several people write it: added in place, the maximum without its dimension, which comes back."""
+    total, mask = F.logsigmoid(f).cumsum(-1), torch.ones(f.shape[-1], f.shape[-1], dtype=torch.bool).tril()
+    logs = torch.where(mask[None, None], total[..., None] - total[..., None, :], -torch.inf)
+    logs += i[..., None, :]
+    m = torch.max(logs, -1)[0]
+    weights = q @ (k.mT / KEYS**0.5) * torch.exp(logs - m[..., None])
+    least = torch.maximum(torch.abs(torch.sum(weights, -1)), torch.exp(-m)) + 1e-6
+    return (weights / least[..., None]) @ v
+
+
+def off_the_tape(q: Tensor, k: Tensor, v: Tensor, f: Tensor, i: Tensor) -> Tensor:
+    """The maximum is a number to gradients."""
+    logs = differences(F.logsigmoid(f), i)
+    with torch.no_grad():
+        m = torch.max(logs, dim=-1, keepdim=True)[0]
+    weights = q @ k.mT * KEYS**-0.5 * torch.exp(logs - m)
+    return weights @ v / (torch.maximum(weights.sum(-1, keepdim=True).abs(), torch.exp(-m)) + 1e-6)
+
+
+def detached(q: Tensor, k: Tensor, v: Tensor, f: Tensor, i: Tensor) -> Tensor:
+    logs = differences(F.logsigmoid(f), i)
+    m = logs.amax(-1).detach().unsqueeze(-1)
+    weights = q @ k.mT * KEYS**-0.5 * torch.exp(logs - m)
+    return weights @ v / torch.maximum(weights.sum(-1, keepdim=True).abs(), torch.exp(-m))
+
+
+def projected(q: Tensor, k: Tensor, v: Tensor, f: Tensor, i: Tensor) -> Tensor:
+    """Gates that come with tokens before heads, of a product."""
+    f, i = (torch.addmm(x[0, 0, :HEADS], x.mT.flatten(0, 1), torch.eye(HEADS)) for x in (f, i))
+    f, i = (x.unflatten(0, (BATCH, -1)).permute(0, 2, 1) for x in (f, i))
+    return cell(differences)(q, k, v, f, i)
+
+
 def inputs(tokens: int = TOKENS) -> list[Tensor]:
     torch.manual_seed(0)
     sizes = (BATCH, HEADS, tokens)
@@ -69,14 +103,17 @@ def inputs(tokens: int = TOKENS) -> list[Tensor]:
     return [q, k, v, torch.randn(sizes), 3 * torch.randn(sizes)]
 
 
-@pytest.mark.parametrize("sums", [differences, running])
-def test_matched_with_gradients(sums: Sums) -> None:
+SPELLINGS = [cell(differences), cell(running), as_published, off_the_tape, detached, projected]
+
+
+@pytest.mark.parametrize("fn", SPELLINGS)
+def test_matched_with_gradients(fn: Callable[..., Tensor]) -> None:
     own = [x.requires_grad_() for x in inputs()]
     theirs = copies(own)
     torch._dynamo.reset()
-    report = kdacompile.explain(cell(sums), options=EAGER)(*own)
+    report = kdacompile.explain(fn, options=EAGER)(*own)
     assert [match.pattern for match in report.matches] == ["simple_gla"], str(report)
-    expected = cell(sums)(*theirs)
+    expected = fn(*theirs)
     assert worst_error(report.result, expected) < 1e-5
     cotangent = torch.randn_like(expected)
     found, wanted = (torch.autograd.grad(x, y, cotangent) for x, y in ((report.result, own), (expected, theirs)))
