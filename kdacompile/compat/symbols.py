@@ -221,10 +221,14 @@ def guarded_with(env: Any, symbols: Collection[Any]) -> dict[Any, Any]:
 
 
 def size_at(size: Any, sizes: dict[Any, int]) -> Any:
-    """A symbolic number at an instance; raises ``NoHint`` where the instance does not settle it."""
+    """A symbolic number at an instance; raises ``NoHint`` where the instance does not settle it. Floats are no sizes:
+    they are what they were (those of a match are guarded).
+    """
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size
     number = sympy.sympify(size.node.expr).xreplace({symbol: sympy.Integer(value) for symbol, value in sizes.items()})
+    known = size.node.shape_env.backed_var_to_val
+    number = number.xreplace({symbol: known[symbol] for symbol in number.free_symbols if is_number(symbol)})
     if number.free_symbols:
         raise NoHint(f"{size} is not settled")
     kind = int if isinstance(size, torch.SymInt) else float if isinstance(size, torch.SymFloat) else bool

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import kdacompile
 from kdacompile.patterns.mla import proof
 from tests.compare import relative_error
 from tests.mla.layer_near_misses import LEFT_ALONE, WITH_WHAT_THEY_HAVE
 from tests.mla.layer_steps import LAYERS
-from tests.mla.layers import BATCH
+from tests.mla.layers import BATCH, HEADS, NOPE, QK, RANK, ROPE, VALUE, WIDTH
 
 EAGER: dict[str, Any] = {"kda.inner": "eager"}
 ALONE = {"OneRequest", "SglangFallback"}
@@ -97,3 +98,34 @@ def test_odd_keys_and_masks_are_handed_on(name: str) -> None:
         report = kdacompile.explain(module, options=EAGER)(*arguments)
         assert len(report.matches) == 1 and "causal mask" not in report.matches[0].absorbed, str(report)
         assert relative_error(report.result, module(*arguments)) < 1e-6
+
+
+class Scaled(nn.Module):
+    """Its scale is a number that it holds, which ``dynamic=True`` makes a symbol of, one for each layer."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.wq, self.wkv_a = nn.Linear(WIDTH, HEADS * QK), nn.Linear(WIDTH, RANK + ROPE)
+        self.wkv_b, self.wo = nn.Linear(RANK, HEADS * (NOPE + VALUE), bias=False), nn.Linear(HEADS * VALUE, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent, rope = self.wkv_a(x).split([RANK, ROPE], dim=-1)
+        q = self.wq(x).unflatten(-1, (HEADS, QK)).transpose(1, 2)
+        k, v = self.wkv_b(latent).unflatten(-1, (HEADS, -1)).transpose(1, 2).split([NOPE, VALUE], dim=-1)
+        k = torch.cat([k, rope.unsqueeze(1).expand(-1, HEADS, -1, -1)], dim=-1)
+        hidden = torch.full((x.shape[1],) * 2, float("-inf")).triu(1)
+        return x + self.wo(((q @ k.mT * self.scale + hidden).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_numbers_of_several_layers_where_all_sizes_are_open() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Scaled(scale) for scale in (0.3, 0.4, 0.3)))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="kda", dynamic=True, options={"kda.inner": "eager"})
+    with torch.no_grad(), kdacompile.collecting() as report:
+        for batch, tokens in ((2, 11), (3, 17)):
+            x = torch.randn(batch, tokens, WIDTH)
+            assert relative_error(compiled(x), model(x)) < 1e-5
+    assert [match.pattern for match in report.matches] == ["mla"] * 3, str(report)
+    assert len(report.graphs) == 1
