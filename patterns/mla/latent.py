@@ -28,6 +28,7 @@ from kdacompile.patterns.mla.sources import (
     Projection,
     Sources,
     climb,
+    follows,
     heads_of,
     is_part,
     is_weight,
@@ -110,10 +111,11 @@ class _Meeting:
 
     def is_latent(self, keys: Projection) -> bool:
         """True if keys (and values) are expanded from a latent, apart from what the queries are made of: it is
-        narrower than what comes out of it, or leaves a part of the key to a tensor that all heads share.
+        narrower than what comes out of it, or leaves a part of the key to a tensor that all heads share (made of
+        something else: one head's key may be rotated in part).
         """
         queries = Sources(self.latent, numbering=self.numbering).of(*(term.queries for term in self.found.terms))
-        if keys.op in queries.projections:
+        if keys.op in queries.projections or follows(self.shared, keys.op):
             return False
         return any(value.shape[-1] for value in self.shared) or _narrow(keys, self.values or self.behind or keys)
 

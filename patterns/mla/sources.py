@@ -151,6 +151,20 @@ class Sources:
         return self.reached[value]
 
 
+def follows(values: list[Value], op: Op) -> bool:
+    """Whether one of the values is computed from what an operator yields, columns that were joined to it aside."""
+    stack, seen = list(values), set[Value]()
+    while stack:
+        value = stack.pop()
+        if value in seen or value.op is None or value.index < op.out.index:
+            continue
+        if value.op is op:
+            return True
+        seen.add(value)
+        stack += _behind(value)
+    return False
+
+
 def climb(value: Value) -> Iterator[Value]:
     """An operand and what it is taken from, through rearrangements and cuts of one tensor."""
     yield value

@@ -306,6 +306,27 @@ class QueryOfTheLatent(Naive):
         return self.attend(q, k, v).transpose(1, 2).flatten(2)
 
 
+class OneKeyHead(nn.Module):
+    """Ordinary attention with one head of keys, whose first columns alone are rotated (granite's and bamba's)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(width, heads * NOPE, bias=False) for width, heads in ((WIDTH, HEADS), (WIDTH, 1), (WIDTH, 1))
+        )
+
+    @staticmethod
+    def rotated(x: Tensor) -> Tensor:
+        angles = torch.arange(x.shape[2])[:, None] * torch.ones(NOPE // 2)
+        first, rest = x.tensor_split((NOPE // 2,), dim=-1)
+        return torch.cat([first * angles.cos() + first.flip(-1) * angles.sin(), rest], dim=-1)
+
+    def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, NOPE)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.rotated(q), self.rotated(k).expand(-1, HEADS, -1, -1), v.expand(-1, HEADS, -1, -1)
+        return ((q @ k.mT).masked_fill(~causal(x.shape[1], x.shape[1]), float("-inf")).softmax(-1) @ v).flatten(2)
+
+
 def _bias() -> nn.Module:
     return Naive(bias=True)
 
@@ -332,5 +353,6 @@ OTHER_ATTENTION: dict[str, Callable[[], nn.Module]] = {
     "qkv": QueryOfTheLatent,
     "gated_values": GatedValues,
     "ordinary_cache": OrdinaryCache,
+    "one_key_head": OneKeyHead,
 }
 """Not MLA, and no near miss either: passed over in silence."""
