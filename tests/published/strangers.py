@@ -235,9 +235,9 @@ def pyxlstm_sequence(m: Any) -> Program:
     return m.mLSTM(WIDTH, 8, 1).eval(), (normal(B, 5, WIDTH),)
 
 
-@case(SCHAUPPI, "src/mLSTMCell.py")
+@case(SCHAUPPI, "src/mLSTMCell.py", "linear_attention")
 def schauppi_step(m: Any) -> Program:
-    """The forget gate is one for every channel of the values."""
+    """The forget gate is one for every channel of the values: a step of what it has left of the state."""
     cell = m.mLSTMCell(WIDTH, 8)
     return lambda x, c, n, m: cell(x, (c, n, m)), (normal(B, WIDTH), normal(B, 8, 8), unit(B, 8), normal(B, 8))
 
@@ -293,16 +293,17 @@ def dolomite_step(m: Any) -> Program:
     return step, (normal(B, 1, WIDTH), normal(B, 4 * V + 2 * K, 4), normal(B, 4, V, K))
 
 
-@case(FURIOUS, "grad_test.py", "linear_attention", only=("forward_lin",))
+@case(FURIOUS, "grad_test.py", only=("forward_lin",))
 def furious_masked_scores(m: Any) -> Program:
+    """The mask is an argument: with another it is another function."""
     q, k, v = bhtd(TOKENS)
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     return lambda q, k, v: m.forward_lin(q, k, v, mask), (q, k, v)
 
 
-@case(FURIOUS, "grad_test.py", "linear_attention", only=("forward_lin_sm_norm",))
+@case(FURIOUS, "grad_test.py", only=("forward_lin_sm_norm",))
 def furious_weights_that_add_up(m: Any) -> Program:
-    """Divided by its sum without an eps."""
+    """The same, divided by the sum of each row without an eps."""
     q, k, v = bhtd(TOKENS)
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     return lambda q, k, v: m.forward_lin_sm_norm(q, k, v, mask), (q.abs(), k.abs(), v)
