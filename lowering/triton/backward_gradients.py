@@ -268,13 +268,26 @@ def gather(
 
 
 @triton.jit
-def add_chunks(parts_ptr, total_ptr, chunks, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum ``[width]`` of what every chunk has, ``[chunks, width]``: gradients of A_log, dt_bias, a head's gate."""
+def add_chunks(
+    parts_ptr, total_ptr, rows, width, others_ptr, other_total_ptr, other_rows, other_width,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Two sums ``[width]`` of what every chunk has, ``[rows, width]``: gradients of A_log, dt_bias, a head's gate."""
+    block = tl.program_id(0)
+    blocks = (width + BLOCK - 1) // BLOCK
+    if block < blocks:
+        _add_rows(parts_ptr, total_ptr, rows, width, block, ROWS, BLOCK)
+    else:
+        _add_rows(others_ptr, other_total_ptr, other_rows, other_width, block - blocks, ROWS, BLOCK)
+
+
+@triton.jit
+def _add_rows(parts_ptr, total_ptr, rows, width, block, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(0, chunks, ROWS):
+    for start in range(0, rows, ROWS):
         at = (start + row).to(tl.int64) * width + column
-        total += tl.load(parts_ptr + at, mask=(start + row < chunks) & (column < width), other=0.0)
+        total += tl.load(parts_ptr + at, mask=(start + row < rows) & (column < width), other=0.0)
     summed = tl.sum(total, 0)[None, :]
     tl.store(total_ptr + column, summed.to(total_ptr.dtype.element_ty), mask=column < width)

@@ -313,28 +313,36 @@ class Backward:
     def _gradients(self) -> Gradients:
         call, found = self._call, self._found
         dq, dk = (self._gather(name, x) for name, x in (("q", call.q), ("k", call.k)))
-        dg, bias, rate = found.get("dg"), found.get("dbias"), found.get("drate")
-        if call.gate == "head" and call.g is not None:
-            assert bias is not None
-            dg = self._over_chunks(bias, call.g.dtype)
+        parts = {"A_log": "drate", "dt_bias": "dbias"} | ({"g": "dbias"} if call.gate == "head" else {})
+        given = {name: found[part] for name, part in parts.items() if getattr(call, name) is not None and part in found}
+        sums = self._over_chunks(given)
         return (
             dq,
             dk,
             found["dv"],
-            dg,
+            sums.get("g", found.get("dg")),
             found.get("dbeta"),
             None if call.initial_state is None else found["dstate"].to(call.initial_state.dtype),
-            None if call.A_log is None or rate is None else self._over_chunks(rate, call.A_log.dtype),
-            None if call.dt_bias is None or bias is None else self._over_chunks(bias, call.dt_bias.dtype),
+            sums.get("A_log"),
+            sums.get("dt_bias"),
         )
 
-    def _over_chunks(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum of ``[chunks, ..]``; torch's own reductions take some 10 us each."""
-        total = self._scratch.result(tuple(parts.shape[1:]), dtype, parts.device)
-        values = {"parts_ptr": parts, "total_ptr": total, "chunks": parts.shape[0], "width": total.numel()}
-        values |= {"ROWS": 128, "BLOCK": 32}
-        launch(self._scratch, _kernels().add_chunks, -(-total.numel() // 32), values, num_warps=4)
-        return total
+    def _over_chunks(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The sums of ``[chunks, ..]``, two at a time; torch's own reductions take some 10 us each."""
+        totals, pairs = dict[str, Tensor](), list[tuple[Tensor, Tensor]]()
+        for name, part in parts.items():
+            like = getattr(self._call, name)
+            totals[name] = self._scratch.result(tuple(part.shape[1:]), like.dtype, like.device)
+            pairs.append((part, totals[name]))
+        for n in range(0, len(pairs), 2):
+            values: dict[str, Any] = {"ROWS": 128, "BLOCK": 32}
+            widths = [total.numel() for _, total in pairs[n : n + 2]] + [0]
+            for prefix, (part, total), width in zip(("", "other_"), (*pairs[n:], pairs[n]), widths, strict=False):
+                values |= {f"{prefix}total_ptr": total, f"{prefix}rows": part.shape[0], f"{prefix}width": width}
+                values["others_ptr" if prefix else "parts_ptr"] = part
+            blocks = sum(-(-width // 32) for width in widths[:2])
+            launch(self._scratch, _kernels().add_chunks, blocks, values, num_warps=4)
+        return totals
 
     def _gather(self, name: str, x: Tensor) -> Tensor:
         """The gradient of q or k from those of the value heads."""

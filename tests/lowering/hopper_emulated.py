@@ -81,8 +81,19 @@ def _offsets(cu_seqlens: Tensor, chunk_offsets: Tensor, C: int, **_: Any) -> Non
     chunk_offsets[1:] = ((cu_seqlens.diff() + C - 1) // C).cumsum(0)
 
 
-def _add_chunks(parts_ptr: Tensor, total_ptr: Tensor, **_: Any) -> None:
-    total_ptr.copy_(parts_ptr.sum(0))
+def _add_chunks(
+    parts_ptr: Tensor,
+    total_ptr: Tensor,
+    width: int,
+    others_ptr: Tensor,
+    other_total_ptr: Tensor,
+    other_width: int,
+    **_: Any,
+) -> None:
+    if width:
+        total_ptr.copy_(parts_ptr.sum(0))
+    if other_width:
+        other_total_ptr.copy_(others_ptr.sum(0))
 
 
 _IN_TORCH = {"inverse": _inverse, "gather": _gather, "add_chunks": _add_chunks, "chunk_offsets_kernel": _offsets}
