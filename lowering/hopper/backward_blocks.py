@@ -287,10 +287,11 @@ def fetch(to, base, step, left, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def leave(base, step, tile, left, LAYOUT: gl.constexpr):
-    """The first ``left`` rows of a tile in shared memory, 64 columns wide, to memory."""
+    """The first ``left`` rows of a tile in shared memory to memory."""
     ROWS: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1]
     i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    j = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    j = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     gl.store(base + i * step + j, tile.load(LAYOUT).to(base.dtype.element_ty), mask=(i < left) & (j >= 0))
 
 

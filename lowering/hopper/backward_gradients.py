@@ -233,16 +233,16 @@ def _part(
     return by_rates
 
 
-@gluon.jit(do_not_specialize=["T", "N", "first_head"])
+@gluon.jit(do_not_specialize=["T", "pitch", "N", "first_head"])
 def gradients(
     q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, v_ptr, v_sb, v_st, v_sh, g_ptr, g_sb, g_st, g_sh,
-    do_ptr, do_sb, do_st, do_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T, scale, gate_scale, first_head,
-    beta_buffer, rate_buffer, lines_buffer, s_buffer, d_buffer, y_buffer, z_buffer,
+    do_ptr, do_sb, do_st, do_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T, pitch, scale, gate_scale,
+    first_head, beta_buffer, rate_buffer, lines_buffer, s_buffer, d_buffer, y_buffer, z_buffer,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dbias_ptr, drate_ptr, done_buffer,
     HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, DELTA: gl.constexpr,
     BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, NORM_INSIDE: gl.constexpr, RATE: gl.constexpr,
     BIAS: gl.constexpr, DBIAS: gl.constexpr, PACKED: gl.constexpr, BOUNDED: gl.constexpr,
-    EARLY: gl.constexpr,
+    EARLY: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """All gradients of a chunk's tokens. NORM_INSIDE: dq and dk are those before the norm, of q and k as given.
 
@@ -251,7 +251,7 @@ def gradients(
     """
     pid, chunk, head = own_chunk(first_head, HP)
     if EARLY != "":
-        await_states(done_buffer, T, 2 * HP, HP, EARLY)
+        await_states(done_buffer, T, HP * (128 // BLOCK), HP, EARLY)
         pid, chunk, head = early_tile(T, first_head, HP, EARLY)
     runs = True
     if PACKED:
@@ -320,7 +320,7 @@ def gradients(
             h = begun(z_t.index(0), right, SQUARE)
             z = z_t.index(0).load(WIDE)
         z = widened(z)
-        token = (batch * T + first) * HV + head
+        token = (batch * pitch + first) * HV + head
         dv = (z * wide_b).to(dv_ptr.dtype.element_ty)
         gl.store(dv_ptr + token * 128 + row * (HV * 128) + column, dv, mask=row < left)
         if BETA:

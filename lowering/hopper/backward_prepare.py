@@ -55,7 +55,7 @@ from .backward_blocks import (
     widened,
 )
 from .backward_bounded import grams, lowered
-from .backward_early import nothing_done
+from .backward_early import nothing_done, outlast_the_scan
 from .common import QUARTER, barrier, exp2, given_beta, given_rate, log2_gate, pinned
 
 LINE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))  # [4, PART]
@@ -182,7 +182,7 @@ def prepare(
     qg_buffer, kg_buffer, kd_buffer, total_buffer, lines_buffer, p_buffer, a_buffer, beta_buffer, rate_buffer,
     done_buffer, HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr,
     SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr, PACKED: gl.constexpr,
-    BOUNDED: gl.constexpr, EARLY: gl.constexpr,
+    BOUNDED: gl.constexpr, EARLY: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
     """A block has one chunk of one head, and takes a few channels at a time. Rows of q, k and g are contiguous."""
     pid, chunk, head = own_chunk(first_head, HP)
@@ -265,3 +265,5 @@ def prepare(
         store_rows(p_buffer + square, p_t.load(ROWS), 64, 64)
         if DELTA:
             store_rows(a_buffer + square, l_t.load(ROWS), 64, 64)
+    if BESIDE:
+        outlast_the_scan(pid)

@@ -6,7 +6,6 @@ first and third phase are the emitted ones; with a gate per token or head, or no
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Any
 
@@ -15,12 +14,15 @@ from torch import Tensor
 
 from ..calls import Call
 from ..gates import GATE_FUNCTIONS
-from ..triton.backward_run import Backward, Buffers, TritonGradients, schedule
+from ..triton.backward_run import Backward, Buffers, TritonGradients, bytes_of
+from ..triton.backward_schedule import schedule
+from ..triton.device import device_of
 from ..triton.run import tensor_arguments
 from .run import machine
 
 WIDTH, CHUNK = 128, 64
 COLUMNS = 64  # of V, in a block of the scan
+NARROW = ((16, 0.5), (32, 1.0))  # columns where there are fewer blocks than so many to a multiprocessor
 LOWEST = -5.0  # of log gates, for the kernels of ``backward_bounded.py``
 EVERY = 8  # chunks: how often the scan says what is done
 FEW = 48  # blocks of the scan in each direction, that leave many multiprocessors idle
@@ -109,29 +111,23 @@ class HopperBackward(Backward):
             kept["sums"] = ((tiles, CHUNK), torch.float32)
         return kept
 
-    def _made(self, wanted: Buffers, heads: int) -> dict[str, Tensor]:
+    def _over(self, wanted: Buffers, heads: int) -> dict[str, tuple[str, int]]:
         """What the third phase does not read lies where it will write gradients, if it does so once, ``a`` in ``z``."""
-        over = () if heads != self._heads else _UNREAD if self._by_blocks else ("x",) if self._by_token_gates else ()
+        lent = () if heads != self._heads else _UNREAD if self._by_blocks else ("x",) if self._by_token_gates else ()
         if self._early(heads) == "middle":  # the scan is not through with those that lie there at half their size
-            over = tuple(name for name in over if name not in ("x", "p"))
-        hosts = [
-            self._found[name].view(-1).view(torch.uint8) for name in ("dq", "dk", "dv", "dg") if name in self._found
-        ]
-        lent = {}
-        for name in (name for name in over if name in wanted):
-            size = _bytes(*wanted[name])
-            host = next((n for n, host in enumerate(hosts) if host.numel() >= size), None)
+            lent = tuple(name for name in lent if name not in ("x", "p"))
+        hosts = {name: self._found[name] for name in ("dq", "dk", "dv", "dg") if name in self._found}
+        room = {name: [0, host.nbytes] for name, host in hosts.items() if host.is_contiguous()}
+        over = dict[str, tuple[str, int]]()
+        for name in (name for name in lent if name in wanted):
+            size = bytes_of(*wanted[name])
+            host = next((host for host, (begin, end) in room.items() if end - begin >= size), None)
             if host is not None:
-                lent[name], hosts[host] = hosts[host][:size], hosts[host][size:]
-        made = super()._made({name: wanted[name] for name in wanted if name not in (*lent, "a")}, heads)
+                over[name] = host, room[host][0]
+                room[host][0] += size
         if "a" in wanted:  # the inverse reads it before the scan writes z
-            lent["a"] = made["z"].view(-1).view(torch.uint8)[: _bytes(*wanted["a"])]
-        for name, place in lent.items():
-            shape, dtype = wanted[name]
-            made[name] = place.view(dtype).view(shape)
-            if self._scratch.poison:
-                made[name].fill_(float("nan"))
-        return made
+            over["a"] = "z", 0
+        return over
 
     def _early(self, heads: int) -> str:
         """Where the gradients begin beside the scan of so many heads, see ``backward_early.py``; "": behind it."""
@@ -141,25 +137,38 @@ class HopperBackward(Backward):
             return ""
         return "middle" if heads * (self._columns // COLUMNS) < FEW else "end"
 
-    def _phases(self, heads: int) -> None:
+    def _phases(self, heads: int, *, ready: bool = False) -> None:
         self._values["EARLY"] = self._early(heads)
-        super()._phases(heads)
+        super()._phases(heads, ready=ready)
+
+    def _ahead(self, heads: int) -> None:
+        self._values["EARLY"] = self._early(heads)
+        super()._ahead(heads)
 
     def _prepare(self, tiles: int) -> None:
         if self._by_token_gates:
-            self._tuned("prepare_scalar", (tiles,), 4, maxnreg=160)
+            self._tuned("prepare_scalar", (tiles,), 4, maxnreg=160, launch_pdl=self._values["BESIDE"])
         elif self._by_blocks:
-            self._tuned("prepare", (tiles,), 4, maxnreg=168)
+            self._tuned("prepare", (tiles,), 4, maxnreg=168, launch_pdl=self._values["BESIDE"])
         else:
             super()._prepare(tiles)
 
-    def _scan(self, heads: int) -> None:
-        self._values["FORWARD"] = 0
-        self._tuned("scan", (self._call.sequences * heads * (self._columns // COLUMNS), 2), 8, **self._beside())
+    def _scan(self, heads: int, *, ahead: bool = False) -> None:
+        early = "" if ahead else self._values["EARLY"]
+        self._values |= {"FORWARD": 0, "AHEAD": ahead, "EARLY": early}
+        self._by_columns(heads, 1 if ahead else 2)
 
     def _scan_back(self, heads: int) -> None:
-        self._values["FORWARD"] = 1
-        self._tuned("scan", (self._call.sequences * heads * (self._columns // COLUMNS), 1), 8)
+        self._values |= {"FORWARD": 1, "AHEAD": False}
+        self._by_columns(heads, 1)
+
+    def _by_columns(self, heads: int, directions: int) -> None:
+        """The scan in blocks of columns, of fewer where these leave multiprocessors idle: a chunk takes less time."""
+        columns, most = self._call.sequences * heads * self._columns, device_of(self._call.q.device).multiprocessors
+        beside = 2 if self._values["AHEAD"] else directions  # the next first phase runs beside
+        narrow = (block for block, share in NARROW if beside * columns <= block * share * most)
+        self._values["BLOCK"] = block = next(narrow, COLUMNS)
+        self._tuned("scan", (columns // block, directions), max(4, block // 8), **self._beside())
 
     def _by_token(self, tiles: int) -> None:
         self._values["NORM_INSIDE"] = self._call.qk_l2norm_eps > 0.0 and not self._gathered
@@ -188,10 +197,6 @@ _OF_CHANNELS = (
     "own",
     "dlog",
 )  # what kernels for a gate per channel hand on, or emitted ones
-
-
-def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
 
 
 @cache

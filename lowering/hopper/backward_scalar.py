@@ -32,7 +32,7 @@ from .backward_blocks import (
     through_norms,
     widened,
 )
-from .backward_early import await_states, early_tile, nothing_done
+from .backward_early import await_states, early_tile, nothing_done, outlast_the_scan
 from .common import ACROSS, DOWN, SQUARE, TILE, barrier, exp2, gate_slopes, given_beta, given_rate, log2_gate, pinned
 
 
@@ -64,7 +64,7 @@ def prepare_scalar(
     gate_scale, l2norm_eps, first_head, p_buffer, l_buffer, a_buffer, sums_buffer, beta_buffer, rate_buffer,
     done_buffer, HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr,
     BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr,
-    PACKED: gl.constexpr, EARLY: gl.constexpr,
+    PACKED: gl.constexpr, EARLY: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
     """A block has one chunk of one head. q and k have contiguous rows that begin at multiples of 16 bytes."""
     pid, chunk, head = own_chunk(first_head, HP)
@@ -123,6 +123,8 @@ def prepare_scalar(
             if GATED:
                 store_rows(l_buffer + square, l, 64, 64)
             store_rows(a_buffer + square, l, 64, 64)
+    if BESIDE:
+        outlast_the_scan(pid)
 
 
 @gluon.jit
@@ -220,16 +222,16 @@ def _half(
     return behind, before, met
 
 
-@gluon.jit(do_not_specialize=["T", "N", "first_head"])
+@gluon.jit(do_not_specialize=["T", "pitch", "N", "first_head"])
 def gradients_scalar(
     q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, v_ptr, v_sb, v_st, v_sh, g_ptr, g_sb, g_st, g_sh,
-    do_ptr, do_sb, do_st, do_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T, scale, gate_scale, first_head,
-    p_buffer, l_buffer, sums_buffer, beta_buffer, rate_buffer, s_buffer, d_buffer, y_buffer, z_buffer,
+    do_ptr, do_sb, do_st, do_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T, pitch, scale, gate_scale,
+    first_head, p_buffer, l_buffer, sums_buffer, beta_buffer, rate_buffer, s_buffer, d_buffer, y_buffer, z_buffer,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dbias_ptr, drate_ptr, done_buffer,
     HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, V: gl.constexpr, FN: gl.constexpr, GATED: gl.constexpr,
     DELTA: gl.constexpr, BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr,
     BIAS: gl.constexpr, DBIAS: gl.constexpr, PACKED: gl.constexpr, NORM_INSIDE: gl.constexpr,
-    EARLY: gl.constexpr,
+    EARLY: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """All gradients of a chunk's tokens. NORM_INSIDE: dq and dk are those before the norm. V is 64 or 128.
 
@@ -239,7 +241,7 @@ def gradients_scalar(
     ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
     pid, chunk, head = own_chunk(first_head, HP)
     if EARLY != "":
-        await_states(done_buffer, T, HP * (V // 64), HP, EARLY)
+        await_states(done_buffer, T, HP * (V // BLOCK), HP, EARLY)
         pid, chunk, head = early_tile(T, first_head, HP, EARLY)
     runs = True
     if PACKED:
@@ -276,7 +278,7 @@ def gradients_scalar(
         _fetch_states(0, s_t.index(0), d_t.index(0), s_state, d_state, VALUES)
         _fetch_keys(0, q_t.index(0), k_t.index(0), q_base, q_st, k_base, k_st, left)
         row = gl.arange(0, 64, layout=DOWN)
-        token = (batch * T + first) * HV + head
+        token = (batch * pitch + first) * HV + head
         b = gl.full([64], 1.0, gl.float32, layout=DOWN)
         q_rate = b
         k_rate = b

@@ -17,10 +17,10 @@ from .decays import exp, masked_sum, prefix_decay, suffix_decay, token_decays, t
 from .macros import log_gate
 
 
-@triton.jit(do_not_specialize=["T", "N", "first_head"])
+@triton.jit(do_not_specialize=["T", "pitch", "N", "first_head"])
 def pair_gradients(
     v_ptr, v_sb, v_st, v_sh, v_sd, g_ptr, g_sb, g_st, g_sh, do_ptr, do_sb, do_st, do_sh, do_sd, A_log_ptr, dt_bias_ptr,
-    cu_seqlens, chunk_offsets, N, T, scale, gate_scale, first_head,
+    cu_seqlens, chunk_offsets, N, T, pitch, scale, gate_scale, first_head,
     p_buffer, l_buffer, beta_buffer, y_buffer, z_buffer, dp_buffer, dl_buffer, own_buffer, dlog_buffer,
     dv_ptr, dbeta_ptr,
     HV: tl.constexpr, HP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
@@ -40,7 +40,7 @@ def pair_gradients(
     batch, first, end = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, C, PACKED)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     live = i < end - first
-    token = (batch * T + first) * HV + head
+    token = (batch * pitch + first) * HV + head
     square = pid * (C * C) + i * C + j
     b = tl.full([C, 1], 1.0, tl.float32)
     if BETA:
@@ -128,11 +128,11 @@ def state_products(
     return dq, zs, dk, dtotal
 
 
-@triton.jit(do_not_specialize=["T", "N", "first_head"])
+@triton.jit(do_not_specialize=["T", "pitch", "N", "first_head"])
 def gradients(
     q_ptr, q_sb, q_st, q_sh, q_sd, k_ptr, k_sb, k_st, k_sh, k_sd, v_ptr, v_sb, v_st, v_sh, v_sd,
     g_ptr, g_sb, g_st, g_sh, g_sd, do_ptr, do_sb, do_st, do_sh, do_sd, A_log_ptr, dt_bias_ptr,
-    cu_seqlens, chunk_offsets, N, T, scale, gate_scale, first_head,
+    cu_seqlens, chunk_offsets, N, T, pitch, scale, gate_scale, first_head,
     beta_buffer, rate_buffer, s_buffer, d_buffer, y_buffer, z_buffer, dp_buffer, dl_buffer, own_buffer, dlog_buffer,
     dq_ptr, dk_ptr, dg_ptr, dbias_ptr, drate_ptr,
     HV: tl.constexpr, HP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr,
@@ -154,7 +154,7 @@ def gradients(
     v_base = v_ptr + batch * v_sb + first * v_st + head * v_sh
     do_base = do_ptr + batch * do_sb + first * do_st + head * do_sh
     g_base = g_ptr + batch * g_sb + first * g_st + head * g_sh
-    token = (batch * T + first) * HV + head
+    token = (batch * pitch + first) * HV + head
     b, rate, q_rate, k_rate = tl.full([C, 1], 1.0, tl.float32), 1.0, 1.0, 1.0
     if BETA:
         b = tl.load(beta_buffer + pid * C + i)

@@ -6,6 +6,8 @@ gradients need; fp32 inputs are computed to fp32 accuracy, or with TF32 where th
 
 from __future__ import annotations
 
+import math
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,57 +18,25 @@ from torch import Tensor
 from ..adjoint import Gradients
 from ..calls import Call
 from ..scratch import Scratch
-from .configs import FEW_KEYS, MIN_CHUNK, padded
+from .backward_schedule import schedule
+from .configs import padded
 from .device import device_of, on, precision
 from .run import TritonKernels, inverse_precision, launch, pack, tensor_arguments, triton_dtype
 
-
-@dataclass(frozen=True)
-class Schedule:
-    """Block sizes, warps and stages of the three phases; ``keys`` are those of a block of K, ``columns`` those of V.
-
-    ``key_warps``: of the kernel that works on blocks of K.
-    """
-
-    chunk: int
-    prepare_keys: int
-    prepare_warps: int
-    scan_columns: int
-    scan_warps: int
-    scan_stages: int
-    keys: int
-    columns: int
-    warps: int
-    key_warps: int
-
-
-def schedule(
-    key_width: int, value_width: int, length: int, item: int, *, channels: bool, chunk_size: int = 0
-) -> Schedule:
-    """The schedule of a shape; ``item``: bytes of an operand's element; ``channels``: a gate for each."""
-    keys, values = padded(key_width), padded(value_width)
-    widest = 64 if item == 2 and FEW_KEYS <= key_width <= 128 else 32
-    wish = min(chunk_size or widest, widest, max(length, 1))
-    chunk = max(MIN_CHUNK, 1 << (wish - 1).bit_length())
-    whole = keys == 128 and item == 2 and not channels  # eight warps hold all of K: 684 us in place of 870 for GDN
-    return Schedule(
-        chunk=chunk,
-        prepare_keys=min(keys, 32),
-        prepare_warps=4,
-        scan_columns=min(values, 32),
-        scan_warps=4,
-        scan_stages=2 if keys <= 128 else 1,
-        keys=16 if channels else keys if whole else min(keys, 32),
-        columns=min(values, 128 if item == 2 else 32),
-        warps=4,
-        key_warps=8 if whole else 4,
-    )
-
-
 Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+_NOT_KEPT = ("a", "s", "d", "y", "z")
+"""Buffers that nothing reads behind the run they were made for."""
 
 LANES, TILES = 32, 4096
 """Sequences times heads, and chunks times heads, that keep a GPU busy."""
+
+MOST, RUN = 2**30, 400 * 2**20
+"""Bytes of buffers beyond which the chunks of a sequence are cut into runs, and those of a run."""
+
+
+def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 class TritonGradients:
@@ -92,7 +62,8 @@ class Backward:
     """One execution: what every kernel is given, and the launches in their order."""
 
     def __init__(self, call: Call, grad_o: Tensor | None, grad_state: Tensor | None, scratch: Scratch) -> None:
-        self._call, self._scratch = call, scratch
+        self._call, self._scratch, self._grad_state = call, scratch, grad_state
+        self._shared: dict[str, Tensor] = {}  # buffers that are there already
         batch, self._length, self._key_heads, self._width = call.q.shape
         self._heads, self._columns = call.v.shape[2:]
         self._dtype = torch.bfloat16 if call.compute_dtype is torch.bfloat16 else torch.float32
@@ -117,12 +88,87 @@ class Backward:
         call, plan = self._call, self._plan
         if call.cu_seqlens is not None:
             self._values |= pack(call.cu_seqlens, plan.chunk, self._scratch)
-        heads = self._group()
+        heads, chunks = self._cut()
+        if chunks < self._chunks // call.q.shape[0]:
+            self._in_runs(heads, chunks)
+            return self._gradients()
         self._values |= self._buffers(heads)
         for first_head in range(0, self._heads, heads):
             self._values["first_head"] = first_head
             self._phases(heads)
         return self._gradients()
+
+    def _cut(self) -> tuple[int, int]:
+        """Heads, and chunks of a sequence, that are worked on together; those of packed sequences are not cut."""
+        heads, batch = self._group(), self._call.q.shape[0]
+        chunks = self._chunks // batch
+        if self._call.cu_seqlens is not None or chunks == 1 or self._size(heads) <= MOST:
+            return heads, chunks
+        heads = self._heads if batch == 1 else heads
+        return heads, max(1, chunks * RUN // self._size(heads))
+
+    def _size(self, heads: int) -> int:
+        """Bytes of the buffers of so many heads."""
+        return sum(self._sizes(heads).values())
+
+    def _sizes(self, heads: int) -> dict[str, int]:
+        wanted = self._wanted(heads)
+        over = self._over(wanted, heads)
+        return {name: bytes_of(*buffer) for name, buffer in wanted.items() if name not in over}
+
+    def _in_runs(self, heads: int, chunks: int) -> None:
+        """By runs of so many chunks of each sequence, whose buffers lie in the same memory.
+
+        The states before them are found first, from the first run on, then everything, from the last run on. What was
+        made ready for the states is kept where there is room for it, else made again.
+        """
+        of_sequence = self._chunks // self._call.q.shape[0]
+        starts = range(0, of_sequence, chunks)
+        states, end = self._states(len(starts))
+        self._found["dstate"] = end
+        self._values |= tensor_arguments("final", "nhkv", end) | {"STATE": True, "FINAL": True, "HP": heads}
+        parts = [self._part(first, min(chunks, of_sequence - first)) for first in starts]
+        sizes = parts[0]._sizes(heads)
+        again = {name: sizes.pop(name) for name in _NOT_KEPT if name in sizes}
+        kept = sum(again.values()) + len(parts) * sum(sizes.values()) <= MOST
+        for n, part in enumerate(parts):
+            part._values |= tensor_arguments("state", "nhkv", states[n]) | part._buffers(heads)
+            part._values |= {"last_ptr": states[min(n + 1, len(parts) - 1)], "BESIDE": kept and n > 0}
+            for name in again if kept else again | sizes:
+                self._shared.setdefault(name, part._values[f"{name}_buffer"])
+        for first_head in range(0, self._heads, heads):
+            for part in parts:
+                part._values["first_head"] = first_head
+                if part is not parts[-1]:
+                    part._ahead(heads)
+            for part in reversed(parts):
+                part._phases(heads, ready=kept and part is not parts[-1])
+
+    def _states(self, runs: int) -> tuple[Tensor, Tensor]:
+        """Those before every run, the first of which is there, and the gradient of those behind the last one."""
+        call, device = self._call, self._call.q.device
+        shape = (call.sequences, self._heads, self._width, self._columns)
+        states, end = self._scratch.empty((runs, *shape), torch.float32, device), self._found.get("dstate")
+        end = self._scratch.empty(shape, torch.float32, device) if end is None else end
+        for to, given in ((states[0], call.initial_state), (end, self._grad_state)):
+            self._scratch.apply(Tensor.zero_, to) if given is None else self._scratch.apply(Tensor.copy_, to, given)
+        return states, end
+
+    def _part(self, first: int, chunks: int) -> Backward:
+        """The same for so many chunks of each sequence, from its chunk ``first`` on."""
+        part, batch, begin = copy(self), self._call.q.shape[0], first * self._plan.chunk
+        end = min(begin + chunks * self._plan.chunk, self._length)
+        part._chunks = batch * chunks
+        part._found = dict(self._found)
+        for name, x in self._found.items():
+            if name in ("dbias", "drate"):
+                rows = batch * x.shape[0] // self._chunks
+                part._found[name] = x[first * rows : (first + chunks) * rows]
+            elif name != "dstate":
+                part._found[name] = x[:, begin:end]
+        tokens = {f"{name}_ptr": self._values[f"{name}_ptr"][:, begin:end] for name in "q k v do g beta".split()}
+        part._values = self._values | tokens | {"T": end - begin}
+        return part
 
     def ready(self) -> None:
         """Of :class:`kdacompile.lowering.passes.BackwardPasses`: all heads together, whose states are one message."""
@@ -162,11 +208,17 @@ class Backward:
                 return heads
         return self._heads
 
-    def _phases(self, heads: int) -> None:
+    def _phases(self, heads: int, *, ready: bool = False) -> None:
         self._values["HP"], tiles = heads, self._chunks * heads
-        self._make_ready(tiles)
+        if not ready:
+            self._make_ready(tiles)
         self._scan(heads)
         self._by_token(tiles)
+
+    def _ahead(self, heads: int) -> None:
+        """The first phase, and the states behind it all."""
+        self._make_ready(self._chunks * heads)
+        self._scan(heads, ahead=True)
 
     def _make_ready(self, tiles: int) -> None:
         """The first phase."""
@@ -178,11 +230,13 @@ class Backward:
         blocks = {"BK": self._plan.prepare_keys}
         self._run(_kernels().prepare, (tiles,), blocks, num_warps=self._plan.prepare_warps, num_stages=1)
 
-    def _scan(self, heads: int) -> None:
+    def _scan(self, heads: int, *, ahead: bool = False) -> None:
+        """The second phase; ``ahead``: the states behind it are wanted alone."""
         plan = self._plan
         programs = self._call.sequences * heads * (padded(self._columns) // plan.scan_columns)
         options = {"num_warps": plan.scan_warps, "num_stages": plan.scan_stages}
-        self._run(_kernels().scan, (programs, 2), {"BV": plan.scan_columns}, **options)
+        blocks = {"BV": plan.scan_columns, "AHEAD": ahead}
+        self._run(_kernels().scan, (programs, 1 if ahead else 2), blocks, **options)
 
     def _by_token(self, tiles: int) -> None:
         """The third phase: the gradients of a chunk's tokens."""
@@ -218,7 +272,8 @@ class Backward:
         rounding = "tf32" if call.compute_dtype is torch.float16 else precision()
         gate = {"head": "scalar", "token": "scalar"}.get(call.gate, call.gate)
         return values | {
-            "T": self._length, "N": 0, "cu_seqlens": nothing, "chunk_offsets": nothing, "scale": call.scale,
+            "T": self._length, "N": 0, "pitch": self._length, "cu_seqlens": nothing, "chunk_offsets": nothing,
+            "last_ptr": nothing, "BESIDE": False, "scale": call.scale,
             "gate_scale": call.gate_scale, "l2norm_eps": call.qk_l2norm_eps, "HV": self._heads,
             "GROUP": self._heads // self._key_heads, "K": self._width, "V": self._columns,
             "KP": padded(self._width), "VP": padded(self._columns), "C": self._plan.chunk, "GATE": gate,
@@ -263,9 +318,10 @@ class Backward:
         """Programs to a chunk and head that each have a part of A_log's gradient."""
         return padded(self._width) // self._plan.keys if self._call.gate == "channel" else 1
 
-    def _buffers(self, heads: int) -> dict[str, Any]:
-        call, plan, tiles = self._call, self._plan, self._chunks * heads
-        keys, columns, chunk, nothing = padded(self._width), padded(self._columns), plan.chunk, self._call.q
+    def _wanted(self, heads: int) -> Buffers:
+        """The buffers of so many heads."""
+        call, tiles, chunk = self._call, self._chunks * heads, self._plan.chunk
+        keys, columns = padded(self._width), padded(self._columns)
         narrow, square, token, value, state = (
             (tiles, chunk), (tiles, chunk, chunk), (tiles, chunk, keys), (tiles, chunk, columns),
             (tiles, keys, columns),
@@ -289,8 +345,10 @@ class Backward:
             wanted |= {"y": (value, self._dtype)}
             if call.gate != "none":
                 wanted["kg"] = (token, self._dtype)
-        wanted = self._kept(wanted, tiles)
-        made = self._made(wanted, heads)
+        return self._kept(wanted, tiles)
+
+    def _buffers(self, heads: int) -> dict[str, Any]:
+        call, nothing, made = self._call, self._call.q, self._made(heads)
         if call.delta and call.gate == "none" and "kd" in made:
             made["kg"] = made["kd"]
         made["dp"] = made["p"]  # what is read last is overwritten in place, by the program that reads it
@@ -305,10 +363,26 @@ class Backward:
         """The buffers that the kernels of all phases use, of these."""
         return wanted
 
-    def _made(self, wanted: Buffers, heads: int) -> dict[str, Tensor]:
+    def _over(self, wanted: Buffers, heads: int) -> dict[str, tuple[str, int]]:
+        """Buffers of ``heads`` that lie in others or in gradients: in which, and how many bytes behind its begin."""
+        return {}
+
+    def _made(self, heads: int) -> dict[str, Tensor]:
         """The buffers, of ``heads`` that are worked on together."""
-        device = self._call.q.device
-        return {name: self._scratch.empty(shape, dtype, device) for name, (shape, dtype) in wanted.items()}
+        wanted, made = self._wanted(heads), dict[str, Tensor]()
+        over = self._over(wanted, heads)
+        for name, (shape, dtype) in wanted.items():
+            if name in self._shared:
+                made[name] = self._shared[name][: shape[0]]
+            elif name not in over:
+                made[name] = self._scratch.empty(shape, dtype, self._call.q.device)
+        for name, (host, begin) in over.items():
+            shape, dtype = wanted[name]
+            memory = (made[host] if host in made else self._found[host]).view(-1).view(torch.uint8)
+            made[name] = memory[begin : begin + bytes_of(shape, dtype)].view(dtype).view(shape)
+            if self._scratch.poison:
+                made[name].fill_(float("nan"))
+        return made
 
     def _gradients(self) -> Gradients:
         call, found = self._call, self._found

@@ -17,13 +17,15 @@ import triton.language as tl
 def scan(
     v_ptr, v_sb, v_st, v_sh, v_sd, do_ptr, do_sb, do_st, do_sh, do_sd,
     state_ptr, state_sn, state_sh, state_sk, state_sv, final_ptr, final_sn, final_sh, final_sk, final_sv, dstate_ptr,
-    cu_seqlens, chunk_offsets, N, T, scale, first_head,
+    last_ptr, cu_seqlens, chunk_offsets, N, T, scale, first_head,
     qg_buffer, kg_buffer, kd_buffer, total_buffer, p_buffer, x_buffer, beta_buffer,
     s_buffer, d_buffer, y_buffer, z_buffer,
     HV: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
     C: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, DELTA: tl.constexpr, BETA: tl.constexpr,
-    STATE: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
+    STATE: tl.constexpr, FINAL: tl.constexpr, AHEAD: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """AHEAD, with a grid of 1 in the second dimension: only the last states are left."""
     pid = tl.program_id(0).to(tl.int64)
     lane, column = pid // (VP // BV), pid % (VP // BV)
     sequence, own = lane // HP, lane % HP
@@ -56,17 +58,21 @@ def scan(
             if BETA:
                 b = tl.load(beta_buffer + tile * C + i)
             s_rounded = s.to(DT)
-            tl.store(s_buffer + tile * (KP * VP) + d * VP + c, s_rounded)
+            if not AHEAD:
+                tl.store(s_buffer + tile * (KP * VP) + d * VP + c, s_rounded)
             written = v.to(tl.float32)
             if DELTA:
                 kg = tl.load(kg_buffer + tile * (C * KP) + i * KP + d_row)
                 written -= tl.dot(kg, s_rounded, input_precision=PRECISION)
                 x = tl.load(x_buffer + tile * (C * C) + i * C + j)
                 written = tl.dot(x, (-b * written).to(DT), written, input_precision=PRECISION)
-                tl.store(y_buffer + tile * (C * VP) + i * VP + c, written.to(DT))
+                if not AHEAD:
+                    tl.store(y_buffer + tile * (C * VP) + i * VP + c, written.to(DT))
             if GATED:
                 s *= tl.load(total_buffer + tile * KP + d)
             s = tl.dot(tl.trans(kd), (b * written).to(DT), s, input_precision=PRECISION)
+        if AHEAD:
+            tl.store(last_ptr + ((sequence * HV + head) * K + d) * V + c, s, mask=(d < K) & (c < V))
     else:
         ds = tl.zeros([KP, BV], tl.float32)
         if FINAL:

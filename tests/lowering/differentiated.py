@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,8 @@ from kdacompile.lowering.adjoint import GradientKernels
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.linear_attention import ROWS
 from kdacompile.lowering.scratch import Scratch
-from kdacompile.lowering.triton import TritonGradients
+from kdacompile.lowering.triton import TritonGradients, backward_run
+from kdacompile.lowering.triton.backward_run import Backward
 from tests.ops import cases
 
 KERNELS = TritonGradients()
@@ -172,7 +174,39 @@ def later_is_ignored(case: cases.Case, device: str, kernels: GradientKernels = K
         assert x is None or (y is not None and torch.equal(x[:, :seen], y[:, :seen]))
 
 
-PARTS = {"rows": rows, "preparations": preparations, "extremes": extremes, "shapes": shapes}
+def runs() -> None:
+    """Long sequences by runs of chunks that share buffers, and heads one after the other."""
+    in_runs(cases.make_case(batch=1, length=75, heads=1), "cpu")
+    in_runs(cases.make_case(gate="token", length=40, heads=1).with_tensors(initial_state=None), "cpu")
+    in_runs(cases.make_case(gate="head", delta=False, length=40, heads=2, groups=1), "cpu", groups=2)
+
+
+def in_runs(
+    case: cases.Case, device: str, kernels: GradientKernels = KERNELS, tolerance: float = 2e-6, groups: int = 1
+) -> None:
+    """Gradients by runs of two chunks, which are made ready once or twice: right, and the bits of those at once.
+
+    What is summed over the chunks of several sequences is so in another order.
+    """
+    of_o, of_state = (None if w is None else w.to(device) for w in weights(case))
+    call = call_of(case.with_tensors(**{n: None if x is None else x.to(device) for n, x in case.tensors.items()}))
+    summed = [(x is not None and x.dim() == 1) or n == "dt_bias" for n, x in case.tensors.items()]
+    for given in ((of_o, of_state), (of_o, None), (None, of_state)):
+        at_once = kernels.gradients(call, *given, Scratch(poison=True))
+        for room in (2**40, 0):
+            cut = patch.object(Backward, "_cut", lambda self: (self._heads // groups, 2))
+            with cut, patch.object(backward_run, "MOST", room):
+                found = kernels.gradients(call, *given, Scratch(poison=True))
+                if given[0] is not None and given[1] is not None and room:
+                    check(case, tolerance, device=device, kernels=kernels)
+            for x, y, over in zip(found, at_once, summed, strict=True):
+                if x is not None and y is not None and over and case.tensors["q"].shape[0] > 1:
+                    assert torch.allclose(x, y, rtol=1e-4, atol=1e-4 * float(y.abs().max()))
+                else:
+                    assert x is y is None or (x is not None and y is not None and torch.equal(x, y))
+
+
+PARTS = {"rows": rows, "preparations": preparations, "extremes": extremes, "shapes": shapes, "runs": runs}
 
 if __name__ == "__main__":
     for part in sys.argv[1:]:

@@ -87,17 +87,19 @@ def _tile(x: Any) -> Tensor:
     return torch.as_tensor(x)
 
 
+def _memory(x: Tensor) -> Tensor:
+    return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+
+
 def _load(at: Pointer, mask: Any = True, other: float = 0.0, volatile: bool = False) -> Tensor:
     where, given = torch.broadcast_tensors(_tile(at.offset), _tile(mask))
-    flat = at.base.as_strided((at.base.untyped_storage().nbytes() // at.base.element_size(),), (1,), 0)
-    begin = at.base.storage_offset()
-    found = flat[torch.where(given, where + begin, 0)]
+    found = _memory(at.base)[torch.where(given, where + at.base.storage_offset(), 0)]
     return torch.where(given, found, torch.full_like(found, other))
 
 
 def _store(at: Pointer, x: Any, mask: Any = True) -> None:
     where, x, given = torch.broadcast_tensors(_tile(at.offset), _tile(x).to(at.base.dtype), _tile(mask))
-    at.base.view(-1)[where[given]] = x[given]
+    _memory(at.base)[where[given] + at.base.storage_offset()] = x[given]
 
 
 def _where(condition: Any, x: Any, y: Any) -> Tensor:

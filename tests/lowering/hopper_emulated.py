@@ -23,6 +23,7 @@ LANGUAGE = emulated.install()  # before any kernel is imported
 
 from kdacompile.lowering.adjoint import GradientKernels, Gradients  # noqa: E402
 from kdacompile.lowering.calls import Call  # noqa: E402
+from kdacompile.lowering.hopper import backward_run as hopper_run  # noqa: E402
 from kdacompile.lowering.hopper.backward_run import HopperBackward  # noqa: E402
 from kdacompile.lowering.scratch import Scratch  # noqa: E402
 from kdacompile.lowering.triton import backward_run  # noqa: E402
@@ -31,6 +32,7 @@ from tests.lowering.differentiated import (  # noqa: E402
     call_of,
     check,
     expected,
+    in_runs,
     later_is_ignored,
     plain,
     weights,
@@ -46,7 +48,7 @@ TOLERANCE = 8e-3
 class EmulatedScratch(Scratch):
     def launch(self, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
         def call(num_warps: int = 0, **given: Any) -> None:
-            given.pop("maxnreg", None)
+            given = {name: x for name, x in given.items() if name not in ("maxnreg", "launch_pdl")}
             if isinstance(kernel, type(emulated.run)):
                 emulated.run(LANGUAGE, kernel, grid, given)
             else:
@@ -174,13 +176,22 @@ def groups() -> None:
     compare(case)
 
 
+def runs() -> None:
+    """Long sequences by runs of chunks that share buffers, and heads one after the other."""
+    in_runs(rounded(case_of(batch=1, length=330)), "cpu", KERNELS, TOLERANCE)
+    in_runs(rounded(case_of(length=200, heads=2, gate_fn="softplus")), "cpu", KERNELS, TOLERANCE, groups=2)
+    for gate, delta in (("token", True), ("none", False)):
+        in_runs(rounded(case_of(batch=1, length=330, gate=gate, delta=delta)), "cpu", KERNELS, TOLERANCE)
+
+
 def beside() -> None:
-    """Gradients in the orders that begin beside the scan: the same bits."""
+    """Gradients in the orders that begin beside the scan, which goes by blocks of any width: the same bits."""
     for gate, length in (("channel", 1054), ("token", 1088)):
         case = rounded(case_of(batch=1, length=length, gate=gate))
         (of_o, of_state), found = weights(case), dict[str, Gradients]()
-        for early in ("", "end", "middle"):
-            with patch.object(HopperBackward, "_early", lambda self, heads, early=early: early):
+        for early, columns in (("", 64), ("end", 32), ("middle", 16)):
+            modes = patch.object(HopperBackward, "_early", lambda self, heads, early=early: early)
+            with modes, patch.object(hopper_run, "NARROW", ((columns, 1.0),)):
                 found[early] = KERNELS.gradients(call_of(case), of_o, of_state, EmulatedScratch(poison=True))
         for x, *others in zip(*found.values(), strict=True):
             assert x is None or all(y is not None and torch.equal(x, y) for y in others)
@@ -255,7 +266,8 @@ def two_passes() -> None:
 
 
 PARTS = {
-    part.__name__: part for part in (gates, tokens, shapes, groups, beside, extremes, draws, causality, two_passes)
+    part.__name__: part
+    for part in (gates, tokens, shapes, groups, runs, beside, extremes, draws, causality, two_passes)
 }
 
 if __name__ == "__main__":

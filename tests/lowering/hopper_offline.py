@@ -141,6 +141,8 @@ def compile_backward(
     forward: int = 0,
     gate_fn: str = "softplus",
     early: str = "",
+    ahead: bool = False,
+    block: int = 64,
 ) -> Any:
     """A kernel of the backward pass, by its name; ``scalar``: of the scan with a gate per token."""
     kernels = {"prepare": backward_prepare.prepare, "prepare_scalar": backward_scalar.prepare_scalar}
@@ -149,21 +151,28 @@ def compile_backward(
     flags = "DELTA BETA SIGMOID L2NORM NORM_INSIDE RATE BIAS DBIAS GATED STATE FINAL".split()
     constants: dict[str, Any] = {flag: delta or flag not in ("DELTA", "BETA") for flag in flags}
     constants |= {"HV": 32, "HP": 32, "GROUP": 1, "FN": gate_fn, "PACKED": packed, "SCALAR": scalar, "V": values}
-    constants |= {"FORWARD": forward, "BOUNDED": gate_fn == "sigmoid", "EARLY": early}
+    constants |= {
+        "FORWARD": forward,
+        "AHEAD": ahead,
+        "BESIDE": ahead,
+        "BLOCK": block,
+        "BOUNDED": gate_fn == "sigmoid",
+        "EARLY": early,
+    }
     constants |= {argument: 1 for argument in kernel.arg_names if argument.endswith(("_sd", "_sv"))}
     signature = dict.fromkeys(kernel.arg_names, "i32") | {"cu_seqlens": "*i64", "chunk_offsets": "*i32"}
     signature |= {a: "*bf16" for a in kernel.arg_names if a.endswith(("_ptr", "_buffer"))}
     signature |= dict.fromkeys(("scale", "gate_scale", "l2norm_eps"), "fp32") | {"g_ptr": f"*{gate}"}
     singles = (
-        "A_log_ptr dt_bias_ptr dbias_ptr drate_ptr state_ptr final_ptr dstate_ptr beta_buffer rate_buffer sums_buffer"
+        "A_log_ptr dt_bias_ptr dbias_ptr drate_ptr state_ptr final_ptr dstate_ptr last_ptr beta_buffer rate_buffer"
     )
-    signature |= dict.fromkeys([*singles.split(), "total_buffer", "lines_buffer"], "*fp32")
+    signature |= dict.fromkeys([*singles.split(), "sums_buffer", "total_buffer", "lines_buffer"], "*fp32")
     signature["done_buffer"] = "*i32"
     signature = {a: kind for a, kind in signature.items() if a in kernel.arg_names}
     constants = {a: value for a, value in constants.items() if a in kernel.arg_names}
     steps = [i for i, a in enumerate(signature) if a.endswith(("_sb", "_st", "_sh")) and not a.startswith("beta")]
     limit = {"maxnreg": REGISTERS[name]} if name in REGISTERS else {}
-    return _compile(kernel, signature, constants, 8 if name == "scan" else 4, steps, **limit)
+    return _compile(kernel, signature, constants, max(4, block // 8) if name == "scan" else 4, steps, **limit)
 
 
 def spilled_bytes(compiled: Any) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kdacompile.lowering.triton import TritonGradients
-from kdacompile.lowering.triton.backward_run import schedule
+from kdacompile.lowering.triton.backward_schedule import schedule
 from tests.lowering.differentiated import PARTS, call_of
 from tests.lowering.test_triton import ROOT, needs_triton, no_interpreter
 from tests.ops import cases

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kdacompile.lowering.linear_attention import ROWS
-from tests.lowering.differentiated import KERNELS, call_of, check, later_is_ignored, plain, weights
+from tests.lowering.differentiated import KERNELS, call_of, check, in_runs, later_is_ignored, plain, weights
 from tests.ops.cases import GATE_FNS, Case, make_case
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -85,6 +85,13 @@ def test_no_length_is_read_on_the_host_and_a_graph_can_be_replayed() -> None:
         graph.replay()
         for x, y in zip(expected, captured, strict=True):
             assert x is None or (y is not None and torch.equal(x, y))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_runs_of_chunks_that_share_buffers(dtype: torch.dtype) -> None:
+    for options in ({"batch": 1}, {"gate": "token", "batch": 1, "delta": False}, {"gate_fn": "sigmoid", "groups": 2}):
+        case = make_case(length=330, heads=2, key_dim=64, value_dim=64, **options)  # type: ignore[arg-type]
+        in_runs(rounded(case.with_options(chunk_size=0), dtype), "cuda", tolerance=TOLERANCES[dtype])
 
 
 def test_later_tokens_change_no_earlier_gradient() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from kdacompile.lowering.hopper import HopperGradients
+from kdacompile.lowering.hopper.backward_run import HopperBackward
+from kdacompile.lowering.scratch import Scratch
+from kdacompile.lowering.triton.backward_run import Backward
 from tests.lowering.differentiated import call_of
 from tests.lowering.test_triton import ROOT, needs_triton, no_interpreter
 from tests.ops.cases import make_case
@@ -20,7 +24,7 @@ MULTIPROCESSOR, RESERVED = 228 * 1024, 1024
 
 @needs_triton
 @pytest.mark.parametrize(
-    "part", ["gates", "tokens", "shapes", "groups", "beside", "extremes", "draws", "causality", "two_passes"]
+    "part", ["gates", "tokens", "shapes", "groups", "runs", "beside", "extremes", "draws", "causality", "two_passes"]
 )
 def test_gradients_emulated(part: str) -> None:
     command = [sys.executable, "-m", "tests.lowering.hopper_emulated", part]
@@ -44,6 +48,35 @@ def test_what_is_declined() -> None:
     assert HopperGradients().declines(call_of(factor.to(torch.bfloat16))) == left
 
 
+class Counted(Scratch):
+    """What is allocated, nothing launched."""
+
+    def launch(self, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+        return lambda **given: None
+
+
+@needs_triton
+@pytest.mark.parametrize("execution", [HopperBackward, Backward])
+@pytest.mark.parametrize(
+    ("length", "heads"), [(8192, 32), (65536, 32), (65535, 32), (65536, 96), (262144, 32), (2**20, 4)]
+)
+def test_buffers_of_long_sequences(execution: type[Backward], length: int, heads: int) -> None:
+    """No more than 1 GiB and the states at the boundaries of runs, however long a sequence is."""
+    case = make_case(gate_fn="sigmoid", batch=1, heads=heads, groups=1, key_dim=128, value_dim=128, length=1)
+    tokens = {n: case.tensors[n].to("meta", torch.bfloat16).expand(1, length, heads, 128) for n in ("q", "k", "v", "g")}
+    tokens["beta"] = tokens["q"][..., 0]
+    call = call_of(case.with_tensors(**tokens, initial_state=None).with_options(chunk_size=0))
+    scratch = Counted()
+    backward = execution(call, call.v, None, scratch)
+    _, chunks = backward._cut()
+    backward.run()
+    runs = -(-length // (64 * chunks))
+    states = (runs + 1) * heads * 128 * 128 * 4 if runs > 1 else 0
+    assert 0 < scratch.allocated_bytes - states <= 2**30
+    if (length, heads, execution) == (65536, 32, HopperBackward):
+        assert (runs, scratch.allocated_bytes >> 20) == (8, 506)
+
+
 @needs_triton
 @no_interpreter
 @pytest.mark.parametrize(
@@ -51,9 +84,13 @@ def test_what_is_declined() -> None:
     [
         ("prepare", 3, 72, {"gate_fn": "sigmoid"}),
         ("prepare", 3, 96, {"gate": "fp32", "packed": True}),
+        ("prepare", 3, 72, {"gate_fn": "sigmoid", "ahead": True}),
         ("scan", 1, 0, {"forward": 1}),
         ("scan", 1, 0, {"packed": True}),
         ("scan", 1, 0, {"early": "end"}),
+        ("scan", 1, 0, {"block": 32, "ahead": True}),
+        ("scan", 1, 0, {"block": 16, "early": "middle"}),
+        ("scan", 1, 0, {"block": 32, "scalar": True, "values": 64}),
         ("gradients", 2, 160, {"gate": "fp32", "packed": True, "gate_fn": "sigmoid"}),
         ("gradients", 1, 208, {"gate": "fp32", "packed": True}),
         ("gradients", 2, 80, {"delta": False}),

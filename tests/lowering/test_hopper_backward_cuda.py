@@ -12,7 +12,7 @@ from kdacompile.lowering.hopper import HopperGradients
 from kdacompile.lowering.hopper.backward_run import HopperBackward
 from kdacompile.lowering.linear_attention import ROWS
 from kdacompile.lowering.scratch import Scratch
-from tests.lowering.differentiated import BOTH, call_of, check, later_is_ignored, plain, weights
+from tests.lowering.differentiated import BOTH, call_of, check, in_runs, later_is_ignored, plain, weights
 from tests.lowering.test_backward_cuda import rounded
 from tests.ops.cases import Case, make_case
 
@@ -102,14 +102,25 @@ def test_beta_at_its_ends_and_equal_keys() -> None:
     compare(rising)
 
 
+@pytest.mark.parametrize("row", ROWS)
+def test_runs_of_chunks_that_share_buffers(row: tuple[str, bool]) -> None:
+    gate, delta = row
+    for batch in (1, 2):
+        case = rounded(case_of(batch=batch, length=330, heads=2, gate=gate, delta=delta), torch.bfloat16)
+        in_runs(case, "cuda", KERNELS, TOLERANCE, groups=batch)
+
+
 @pytest.mark.parametrize("heads", [3, 32])
 @pytest.mark.parametrize(("length", "gate"), [(1024, "channel"), (2100, "channel"), (2100, "token")])
 def test_gradients_begin_beside_the_scan(heads: int, length: int, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the middle of a sequence and from its end, many times, the same bits as behind it."""
+    """From the middle of a sequence and from its end, many times, the same bits as behind it; in runs, too."""
     case = rounded(case_of(batch=1, length=length, heads=heads, gate=gate, gate_fn="sigmoid"), torch.bfloat16)
     of_o, of_state = (None if w is None else w.cuda() for w in weights(case))
     call = call_of(case.with_tensors(**{n: None if x is None else x.cuda() for n, x in case.tensors.items()}))
     beside = [KERNELS.gradients(call, of_o, of_state, Scratch(poison=True)) for _ in range(8)]
+    with monkeypatch.context() as cut:
+        cut.setattr(HopperBackward, "_cut", lambda self: (self._heads, 16))
+        beside += [KERNELS.gradients(call, of_o, of_state, Scratch(poison=True)) for _ in range(8)]
     modes = list[str]()
     monkeypatch.setattr(HopperBackward, "_early", lambda self, heads: modes.append("") or "")
     behind = KERNELS.gradients(call, of_o, of_state, Scratch(poison=True))
