@@ -38,16 +38,16 @@ def run_linear_attention_backward(
         found = contain("computing gradients", lambda: _on_cpu(grads, call), lambda _: None)
     if found is None:
         named = _through_executor(grads, call, wanted, step)
+        on_cpu = alone and call.q.device.type == "cpu"
+        finite = not on_cpu or all(bool(grad.sum().isfinite()) for grad in named.values())
     else:
-        every = zip(RECURRENT, found, strict=True)
+        gradients, finite = found
+        every = zip(RECURRENT, gradients, strict=True)
         named = {name: grad for name, grad in every if grad is not None and name in wanted}
-    on_cpu = alone and call.q.device.type == "cpu"
-    if not on_cpu or all(bool(grad.sum().isfinite()) for grad in named.values()):
-        return named
-    return _through_tokens(grads, call, named)
+    return named if finite else _through_tokens(grads, call, named)
 
 
-def _on_cpu(grads: Sequence[Tensor | None], call: Call) -> Sequence[Tensor | None] | None:
+def _on_cpu(grads: Sequence[Tensor | None], call: Call) -> tuple[Sequence[Tensor | None], bool] | None:
     return run_recurrence_backward(grads, call) if runs_backward(call.q) else None
 
 

@@ -14,8 +14,8 @@ from ..calls import Call
 from .compiler import Loop, loaded
 from .recurrence import address, bounds_of, decay_of, in_rows, operand, runs_recurrence
 
-# struct problem of the source: operands (pointer and strides), pointers, sizes, scale, eps, and whether memory ran out
-_PROBLEM = struct.Struct("@24q 9q 12q 2d q")
+# struct problem of the source: operands (pointer and strides), pointers, sizes, scale, eps, and what became of it
+_PROBLEM = struct.Struct("@24q 9q 12q 2d 2q")
 
 HISTORY = 1 << 22
 """Elements of states that a thread keeps, about; where there are more, it keeps some and computes the rest again."""
@@ -32,16 +32,20 @@ class _Kernel(Loop):
     source = ("vectors.c", "backward_chunk.c", "recurrence_backward.c")
     function = "linear_attention_backward"
 
-    def __call__(self, problem: bytes, tasks: int) -> None:
+    def __call__(self, problem: bytes, tasks: int) -> bool:
+        """Whether all that was written is finite."""
         memory = ctypes.create_string_buffer(problem, len(problem))
         self.run(tasks, 1, memory)
-        if failed(memory.raw):
+        failed, strange = marks(memory.raw)
+        if failed:
             raise MemoryError("no memory for the states between checkpoints")
+        return not strange
 
 
-def failed(problem: bytes) -> bool:
-    """Whether the kernel left its mark: memory ran out."""
-    return bool(_PROBLEM.unpack(problem)[-1])
+def marks(problem: bytes) -> tuple[int, int]:
+    """What the kernel left in its problem: whether memory ran out, and whether a gradient is not finite."""
+    failed, strange = _PROBLEM.unpack(problem)[-2:]
+    return failed, strange
 
 
 def parts_of(lanes: int, value_width: int) -> int:
@@ -61,8 +65,9 @@ def runs_backward(q: Tensor) -> bool:
     return runs_recurrence(q) and _kernel(q.dtype) is not None
 
 
-def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> Gradients:
-    """Gradients of q, k, v, g, beta and the initial state (None for what is None), all in q's dtype.
+def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> tuple[Gradients, bool]:
+    """Gradients of q, k, v, g, beta and the initial state (None for what is None), all in q's dtype, and whether they
+    are finite.
 
     ``grads`` are those of the results of :func:`prepare_recurrence`, None for zeros.
     """
@@ -92,12 +97,13 @@ def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> Gradi
         *(gate == "channel", call.gate_fn == "log", call.delta),
         *(HISTORY, _is_memory_filled()),
         *(call.scale, call.qk_l2norm_eps),
-        0,
+        *(0, 0),
     )
-    kernel(problem, sequences * heads * parts)
+    finite = kernel(problem, sequences * heads * parts)
     dq, dk = (_sum(_sum(x, 0).unflatten(2, (key_heads, -1)), 3) for x in (dq, dk))
     dg = None if ddecay is None else ddecay.sum((0, 1, 2)) if gate == "head" else _sum(ddecay, 0)
-    return dq, dk, dv, dg, None if beta is None else _sum(dbeta, 0), None if initial_state is None else dinitial
+    dbeta, dinitial = None if beta is None else _sum(dbeta, 0), None if initial_state is None else dinitial
+    return (dq, dk, dv, dg, dbeta, dinitial), finite
 
 
 def _is_memory_filled() -> bool:

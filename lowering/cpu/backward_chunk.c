@@ -1,8 +1,9 @@
 /* Gradients of the recurrence on a CPU, in chunks: the equations are those of lowering/adjoint.py.
  *
  * A chunk is TOKENS tokens of one sequence and value head, padded with tokens that change nothing. A first walk computes
- * the states between chunks and, of each chunk, P, L and W, with V' = beta W; a second one goes backwards with dS. Where
- * a sequence has more chunks than are kept, only every ``kept``-th state is, and the rest is computed again.
+ * the states between chunks and, of each chunk, P, L and W, with V' = beta W; a second one goes backwards with dS. Of the
+ * states only every GROUP-th is kept. Where a sequence has more chunks than are, only every ``kept``-th state is, and all
+ * of a chunk is computed again.
  *
  * Decays are factors a_t in [0, 1] and only ever multiplied: a factor of 0 is exact, and so is its gradient. With
  * before_t = a_1 .. a_t, after_t = a_{t+1} .. a_C, S before the chunk and dS' behind it, what follows from the gradients
@@ -35,7 +36,7 @@ struct problem {
     int64_t history;                               /* elements of what is kept of chunks between the walks, about */
     int64_t poison;                                /* whether memory begins as NaN, for tests */
     double scale, norm_eps;                        /* norm_eps 0: q and k are taken as they are */
-    int64_t failed;                                /* set where memory ran out */
+    int64_t failed, strange;                       /* set where memory ran out, and where a gradient is not finite */
 };
 
 /* One task: the columns of V that a part has, of one head of one sequence. Rows of K are ``deep`` long in memory, rows
@@ -60,6 +61,7 @@ struct walk {
     real *pairs;                        /* dP and -dL [2 TOKENS, TOKENS] */
     real *overlap, *dS;                 /* rowsum(S * dS') [deep], [K, wide] */
     real *dq, *dk, *da, dbeta[TOKENS];  /* [TOKENS, deep] */
+    vector seen;                        /* 0, or NaN since a gradient was not finite */
 };
 
 static const real *at(const struct operand *x, int64_t batch, int64_t token, int64_t head)
@@ -105,13 +107,13 @@ static void load_keys(struct walk *w)
     }
 }
 
-/* What the decays make of them. */
-static void decay_keys(struct walk *w)
+/* Queries and keys as the state before the chunk meets them. */
+static void decay_in(struct walk *w)
 {
     const int64_t n = w->deep;
     for (int64_t i = 0; i < w->K; i += LANES) {
-        vector before = {0}, after = {0};
-        before += 1, after += 1;
+        vector before = {0};
+        before += 1;
         for (int64_t t = 0; t < TOKENS; t++) {
             const int64_t place = t * n + i;
             before *= *(vector *)(w->a + place);
@@ -119,13 +121,23 @@ static void decay_keys(struct walk *w)
             *(vector *)(w->in + place) = before * *(vector *)(w->q + place);
             *(vector *)(w->in + TOKENS * n + place) = -before * *(vector *)(w->k + place);
         }
-        *(vector *)(w->total + i) = before;
+    }
+}
+
+/* Keys as they are left in the state behind it. */
+static void decay_out(struct walk *w)
+{
+    const int64_t n = w->deep;
+    for (int64_t i = 0; i < w->K; i += LANES) {
+        vector after = {0};
+        after += 1;
         for (int64_t t = TOKENS - 1; t >= 0; t--) {
             const int64_t place = t * n + i;
             *(vector *)(w->after + place) = after;
             *(vector *)(w->out + place) = after * *(vector *)(w->k + place);
             after *= *(vector *)(w->a + place);
         }
+        *(vector *)(w->total + i) = after;
     }
 }
 
@@ -162,25 +174,41 @@ static void score(const struct walk *w)
     }
 }
 
-/* The state behind the chunk from that before it, and what is kept of the chunk. */
+/* The state behind the chunk from that before it. */
+static void advance(const struct walk *w, const real *state, real *next)
+{
+    product(w->K, w->V, TOKENS, (struct matrix){w->out, 1, w->deep}, w->values, w->wide, w->total, state, next, w->wide);
+}
+
+/* The same, and what is kept of the chunk. */
 static void forward(struct walk *w, const real *state, real *next)
 {
     real one[TOKENS];
     w->ahead = TOKENS;
     load_keys(w);
-    decay_keys(w);
+    decay_out(w);
     load_values(w, &w->p->v, 1, w->W);
     score(w);
     fill(one, 1, TOKENS);
-    if (w->p->delta)
+    if (w->p->delta) {
+        decay_in(w);
         product(TOKENS, w->V, w->K, (struct matrix){w->in + TOKENS * w->deep, w->deep, 1}, state, w->wide, one, w->W, w->W,
                 w->wide);
+    }
     for (int64_t j = 0; j < TOKENS; j++) {
         scale(w->values + j * w->wide, w->beta[j], w->W + j * w->wide, w->V);
         for (int64_t i = j + 1; w->p->delta && i < TOKENS; i++)
             add(w->W + i * w->wide, -w->L[i * TOKENS + j], w->values + j * w->wide, w->V);
     }
-    product(w->K, w->V, TOKENS, (struct matrix){w->out, 1, w->deep}, w->values, w->wide, w->total, state, next, w->wide);
+    advance(w, state, next);
+}
+
+/* K_d and V' of a chunk of which the rest is kept. */
+static void recall(struct walk *w)
+{
+    decay_out(w);
+    for (int64_t t = 0; t < TOKENS; t++)
+        scale(w->values + t * w->wide, w->beta[t], w->W + t * w->wide, w->V);
 }
 
 /* The gradient of V', and from it b Z (``grads``), dbeta and dv. */
@@ -200,7 +228,7 @@ static void backward_values(struct walk *w)
     }
     for (int64_t t = 0; t < w->count; t++)
         write_row(z + t * w->wide, 1, w->columns,
-                  p->dv + ((w->batch * p->length + w->first + t) * p->heads + w->head) * p->V + w->column);
+                  p->dv + ((w->batch * p->length + w->first + t) * p->heads + w->head) * p->V + w->column, &w->seen);
 }
 
 /* LANES channels of the chunk: rows of vectors, ``row`` apart. */
@@ -309,14 +337,14 @@ INLINE void backward_keys(const struct walk *w, const int delta)
 }
 
 /* The gradient of x from that of y = r x, r = 1 / sqrt(sum(x * x) + eps): r (dy - y (y . dy)) */
-static void store_key(const struct walk *w, const real *y, real *dy, real r, real *to)
+static void store_key(struct walk *w, const real *y, real *dy, real r, real *to)
 {
     if (w->p->norm_eps != 0)
         add(dy, -dot(y, dy, w->K), y, w->K);
-    write_row(dy, r, w->p->K, to);
+    write_row(dy, r, w->p->K, to, &w->seen);
 }
 
-static void store(const struct walk *w)
+static void store(struct walk *w)
 {
     const struct problem *p = w->p;
     for (int64_t t = 0; t < w->count; t++) {
@@ -325,12 +353,13 @@ static void store(const struct walk *w)
         store_key(w, w->q + row, w->dq + row, w->q_factor[t], p->dq + lane * p->K);
         store_key(w, w->k + row, w->dk + row, w->k_factor[t], p->dk + lane * p->K);
         p->dbeta[lane] = w->dbeta[t];
+        w->seen += 0 * p->dbeta[lane];
         if (!p->decay.data)
             continue;
         if (p->decay_per_channel)
-            write_row(w->da + row, 1, p->K, p->ddecay + lane * p->K);
+            write_row(w->da + row, 1, p->K, p->ddecay + lane * p->K, &w->seen);
         else
-            p->ddecay[lane] = total(w->da + row, w->K);
+            p->ddecay[lane] = total(w->da + row, w->K), w->seen += 0 * p->ddecay[lane];
     }
 }
 
@@ -340,10 +369,9 @@ static void backward(struct walk *w, const real *state)
     const struct problem *p = w->p;
     const int64_t rows = p->delta ? 2 * TOKENS : TOKENS;
     w->ahead = -TOKENS;
-    decay_keys(w);
+    decay_in(w);
+    recall(w);
     load_values(w, &p->grad_out, (real)p->scale, w->grads);
-    for (int64_t t = 0; t < TOKENS; t++)
-        scale(w->values + t * w->wide, w->beta[t], w->W + t * w->wide, w->V);
     backward_values(w);
     transpose(w->grads, w->wide, rows, w->V, w->grads_t, 2 * TOKENS);
     transpose(w->values, w->wide, TOKENS, w->V, w->values_t, TOKENS);

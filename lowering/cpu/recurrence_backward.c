@@ -1,4 +1,6 @@
 /* Gradients of the recurrence: the walks over the chunks of a sequence; vectors.c and backward_chunk.c come before it. */
+enum { GROUP = 8 }; /* chunks, of whose states one is kept */
+
 /* A state [K, V] of memory, or zeros, and back. */
 static void read_state(const struct walk *w, const real *from, real *to)
 {
@@ -9,20 +11,22 @@ static void read_state(const struct walk *w, const real *from, real *to)
             fill(to + i * w->wide, 0, w->V);
 }
 
-/* How memory is cut: chunks kept at a time, and elements of the whole. */
+/* How memory is cut: chunks and states kept at a time, and elements of the whole. */
 struct room {
-    int64_t kept, state, chunk, elements;
+    int64_t kept, states, state, chunk, elements;
 };
 
 static struct room room_for(const struct walk *w, int64_t chunks)
 {
     const int64_t state = w->K * w->wide, chunk = TOKENS * (2 * TOKENS + w->wide + 3 * w->deep + 3);
-    int64_t kept = w->p->history / (state + chunk) + 1;
+    int64_t kept = w->p->history / (state / GROUP + chunk) + 1;
     while (kept * kept < chunks) /* so that checkpoints do not become more than what is kept */
         kept++;
     kept = kept < chunks ? kept : chunks ? chunks : 1;
+    const int64_t states = (kept < GROUP ? kept : GROUP - 1) + kept / GROUP;
     const int64_t fixed = TOKENS * (11 * w->deep + 3 * w->wide + 3 * w->V + 3 * w->K + 2 * TOKENS) + 2 * w->deep + state;
-    return (struct room){kept, state, chunk, fixed + (chunks / kept + 1) * state + kept * (state + chunk)};
+    return (struct room){
+        kept, states, state, chunk, fixed + (chunks / kept + 1) * state + kept * chunk + states * state};
 }
 
 static real *taken(real **memory, int64_t count)
@@ -42,6 +46,37 @@ static void turn_to(struct walk *w, int64_t first, real *kept)
     w->beta = taken(&kept, TOKENS), w->q_factor = taken(&kept, TOKENS), w->k_factor = taken(&kept, TOKENS);
 }
 
+/* Where the state before chunk ``i`` of a span is. */
+static real *before(real *checkpoint, real *states, struct room room, int64_t i)
+{
+    if (i == 0)
+        return checkpoint;
+    return states + (i % GROUP ? i % GROUP - 1 : GROUP - 2 + i / GROUP) * room.state;
+}
+
+/* Over ``count`` chunks and back, from the state at ``checkpoint``. Of every GROUP states one is kept on the way; the
+ * others are made again, which takes less than to fetch them from memory. */
+static void run_span(
+    struct walk *w, int64_t first, int64_t count, struct room room, real *checkpoint, real *states, real *kept)
+{
+    for (int64_t i = 0; i < count; i++) {
+        turn_to(w, first + i * TOKENS, kept + i * room.chunk);
+        forward(w, before(checkpoint, states, room, i), before(checkpoint, states, room, i + 1));
+    }
+    for (int64_t end = count, begin; end > 0; end = begin) {
+        begin = (end - 1) / GROUP * GROUP;
+        for (int64_t i = begin; end < count && i < end - 1; i++) {
+            turn_to(w, first + i * TOKENS, kept + i * room.chunk);
+            recall(w);
+            advance(w, before(checkpoint, states, room, i), before(checkpoint, states, room, i + 1));
+        }
+        for (int64_t i = end - 1; i >= begin; i--) {
+            turn_to(w, first + i * TOKENS, kept + i * room.chunk);
+            backward(w, before(checkpoint, states, room, i));
+        }
+    }
+}
+
 /* From the first chunk to the last, then back, ``kept`` at a time. */
 static void run_walk(struct walk *w, int64_t chunks, struct room room, real *memory)
 {
@@ -56,7 +91,7 @@ static void run_walk(struct walk *w, int64_t chunks, struct room room, real *mem
     w->grads_t = taken(&memory, 2 * TOKENS * w->V), w->values_t = taken(&memory, TOKENS * w->V);
     w->products = taken(&memory, 3 * TOKENS * w->K), w->pairs = taken(&memory, 2 * TOKENS * TOKENS);
     w->dS = taken(&memory, room.state);
-    real *kept = taken(&memory, room.kept * room.chunk), *states = taken(&memory, room.kept * room.state);
+    real *kept = taken(&memory, room.kept * room.chunk), *states = taken(&memory, room.states * room.state);
     real *checkpoints = memory; /* the state before every span */
 
     read_state(w, p->grad_final ? p->grad_final + tile + w->column : 0, w->dS);
@@ -71,18 +106,10 @@ static void run_walk(struct walk *w, int64_t chunks, struct room room, real *mem
     for (int64_t span = spans - 1; span >= 0; span--) {
         const int64_t first = w->start + span * room.kept * TOKENS;
         const int64_t count = span < spans - 1 ? room.kept : chunks - span * room.kept;
-        const real *checkpoint = checkpoints + span * room.state;
-        for (int64_t i = 0; i < count; i++) {
-            turn_to(w, first + i * TOKENS, kept + i * room.chunk);
-            forward(w, i ? states + i * room.state : checkpoint, states + (i + 1) % room.kept * room.state);
-        }
-        for (int64_t i = count - 1; i >= 0; i--) {
-            turn_to(w, first + i * TOKENS, kept + i * room.chunk);
-            backward(w, i ? states + i * room.state : checkpoint);
-        }
+        run_span(w, first, count, room, checkpoints + span * room.state, states, kept);
     }
     for (int64_t i = 0; i < p->K; i++)
-        write_row(w->dS + i * w->wide, 1, w->columns, p->dinitial + tile + i * p->V + w->column);
+        write_row(w->dS + i * w->wide, 1, w->columns, p->dinitial + tile + i * p->V + w->column, &w->seen);
 }
 
 static int64_t padded(int64_t x)
@@ -114,6 +141,9 @@ void linear_attention_backward(int64_t begin, int64_t end, void *context)
         for (int64_t j = 0; p->poison && j < room.elements; j++)
             aligned[j] = (real)__builtin_nan("");
         run_walk(&w, chunks, room, aligned);
+        if (sum(w.seen) != 0)
+            p->strange = 1;
+        __atomic_thread_fence(__ATOMIC_SEQ_CST); /* what went past the caches is seen before the task's end is */
         __builtin_free(memory);
     }
 }

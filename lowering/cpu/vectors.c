@@ -16,6 +16,18 @@ typedef real vector __attribute__((vector_size(VECTOR_BYTES)));
 typedef real loose __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias)); /* at any address */
 typedef real narrow __attribute__((vector_size(NARROW)));
 
+/* A vector to memory past the caches, which need not read a line first that is written whole. */
+#if defined(__clang__)
+#define STREAM(to, x) __builtin_nontemporal_store(x, (vector *)(to))
+#elif VECTOR_BYTES == 64
+#define STREAM(to, x) __builtin_ia32_movntdq512((words *)(to), (words)(x))
+#elif VECTOR_BYTES == 32
+#define STREAM(to, x) __builtin_ia32_movntdq256((words *)(to), (words)(x))
+#else
+#define STREAM(to, x) (*(vector *)(to) = (x))
+#endif
+typedef long long words __attribute__((vector_size(VECTOR_BYTES)));
+
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE real sum(vector x)
@@ -172,11 +184,21 @@ static void read_row(const real *from, real factor, int64_t count, real *to, int
         to[i] = i < count ? factor * from[i] : (real)0;
 }
 
-static void write_row(const real *from, real factor, int64_t count, real *to)
+/* A row to memory, times a factor; ``seen`` becomes NaN where it is not finite. */
+static void write_row(const real *from, real factor, int64_t count, real *to, vector *seen)
 {
+    const int streams = (uintptr_t)to % VECTOR_BYTES == 0;
+    vector bad = *seen;
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES)
-        *(loose *)(to + i) = factor * *(const vector *)(from + i);
+    for (; i + LANES <= count; i += LANES) {
+        const vector x = factor * *(const vector *)(from + i);
+        bad += x * 0;
+        if (streams)
+            STREAM(to + i, x);
+        else
+            *(loose *)(to + i) = x;
+    }
     for (; i < count; i++)
-        to[i] = factor * from[i];
+        to[i] = factor * from[i], bad += to[i] * 0;
+    *seen = bad;
 }

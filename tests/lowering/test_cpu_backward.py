@@ -88,7 +88,7 @@ def test_strong_gates(gate: str, strength: str, gate_form: str) -> None:
     check(Case(gate, True, 60, gate_form=gate_form, strength=strength), TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("length", [15, 16, 17, 32, 64, 300])
+@pytest.mark.parametrize("length", [15, 16, 17, 32, 64, 300, 1100])
 def test_states_are_computed_again_from_checkpoints(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The root of the number of chunks is kept at a time; the bits are those of keeping all."""
     case = Case("channel", True, length, batch=1, key_width=24, dtype=torch.float64)
@@ -234,7 +234,7 @@ def test_what_is_not_wanted_is_left_out() -> None:
 def test_a_kernel_that_runs_out_of_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("channel", True, 9)
     inputs = make_inputs(case)
-    monkeypatch.setattr("kdacompile.lowering.cpu.backward.failed", lambda problem: True)
+    monkeypatch.setattr("kdacompile.lowering.cpu.backward.marks", lambda problem: (1, 0))
     with pytest.raises(MemoryError, match="checkpoints"):
         run_recurrence_backward(weights(case, inputs), inputs)
 
