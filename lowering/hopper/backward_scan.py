@@ -183,6 +183,7 @@ def _forward(
         async_copy.wait_group(STAGES - 2)
         state.store(s.to(gl.bfloat16))
         ready()
+        say_done(done, n, count, EARLY)
         keys = kd_s.index(stage)
         if DELTA:
             r = begun(keys if SCALAR else kg_s.index(stage), state, FLAT)
@@ -193,7 +194,6 @@ def _forward(
         _fetch_forward(ahead, count, ahead % STAGES, first, step, start, end, v_base, v_st, k_base, k_st, kg_buffer,
                        kd_buffer, x_buffer, kg_s, kd_s, x_s, v_s, lines, total_buffer, sums_buffer, rate_buffer,
                        beta_buffer, GATED, DELTA, BETA, SCALAR, L2NORM)  # fmt: skip
-        say_done(done, n, count, EARLY)  # it waits for stores: here, while a product is under way
         if KEEP:
             leave(s_buffer + tile * (128 * V) + column, V, state, 128, THIN)
         if DELTA:
@@ -289,6 +289,7 @@ def _reverse(
         async_copy.wait_group(0)
         state.store(s.to(gl.bfloat16))
         ready()
+        say_done(done, n, count, EARLY)
         do = do_s.index(stage)
         keys = kd_s.index(stage)
         queries = qg_s.index(stage).permute((1, 0))
@@ -304,7 +305,6 @@ def _reverse(
                        qg_buffer, kg_buffer, kd_buffer, p_buffer, x_buffer, qg_s, kg_s, kd_s, p_s, x_s, do_s, lines,
                        total_buffer, sums_buffer, rate_buffer, beta_buffer, GATED, DELTA, BETA, SCALAR,
                        L2NORM)  # fmt: skip
-        say_done(done, n, count, EARLY)
         if KEEP:
             leave(d_buffer + tile * (128 * V) + column, V, state, 128, THIN)
         if GATED:
