@@ -99,8 +99,7 @@ class HopperBackward(Backward):
         if self._early(tiles // self._chunks):
             wanted["done"] = ((2 * -(-self._chunks // EVERY),), torch.int32)
         if self._by_blocks:
-            wanted.pop("l", None)
-            del wanted["own"]
+            wanted = {name: buffer for name, buffer in wanted.items() if name not in ("l", "own", "factors", "masks")}
             return wanted | {"lines": ((tiles, 4, WIDTH), torch.float32)}
         if not self._by_token_gates:
             return wanted

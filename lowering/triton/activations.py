@@ -13,7 +13,9 @@ from .decays import exp
 
 @triton.jit
 def sigmoid(x):
-    return 1.0 / (1.0 + exp(-x))
+    """1 / (1 + exp(-x)); the root's inverse is one instruction, where a division takes care of ranges."""
+    root = tl.rsqrt(1.0 + exp(-x))
+    return root * root
 
 
 @triton.jit

@@ -11,9 +11,10 @@ Then, where keys are shared by heads or normalised, the sums over the heads of a
 import triton
 import triton.language as tl
 
+from .backward_blocks import LIMIT, blocks_adjoint, leave_masks, load_factors, load_inside
 from .backward_load import chunk_place, gate_floor, gate_gradient, load_rows
-from .backward_pairs import pairs_adjoint, turned_sum
-from .decays import exp, masked_sum, prefix_decay, suffix_decay, token_decays, total_decay
+from .backward_pairs import levels_adjoint, turned_sum
+from .decays import prefix_decay, suffix_decay, token_decays, total_decay
 from .macros import log_gate
 
 
@@ -21,11 +22,12 @@ from .macros import log_gate
 def pair_gradients(
     v_ptr, v_sb, v_st, v_sh, v_sd, g_ptr, g_sb, g_st, g_sh, do_ptr, do_sb, do_st, do_sh, do_sd, A_log_ptr, dt_bias_ptr,
     cu_seqlens, chunk_offsets, N, T, pitch, scale, gate_scale, first_head,
-    p_buffer, l_buffer, beta_buffer, y_buffer, z_buffer, dp_buffer, dl_buffer, own_buffer, dlog_buffer,
+    p_buffer, l_buffer, beta_buffer, y_buffer, z_buffer, dp_buffer, dl_buffer, own_buffer, dlog_buffer, masks_buffer,
     dv_ptr, dbeta_ptr,
     HV: tl.constexpr, HP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, FN: tl.constexpr, DELTA: tl.constexpr, BETA: tl.constexpr, SIGMOID: tl.constexpr,
-    RATE: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
+    RATE: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr, DT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What is summed over V alone: dv, dbeta and the gradients of P and L, behind their decays if those are a token's.
 
@@ -37,14 +39,17 @@ def pair_gradients(
     if PACKED:
         if chunk >= tl.load(chunk_offsets + N):
             return
+    if GATE == "channel" and not EXACT:
+        if pid == 0:
+            leave_masks(masks_buffer, C, DT)
     batch, first, end = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, C, PACKED)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     live = i < end - first
     token = (batch * pitch + first) * HV + head
     square = pid * (C * C) + i * C + j
-    b = tl.full([C, 1], 1.0, tl.float32)
+    b, b_row = 1.0, 1.0
     if BETA:
-        b = tl.load(beta_buffer + pid * C + i)
+        b, b_row = tl.load(beta_buffer + pid * C + i), tl.load(beta_buffer + pid * C + j)
     dp, h, db = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32), tl.zeros([C, 1], tl.float32)
     for first_value in range(0, VP, BV):
         c = first_value + tl.arange(0, BV)[None, :]
@@ -52,24 +57,24 @@ def pair_gradients(
         do = load_rows(do_ptr + batch * do_sb + first * do_st + head * do_sh, i, live, do_st, c, do_sd, V).to(DT)
         z = tl.load(z_buffer + at)
         if DELTA:
-            y = tl.load(y_buffer + at).to(tl.float32)
+            y = tl.load(y_buffer + at)
         else:
-            y = load_rows(v_ptr + batch * v_sb + first * v_st + head * v_sh, i, live, v_st, c, v_sd, V).to(tl.float32)
-        new_v = (y * b).to(DT)
-        dp = tl.dot(do, tl.trans(new_v), dp, input_precision=PRECISION)
+            y = load_rows(v_ptr + batch * v_sb + first * v_st + head * v_sh, i, live, v_st, c, v_sd, V).to(DT)
+        dp = tl.dot(do, tl.trans(y), dp, input_precision=PRECISION)
         if DELTA:
-            h = tl.dot(z, tl.trans(new_v), h, input_precision=PRECISION)
+            h = tl.dot(z, tl.trans(y), h, input_precision=PRECISION)
         z = z.to(tl.float32)
         if BETA:
-            db += tl.sum(z * y, 1)[:, None]
+            db += tl.sum(z * y.to(tl.float32), 1)[:, None]
         at = token * V + i * (HV * V) + c
         tl.store(dv_ptr + at, (z * b).to(dv_ptr.dtype.element_ty), mask=live & (c < V))
     if BETA:
         if SIGMOID:
             db *= b * (1.0 - b)
         tl.store(dbeta_ptr + token + i * HV, db.to(dbeta_ptr.dtype.element_ty), mask=live)
-    tl.store(own_buffer + pid * C + tl.arange(0, C), tl.sum(tl.where(i == j, dp, 0.0), 1) * scale)
-    dp, dl = tl.where(i > j, dp * scale, 0.0), tl.where(i > j, -h * b, 0.0)
+    dp *= scale * b_row  # V' = b Y
+    tl.store(own_buffer + pid * C + tl.arange(0, C), tl.sum(tl.where(i == j, dp, 0.0), 1))
+    dp, dl = tl.where(i > j, dp, 0.0), tl.where(i > j, -h * (b * b_row), 0.0)
     if GATE == "scalar":
         g = token_gates(
             g_ptr + batch * g_sb + first * g_st + head * g_sh, g_st, i, live, A_log_ptr, dt_bias_ptr, head, gate_scale,
@@ -105,26 +110,26 @@ def token_gates(
 
 @triton.jit
 def state_products(
-    do_base, do_st, do_sd, i, live, v_base, v_st, v_sd, b, d, s_tile, d_tile, y_tile, z_tile,
+    do_base, do_st, do_sd, i, live, v_base, v_st, v_sd, d, s_tile, d_tile, y_tile, z_tile,
     V: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr,
     DT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dO S^T, Z S^T, V' dS^T of a block of channels, and the rows of S * dS as a row."""
+    """dO S^T, Z S^T, Y dS^T of a block of channels, and the rows of S * dS as a row. All is loaded before any product:
+    behind the barriers of one, loads would be waited for one after the other."""
     dq, zs = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
     dk, dtotal = tl.zeros([C, BK], tl.float32), tl.zeros([1, BK], tl.float32)
     for first_value in range(0, VP, BV):
         c = first_value + tl.arange(0, BV)[None, :]
         s, ds = tl.load(s_tile + d * VP + c), tl.load(d_tile + d * VP + c)
-        dtotal += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)[None, :]
         do = load_rows(do_base, i, live, do_st, c, do_sd, V).to(DT)
-        dq = tl.dot(do, tl.trans(s), dq, input_precision=PRECISION)
         if DELTA:
-            y = tl.load(y_tile + i * VP + c)
-            zs = tl.dot(tl.load(z_tile + i * VP + c), tl.trans(s), zs, input_precision=PRECISION)
+            y, z = tl.load(y_tile + i * VP + c), tl.load(z_tile + i * VP + c)
+            zs = tl.dot(z, tl.trans(s), zs, input_precision=PRECISION)
         else:
-            y = load_rows(v_base, i, live, v_st, c, v_sd, V)
-        new_v = (y.to(tl.float32) * b).to(DT)
-        dk = tl.dot(new_v, tl.trans(ds), dk, input_precision=PRECISION)
+            y = load_rows(v_base, i, live, v_st, c, v_sd, V).to(DT)
+        dq = tl.dot(do, tl.trans(s), dq, input_precision=PRECISION)
+        dk = tl.dot(y, tl.trans(ds), dk, input_precision=PRECISION)
+        dtotal += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)[None, :]
     return dq, zs, dk, dtotal
 
 
@@ -133,15 +138,17 @@ def gradients(
     q_ptr, q_sb, q_st, q_sh, q_sd, k_ptr, k_sb, k_st, k_sh, k_sd, v_ptr, v_sb, v_st, v_sh, v_sd,
     g_ptr, g_sb, g_st, g_sh, g_sd, do_ptr, do_sb, do_st, do_sh, do_sd, A_log_ptr, dt_bias_ptr,
     cu_seqlens, chunk_offsets, N, T, pitch, scale, gate_scale, first_head,
-    beta_buffer, rate_buffer, s_buffer, d_buffer, y_buffer, z_buffer, dp_buffer, dl_buffer, own_buffer, dlog_buffer,
-    dq_ptr, dk_ptr, dg_ptr, dbias_ptr, drate_ptr,
+    total_buffer, factors_buffer, masks_buffer, beta_buffer, rate_buffer, s_buffer, d_buffer, y_buffer, z_buffer,
+    dp_buffer, dl_buffer, own_buffer, dlog_buffer, dq_ptr, dk_ptr, dg_ptr, dbias_ptr, drate_ptr,
     HV: tl.constexpr, HP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr,
     VP: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, FN: tl.constexpr,
     DELTA: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, RATE: tl.constexpr, BIAS: tl.constexpr,
-    DBIAS: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
+    DBIAS: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr, BOUNDED: tl.constexpr, DT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg. A program has a block of channels; with a gate per token, whose gradient sums them, all blocks."""
-    pid = tl.program_id(0).to(tl.int64)
+    PARTS: tl.constexpr = 1 if GATE == "scalar" else KP // BK
+    pid, part = tl.program_id(0).to(tl.int64) // PARTS, tl.program_id(0) % PARTS
     chunk, head = pid // HP, first_head + pid % HP
     if PACKED:
         if chunk >= tl.load(chunk_offsets + N):
@@ -167,58 +174,69 @@ def gradients(
         g = token_gates(g_base, g_st, i, live, A_log_ptr, dt_bias_ptr, head, gate_scale, FN, RATE, BIAS)
         before, after, total = prefix_decay(g, C), suffix_decay(g, C), total_decay(g, C, 1)
         starts, ends, totals = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([1], tl.float32)
-        blocks = KP // BK
-    else:
-        blocks = 1
-    for block in range(blocks):
-        first_key = (tl.program_id(1) + block) * BK
+    dp_tile, dl_tile = dp_buffer + pid * (C * C), dl_buffer + pid * (C * C)
+    if GATE == "channel" and not EXACT:
+        dp_inside = load_inside(dp_tile, C)
+        dl_inside = load_inside(dl_tile, C) if DELTA else dp_inside
+    for block in range(KP // BK // PARTS):
+        first_key = (part + block) * BK
         d, d_column = first_key + tl.arange(0, BK)[None, :], first_key + tl.arange(0, BK)[:, None]
+        q, k = load_rows(q_base, i, live, q_st, d, q_sd, K), load_rows(k_base, i, live, k_st, d, k_sd, K)
+        if GATE == "channel":
+            x = load_rows(g_base, i, live, g_st, d, g_sd, K)
+            if not EXACT:
+                lead, tail, middle, whole = load_factors(factors_buffer + pid * (C // 4 * KP), d, C, KP)
+                total = tl.load(total_buffer + pid * KP + d)
         to_q, zs, to_end, dtotal = state_products(
-            do_base, do_st, do_sd, i, live, v_base, v_st, v_sd, b, d_column, s_buffer + pid * (KP * VP),
+            do_base, do_st, do_sd, i, live, v_base, v_st, v_sd, d_column, s_buffer + pid * (KP * VP),
             d_buffer + pid * (KP * VP), y_buffer + pid * (C * VP), z_buffer + pid * (C * VP),
             V, VP, C, BK, BV, DELTA, DT, PRECISION,
         )  # fmt: skip
-        q = load_rows(q_base, i, live, q_st, d, q_sd, K).to(tl.float32) * q_rate
-        k = load_rows(k_base, i, live, k_st, d, k_sd, K).to(tl.float32) * k_rate
-        to_q *= scale
-        to_start = -zs * b
+        q, k = q.to(tl.float32) * q_rate, k.to(tl.float32) * k_rate
+        to_q, to_start, to_end = to_q * scale, -zs * b, to_end * b
         if GATE == "channel":
-            x = load_rows(g_base, i, live, g_st, d, g_sd, K).to(tl.float32)
+            x = x.to(tl.float32)
             if BIAS:
                 x += tl.load(dt_bias_ptr + head * K + d, mask=d < K, other=0.0).to(tl.float32)
             g = tl.where(live & (d < K), log_gate(gate_floor(x, FN), rate, FN, gate_scale), 0.0)
-            before, after = exp(masked_sum(j <= i, g, DT)), exp(masked_sum(j > i, g, DT))
-            total = total_decay(g, C, 1)
-        if GATE != "none":
-            to_q, to_start, to_end = to_q * before, to_start * before, to_end * after
-        from_start = q * to_q
-        if DELTA:
-            from_start += k * to_start
-        if GATE == "channel":
-            dg = turned_sum(j >= i, from_start, DT) + turned_sum(j < i, k * to_end, DT) + dtotal * total
-        if GATE == "scalar":
-            starts += tl.sum(from_start, 1)
-            ends += tl.sum(k * to_end, 1)
-            totals += tl.sum(dtotal * total, 1)
-        dq, dk = to_q + own * k, to_end + own * q
-        if DELTA:
-            dk += to_start
-        dp_tile, dl_tile = dp_buffer + pid * (C * C), dl_buffer + pid * (C * C)
-        if GATE == "channel":
-            dq, dk, dg = pairs_adjoint(dq, dk, dg, dp_tile, dl_tile, q, k, g, C, DELTA, EXACT, DT, PRECISION)
+            if EXACT:
+                dq, dk, dg = levels_adjoint(
+                    to_q, to_start, to_end, dtotal, own, dp_tile, dl_tile, q, k, g, C, DELTA, DT, PRECISION
+                )  # fmt: skip
+                inside = dg
+            else:
+                dq, dk, dg, inside = blocks_adjoint(
+                    to_q, to_start, to_end, dtotal * total, own, lead, tail, middle, whole, dp_inside, dl_inside,
+                    dp_tile, dl_tile, masks_buffer, q, k, g, C, DELTA, BOUNDED, DT,
+                )  # fmt: skip
             tl.debug_barrier()  # so that x is loaded again, not kept in registers
             x = load_rows(g_base, i, live, g_st, d, g_sd, K).to(tl.float32)
             if BIAS:
                 x += tl.load(dt_bias_ptr + head * K + d, mask=d < K, other=0.0).to(tl.float32)
+            if BOUNDED:
+                dg += inside
+            elif not EXACT:
+                dg += tl.where(log_gate(gate_floor(x, FN), rate, FN, gate_scale) > LIMIT, inside, 0.0)
             dx, drate = gate_gradient(x, rate, dg, FN, gate_scale)
             dx = tl.where(live & (d < K), dx, 0.0)
             tl.store(dg_ptr + token * K + i * (HV * K) + d, dx.to(dg_ptr.dtype.element_ty), mask=live & (d < K))
             if DBIAS:
                 tl.store(dbias_ptr + (chunk * HV + head) * K + d, tl.sum(dx, 0)[None, :], mask=d < K)
             if RATE:
-                drate = tl.sum(tl.sum(tl.where(live & (d < K), drate, 0.0), 1), 0)
-                tl.store(drate_ptr + (chunk * (KP // BK) + tl.program_id(1)) * HV + head, drate)
+                drate = tl.sum(tl.sum(tl.where(live & (d < K), drate, 0.0), 0), 0)
+                tl.store(drate_ptr + (chunk * PARTS + part) * HV + head, drate)
         else:
+            if GATE == "scalar":
+                to_q, to_start, to_end = to_q * before, to_start * before, to_end * after
+                from_start = q * to_q
+                if DELTA:
+                    from_start += k * to_start
+                starts += tl.sum(from_start, 1)
+                ends += tl.sum(k * to_end, 1)
+                totals += tl.sum(dtotal * total, 1)
+            dq, dk = to_q + own * k, to_end + own * q
+            if DELTA:
+                dk += to_start
             rounded, dp = k.to(DT), tl.load(dp_tile + i * C + j)
             dq = tl.dot(tl.where(i > j, dp, 0.0).to(DT), rounded, dq, input_precision=PRECISION)
             dk = tl.dot(tl.where(i < j, dp, 0.0).to(DT), q.to(DT), dk, input_precision=PRECISION)

@@ -50,4 +50,9 @@ def gate_floor(x, FN: tl.constexpr):
 def gate_gradient(x, rate, dlog, FN: tl.constexpr, gate_scale):
     """The gradients of x and of A_log from that of the log gate; 0 of a saturated gate, whatever its slope."""
     by_x, by_rate = gate_slopes(gate_floor(x, FN), rate, FN, gate_scale)
-    return tl.where(dlog == 0.0, 0.0, dlog * by_x), tl.where(dlog == 0.0, 0.0, dlog * by_rate)
+    dx = tl.where(dlog == 0.0, 0.0, dlog * by_x)
+    if FN == "sigmoid":  # by_rate is x by_x: with a chain of its own, in another layout, all of it were computed twice
+        drate = x * dx
+    else:
+        drate = tl.where(dlog == 0.0, 0.0, dlog * by_rate)
+    return dx, drate

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ..adjoint import Gradients
 from ..calls import Call
+from ..gates import GATE_FUNCTIONS
 from ..scratch import Scratch
 from .backward_schedule import schedule
-from .configs import padded
+from .configs import GATE_LIMIT, padded
 from .device import device_of, on, precision
 from .run import TritonKernels, inverse_precision, launch, pack, tensor_arguments, triton_dtype
 
@@ -83,6 +84,10 @@ class Backward:
     def _normed_apart(self, call: Call) -> bool:
         """Whether the norms' gradients are left to a kernel of their own."""
         return call.qk_l2norm_eps > 0.0
+
+    def _exact(self) -> bool:
+        """Whether every pair of tokens has decays of its own; else those of the same 16 share factors."""
+        return self._dtype is torch.float32 or self._call.gate_fn == "factor"
 
     def run(self) -> Gradients:
         call, plan = self._call, self._plan
@@ -241,10 +246,10 @@ class Backward:
     def _by_token(self, tiles: int) -> None:
         """The third phase: the gradients of a chunk's tokens."""
         plan, kernels = self._plan, _kernels()
-        self._run(kernels.pair_gradients, (tiles,), {"BV": plan.columns}, num_warps=plan.warps, num_stages=1)
-        programs = 1 if self._values["GATE"] == "scalar" else padded(self._width) // plan.keys
+        self._run(kernels.pair_gradients, (tiles,), {"BV": min(plan.columns, 64)}, num_warps=plan.warps, num_stages=1)
+        parts = 1 if self._values["GATE"] == "scalar" else padded(self._width) // plan.keys
         blocks = {"BK": plan.keys, "BV": plan.columns}
-        self._run(kernels.gradients, (tiles, programs), blocks, num_warps=plan.key_warps, num_stages=1)
+        self._run(kernels.gradients, (tiles * parts,), blocks, num_warps=plan.key_warps, num_stages=1)
 
     def _run(self, kernel: Any, grid: tuple[int, ...], blocks: dict[str, int], **options: int) -> None:
         given = {**self._values, **blocks}
@@ -268,7 +273,8 @@ class Backward:
         values |= tensor_arguments("final", "nhkv", nothing if grad_state is None else grad_state)
         for name, x in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
             values[f"{name}_ptr"] = nothing if x is None else self._scratch.contiguous(x)
-        full = self._dtype is torch.float32
+        full, exact = self._dtype is torch.float32, self._exact()
+        bounded = GATE_FUNCTIONS[call.gate_fn].lower_bound(call.gate_scale) >= GATE_LIMIT
         rounding = "tf32" if call.compute_dtype is torch.float16 else precision()
         gate = {"head": "scalar", "token": "scalar"}.get(call.gate, call.gate)
         return values | {
@@ -282,7 +288,7 @@ class Backward:
             "RATE": call.A_log is not None, "BIAS": call.dt_bias is not None,
             "DBIAS": call.dt_bias is not None or call.gate == "head",
             "STATE": call.initial_state is not None, "FINAL": grad_state is not None,
-            "PACKED": call.cu_seqlens is not None, "EXACT": full or call.gate_fn == "factor",
+            "PACKED": call.cu_seqlens is not None, "EXACT": exact, "BOUNDED": bounded and not exact,
             "DT": triton_dtype(self._dtype), "PRECISION": rounding,
             "INVERSE_PRECISION": rounding if full else inverse_precision(call, self._dtype),
         }  # fmt: skip
@@ -334,6 +340,9 @@ class Backward:
         }  # fmt: skip
         if call.gate != "none":
             wanted["total"] = ((tiles, keys), torch.float32)
+        if call.gate == "channel" and not self._values["EXACT"]:
+            wanted["factors"] = ((tiles, 4, chunk // 16, keys), torch.float32)
+            wanted["masks"] = ((3 * chunk * chunk + 512,), self._dtype)
         if call.gate in ("head", "token"):
             wanted["dlog"] = (narrow, torch.float32)
         if call.beta is not None:
@@ -354,7 +363,7 @@ class Backward:
         made["dp"] = made["p"]  # what is read last is overwritten in place, by the program that reads it
         if "l" in made:
             made["dl"] = made["l"]
-        names = "qg kg kd total lines sums p l a x beta rate s d y z own dlog dp dl done".split()
+        names = "qg kg kd total factors masks lines sums p l a x beta rate s d y z own dlog dp dl done".split()
         values = {f"{name}_buffer": made.get(name, nothing) for name in names}
         results = "dq dk dv dg dbeta dstate dbias drate".split()
         return values | {f"{name}_ptr": self._found.get(name, nothing) for name in results}

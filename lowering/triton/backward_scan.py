@@ -1,7 +1,9 @@
 """The second phase of the backward pass: the states forward and their gradients in reverse, in one launch.
 
 Neither reads the other, so they are the two halves of the grid. A program has one head of one sequence, and a block of
-the columns of V. What it leaves behind is what the third phase needs of every chunk.
+the columns of V. What it leaves behind is what the third phase needs of every chunk. States and values are held
+transposed: a chunk's tiles then are right operands of all products, which are copied to shared memory ahead and read
+from there either way round; as left operands they were turned in registers.
 """
 
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportUnknownParameterType=false
@@ -41,68 +43,68 @@ def scan(
         chunk, batch = sequence * chunks, sequence
         start, end = sequence * 0, sequence * 0 + T
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    d, d_row = tl.arange(0, KP)[:, None], tl.arange(0, KP)[None, :]
-    c = column * BV + tl.arange(0, BV)[None, :]
+    d = tl.arange(0, KP)[None, :]
+    c = column * BV + tl.arange(0, BV)[:, None]
     if tl.program_id(1) == 0:
-        s = tl.zeros([KP, BV], tl.float32)
+        s = tl.zeros([BV, KP], tl.float32)
         if STATE:
             initial = state_ptr + sequence * state_sn + head * state_sh + d * state_sk + c * state_sv
             s += tl.load(initial, mask=(d < K) & (c < V), other=0.0).to(tl.float32)
         v_base = v_ptr + batch * v_sb + head * v_sh
         for step in range(chunks):
             tile = (chunk + step) * HP + own
-            t = start + step * C + i
+            t = start + step * C + j
             v = tl.load(v_base + t * v_st + c * v_sd, mask=(t < end) & (c < V), other=0.0)
-            kd = tl.load(kd_buffer + tile * (C * KP) + i * KP + d_row)
+            kd = tl.load(kd_buffer + tile * (C * KP) + i * KP + d)
             b = 1.0
             if BETA:
-                b = tl.load(beta_buffer + tile * C + i)
+                b = tl.load(beta_buffer + tile * C + j)
             s_rounded = s.to(DT)
+            if GATED:
+                s *= tl.load(total_buffer + tile * KP + d)  # ahead of stores, which it must not wait for
             if not AHEAD:
                 tl.store(s_buffer + tile * (KP * VP) + d * VP + c, s_rounded)
             written = v.to(tl.float32)
             if DELTA:
-                kg = tl.load(kg_buffer + tile * (C * KP) + i * KP + d_row)
-                written -= tl.dot(kg, s_rounded, input_precision=PRECISION)
+                kg = tl.load(kg_buffer + tile * (C * KP) + i * KP + d)
+                written -= tl.dot(s_rounded, tl.trans(kg), input_precision=PRECISION)
                 x = tl.load(x_buffer + tile * (C * C) + i * C + j)
-                written = tl.dot(x, (-b * written).to(DT), written, input_precision=PRECISION)
+                written = tl.dot((-b * written).to(DT), tl.trans(x), written, input_precision=PRECISION)
                 if not AHEAD:
-                    tl.store(y_buffer + tile * (C * VP) + i * VP + c, written.to(DT))
-            if GATED:
-                s *= tl.load(total_buffer + tile * KP + d)
-            s = tl.dot(tl.trans(kd), (b * written).to(DT), s, input_precision=PRECISION)
+                    tl.store(y_buffer + tile * (C * VP) + j * VP + c, written.to(DT))
+            s = tl.dot((b * written).to(DT), kd, s, input_precision=PRECISION)
         if AHEAD:
             tl.store(last_ptr + ((sequence * HV + head) * K + d) * V + c, s, mask=(d < K) & (c < V))
     else:
-        ds = tl.zeros([KP, BV], tl.float32)
+        ds = tl.zeros([BV, KP], tl.float32)
         if FINAL:
             final = final_ptr + sequence * final_sn + head * final_sh + d * final_sk + c * final_sv
             ds += tl.load(final, mask=(d < K) & (c < V), other=0.0).to(tl.float32)
         do_base = do_ptr + batch * do_sb + head * do_sh
         for step in range(chunks):
             tile = (chunk + chunks - 1 - step) * HP + own
-            t = start + (chunks - 1 - step) * C + i
+            t = start + (chunks - 1 - step) * C + j
             do = tl.load(do_base + t * do_st + c * do_sd, mask=(t < end) & (c < V), other=0.0)
             do = (do.to(tl.float32) * scale).to(DT)
-            kd = tl.load(kd_buffer + tile * (C * KP) + i * KP + d_row)
-            qg = tl.load(qg_buffer + tile * (C * KP) + i * KP + d_row)
+            kd = tl.load(kd_buffer + tile * (C * KP) + i * KP + d)
+            qg = tl.load(qg_buffer + tile * (C * KP) + i * KP + d)
             p = tl.load(p_buffer + tile * (C * C) + i * C + j)
             ds_rounded = ds.to(DT)
-            tl.store(d_buffer + tile * (KP * VP) + d * VP + c, ds_rounded)
-            z = tl.dot(tl.trans(p), do, input_precision=PRECISION)
-            z = tl.dot(kd, ds_rounded, z, input_precision=PRECISION)
-            if DELTA:
-                b = 1.0
-                if BETA:
-                    b = tl.load(beta_buffer + tile * C + i)
-                x = tl.load(x_buffer + tile * (C * C) + i * C + j)
-                z = tl.dot(tl.trans(x), (-b * z).to(DT), z, input_precision=PRECISION)
-            tl.store(z_buffer + tile * (C * VP) + i * VP + c, z.to(DT))
             if GATED:
                 ds *= tl.load(total_buffer + tile * KP + d)
-            ds = tl.dot(tl.trans(qg), do, ds, input_precision=PRECISION)
+            tl.store(d_buffer + tile * (KP * VP) + d * VP + c, ds_rounded)
+            z = tl.dot(do, p, input_precision=PRECISION)
+            z = tl.dot(ds_rounded, tl.trans(kd), z, input_precision=PRECISION)
+            b = 1.0
             if DELTA:
-                kg = tl.load(kg_buffer + tile * (C * KP) + i * KP + d_row)
-                ds = tl.dot(tl.trans(kg), (-b * z).to(DT), ds, input_precision=PRECISION)
+                if BETA:
+                    b = tl.load(beta_buffer + tile * C + j)
+                x = tl.load(x_buffer + tile * (C * C) + i * C + j)
+                z = tl.dot((-b * z).to(DT), x, z, input_precision=PRECISION)
+            tl.store(z_buffer + tile * (C * VP) + j * VP + c, z.to(DT))
+            ds = tl.dot(do, qg, ds, input_precision=PRECISION)
+            if DELTA:
+                kg = tl.load(kg_buffer + tile * (C * KP) + i * KP + d)
+                ds = tl.dot((-b * z).to(DT), kg, ds, input_precision=PRECISION)
         if STATE:
             tl.store(dstate_ptr + ((sequence * HV + head) * K + d) * V + c, ds, mask=(d < K) & (c < V))

@@ -37,7 +37,7 @@ def schedule(
     whole = keys == 128 and item == 2 and not channels  # eight warps hold all of K: 684 us in place of 870 for GDN
     return Schedule(
         chunk=chunk,
-        prepare_keys=min(keys, 32),
+        prepare_keys=min(keys, 16 if channels and item == 2 else 32),
         prepare_warps=4,
         scan_columns=min(values, 32),
         scan_warps=4,

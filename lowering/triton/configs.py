@@ -18,6 +18,9 @@ MIN_CHUNK, MAX_CHUNK = 16, 64
 # K = 16 and no decay the 16-bit hand-overs then leave an error of 5.2e-3 to 5.7e-3, in chunks of 32 at most 4.8e-3.
 FEW_KEYS = 32
 
+# In gradients through pairs of tokens of the same 16 a lower log gate counts as this (backward_blocks.py).
+GATE_LIMIT = -8.6
+
 # The compiler whose four-warp kernels were checked on a Hopper GPU, see _few_warps.
 VERIFIED_TRITON = (3, 6)
 

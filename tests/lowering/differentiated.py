@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -20,6 +21,7 @@ from kdacompile.lowering.linear_attention import ROWS
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton import TritonGradients, backward_run
 from kdacompile.lowering.triton.backward_run import Backward
+from kdacompile.lowering.triton.backward_schedule import Schedule, schedule
 from tests.ops import cases
 
 KERNELS = TritonGradients()
@@ -145,6 +147,31 @@ def extremes() -> None:
         check(case.with_tensors(g=torch.where(torch.rand(g.shape, generator=random) < 0.15, 0.0, g)))
 
 
+def _as_of_bf16(key_width: int, value_width: int, length: int, item: int, **options: Any) -> Schedule:
+    return schedule(key_width, value_width, length, 2, **options)
+
+
+@patch.object(Backward, "_exact", lambda self: self._call.gate_fn == "factor")
+@patch.object(backward_run, "schedule", _as_of_bf16)
+def blocks() -> None:
+    """What bf16 takes with a gate per channel, here in fp32 and in its chunks: exact for mild gates, and for strong
+    ones to what a log gate counts as inside of 16 tokens at least, 2e-4 of an undecayed term."""
+
+    def made(**options: Any) -> cases.Case:
+        given: dict[str, Any] = {"batch": 1, "heads": 1, "key_dim": 32} | options
+        return cases.make_case(**given).with_options(chunk_size=0)
+
+    for fn, length in (("sigmoid", 70), ("softplus", 70), ("sigmoid", 10), ("log", 25)):
+        check(made(gate_fn=fn, length=length), 2e-5)
+    check(made(delta=False, gate_fn="logsigmoid", length=70, key_dim=40), 2e-5)
+    random = torch.Generator().manual_seed(1)
+    case = made(gate_fn="log", length=70)
+    g = case.tensors["g"]
+    strong = torch.where(torch.rand(g.shape, generator=random) < 0.2, -1000.0, g)
+    check(case.with_tensors(g=torch.where(torch.rand(g.shape, generator=random) < 0.1, -torch.inf, strong)), 2e-4)
+    later_is_ignored(made(gate_fn="softplus", length=70), "cpu")
+
+
 def shapes() -> None:
     """Widths that are no power of two, grouped heads, strides, expanded gradients, causality."""
     for width, columns in ((40, 72), (16, 80)):
@@ -206,7 +233,9 @@ def in_runs(
                     assert x is y is None or (x is not None and y is not None and torch.equal(x, y))
 
 
-PARTS = {"rows": rows, "preparations": preparations, "extremes": extremes, "shapes": shapes, "runs": runs}
+PARTS = {
+    "rows": rows, "preparations": preparations, "extremes": extremes, "blocks": blocks, "shapes": shapes, "runs": runs,
+}  # fmt: skip
 
 if __name__ == "__main__":
     for part in sys.argv[1:]:
