@@ -27,9 +27,10 @@ def schedule(
     """One program. lengths ``[B]``; items ``[ITEMS + B, 4]``: the table, then of each request its first slot and the
     number of its parts, the plan.
 
-    Two cuts are weighed: *whole*, where only requests longer than a worker's share are cut (evenly), and *ranges*,
-    where the requests in a row are cut into shares of equal work, however a request lies across them. The first leaves
-    fewer partial results, the second the last round full.
+    Three cuts are weighed: *whole*, where only requests longer than a worker's share are cut (evenly), *even*, where
+    every request is cut into as many parts as there are workers for it, and *ranges*, where the requests in a row are
+    cut into shares of equal work, however a request lies across them. The first leaves the fewest partial results, the
+    second the shortest parts, the third the last round full.
     """
     if CHAINED:
         gdc_launch_dependents()
@@ -41,17 +42,21 @@ def schedule(
     # whole; a little more than a share is not worth a cut
     share = tl.maximum((total + WORKERS - 1) // WORKERS, 1)
     parts = tl.where(real, tl.maximum((blocks - OVERHEAD - PARTIAL + share - 1) // share, 1), 0)
+    cost = _cost(blocks, parts, total, WORKERS, OVERHEAD, PARTIAL)
+    even = (blocks.to(tl.int64) * WORKERS // tl.maximum(total, 1)).to(tl.int32)
+    even = tl.where(real, tl.maximum(even, 1), 0)
+    even_cost = _cost(blocks, even, total, WORKERS, OVERHEAD, PARTIAL)
+    if even_cost < cost:
+        parts = even
+        cost = even_cost
     step = tl.maximum((blocks + parts - 1) // tl.maximum(parts, 1), 1)
+    parts = tl.where(real, tl.maximum((blocks + step - 1) // step, 1), 0)  # none of them empty
     offset = tl.zeros([BP], tl.int32)
-    count = tl.sum(parts, 0)
-    rounds = (count + WORKERS - 1) // WORKERS
-    whole_cost = tl.maximum(rounds * (total // count + OVERHEAD), tl.max(step, 0) + OVERHEAD)
-    whole_cost += tl.where(tl.max(parts, 0) > 1, PARTIAL, 0)
     # ranges: request b lies at [start, start + OVERHEAD + blocks) and is cut at multiples of the share
     work = tl.where(real, blocks + OVERHEAD, 0)
     start = tl.cumsum(work, 0) - work + OVERHEAD
     range_share = (tl.sum(work, 0) + WORKERS - 1) // WORKERS
-    if range_share + OVERHEAD + PARTIAL < whole_cost:
+    if range_share + OVERHEAD + PARTIAL < cost:
         first = (start + OVERHEAD + range_share - 1) // range_share  # no cut closer to an end than OVERHEAD blocks
         last = (start + blocks - OVERHEAD) // range_share
         parts = tl.where(real, tl.maximum(last - first + 1, 0) + 1, 0)
@@ -62,6 +67,16 @@ def schedule(
     tl.store(plan, slot, mask=real)
     tl.store(plan + 1, parts, mask=real)
     _items(items, slot, parts, offset, step, blocks, B, WORKERS, ITEMS, PP, LOG_B)
+
+
+@triton.jit
+def _cost(blocks, parts, total, WORKERS, OVERHEAD: tl.constexpr, PARTIAL: tl.constexpr):
+    """Of requests cut evenly, in blocks of a worker's time."""
+    step = tl.maximum((blocks + parts - 1) // tl.maximum(parts, 1), 1)
+    count = tl.sum(parts, 0)
+    rounds = (count + WORKERS - 1) // WORKERS
+    cost = tl.maximum(rounds * (total // count + OVERHEAD), tl.max(step, 0) + OVERHEAD)
+    return cost + tl.where(tl.max(parts, 0) > 1, PARTIAL, 0)
 
 
 @triton.jit

@@ -86,6 +86,17 @@ def cuts() -> None:
         for x in (lengths, torch.full_like(lengths, 64 * longest), torch.where(lengths > 100, 0, lengths)):
             _check_cut(x, workers, 64 * longest)
 
+    for batch, cached, workers, longest in (
+        (16, 1000, 66, 4),
+        (3, 50000, 132, 18),
+        (67, 4096, 66, 66),
+        (200, 700, 132, 11),
+    ):
+        made = torch.empty(2 * batch + workers, 4, dtype=torch.int32)
+        cut(torch.full((batch,), cached, dtype=torch.int32), made, cached, workers, Scratch(), chained=False)
+        sizes = [high - low for request, low, high, _ in made[: batch + workers].tolist() if request >= 0]
+        assert max(sizes) <= longest
+
 
 def _check_cut(lengths: Tensor, workers: int, width: int) -> None:
     batch = lengths.shape[0]
@@ -103,6 +114,7 @@ def _check_cut(lengths: Tensor, workers: int, width: int) -> None:
         assert [low for _, low, _, _ in own] == bounds[:-1] and bounds[-1] == -(-length // 64)
         first, parts = plan[request].tolist()
         assert parts == len(own)
+        assert parts == 1 or all(low < high for _, low, high, _ in own)
         assert [slot for *_, slot in own] == ([-1] if parts == 1 else list(range(first, first + parts)))
         slots.update(range(first, first + parts))
     assert slots == set(range(len(items)))
