@@ -17,6 +17,7 @@ from kdacompile.compat.operators import (
     map_tensors,
     operator_name,
     overload_name,
+    tensors_in,
     without_data,
 )
 from kdacompile.graph.ir import Graph, Mutation, Op, Value, walk_values
@@ -151,7 +152,7 @@ class Recorder(TorchDispatchMode):
             return self.write(func, args, kwargs)
         symbolic = to_value(args), to_value(kwargs)
         out = without_data(func, args, kwargs)
-        tensors = [out] if isinstance(out, torch.Tensor) else [t for t in (out or ()) if isinstance(t, torch.Tensor)]
+        tensors = tensors_in(out)
         if not tensors:
             return out
         if operator_name(func) in ("aten::detach", "aten::alias") and not compat.is_detach(self.node):

@@ -93,7 +93,21 @@ def matmul_loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Ten
     return torch.stack(outs, dim=1)
 
 
-@pytest.mark.parametrize("mixer", [gated_delta_loop, matmul_loop])
+def product_state_loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The same from a state that has the dtype of a product, autocast's: products of two dtypes follow."""
+    dtype = (q[:, 0] @ k[:, 0].mT).dtype
+    state = torch.zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+    outs: list[Tensor] = []
+    for t in range(q.shape[1]):
+        decay = g[:, t].exp()[..., None, None]
+        old = ((k[:, t].unsqueeze(-2) * decay) @ state).squeeze(-2)
+        new = (v[:, t] - old) * beta[:, t].unsqueeze(-1)
+        state = state * decay + k[:, t].unsqueeze(-1) @ new.unsqueeze(-2)
+        outs.append((q[:, t].unsqueeze(-2) @ state).squeeze(-2))
+    return torch.stack(outs, dim=1)
+
+
+@pytest.mark.parametrize("mixer", [gated_delta_loop, matmul_loop, product_state_loop])
 @pytest.mark.parametrize("inside", [False, True])
 def test_autocast(mixer: Callable[..., Any], inside: bool) -> None:
     layer, x = Layer(mixer), torch.randn(2, 5, 12)
