@@ -11,6 +11,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
+import torch
+
+from kdacompile import compat
 from kdacompile.graph.ir import Op, Value
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.vocabulary import LAYOUT
@@ -208,13 +211,19 @@ class Match(Generic[B]):
         return replace(self.moved_up(inputs, **options), absorbed=absorbed)
 
 
+def model_dtype(value: Value) -> torch.dtype:
+    """The dtype of a value in the model, which under autocast is another one than in the functional graph."""
+    example = None if value.node is None else compat.example_value(value.node)
+    return example.dtype if isinstance(example, torch.Tensor) else value.dtype
+
+
 def rounding(
     casts: Iterable[Op], ops: Collection[Op], inputs: Iterable[Value], outputs: Sequence[Value]
 ) -> Obstacle | None:
     """The first of ``casts`` that rounds between the steps of the region ``ops``: to fewer bits than any of ``inputs``
-    has, or to as many in another dtype.
+    has, or to as many in another dtype; what autocast makes of these counts as well.
     """
-    dtypes = {value.dtype for value in inputs if value.dtype.is_floating_point}
+    dtypes = {dtype for value in inputs for dtype in (value.dtype, model_dtype(value)) if dtype.is_floating_point}
     least = min((dtype.itemsize for dtype in dtypes), default=0)
     for op in sorted(casts, key=lambda op: op.out.index):
         dtype = op.out.dtype

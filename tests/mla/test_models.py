@@ -75,6 +75,27 @@ def test_one_graph_for_all_prompts(name: str) -> None:
     assert report.counts["mla"] == case.attentions
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "kimi_linear"])
+def test_under_autocast(name: str) -> None:
+    """Weights are rounded to the queries' dtype, which is autocast's; what enters was rounded to it as well."""
+    case = CASES[name]
+    model, prompt, found = case.build(), tokens(9), []
+    compiled: Any = torch.compile(model, backend="kda", options={"kda.inner": "aot_eager"})
+    torch._dynamo.reset()
+    for run, enabled in ((model, False), (model, True), (compiled, True)):
+        model.zero_grad()
+        with collecting() as report, torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            result = run(prompt, use_cache=False)[0]
+        result.float().square().mean().backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found.append((result, gradient))
+    assert report.counts["mla"] == case.attentions
+    exact, plain, ours = found
+    assert ours[0].dtype == plain[0].dtype
+    for place in range(2):
+        assert relative_error(ours[place], exact[place]) <= 1.5 * relative_error(plain[place], exact[place])
+
+
 @pytest.mark.parametrize("what", ["prefill", "step"])
 def test_the_pass_reads_the_same_within_inductor(what: str) -> None:
     """Operators decompose otherwise under the dispatcher that Inductor's passes run with."""
