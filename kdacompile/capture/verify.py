@@ -78,7 +78,7 @@ def compare_everywhere(
     fn, errors = bound(concolic.fn, call), dict[Point, "float | None"]()
 
     def visit(points: Iterable[Point]) -> None:
-        for batch, length in dict.fromkeys(points):
+        for batch, length in points:
             if (batch, length) in errors:
                 continue
             deadline.check()

@@ -24,8 +24,6 @@ from .decays import exp
 
 LIMIT: tl.constexpr = tl.constexpr(GATE_LIMIT)
 SHIFT: tl.constexpr = tl.constexpr(68.8)  # with 16 of LIMIT factors are from 1e-30 to 1e30: in range of bf16 with a key
-
-
 UNSHIFT: tl.constexpr = tl.constexpr(1.3198957943678875e-30)  # exp(-SHIFT)
 
 
