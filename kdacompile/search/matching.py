@@ -183,6 +183,8 @@ class Matching(Generic[R, B]):
                 break
         if failures:
             self.rejections.append(failures[0])
+        elif forbidden := self.spec.forbids(inner.region):
+            self.rejections.append(self.rejection(forbidden))
         elif refused and (only := self.only_obstacle(obstacles)):
             self.rejections.append(only)
         elif refused:

@@ -84,6 +84,10 @@ class Spec(Generic[R, B]):
         """Whether a region that came to nothing looks like the pattern, be it without a word."""
         return False
 
+    def forbids(self, region: R) -> Obstacle | None:
+        """What keeps a region from being the pattern whatever its roles are: told before what its candidates lack."""
+        return None
+
     def blockers(self, graph: Graph, matched: AbstractSet[Op], *, unknown: bool) -> list[Obstacle]:
         """What keeps all but ``matched`` from being a region; ``unknown``: operators that nobody knows count too."""
         return []

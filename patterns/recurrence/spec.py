@@ -20,6 +20,7 @@ from kdacompile.patterns.recurrence.absorb import Scope, absorb
 from kdacompile.patterns.recurrence.absorb.casts import kept_upcasts
 from kdacompile.patterns.recurrence.candidates import Effort, candidates, read_region
 from kdacompile.patterns.recurrence.layers import inner_groups, is_layer
+from kdacompile.patterns.recurrence.masks import mask_that_is_given
 from kdacompile.patterns.recurrence.proof import prove
 from kdacompile.patterns.recurrence.regions import Group, find_groups
 from kdacompile.patterns.recurrence.roles import AXES, Recurrence, RecurrenceCandidate, RecurrenceMatch, place
@@ -61,6 +62,9 @@ class RecurrenceSpec(Spec[Group, Recurrence]):
 
     def is_near(self, region: Group) -> bool:
         return len(region.anchors) > 2
+
+    def forbids(self, region: Group) -> Obstacle | None:
+        return mask_that_is_given(sorted(region.ops, key=lambda op: op.out.index))
 
     def blockers(self, graph: Graph, matched: AbstractSet[Op], *, unknown: bool) -> list[Obstacle]:
         found = list(regions.find_blockers(graph, matched))
