@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
@@ -17,6 +18,53 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .common import ACROSS, DOWN, LEFT, SEQUENCE, SQUARE, TILE, barrier, magnitude, over, pinned
 
+BLOCKS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))  # [4, 16, 16]
+LEFT_BLOCKS = gl.constexpr(gl.DotOperandLayout(0, BLOCKS.value, 2))
+RIGHT_BLOCKS = gl.constexpr(gl.DotOperandLayout(1, BLOCKS.value, 2))
+
+
+@gluon.jit
+def _diagonal(A, i, j):
+    """The blocks of 16 on the diagonal [4, 16, 16] of A [64, 64]: each is its warp's own, and nothing moves."""
+    own = gl.where((i >> 4) == (j >> 4), A, 0.0)
+    return gl.convert_layout(gl.reshape(gl.sum(gl.reshape(own, [64, 4, 16]), 1), [4, 16, 16]), BLOCKS)
+
+
+@gluon.jit
+def _on_diagonal(x, i, j):
+    """A [64, 64] of such blocks."""
+    x = gl.reshape(gl.permute(gl.join(x, x), (0, 1, 3, 2)), [4, 16, 32])
+    x = gl.reshape(gl.permute(gl.join(x, x), (0, 1, 3, 2)), [64, 64])
+    return gl.where((i >> 4) == (j >> 4), gl.convert_layout(x, SQUARE), 0.0)
+
+
+@gluon.jit
+def _left(x):
+    return gl.convert_layout(x.to(gl.float16), LEFT_BLOCKS)
+
+
+@gluon.jit
+def _right(x):
+    return gl.convert_layout(x.to(gl.float16), RIGHT_BLOCKS)
+
+
+@gluon.jit
+def _invert_blocks(a):
+    """(I + a)^-1 for strictly lower triangular a [4, 16, 16]; a warp has a block, and waits for no other."""
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
+    same4 = (i >> 2) == (j >> 2)
+    zero = gl.zeros([4, 16, 16], gl.float32, layout=BLOCKS)
+    right = _right(a)
+    n = gl.where(same4, a, 0.0)
+    n2 = gl.where(same4, mma_v2(_left(n), right, zero), 0.0)
+    n3 = gl.where(same4, mma_v2(_left(n2), right, zero), 0.0)
+    x = gl.where(i == j, 1.0, 0.0) - n + n2 - n3
+    n = _left(gl.where(same4, 0.0, mma_v2(_left(x), right, zero)))
+    n_right = gl.convert_layout(n, RIGHT_BLOCKS)
+    p = x - mma_v2(n, _right(x), zero)
+    return mma_v2(_left(mma_v2(n, n_right, zero)), _right(p), p)
+
 
 @gluon.jit
 def _invert(A, a, z, i, j, tile_n, tile_x, tile_p):
@@ -24,37 +72,27 @@ def _invert(A, a, z, i, j, tile_n, tile_x, tile_p):
 
     Blocks of 4, 16, 64 in turn: with X the inverse of the diagonal blocks and N = X L, L the rest of the next size,
     N^4 = 0 and (I + N)^-1 X = (I + N^2) (X - N X). Products with A instead of L, masked, need no tile of their own.
+    Up to 16 a warp is on its own.
     """
-    same4 = (i >> 2) == (j >> 2)
-    same16 = (i >> 4) == (j >> 4)
-    n = gl.where(same4, A, 0.0)
-    n2 = gl.where(same4, warpgroup_mma(gl.convert_layout(n.to(gl.float16), LEFT), a, z, use_acc=False), 0.0)
-    n3 = gl.where(same4, warpgroup_mma(gl.convert_layout(n2.to(gl.float16), LEFT), a, z, use_acc=False), 0.0)
-    x = gl.where(i == j, 1.0, 0.0) - n + n2 - n3
-    for level in gl.static_range(2):
-        x16 = x.to(gl.float16)
-        n = warpgroup_mma(gl.convert_layout(x16, LEFT), a, z, use_acc=False, is_async=True)
-        tile_x.store(x16)
-        n = warpgroup_mma_wait(0, [n])
-        if level == 0:
-            n = gl.where(same16, gl.where(same4, 0.0, n), 0.0)
-        else:
-            n = gl.where(same16, 0.0, n)
-        n16 = n.to(gl.float16)
-        tile_n.store(n16)
-        fence_async_shared()
-        barrier()
-        left = gl.convert_layout(n16, LEFT)
-        nx = warpgroup_mma(left, tile_x, z, use_acc=False, is_async=True)
-        nn = warpgroup_mma(left, tile_n, z, use_acc=False, is_async=True)
-        nx = warpgroup_mma_wait(1, [nx])
-        p = x - nx
-        tile_p.store(p.to(gl.float16))
-        nn = warpgroup_mma_wait(0, [nn])
-        fence_async_shared()
-        barrier()
-        x = warpgroup_mma(gl.convert_layout(nn.to(gl.float16), LEFT), tile_p, p)
-    return x
+    x = _on_diagonal(_invert_blocks(_diagonal(A, i, j)), i, j)
+    x16 = x.to(gl.float16)
+    n = warpgroup_mma(gl.convert_layout(x16, LEFT), a, z, use_acc=False, is_async=True)
+    tile_x.store(x16)
+    n = warpgroup_mma_wait(0, [n])
+    n16 = gl.where((i >> 4) == (j >> 4), 0.0, n).to(gl.float16)
+    tile_n.store(n16)
+    fence_async_shared()
+    barrier()
+    left = gl.convert_layout(n16, LEFT)
+    nx = warpgroup_mma(left, tile_x, z, use_acc=False, is_async=True)
+    nn = warpgroup_mma(left, tile_n, z, use_acc=False, is_async=True)
+    nx = warpgroup_mma_wait(1, [nx])
+    p = x - nx
+    tile_p.store(p.to(gl.float16))
+    nn = warpgroup_mma_wait(0, [nn])
+    fence_async_shared()
+    barrier()
+    return warpgroup_mma(gl.convert_layout(nn.to(gl.float16), LEFT), tile_p, p)
 
 
 @gluon.jit
