@@ -38,6 +38,7 @@ NAMES = tuple(operand.name for operand in operands(Attention) if operand.differe
 
 Part = tuple[slice, slice]
 """Requests and heads."""
+EVERYTHING: Part = (slice(None), slice(None))
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,12 @@ class Rows:
         if rope is not None:
             k = torch.cat([k, rope.expand(-1, k.shape[1], -1, -1)], -1)
         return cls(call, q, k.contiguous(), v, absorbed)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all queries are one block, and all scores are worked on together."""
+        batch, heads, tokens, _ = self.q.shape
+        return tokens <= ROWS and batch * heads * tokens * self.k.shape[2] <= SCORES
 
     def parts(self) -> Iterator[Part]:
         """Requests and heads that are worked on at a time: several requests, or some heads of one."""
@@ -100,11 +107,11 @@ class Rows:
         if mask is not None:
             own = of_part(mask, part, rows)[..., :keys]
             scores = scores.masked_fill_(~own, -math.inf) if own.dtype is torch.bool else scores.add_(own)
-        if self.aligned:
+        if not self.aligned:
+            allowed = self.call.allowed((rows.start, rows.stop), (0, cached))
+        elif rows.stop - rows.start > 1:  # one token sees all of them
             later = scores.new_ones(rows.stop - rows.start, keys - first, dtype=torch.bool).triu_(1)
             scores[..., first:].masked_fill_(later, -math.inf)
-        else:
-            allowed = self.call.allowed((rows.start, rows.stop), (0, cached))
         if allowed is not None:
             scores.masked_fill_(~of_part(allowed, part, slice(None)), -math.inf)
         largest = scores.amax(-1)
