@@ -17,6 +17,7 @@ from kdacompile.patterns.canonical import (
     quotients,
     relaid,
     row_factors,
+    running_maxima,
     shared,
     stabilised,
 )
@@ -26,6 +27,7 @@ RULES: tuple[Rule, ...] = (
     outer_products.apply,
     log_gates.apply,
     stabilised.apply,
+    running_maxima.apply,
     relaid.apply,
     hoist.apply,
     row_factors.apply,

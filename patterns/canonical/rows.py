@@ -250,7 +250,8 @@ class Loops:
             return None
         first, pieces = ops[0], [column[0] for column in varying]
         ranks = {len(value.shape) for value in (first.out, *pieces)}  # a sum may read more than a row
-        if (len(ranks) > 1 and first.name not in LAYOUT) or rules.batched(first, pieces) is None:
+        spread = first.name in LAYOUT or rules.is_pointwise(first)  # a row may be divided by one number
+        if (len(ranks) > 1 and not spread) or rules.batched(first, pieces) is None:
             return None
         parts = {column[0]: self.rows(column) for column in varying}
         known = {value: part for value, part in parts.items() if part is not None}

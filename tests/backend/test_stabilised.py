@@ -152,3 +152,71 @@ def test_several_lengths() -> None:
     run = torch.compile(cell(differences), backend="kda", options=EAGER)
     for tokens in (7, 12, 19):
         assert worst_error(run(*inputs(tokens)), cell(differences)(*inputs(tokens))) < 1e-5
+
+
+# -- token by token ----------------------------------------------------------------------------------------------------
+
+
+def loop(start: float = 0.0, *, of_state: bool = False) -> Callable[..., Tensor]:
+    """``of_state``: exponents depend on what the state holds."""
+
+    def tokens(q: Tensor, k: Tensor, v: Tensor, f: Tensor, i: Tensor) -> Tensor:
+        c, n = q.new_zeros(*q.shape[:2], KEYS, VALUES), q.new_zeros(*q.shape[:2], KEYS)
+        m = q.new_full((*q.shape[:2], 1), start)
+        rows: list[Tensor] = []
+        for t in range(q.shape[2]):
+            forget = F.logsigmoid(f[:, :, t, None]) + m
+            write = i[:, :, t, None] + (n.sum(-1, keepdim=True) if of_state else 0.0)
+            m = torch.maximum(forget, write)
+            decay, share, key = (forget - m).exp(), (write - m).exp(), k[:, :, t] * KEYS**-0.5
+            c = decay[..., None] * c + share[..., None] * key[..., None] * v[:, :, t, None]
+            n = decay * n + share * key
+            least = torch.maximum((n * q[:, :, t]).sum(-1, keepdim=True).abs(), (-m).exp())
+            rows.append((q[:, :, t, None] @ c)[..., 0, :] / (least + 1e-6))
+        return torch.stack(rows, 2)
+
+    return tokens
+
+
+@pytest.mark.parametrize("start", [0.0, -torch.inf])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_loop_with_the_largest_exponent_so_far_is_a_gated_recurrence(start: float, grad: bool) -> None:
+    """As NX-AI's sequences have it: gates are made of maxima in a chain, and are pieces of no tensor."""
+    own, theirs = (copies(x.requires_grad_(grad) for x in inputs()) for _ in range(2))
+    torch._dynamo.reset()
+    report = kdacompile.explain(loop(start), options=EAGER)(*own)
+    expected = loop(start)(*theirs)
+    assert [match.pattern for match in report.matches] == ["simple_gla"], str(report)
+    assert worst_error(report.result, expected) <= 1e-5
+    if grad:
+        weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+        ours, others = (
+            torch.autograd.grad((x * weight).sum(), xs) for x, xs in ((report.result, own), (expected, theirs))
+        )
+        assert worst_error(ours, others) <= 1e-4
+
+
+def test_the_largest_exponent_of_what_the_state_holds_is_left() -> None:
+    given = inputs()
+    torch._dynamo.reset()
+    report = kdacompile.explain(loop(of_state=True), options=EAGER)(*given)
+    assert not report.matches
+    assert worst_error(report.result, loop(of_state=True)(*given)) == 0.0
+
+
+def test_one_number_divides_a_row_of_one_head() -> None:
+    """Heads one by one: what a token's row is divided by has no dimension (``torch.dot``)."""
+
+    def head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        c, n = q.new_zeros(KEYS, VALUES), q.new_zeros(KEYS)
+        rows: list[Tensor] = []
+        for t in range(q.shape[0]):
+            c, n = c + torch.outer(k[t], v[t]), n + k[t]
+            rows.append((q[t] @ c) / torch.maximum(torch.dot(n, q[t]).abs(), v[t].sum().exp()))
+        return torch.stack(rows)
+
+    given = [x[0, 0] for x in inputs()[:3]]
+    torch._dynamo.reset()
+    report = kdacompile.explain(head, options=EAGER)(*given)
+    assert "linear_attention" in [match.pattern for match in report.matches], str(report)
+    assert worst_error(report.result, head(*given)) <= 1e-5

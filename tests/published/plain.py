@@ -190,6 +190,12 @@ def mlstm_step(m: Any) -> Program:
     return m.mlstm_recurrent_step__native_fw, (*inputs, normal(B, H, 1), normal(B, H, 1))
 
 
+@case(MLSTM, "mlstm_kernels/torch/recurrent/native_sequence.py", "simple_gla")
+def mlstm_tokens(m: Any) -> Program:
+    """Token by token, with the largest exponent so far."""
+    return m.mlstm_recurrent_sequence__native_fw, (*bhtd(8), normal(B, H, 8), normal(B, H, 8))
+
+
 @case(XLSTM, "xlstm/blocks/mlstm/backends.py", "simple_gla")
 def xlstm_step(m: Any) -> Program:
     state = (normal(B, H, K, K), unit(B, H, K, 1), normal(B, H, 1, 1))
