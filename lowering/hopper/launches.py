@@ -23,10 +23,10 @@ GRAM_REGISTERS = {"bounded": 184, "unbounded": 168, "linear": 136}
 NARROW_REGISTERS = 248  # the same where K is padded to 64
 # Of a tile in a block of a prepare kernel, by the padded K, on an H200.
 TILE_MICROSECONDS = {
-    64: {"bounded": 4.1, "unbounded": 5.2, "token": 3.3, "linear": 4.0},
+    64: {"bounded": 4.0, "unbounded": 5.1, "token": 3.3, "linear": 4.0},
     128: {
-        "bounded": 4.9, "bounded, keys as they are": 6.0, "unbounded": 8.5, "unbounded, keys as they are": 9.5,
-        "token": 4.15, "linear": 7.5,
+        "bounded": 4.4, "bounded, keys as they are": 5.4, "unbounded": 7.4, "unbounded, keys as they are": 8.6,
+        "token": 3.7, "linear": 7.5,
     },
 }  # fmt: skip
 LOG2E = math.log2(math.e)
@@ -249,7 +249,7 @@ class DeltaLaunches(Launches):
             WIDTH=keys, HAS_INITIAL=some, num_warps=keys // 16, launch_pdl=not plan.spare,
         )  # fmt: skip
         states = self.between.view(-1, *self.final.shape[:2], keys, plan.padded_values)
-        self._scan(n, (states, *states.stride()), length, segments=segments)
+        self._scan(n, (states, *states.stride()), length, segments=segments, ahead=True)
 
     def _scan(
         self,
@@ -260,6 +260,7 @@ class DeltaLaunches(Launches):
         has_initial: bool = True,
         ends: tuple[Any, ...] | None = None,
         segments: int = 1,
+        ahead: bool = False,
     ) -> None:
         """The scan kernel; into ``ends``: its first pass over segments."""
         plan, columns = self.plan, self.plan.columns
@@ -274,12 +275,12 @@ class DeltaLaunches(Launches):
         span = (*plan.spans[n], length)
         given = {
             "BV": columns, "WIDTH": plan.width, "STAGES": plan.stages, "HAS_INITIAL": has_initial,
-            "OUTPUT": ends is None, "PACKED": call.cu_seqlens is not None, "num_warps": columns // 16,
+            "OUTPUT": ends is None, "AHEAD": ahead, "PACKED": call.cu_seqlens is not None, "num_warps": columns // 16,
         }  # fmt: skip
         self.scratch.launch(self.scan, (blocks, self.sequence_heads, segments))(
-            described(rows, (CHUNK, plan.width)), self.v, self.q, self.k, line(factors, self.factors_of_tile),
-            self.announced, *after, self.value_heads // call.q.shape[2], *span, SCALAR=plan.gate == "token",
-            READY=plan.early > 0, APART=self.apart, launch_pdl=not plan.spare, **given,
+            described(rows, (CHUNK, plan.width)), described(rows, (CHUNK, CHUNK)), self.v, self.q, self.k,
+            line(factors, self.factors_of_tile), self.announced, *after, self.value_heads // call.q.shape[2], *span,
+            SCALAR=plan.gate == "token", READY=plan.early > 0, APART=self.apart, launch_pdl=not plan.spare, **given,
         )  # fmt: skip
 
 

@@ -136,10 +136,11 @@ class DeltaPasses(_TwoPasses, DeltaLaunches):
             self.cu_seqlens, self.offsets, self.length, keys, width, blocks * columns, self.value_heads,
         )  # fmt: skip
         self.scratch.launch(self.scan, (blocks, self.sequence_heads, 1))(
-            described(rows, (CHUNK, plan.width)), self.v, self.q, self.k, line(factors, self.factors_of_tile),
+            described(rows, (CHUNK, plan.width)), described(rows, (CHUNK, CHUNK)), self.v, self.q, self.k,
+            line(factors, self.factors_of_tile),
             self.announced, *after, self.value_heads // self.call.q.shape[2], plan.spans[n][0] + begin, chunks, chunks,
             SCALAR=plan.gate == "token", READY=False, BV=columns, WIDTH=plan.width, STAGES=plan.stages,
-            HAS_INITIAL=True, OUTPUT=False, PACKED=self.call.cu_seqlens is not None, APART=self.apart,
+            HAS_INITIAL=True, OUTPUT=False, AHEAD=False, PACKED=self.call.cu_seqlens is not None, APART=self.apart,
             num_warps=columns // 16, launch_pdl=True,
         )  # fmt: skip
 

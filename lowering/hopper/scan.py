@@ -79,14 +79,15 @@ def locate_chunks(cu_seqlens, chunk_offsets, T, HV, first, chunks, length, segme
 
 @gluon.jit
 def _load_warp(
-    d_buffer, d_v, d_q, d_k, d_factors, announced, i_b, i_h, i_v, step, GROUP, tile, token, count,
+    d_buffer, d_M, d_v, d_q, d_k, d_factors, announced, i_b, i_h, i_v, step, GROUP, tile, token, count,
     parts, values, lines, full, empty,
     BV: gl.constexpr, STAGES: gl.constexpr, SCALAR: gl.constexpr, READY: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = parts.shape[2]
     SQUARES: gl.constexpr = squares_rows(WIDTH) // 64
     PARTS: gl.constexpr = parts.shape[0] // STAGES
-    LOADED: gl.constexpr = PARTS if OUTPUT else PARTS - 1  # all but the queries
+    ROWS: gl.constexpr = PARTS - SQUARES  # keys and queries
+    BYTES: gl.constexpr = 2 * 64 * (PARTS * WIDTH if OUTPUT else (ROWS - 1) * WIDTH + 64)  # without queries and A_qk
     FACTORS: gl.constexpr = lines.shape[1]
     known = 0
     for n in range(count):
@@ -96,7 +97,7 @@ def _load_warp(
             known = await_known(announced + tile, n, known, count, step)
         mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
         bar = full.index(stage)
-        mbarrier.expect(bar, (LOADED * 64 * WIDTH + 64 * BV) * 2 + FACTORS * 4)
+        mbarrier.expect(bar, BYTES + 64 * BV * 2 + FACTORS * 4)
         if SCALAR:
             at = [i_b, token + n * 64, i_h // GROUP, 0]
             k_to = parts.index(PARTS * stage)._reinterpret(gl.bfloat16, [1, 64, 1, WIDTH], TILE4)
@@ -104,14 +105,20 @@ def _load_warp(
             if OUTPUT:
                 q_to = parts.index(PARTS * stage + 1)._reinterpret(gl.bfloat16, [1, 64, 1, WIDTH], TILE4)
                 tma.async_copy_global_to_shared(d_q, at, bar, q_to)
-            for j in gl.static_range(SQUARES):
-                to = parts.index(PARTS * stage + 2 + j)
-                tma.async_copy_global_to_shared(d_buffer, [(c * SQUARES + j) * 64, 0], bar, to)
+            row = c * SQUARES * 64
         else:
-            for j in gl.static_range(PARTS):
+            for j in gl.static_range(ROWS):
                 if OUTPUT or j != 1:
                     to = parts.index(PARTS * stage + j)
                     tma.async_copy_global_to_shared(d_buffer, [(c * PARTS + j) * 64, 0], bar, to)
+            row = (c * PARTS + ROWS) * 64
+        if OUTPUT:
+            for j in gl.static_range(SQUARES):
+                to = parts.index(PARTS * stage + ROWS + j)
+                tma.async_copy_global_to_shared(d_buffer, [row + j * 64, 0], bar, to)
+        else:
+            to = parts.index(PARTS * stage + ROWS)._reinterpret(gl.bfloat16, [64, 64], TILE)
+            tma.async_copy_global_to_shared(d_M, [row, 0], bar, to)
         to = values.index(stage)._reinterpret(gl.bfloat16, [1, 64, 1, BV], TILE4)
         tma.async_copy_global_to_shared(d_v, [i_b, token + n * 64, i_h, i_v * BV], bar, to)
         tma.async_copy_global_to_shared(d_factors, [c * FACTORS], bar, lines.index(stage))
@@ -185,7 +192,7 @@ def _state_warps(
     K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
     parts, values, lines, out, full, empty,
     BV: gl.constexpr, STAGES: gl.constexpr, SCALAR: gl.constexpr, READY: gl.constexpr, HAS_INITIAL: gl.constexpr,
-    OUTPUT: gl.constexpr, PACKED: gl.constexpr, APART: gl.constexpr,
+    OUTPUT: gl.constexpr, AHEAD: gl.constexpr, PACKED: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = BV // 16
     WIDTH: gl.constexpr = parts.shape[2]
@@ -200,6 +207,8 @@ def _state_warps(
     keys = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, KEYS))[None, :]
     columns = (i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, KEYS)))[:, None]
     places = gl.arange(0, 64, layout=PLACES)[None, :]
+    if AHEAD:
+        previous_is_over()
     S = _first_state(
         initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, keys, columns, HAS_INITIAL, OUTPUT
     )  # fmt: skip
@@ -296,22 +305,23 @@ def _state_warps(
 
 @gluon.jit(do_not_specialize=["T", "first", "chunks", "length"])  # they change from run to run
 def scan(
-    d_buffer, d_v, d_q, d_k, d_factors, announced, d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss,
-    f_sl, f_sk, f_rows, f_columns, cu_seqlens, chunk_offsets, T, K, V, VP, HV, GROUP, first, chunks, length,
+    d_buffer, d_M, d_v, d_q, d_k, d_factors, announced, d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final,
+    f_ss, f_sl, f_sk, f_rows, f_columns, cu_seqlens, chunk_offsets, T, K, V, VP, HV, GROUP, first, chunks, length,
     BV: gl.constexpr, STAGES: gl.constexpr, SCALAR: gl.constexpr, READY: gl.constexpr, HAS_INITIAL: gl.constexpr,
-    OUTPUT: gl.constexpr, PACKED: gl.constexpr, APART: gl.constexpr, WIDTH: gl.constexpr,
+    OUTPUT: gl.constexpr, AHEAD: gl.constexpr, PACKED: gl.constexpr, APART: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Chunks ``first .. first + chunks`` in segments of ``length``; grid (blocks of V, sequences * HV, segments).
 
-    d_buffer, d_factors: what the prepare kernel wrote. d_q, d_k: ``[B, T, heads, K]``, GROUP value heads to each of
-    these, read if SCALAR. d_v, d_o: ``[B, T, HV, V]``, blocks of BV columns; o_rows: what d_o describes. initial:
-    ``[segments, N, HV, K, V]`` with its strides. final: fp32, rows of f_sk elements, ``f_rows`` by ``f_columns`` of
-    them; it may be ``initial``.
+    d_buffer, d_factors: what the prepare kernel wrote; d_M describes its rows' first 64 columns. d_q, d_k:
+    ``[B, T, heads, K]``, GROUP value heads to each of these, read if SCALAR. d_v, d_o: ``[B, T, HV, V]``, blocks of BV
+    columns; o_rows: what d_o describes. initial: ``[segments, N, HV, K, V]`` with its strides. final: fp32, rows of
+    f_sk elements, ``f_rows`` by ``f_columns`` of them; it may be ``initial``.
 
     OUTPUT: the last segment leaves the state. Without, the first VP columns of ``final`` are the segments' B, the
     others A, rounded to tf32, of ``S -> A S + B``; of the first segment they are the state after it, its A is not made.
     PACKED: chunk_offsets ``[N + 1]`` says where the chunks of each sequence begin among all; one segment. READY:
-    ``announced`` says of every tile that it is in memory, and the kernel before this one may still be at work.
+    ``announced`` says of every tile that it is in memory, and the kernel before this one may still be at work. AHEAD:
+    that one has waited for those before it, and only ``initial`` is of its making.
     """
     i_v = gl.program_id(0)
     segment = gl.program_id(2)
@@ -335,7 +345,8 @@ def scan(
     fence_async_shared()
     barrier()
     if not READY:
-        previous_is_over()
+        if not AHEAD:
+            previous_is_over()
         next_may_start()
     # The tuples are written in place: as variables they would turn their constants into run-time values.
     gl.warp_specialize(
@@ -343,10 +354,11 @@ def scan(
             (_state_warps, (
                 d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
                 K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
-                parts, values, lines, out, full, empty, BV, STAGES, SCALAR, READY, HAS_INITIAL, OUTPUT, PACKED, APART,
+                parts, values, lines, out, full, empty, BV, STAGES, SCALAR, READY, HAS_INITIAL, OUTPUT, AHEAD, PACKED,
+                APART,
             )),
             (_load_warp, (
-                d_buffer, d_v, d_q, d_k, d_factors, announced, i_b, i_h, i_v, step, GROUP, tile, token, count,
+                d_buffer, d_M, d_v, d_q, d_k, d_factors, announced, i_b, i_h, i_v, step, GROUP, tile, token, count,
                 parts, values, lines, full, empty, BV, STAGES, SCALAR, READY, OUTPUT,
             )),
         ],

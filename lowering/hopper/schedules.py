@@ -22,7 +22,7 @@ _STEP = {(128, 64): 0.96, (128, 128): 2.3, (64, 64): 0.70, (64, 128): 1.6}  # of
 _FIRST, _CROWDED = 0.65, 1.2  # of a scan in segments: a step of its first pass, and of its second, in steps
 _START, _COMBINE = 5.0, 0.9  # a kernel of the scan starts and ends; the state is carried over a segment
 _TOGETHER = 10.0  # what a scan loses beside the tiles it waits for
-_BESIDE = 1.08  # how much longer a tile takes beside a scan
+_BESIDE = 0.95  # a tile beside a scan, in tiles, over a step of that scan, in steps: both take longer
 _RUN = 45.0  # another run: kernels that start and end, and share the memory's bandwidth
 _BYTES = 3.3e6  # what a scan reads in one
 # Of rows without the delta rule: a chunk in a block of the scan by width, of the first pass over segments in parts of

@@ -80,14 +80,16 @@ def compile_scan(
     ready: bool = False,
     width: int = 128,
     apart: bool = False,
+    ahead: bool = False,
 ) -> Any:
     tile, rows = _descriptor(1, 64, 1, columns), _descriptor(1, 64, 1, width)
     signature = dict.fromkeys(scan.scan.arg_names, "i32") | {"d_q": rows, "d_k": rows, "d_v": tile, "d_o": tile}
-    signature |= {"d_buffer": _descriptor(64, width), "d_factors": _line(256 if scalar else width), "announced": "*i32"}
+    signature |= {"d_buffer": _descriptor(64, width), "d_M": _descriptor(64, 64), "announced": "*i32"}
+    signature |= {"d_factors": _line(256 if scalar else width)}
     signature |= {"o_rows": "*bf16", "initial": "*fp32", "final": "*fp32", "cu_seqlens": "*i64"}
     plan = Schedule(8, 8, columns, 1, columns, 1, 1, width)
     constants = {"BV": columns, "STAGES": plan.stages, "HAS_INITIAL": True, "OUTPUT": output}
-    constants |= {"SCALAR": scalar, "READY": ready, "PACKED": packed, "WIDTH": width, "APART": apart}
+    constants |= {"SCALAR": scalar, "READY": ready, "AHEAD": ahead, "PACKED": packed, "WIDTH": width, "APART": apart}
     return _compile(scan.scan, signature | {"chunk_offsets": "*i32"}, constants, columns // 16)
 
 
