@@ -184,3 +184,13 @@ def test_numbers_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "tests.lowering.interpreted_mla"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@needs_triton
+@no_interpreter
+def test_hopper_numbers_without_a_gpu() -> None:
+    """The Hopper kernel with its warpgroups as threads, real barriers and late copies: numbers, races, deadlocks."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.lowering.mla_emulated"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
