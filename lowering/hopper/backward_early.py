@@ -48,7 +48,8 @@ def nothing_done(done, pid, T):
 
 @gluon.jit
 def outlast_the_scan(pid):
-    """At the end of a kernel that begins beside a scan of chunks before its own: it is not over before that."""
+    """At the end of a kernel that begins beside a scan of chunks before its own, or the gradients of heads before its
+    own: it is not over before that."""
     if pid == 0:
         previous_is_over()
 

@@ -68,7 +68,7 @@ from .backward_blocks import (
 )
 from .backward_bounded import pairs_and_states
 from .backward_early import await_states, early_tile
-from .common import HALF, SQUARE, barrier, exp2, gate_slopes, given_rate, log2_gate, pinned
+from .common import HALF, SQUARE, barrier, exp2, gate_slopes, given_rate, log2_gate, next_may_start, pinned
 from .common import TILE as WHOLE
 
 MET = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))  # [PART, 128]
@@ -252,6 +252,7 @@ def gradients(
     pid, chunk, head = own_chunk(first_head, HP)
     if EARLY != "":
         await_states(done_buffer, T, HP * (128 // BLOCK), HP, EARLY)
+        next_may_start()  # the first phase of other heads, once the scan is over
         pid, chunk, head = early_tile(T, first_head, HP, EARLY)
     runs = True
     if PACKED:

@@ -59,6 +59,8 @@ class HopperGradients(TritonGradients):
 class HopperBackward(Backward):
     """One execution, with other kernels for some of its launches."""
 
+    _turns: tuple[dict[str, Tensor], ...] = ()
+
     @property
     def _by_blocks(self) -> bool:
         """Whether the first and the third phase are those of a gate per channel; a factor's gradient divides by it."""
@@ -124,7 +126,7 @@ class HopperBackward(Backward):
             if host is not None:
                 over[name] = host, room[host][0]
                 room[host][0] += size
-        if "a" in wanted:  # the inverse reads it before the scan writes z
+        if "a" in wanted and not self._in_turn(heads):  # the inverse reads it before the scan writes z
             over["a"] = "z", 0
         return over
 
@@ -136,8 +138,23 @@ class HopperBackward(Backward):
             return ""
         return "middle" if heads * (self._columns // COLUMNS) < FEW else "end"
 
+    def _in_turn(self, heads: int) -> bool:
+        """Whether some heads are made ready beside the gradients of those before, which read what that leaves."""
+        return heads != self._heads and self._by_blocks and self._early(heads) != ""
+
+    def _buffers(self, heads: int) -> dict[str, Any]:
+        values = super()._buffers(heads)
+        if self._in_turn(heads):
+            nothing = self._call.q
+            own = {name: values[name] for name in _READ if values[name] is not nothing}
+            self._turns = own, {name: self._scratch.empty(tuple(x.shape), x.dtype, x.device) for name, x in own.items()}
+        return values
+
     def _phases(self, heads: int, *, ready: bool = False) -> None:
         self._values["EARLY"] = self._early(heads)
+        if self._in_turn(heads):
+            turn = self._values["first_head"] // heads
+            self._values |= self._turns[turn % 2] | {"BESIDE": turn > 0}
         super()._phases(heads, ready=ready)
 
     def _ahead(self, heads: int) -> None:
@@ -187,6 +204,7 @@ class HopperBackward(Backward):
         self._scratch.launch(kernel, grid)(**arguments, num_warps=warps, **options)
 
 
+_READ = "lines_buffer", "beta_buffer", "rate_buffer", "done_buffer"  # by the same kernel
 _UNREAD = ("qg", "kg", "kd", "x", "p")  # by the kernel of gradients with a gate per channel
 _OF_CHANNELS = (
     "qg",
