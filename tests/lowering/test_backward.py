@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from kdacompile.lowering.triton import TritonGradients
 from kdacompile.lowering.triton.backward_schedule import schedule
 from tests.lowering.differentiated import PARTS, call_of
-from tests.lowering.test_triton import ROOT, needs_triton, no_interpreter
+from tests.lowering.processes import INTERPRETED, passes
+from tests.lowering.test_triton import needs_triton, no_interpreter
 from tests.ops import cases
 
 
@@ -20,10 +17,7 @@ from tests.ops import cases
 @no_interpreter
 @pytest.mark.parametrize("part", PARTS)
 def test_gradients_in_the_interpreter(part: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.lowering.differentiated", part]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    passes("differentiated", part, environment=INTERPRETED)
 
 
 @needs_triton

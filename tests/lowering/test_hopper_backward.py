@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +13,8 @@ from kdacompile.lowering.hopper.backward_run import HopperBackward
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton.backward_run import Backward
 from tests.lowering.differentiated import call_of
-from tests.lowering.test_triton import ROOT, needs_triton, no_interpreter
+from tests.lowering.processes import passes
+from tests.lowering.test_triton import needs_triton, no_interpreter
 from tests.ops.cases import make_case
 
 MULTIPROCESSOR, RESERVED = 228 * 1024, 1024
@@ -27,9 +26,7 @@ MULTIPROCESSOR, RESERVED = 228 * 1024, 1024
     "part", ["gates", "tokens", "shapes", "groups", "runs", "beside", "extremes", "draws", "causality", "two_passes"]
 )
 def test_gradients_emulated(part: str) -> None:
-    command = [sys.executable, "-m", "tests.lowering.hopper_emulated", part]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    passes("hopper_emulated", part)
 
 
 @needs_triton

@@ -5,12 +5,8 @@ The interpreter runs in a process of its own: whether a kernel is interpreted is
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from importlib import metadata, util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +19,8 @@ from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.split import Split, split, workers
 from kdacompile.lowering.triton import TritonDecode
 from kdacompile.lowering.triton.mla_run import Tiles, tiles
+from tests.lowering.processes import INTERPRETED, passes
 
-ROOT = Path(__file__).parents[2]
 H200, A100, CONSUMER = 232448, 166912, 101376  # bytes of shared memory a block may have
 
 needs_triton = pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
@@ -180,17 +176,11 @@ def test_portable_kernels_compile() -> None:
 @needs_triton
 @no_interpreter
 def test_numbers_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.lowering.interpreted_mla"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    passes("interpreted_mla", environment=INTERPRETED)
 
 
 @needs_triton
 @no_interpreter
 def test_hopper_numbers_without_a_gpu() -> None:
     """The Hopper kernel with its warpgroups as threads, real barriers and late copies: numbers, races, deadlocks."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.lowering.mla_emulated"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    passes("mla_emulated", environment=INTERPRETED)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import util
@@ -28,11 +26,11 @@ from kdacompile.lowering.triton import mla_run
 from kdacompile.lowering.triton import run as portable
 from kdacompile.ops.errors import SizeError
 from kdacompile.ops.fused import FusedKernels
+from tests.lowering.processes import passes
 from tests.lowering.recorded_offline import Kernel, floats
 from tests.lowering.test_hopper import kda_call, log_call
 from tests.ops.mla_cases import make_mla
 
-ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -306,7 +304,5 @@ def test_the_driver_is_asked_for_the_same(tmp_path: Path) -> None:
     options = ["-shared", "-fPIC", "-w", f"-I{headers}", "-Wl,-soname,libcuda.so.1"]
     subprocess.run(["gcc", *options, "-o", str(library), str(source)], check=True)
     (tmp_path / "libcuda.so").symlink_to(library)
-    command = [sys.executable, "-m", "tests.lowering.launched", str(tmp_path)]
-    environment = {**os.environ, "TRITON_LIBCUDA_PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    paths = {"TRITON_LIBCUDA_PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}
+    passes("launched", str(tmp_path), environment=paths)

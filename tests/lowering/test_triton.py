@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import inspect
 import linecache
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from importlib import metadata, util
 from pathlib import Path
@@ -27,9 +24,9 @@ from kdacompile.lowering.triton.load import load_source
 from kdacompile.lowering.triton.placement import place
 from kdacompile.lowering.triton.step import step_source
 from kdacompile.lowering.triton.variant import Variant
+from tests.lowering.processes import INTERPRETED, passes
 from tests.lowering.test_program import check_golden
 
-ROOT = Path(__file__).parents[2]
 H200 = Device((9, 0), 132, 232448)
 CONSUMER = Device((8, 9), 128, 101376)
 KIMI = Variant("channel", True, True, "softplus", rate=True, bias=True, sigmoid_beta=True, l2norm=True, state=True)
@@ -139,7 +136,4 @@ def test_a_generated_source_is_a_module_that_no_file_stands_for(
 @no_interpreter
 @pytest.mark.parametrize("parts", ["rows steps pools shapes", "preparations bounds limits gates"])
 def test_numbers_in_the_interpreter(parts: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.lowering.interpreted", *parts.split()]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    passes("interpreted", *parts.split(), environment=INTERPRETED)
