@@ -38,7 +38,6 @@ NAMES = tuple(operand.name for operand in operands(Attention) if operand.differe
 
 Part = tuple[slice, slice]
 """Requests and heads."""
-EVERYTHING: Part = (slice(None), slice(None))
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,6 @@ class Rows:
         if rope is not None:
             k = torch.cat([k, rope.expand(-1, k.shape[1], -1, -1)], -1)
         return cls(call, q, k.contiguous(), v, absorbed)
-
-    @property
-    def at_once(self) -> bool:
-        """Whether all queries are one block, and all scores are worked on together."""
-        batch, heads, tokens, _ = self.q.shape
-        return tokens <= ROWS and batch * heads * tokens * self.k.shape[2] <= SCORES
 
     def parts(self) -> Iterator[Part]:
         """Requests and heads that are worked on at a time: several requests, or some heads of one."""

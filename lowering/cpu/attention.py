@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.lowering.attention_calls import not_expanded
-from kdacompile.lowering.attention_rows import EVERYTHING, Rows
+from kdacompile.lowering.attention_rows import Rows
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
 
@@ -30,13 +30,14 @@ class BlockedAttention:
     def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         """o ``[B, T, H, V]`` in the call's ``out_dtype`` and lse ``[B, H, T]`` in fp32."""
         x = Rows.of(call)
-        if x.at_once:  # a step or a short prompt: what it waits for is the host
-            p, lse = x.weights(EVERYTHING, slice(0, x.q.shape[2]))
+        parts, blocks = list(x.parts()), list(x.blocks())
+        if len(parts) == len(blocks) == 1:  # a step or a short prompt: what it waits for is the host
+            p, lse = x.weights(parts[0], blocks[0])
             return (p @ x.v).transpose(1, 2).to(call.out_dtype).contiguous(), lse
         o = x.q.new_empty(*x.q.shape[:3], x.v.shape[-1])
         lse = x.q.new_empty(x.q.shape[:3])
-        for part in x.parts():
-            for rows in x.blocks():
+        for part in parts:
+            for rows in blocks:
                 p, own = x.weights(part, rows)
                 o[part][:, :, rows] = p @ x.v[part][:, :, : p.shape[-1]]
                 lse[part][:, :, rows] = own

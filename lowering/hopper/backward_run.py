@@ -204,7 +204,7 @@ class HopperBackward(Backward):
         self._scratch.launch(kernel, grid)(**arguments, num_warps=warps, **options)
 
 
-_READ = "lines_buffer", "beta_buffer", "rate_buffer", "done_buffer"  # by the same kernel
+_READ = "lines_buffer", "beta_buffer", "rate_buffer", "done_buffer"  # by the gradients, of what the first kernel leaves
 _UNREAD = ("qg", "kg", "kd", "x", "p")  # by the kernel of gradients with a gate per channel
 _OF_CHANNELS = (
     "qg",

@@ -254,12 +254,10 @@ Blocks = Callable[[Op], bool]
 def find_blockers(graph: Graph, matched: AbstractSet[Op]) -> Iterator[Obstacle]:
     """The first blocker of each kind that stands between two anchors, of those that no match has."""
     for op, place in _between(graph, _is_blocker, matched):
-        mask = mask_of(op)
-        yield (
-            obstacle(op, mask)
-            if mask is not None
-            else Obstacle("operator", f"a non-linearity {place} ({op.name}), which probes cannot judge", op)
-        )
+        if mask := mask_of(op):
+            yield obstacle(op, mask)
+        else:
+            yield Obstacle("operator", f"a non-linearity {place} ({op.name}), which probes cannot judge", op)
 
 
 def find_unknown(graph: Graph, matched: AbstractSet[Op]) -> Iterator[Obstacle]:

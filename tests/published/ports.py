@@ -186,6 +186,16 @@ def _rows(tokens: int) -> tuple[Tensor, ...]:
     return normal(tokens, HEADS, K), unit(tokens, HEADS, K), key, normal(tokens, HEADS, K), unit(tokens, HEADS, 1)
 
 
+def _tied(m: Any, tokens: int, *, decayed: bool = True) -> Program:
+    """One key to erase and to write; ``decayed``: what is erased is read behind the decay."""
+    block = _wkv(m)
+
+    def run(r: Tensor, w: Tensor, k: Tensor, v: Tensor, share: Tensor, state: Tensor) -> Any:
+        return block(tokens, r, w, k * share, v, -k * w if decayed else -k, k * share, state)
+
+    return run, (*_rows(tokens), normal(HEADS, K, K))
+
+
 @case(QUALCOMM, "rwkv_src/rwkv_v7_modules.py", only=("Wkv7",))
 def qualcomm_tokens(m: Any) -> Program:
     """What is erased is read before the state decays, and along another direction than what is written."""
@@ -197,33 +207,18 @@ def qualcomm_tokens(m: Any) -> Program:
 @case(QUALCOMM, "rwkv_src/rwkv_v7_modules.py", only=("Wkv7",))
 def qualcomm_almost_tied(m: Any) -> Program:
     """The same keys, but what is erased is read before the state decays: not KDA."""
-    block = _wkv(m)
-
-    def run(r: Tensor, w: Tensor, k: Tensor, v: Tensor, share: Tensor, state: Tensor) -> Any:
-        return block(6, r, w, k * share, v, -k, k * share, state)
-
-    return run, (*_rows(6), normal(HEADS, K, K))
+    return _tied(m, 6, decayed=False)
 
 
 @case(QUALCOMM, "rwkv_src/rwkv_v7_modules.py", "kda", only=("Wkv7",))
 def qualcomm_tied_tokens(m: Any) -> Program:
     """Tied within the program, read behind the decay: KDA, values in front of keys, no batch."""
-    block = _wkv(m)
-
-    def run(r: Tensor, w: Tensor, k: Tensor, v: Tensor, share: Tensor, state: Tensor) -> Any:
-        return block(6, r, w, k * share, v, -k * w, k * share, state)
-
-    return run, (*_rows(6), normal(HEADS, K, K))
+    return _tied(m, 6)
 
 
 @case(QUALCOMM, "rwkv_src/rwkv_v7_modules.py", "kda", only=("Wkv7",))
 def qualcomm_tied_step(m: Any) -> Program:
-    block = _wkv(m)
-
-    def run(r: Tensor, w: Tensor, k: Tensor, v: Tensor, share: Tensor, state: Tensor) -> Any:
-        return block(1, r, w, k * share, v, -k * w, k * share, state)
-
-    return run, (*_rows(1), normal(HEADS, K, K))
+    return _tied(m, 1)
 
 
 # -- Mamba-2 -----------------------------------------------------------------------------------------------------------
