@@ -1,4 +1,4 @@
-"""Decays of a gate per channel by blocks of 16 tokens, the pairs of tokens they scale, and the adjoint of both.
+"""The adjoint of the pairs of tokens of a chunk, with a gate per channel, by blocks of 16 tokens.
 
 Sums of log gates are made inside of 16 tokens, one warp's tile, and over the blocks of a chunk: what decays a token to
 an end of the chunk is its decay to an end of its block, times that of the blocks behind. Between blocks a pair's decay
@@ -7,8 +7,11 @@ is a row factor times a column factor in the same way, by doubling (``decays.py`
 The pairs inside of a block share factors, ``exp(D_i + SHIFT) exp(-D_j - SHIFT)``, D the sum of log gates from the
 block's start (one from its middle would let later gates change how earlier gradients round), and a log gate below
 LIMIT counts as LIMIT there: 2e-4 of an undecayed term, a tenth of what rounding to bf16 makes of it. Their gradient is
-that of the clamped gate. It is a difference, ``x_i dx_i - x_j dx_j``, of sums over the very same products: the operands
-enter as they were rounded, so what cancels in exact arithmetic cancels here to fp32.
+that of the clamped gate.
+
+The gradient of a log gate sums what spans it: of every pair ``x_i dx_i`` from the row on, less ``x_j dx_j`` from the
+column on. Both are of the very same products: the operands enter as they were rounded, so what cancels in exact
+arithmetic cancels here to fp32.
 """
 
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportUnknownParameterType=false
@@ -111,14 +114,6 @@ def reaches(HALF: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def outside(HALF: tl.constexpr, C: tl.constexpr):
-    """The tokens j of other blocks from which decays of pairs between halves of 2 HALF tokens reach over token i."""
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    second = (i // HALF) % 2 == 1
-    return (i // HALF == j // HALF) & ((second & (j // 16 > i // 16)) | ((i // HALF % 2 == 0) & (j // 16 < i // 16)))
-
-
-@triton.jit
 def halves_decay(starts, ends, middle, HALF: tl.constexpr, C: tl.constexpr):
     """Of each token: the decay between it and the middle of 2 HALF tokens."""
     i = tl.arange(0, C)[:, None]
@@ -150,38 +145,28 @@ def load_factors(tile, d, C: tl.constexpr, KP: tl.constexpr):
     return tl.load(lead), tl.load(tail), tl.load(middle), tl.load(whole)
 
 
-# ---- Gram matrices
+@triton.jit
+def leave_sums(tile, g, d, C: tl.constexpr, KP: tl.constexpr):
+    """The sums of log gates of the blocks, where ``leave_factors`` finds them."""
+    _, _, _, whole_at = factors_at(tile, d, C, KP)
+    tl.store(whole_at, tl.sum(in_blocks(g), 1))
 
 
 @triton.jit
-def block_grams(
-    p, l, p_inside, l_inside, q, k, starts, ends, rows, columns, middle, C: tl.constexpr, DT: tl.constexpr
-):  # fmt: skip
-    """Add ``sum_d x_i k_j decay(i, j)`` of x = q to p and of x = k to l [C, C] where i and j are of different blocks,
-    and to p_inside and l_inside [C / 16, 16, 16] where of the same; elsewhere they mean nothing."""
-    columns = tl.permute(in_blocks((k * columns).to(DT)), (0, 2, 1))
-    p_inside = tl.dot(in_blocks((q * rows).to(DT)), columns, p_inside)
-    l_inside = tl.dot(in_blocks((k * rows).to(DT)), columns, l_inside)
-    HALVES: tl.constexpr = 0 if C == 16 else (1 if C == 32 else 2)
-    for level in tl.static_range(HALVES):
-        p, l = halves_grams(p, l, q, k, halves_decay(starts, ends, middle, 16 << level, C), 16 << level, C, DT)
-    return p, l, p_inside, l_inside
-
-
-@triton.jit
-def halves_grams(p, l, q, k, decay, HALF: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
-    """The same of pairs between the halves of 2 HALF tokens."""
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    second = (i // HALF) % 2 == 1
-    q_rows, k_decayed = tl.where(second, q * decay, 0.0).to(DT), k * decay
-    k_rows, columns = tl.where(second, k_decayed, 0.0).to(DT), tl.trans(tl.where(second, 0.0, k_decayed).to(DT))
-    if 2 * HALF == C:
-        p, l = tl.dot(q_rows, columns, p), tl.dot(k_rows, columns, l)
-    else:
-        pair = i // (2 * HALF) == j // (2 * HALF)
-        p += tl.where(pair, tl.dot(q_rows, columns), 0.0)
-        l += tl.where(pair, tl.dot(k_rows, columns), 0.0)
-    return p, l
+def leave_factors(tile, total, C: tl.constexpr, KP: tl.constexpr):
+    """``factors_between`` and the decay of the state, of all channels at once: of the few rows of a block of channels
+    they took most of its barriers."""
+    d = tl.arange(0, KP)[None, :]
+    lead_at, tail_at, middle_at, whole_at = factors_at(tile, d, C, KP)
+    tl.debug_barrier()  # the sums of all channels are there
+    sums = tl.load(whole_at)
+    lead, tail, middle, whole = factors_between(sums, C)
+    tl.store(total + d, exp(tl.sum(sums, 0)[None, :]))
+    tl.store(lead_at, lead)
+    tl.store(tail_at, tail)
+    tl.store(middle_at, middle)
+    tl.debug_barrier()  # and have been read
+    tl.store(whole_at, whole)
 
 
 # ---- the adjoint
@@ -195,10 +180,8 @@ def load_inside(tile, C: tl.constexpr):
 
 
 @triton.jit
-def inside_adjoint(
-    dp, dl, masks, q, k, decay, grow, C: tl.constexpr, DELTA: tl.constexpr, DT: tl.constexpr
-):  # fmt: skip
-    """Gradients of q, k and the log gates through the pairs of different tokens inside of blocks."""
+def inside_adjoint(dp, dl, q, k, decay, grow, C: tl.constexpr, DELTA: tl.constexpr, DT: tl.constexpr):
+    """Gradients of q and k through the pairs of different tokens inside of blocks, and what is summed for the gates."""
     _, i, j = pair_index(C)
     q_rows, k_rows, cols = (q * decay).to(DT), (k * decay).to(DT), (k * grow).to(DT)
     to_q = to_tokens(tl.dot(tl.where(i > j, dp, 0.0).to(DT), in_blocks(cols)))
@@ -211,61 +194,59 @@ def inside_adjoint(
         spread += k_rows.to(tl.float32) * to_rows
         dk = to_rows * decay
     to_cols = to_tokens(to_cols)
-    spread = over_rows(masks, 0, spread - cols.to(tl.float32) * to_cols, DT, True)
-    return to_q * decay, dk + to_cols * grow, spread
+    return to_q * decay, dk + to_cols * grow, spread - cols.to(tl.float32) * to_cols
 
 
 @triton.jit
 def halves_adjoint(
-    to_q, to_row, to_column, dp_tile, dl_tile, q_rows, k_rows, k_columns,
+    dq, dk, spread, dp_tile, dl_tile, q, k, decay,
     HALF: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Add those of q and k as rows, and of k as columns, before their decays: through the pairs of halves of 2 HALF."""
+    """Add those of the pairs between the halves of 2 HALF tokens, in which a token is a row or a column, never both:
+    one product has the rows' gradients in second halves and the columns' in first ones."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    pair = i // (2 * HALF) == j // (2 * HALF)
-    later, earlier = pair & (i // HALF > j // HALF), pair & (i // HALF < j // HALF)
-    keys = tl.where((i // HALF) % 2 == 1, k_rows, k_columns).to(DT)
-    to_q = tl.dot(tl.load(dp_tile + i * C + j, mask=later, other=0.0), keys, to_q)
-    to_column = tl.dot(tl.load(dp_tile + i * C + j, mask=earlier, other=0.0), q_rows.to(DT), to_column)
+    second = (i // HALF) % 2 == 1
+    pairs = (i // HALF) == (j // HALF ^ 1)
+    x = (tl.where(second, q, k) * decay).to(DT)
+    to_x = tl.dot(tl.load(dp_tile + i * C + j, mask=pairs, other=0.0), x)
+    terms = x.to(tl.float32) * to_x
+    dq += tl.where(second, to_x * decay, 0.0)
+    to_k = tl.where(second, 0.0, to_x)
     if DELTA:
-        to_row = tl.dot(tl.load(dl_tile + i * C + j, mask=later, other=0.0), keys, to_row)
-        to_column = tl.dot(tl.load(dl_tile + i * C + j, mask=earlier, other=0.0), keys, to_column)
-    return to_q, to_row, to_column
+        x = (k * decay).to(DT)
+        to_x = tl.dot(tl.load(dl_tile + i * C + j, mask=pairs, other=0.0), x)
+        terms += x.to(tl.float32) * to_x
+        to_k += to_x
+    return dq, dk + to_k * decay, spread + tl.where(second, terms, -terms)
 
 
 @triton.jit
 def leave_masks(masks, C: tl.constexpr, DT: tl.constexpr):
-    """The masks of ``blocks_adjoint`` as numbers, [3, C, C] and [2, 16, 16]: there they are read in one piece, where
-    they would be made one by one by every block of channels."""
+    """The masks of ``blocks_adjoint`` as numbers, [C, C] and [16, 16]: there they are read in one piece, where they
+    would be made one by one by every block of channels."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    at = masks + i * C + j
-    tl.store(at, zero_or_one(j // 16 > i // 16, DT))
-    tl.store(at + C * C, zero_or_one(j // 16 < i // 16, DT))
-    tl.store(at + 2 * C * C, zero_or_one(outside(32, C), DT))
+    tl.store(masks + i * C + j, zero_or_one(j >= i, DT))
     i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
-    at = masks + 3 * C * C + i * 16 + j
-    tl.store(at, zero_or_one(j >= i, DT))
-    tl.store(at + 256, zero_or_one(j < i, DT))
+    tl.store(masks + C * C + i * 16 + j, zero_or_one(j >= i, DT))
 
 
 @triton.jit
-def over_blocks(masks, kind: tl.constexpr, x, sums, DT: tl.constexpr):
-    """Add, to the tokens i, those rows j of x [C, K] that the mask names."""
+def over_tokens(masks, x, DT: tl.constexpr):
+    """To every token, the rows of x [C, K] from it on, x as two numbers."""
     C: tl.constexpr = x.shape[0]
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return tl.dot(tl.load(masks + kind * C * C + i * C + j), x.to(DT), sums)
+    mask, high = tl.load(masks + i * C + j), x.to(DT)
+    return tl.dot(mask, (x - high.to(tl.float32)).to(DT), tl.dot(mask, high))
 
 
 @triton.jit
-def over_rows(masks, kind: tl.constexpr, x, DT: tl.constexpr, SPLIT: tl.constexpr = False):
-    """The same sums inside of blocks; SPLIT: of x as two numbers."""
+def over_rows(masks, x, DT: tl.constexpr):
+    """The same inside of blocks."""
     C: tl.constexpr = x.shape[0]
     n, i, j = pair_index(C)
-    mask, high = tl.load(masks + (3 * C * C + kind * 256) + n * 0 + i * 16 + j), x.to(DT)
+    mask, high = tl.load(masks + C * C + n * 0 + i * 16 + j), x.to(DT)
     sums = tl.dot(mask, in_blocks(high))
-    if SPLIT:
-        sums = tl.dot(mask, in_blocks((x - high.to(tl.float32)).to(DT)), sums)
-    return to_tokens(sums)
+    return to_tokens(tl.dot(mask, in_blocks((x - high.to(tl.float32)).to(DT)), sums))
 
 
 @triton.jit
@@ -273,43 +254,33 @@ def blocks_adjoint(
     to_q, to_row, to_column, dtotal, own, lead, tail, middle, whole, dp_inside, dl_inside, dp_tile, dl_tile, masks,
     q, k, g, C: tl.constexpr, DELTA: tl.constexpr, BOUNDED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q, k and the log gates through all products of a chunk; those of gates through pairs inside of
-    blocks apart, which hold where a gate is above LIMIT.
+    """Gradients of q, k and the log gates through all products of a chunk; without BOUNDED those of gates through pairs
+    inside of blocks apart, which hold where a gate is above LIMIT.
 
     ``to_q``, ``to_row`` and ``to_column``: those of q and k decayed from the chunk's start, and of k decayed to its
     end; ``dtotal`` that of the logarithm of the state's decay, ``own`` of the diagonal of P; ``lead``, ``tail``,
     ``middle`` and ``whole`` are ``factors_between``.
     """
     starts, ends, rows, columns = block_decays(g, C, BOUNDED, whole)
-    dq, dk, inside = inside_adjoint(dp_inside, dl_inside, masks, q, k, rows, columns, C, DELTA, DT)
+    dq, dk, spread = inside_adjoint(dp_inside, dl_inside, q, k, rows, columns, C, DELTA, DT)
+    inside = spread
+    if not BOUNDED:
+        inside, spread = over_rows(masks, spread, DT), tl.zeros_like(q)
     dq, dk = dq + own * k, dk + own * q
-    q_rows, k_rows, k_columns = q * starts, k * starts, k * ends
-    to_q, to_column = by_block(to_q, lead), by_block(to_column, tail)
-    rows, columns = q_rows * to_q, k_columns * to_column
-    if DELTA:
-        to_row = by_block(to_row, lead)
-        rows += k_rows * to_row
-    dg = over_blocks(masks, 0, rows, tl.zeros_like(q) + dtotal, DT)
-    dg = over_blocks(masks, 1, columns, dg, DT)
     if C == 64:
-        nothing = tl.zeros_like(q)
-        q_far, k_far, c_far = by_block(q_rows, middle), by_block(k_rows, middle), by_block(k_columns, middle)
-        far_q, far_row, far_column = halves_adjoint(
-            nothing, nothing, nothing, dp_tile, dl_tile, q_far, k_far, c_far, 32, C, DELTA, DT
-        )  # fmt: skip
-        spread = q_far * far_q + k_far * far_row + c_far * far_column
-        dg = over_blocks(masks, 2, spread, dg, DT)
-        to_q, to_column = to_q + by_block(far_q, middle), to_column + by_block(far_column, middle)
-        to_row += by_block(far_row, middle)
-    if C >= 32:
-        to_q, to_row, to_column = halves_adjoint(
-            to_q, to_row, to_column, dp_tile, dl_tile, q_rows, k_rows, k_columns, 16, C, DELTA, DT
-        )  # fmt: skip
-    rows, columns = q_rows * to_q, k_columns * to_column
-    dq += starts * to_q
-    dk += ends * to_column
+        decay = halves_decay(starts, ends, middle, 32, C)
+        dq, dk, spread = halves_adjoint(dq, dk, spread, dp_tile, dl_tile, q, k, decay, 32, C, DELTA, DT)
+    if C > 16:
+        decay = halves_decay(starts, ends, middle, 16, C)
+        dq, dk, spread = halves_adjoint(dq, dk, spread, dp_tile, dl_tile, q, k, decay, 16, C, DELTA, DT)
+    starts, ends = by_block(starts, lead), by_block(ends, tail)
+    to_q, to_column = to_q * starts, to_column * ends
+    dq, dk = dq + to_q, dk + to_column
+    spread += q * to_q
     if DELTA:
-        rows += k_rows * to_row
-        dk += starts * to_row
-    dg += over_rows(masks, 0, rows, DT) + over_rows(masks, 1, columns, DT)
+        to_row *= starts
+        dk += to_row
+        spread += k * to_row
+    columns = k * to_column
+    dg = over_tokens(masks, spread - columns, DT) + (dtotal + tl.sum(columns, 0)[None, :])
     return dq, dk, dg, inside

@@ -133,13 +133,48 @@ def state_products(
     return dq, zs, dk, dtotal
 
 
+@triton.jit(do_not_specialize=["T", "N", "first_head"])
+def through_states(
+    v_ptr, v_sb, v_st, v_sh, v_sd, do_ptr, do_sb, do_st, do_sh, do_sd, cu_seqlens, chunk_offsets, N, T, scale,
+    first_head, total_buffer, beta_buffer, s_buffer, d_buffer, y_buffer, z_buffer, qg_buffer, kg_buffer, kd_buffer,
+    HP: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    DELTA: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """With decays by blocks: what reaches q and k through the states, in the place of what those decayed to the chunk's
+    ends, which nothing reads any more, and the gradient of the log of the states' decay in its place."""
+    pid = tl.program_id(0).to(tl.int64)
+    chunk, head = pid // HP, first_head + pid % HP
+    if PACKED:
+        if chunk >= tl.load(chunk_offsets + N):
+            return
+    batch, first, end = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, C, PACKED)
+    i, d = tl.arange(0, C)[:, None], tl.arange(0, KP)[None, :]
+    live = i < end - first
+    b = tl.full([C, 1], 1.0, tl.float32)
+    if BETA:
+        b = tl.load(beta_buffer + pid * C + i)
+    to_q, to_start, to_end, dtotal = state_products(
+        do_ptr + batch * do_sb + first * do_st + head * do_sh, do_st, do_sd, i, live,
+        v_ptr + batch * v_sb + first * v_st + head * v_sh, v_st, v_sd, tl.arange(0, KP)[:, None],
+        s_buffer + pid * (KP * VP), d_buffer + pid * (KP * VP), y_buffer + pid * (C * VP), z_buffer + pid * (C * VP),
+        V, VP, C, KP, BV, DELTA, DT, PRECISION,
+    )  # fmt: skip
+    at, at_total = pid * (C * KP) + i * KP + d, total_buffer + pid * KP + d
+    tl.store(qg_buffer + at, (to_q * scale).to(DT))
+    tl.store(kd_buffer + at, (to_end * b).to(DT))
+    if DELTA:
+        tl.store(kg_buffer + at, (-to_start * b).to(DT))
+    tl.store(at_total, dtotal * tl.load(at_total))
+
+
 @triton.jit(do_not_specialize=["T", "pitch", "N", "first_head"])
 def gradients(
     q_ptr, q_sb, q_st, q_sh, q_sd, k_ptr, k_sb, k_st, k_sh, k_sd, v_ptr, v_sb, v_st, v_sh, v_sd,
     g_ptr, g_sb, g_st, g_sh, g_sd, do_ptr, do_sb, do_st, do_sh, do_sd, A_log_ptr, dt_bias_ptr,
     cu_seqlens, chunk_offsets, N, T, pitch, scale, gate_scale, first_head,
     total_buffer, factors_buffer, masks_buffer, beta_buffer, rate_buffer, s_buffer, d_buffer, y_buffer, z_buffer,
-    dp_buffer, dl_buffer, own_buffer, dlog_buffer, dq_ptr, dk_ptr, dg_ptr, dbias_ptr, drate_ptr,
+    qg_buffer, kg_buffer, kd_buffer, dp_buffer, dl_buffer, own_buffer, dlog_buffer,
+    dq_ptr, dk_ptr, dg_ptr, dbias_ptr, drate_ptr,
     HV: tl.constexpr, HP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr,
     VP: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, FN: tl.constexpr,
     DELTA: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, RATE: tl.constexpr, BIAS: tl.constexpr,
@@ -187,13 +222,18 @@ def gradients(
             if not EXACT:
                 lead, tail, middle, whole = load_factors(factors_buffer + pid * (C // 4 * KP), d, C, KP)
                 total = tl.load(total_buffer + pid * KP + d)
-        to_q, zs, to_end, dtotal = state_products(
-            do_base, do_st, do_sd, i, live, v_base, v_st, v_sd, d_column, s_buffer + pid * (KP * VP),
-            d_buffer + pid * (KP * VP), y_buffer + pid * (C * VP), z_buffer + pid * (C * VP),
-            V, VP, C, BK, BV, DELTA, DT, PRECISION,
-        )  # fmt: skip
+        if GATE == "channel" and not EXACT:
+            at = pid * (C * KP) + i * KP + d
+            to_q, to_end = tl.load(qg_buffer + at).to(tl.float32), tl.load(kd_buffer + at).to(tl.float32)
+            to_start = tl.load(kg_buffer + at).to(tl.float32) if DELTA else to_q
+        else:
+            to_q, zs, to_end, dtotal = state_products(
+                do_base, do_st, do_sd, i, live, v_base, v_st, v_sd, d_column, s_buffer + pid * (KP * VP),
+                d_buffer + pid * (KP * VP), y_buffer + pid * (C * VP), z_buffer + pid * (C * VP),
+                V, VP, C, BK, BV, DELTA, DT, PRECISION,
+            )  # fmt: skip
+            to_q, to_start, to_end = to_q * scale, -zs * b, to_end * b
         q, k = q.to(tl.float32) * q_rate, k.to(tl.float32) * k_rate
-        to_q, to_start, to_end = to_q * scale, -zs * b, to_end * b
         if GATE == "channel":
             x = x.to(tl.float32)
             if BIAS:
@@ -206,16 +246,14 @@ def gradients(
                 inside = dg
             else:
                 dq, dk, dg, inside = blocks_adjoint(
-                    to_q, to_start, to_end, dtotal * total, own, lead, tail, middle, whole, dp_inside, dl_inside,
+                    to_q, to_start, to_end, total, own, lead, tail, middle, whole, dp_inside, dl_inside,
                     dp_tile, dl_tile, masks_buffer, q, k, g, C, DELTA, BOUNDED, DT,
                 )  # fmt: skip
             tl.debug_barrier()  # so that x is loaded again, not kept in registers
             x = load_rows(g_base, i, live, g_st, d, g_sd, K).to(tl.float32)
             if BIAS:
                 x += tl.load(dt_bias_ptr + head * K + d, mask=d < K, other=0.0).to(tl.float32)
-            if BOUNDED:
-                dg += inside
-            elif not EXACT:
+            if not BOUNDED and not EXACT:
                 dg += tl.where(log_gate(gate_floor(x, FN), rate, FN, gate_scale) > LIMIT, inside, 0.0)
             dx, drate = gate_gradient(x, rate, dg, FN, gate_scale)
             dx = tl.where(live & (d < K), dx, 0.0)

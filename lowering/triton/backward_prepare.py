@@ -12,7 +12,7 @@ its sigmoid, the rates of the norms; a second kernel makes X from L and beta.
 import triton
 import triton.language as tl
 
-from .backward_blocks import block_decays, block_grams, by_block, factors_at, factors_between, in_blocks, pair_index
+from .backward_blocks import LIMIT, leave_factors, leave_sums
 from .backward_load import chunk_place, gate_floor, load_rows
 from .decays import channel_grams, exp, masked_sum, prefix_decay, suffix_decay, token_decays, total_decay
 from .inverse import solved
@@ -29,7 +29,7 @@ def prepare(
     HP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     GATE: tl.constexpr, FN: tl.constexpr, DELTA: tl.constexpr, BETA: tl.constexpr, SIGMOID: tl.constexpr,
     L2NORM: tl.constexpr, RATE: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
-    BOUNDED: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     chunk, head = pid // HP, first_head + pid % HP
@@ -66,10 +66,6 @@ def prepare(
     if RATE:
         rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
     p, l = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    BLOCKS: tl.constexpr = (GATE == "channel") and (not EXACT)
-    p_inside, l_inside = p, l
-    if BLOCKS:
-        p_inside, l_inside = tl.zeros([C // 16, 16, 16], tl.float32), tl.zeros([C // 16, 16, 16], tl.float32)
     if GATE == "scalar":
         x = tl.load(g_ptr + batch * g_sb + (first + i) * g_st + head * g_sh, mask=live, other=0.0).to(tl.float32)
         if BIAS:
@@ -90,24 +86,12 @@ def prepare(
             if BIAS:
                 x += tl.load(dt_bias_ptr + head * K + d, mask=d < K, other=0.0).to(tl.float32)
             g = tl.where(live & (d < K), log_gate(gate_floor(x, FN), rate, FN, gate_scale), 0.0)
+            from_start, to_end = exp(masked_sum(j <= i, g, DT)), exp(masked_sum(j > i, g, DT))
+            p, l = channel_grams(p, l, q, k, g, C, PAIRS, DT, PRECISION, LIMIT, True)
             if EXACT:
-                from_start, to_end = exp(masked_sum(j <= i, g, DT)), exp(masked_sum(j > i, g, DT))
                 tl.store(total_buffer + pid * KP + d, total_decay(g, C, 1))
-                p, l = channel_grams(p, l, q, k, g, C, 1, DT, PRECISION)
             else:
-                sums = tl.sum(in_blocks(g), 1)
-                lead, tail, middle, whole = factors_between(sums, C)
-                lead_at, tail_at, middle_at, whole_at = factors_at(factors_buffer + pid * (C // 4 * KP), d, C, KP)
-                tl.store(lead_at, lead)
-                tl.store(tail_at, tail)
-                tl.store(middle_at, middle)
-                tl.store(whole_at, whole)
-                tl.store(total_buffer + pid * KP + d, exp(tl.sum(sums, 0)[None, :]))
-                starts, ends, rows, columns = block_decays(g, C, BOUNDED, whole)
-                from_start, to_end = by_block(starts, lead), by_block(ends, tail)
-                p, l, p_inside, l_inside = block_grams(
-                    p, l, p_inside, l_inside, q, k, starts, ends, rows, columns, middle, C, DT
-                )  # fmt: skip
+                leave_sums(factors_buffer + pid * (C // 4 * KP), g, d, C, KP)
             tl.store(qg_buffer + at, (q * from_start).to(DT))
             tl.store(kd_buffer + at, (k * to_end).to(DT))
             if DELTA:
@@ -125,28 +109,17 @@ def prepare(
             else:
                 tl.store(qg_buffer + at, q.to(DT))
                 tl.store(kd_buffer + at, k.to(DT))
+    if GATE == "channel" and not EXACT:
+        leave_factors(factors_buffer + pid * (C // 4 * KP), total_buffer + pid * KP, C, KP)
     if GATE == "scalar":
         decay = token_decays(g, C, DT)
         p, l = p * decay, l * decay
-    square = pid * (C * C)
-    store_lower(p_buffer + square, p, p_inside, 0, C, BLOCKS)
+    square = pid * (C * C) + i * C + j
+    tl.store(p_buffer + square, tl.where(i >= j, p, 0.0).to(DT))
     if DELTA:
-        store_lower(l_buffer + square, l, l_inside, 1, C, BLOCKS)
-        store_lower(a_buffer + square, l, l_inside, 1, C, BLOCKS)
-
-
-@triton.jit
-def store_lower(tile, x, inside, below, C: tl.constexpr, BLOCKS: tl.constexpr):
-    """The lower triangle of x from ``below`` the diagonal on, zeros above; BLOCKS: pairs of a block are ``inside``."""
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    kept = i >= j + below
-    dtype: tl.constexpr = tile.dtype.element_ty
-    if BLOCKS:
-        n, r, c = pair_index(C)
-        tl.store(tile + i * C + j, tl.where(kept, x, 0.0).to(dtype), mask=i // 16 != j // 16)
-        tl.store(tile + n * (16 * C + 16) + r * C + c, tl.where(r >= c + below, inside, 0.0).to(dtype))
-    else:
-        tl.store(tile + i * C + j, tl.where(kept, x, 0.0).to(dtype))
+        l = tl.where(i > j, l, 0.0)
+        tl.store(l_buffer + square, l.to(DT))
+        tl.store(a_buffer + square, l.to(a_buffer.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["N"])

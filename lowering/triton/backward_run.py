@@ -21,13 +21,16 @@ from ..gates import GATE_FUNCTIONS
 from ..scratch import Scratch
 from .backward_schedule import schedule
 from .configs import GATE_LIMIT, padded
-from .device import device_of, on, precision
+from .device import on, precision, synchronous
 from .run import TritonKernels, inverse_precision, launch, pack, tensor_arguments, triton_dtype
 
 Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 _NOT_KEPT = ("a", "s", "d", "y", "z")
 """Buffers that nothing reads behind the run they were made for."""
+
+WIDE_LIMIT = -5.0
+"""A bound of log gates 32 of which keep the factors of pairs in fp32's range, with keys that are normalised."""
 
 LANES, TILES = 32, 4096
 """Sequences times heads, and chunks times heads, that keep a GPU busy."""
@@ -70,7 +73,7 @@ class Backward:
         self._dtype = torch.bfloat16 if call.compute_dtype is torch.bfloat16 else torch.float32
         self._plan = schedule(
             self._width, self._columns, self._length, self._dtype.itemsize, channels=call.gate == "channel",
-            chunk_size=call.chunk_size,
+            blocks=self._blocks, chunk_size=call.chunk_size,
         )  # fmt: skip
         packed = call.cu_seqlens is not None
         self._chunks = batch * -(-self._length // self._plan.chunk)
@@ -88,6 +91,11 @@ class Backward:
     def _exact(self) -> bool:
         """Whether every pair of tokens has decays of its own; else those of the same 16 share factors."""
         return self._dtype is torch.float32 or self._call.gate_fn == "factor"
+
+    @property
+    def _blocks(self) -> bool:
+        """Whether decays of a gate per channel are made by blocks of tokens."""
+        return self._call.gate == "channel" and not self._exact()
 
     def run(self) -> Gradients:
         call, plan = self._call, self._plan
@@ -247,14 +255,17 @@ class Backward:
         """The third phase: the gradients of a chunk's tokens."""
         plan, kernels = self._plan, _kernels()
         self._run(kernels.pair_gradients, (tiles,), {"BV": min(plan.columns, 64)}, num_warps=plan.warps, num_stages=1)
+        if self._blocks:
+            blocks = {"BV": min(padded(self._columns), 32)}
+            self._run(kernels.through_states, (tiles,), blocks, num_warps=plan.state_warps, num_stages=2)
         parts = 1 if self._values["GATE"] == "scalar" else padded(self._width) // plan.keys
         blocks = {"BK": plan.keys, "BV": plan.columns}
-        self._run(kernels.gradients, (tiles * parts,), blocks, num_warps=plan.key_warps, num_stages=1)
+        self._run(kernels.gradients, (tiles * parts,), blocks, num_warps=plan.key_warps, num_stages=1, **plan.limits)
 
     def _run(self, kernel: Any, grid: tuple[int, ...], blocks: dict[str, int], **options: int) -> None:
         given = {**self._values, **blocks}
         arguments = {name: given[name] for name in kernel.arg_names}
-        self._scratch.launch(kernel, grid)(**arguments, **options, **_target(self._call.q.device))
+        self._scratch.launch(kernel, grid)(**arguments, **options, **synchronous(self._call.q.device))
 
     def _operands(self, grad_state: Tensor | None) -> dict[str, Any]:
         call, nothing = self._call, self._call.q
@@ -274,7 +285,10 @@ class Backward:
         for name, x in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
             values[f"{name}_ptr"] = nothing if x is None else self._scratch.contiguous(x)
         full, exact = self._dtype is torch.float32, self._exact()
-        bounded = GATE_FUNCTIONS[call.gate_fn].lower_bound(call.gate_scale) >= GATE_LIMIT
+        bound = GATE_FUNCTIONS[call.gate_fn].lower_bound(call.gate_scale)
+        bounded = bound >= GATE_LIMIT
+        wide = bound >= WIDE_LIMIT and call.qk_l2norm_eps > 0.0
+        pairs = 1 if exact else min(32, self._plan.chunk) if wide else 0
         rounding = "tf32" if call.compute_dtype is torch.float16 else precision()
         gate = {"head": "scalar", "token": "scalar"}.get(call.gate, call.gate)
         return values | {
@@ -288,7 +302,7 @@ class Backward:
             "RATE": call.A_log is not None, "BIAS": call.dt_bias is not None,
             "DBIAS": call.dt_bias is not None or call.gate == "head",
             "STATE": call.initial_state is not None, "FINAL": grad_state is not None,
-            "PACKED": call.cu_seqlens is not None, "EXACT": exact, "BOUNDED": bounded and not exact,
+            "PACKED": call.cu_seqlens is not None, "EXACT": exact, "BOUNDED": bounded and not exact, "PAIRS": pairs,
             "DT": triton_dtype(self._dtype), "PRECISION": rounding,
             "INVERSE_PRECISION": rounding if full else inverse_precision(call, self._dtype),
         }  # fmt: skip
@@ -340,9 +354,9 @@ class Backward:
         }  # fmt: skip
         if call.gate != "none":
             wanted["total"] = ((tiles, keys), torch.float32)
-        if call.gate == "channel" and not self._values["EXACT"]:
+        if self._blocks:
             wanted["factors"] = ((tiles, 4, chunk // 16, keys), torch.float32)
-            wanted["masks"] = ((3 * chunk * chunk + 512,), self._dtype)
+            wanted["masks"] = ((chunk * chunk + 256,), self._dtype)
         if call.gate in ("head", "token"):
             wanted["dlog"] = (narrow, torch.float32)
         if call.beta is not None:
@@ -441,22 +455,13 @@ class Backward:
         return gradient
 
 
-@cache
-def _target(device: torch.device) -> dict[str, str]:
-    """The option that keeps products on the tensor cores' synchronous instructions, which Ampere has.
-
-    For Hopper's asynchronous ones ptxas up to 13.0, 12.8 of which comes with Triton 3.6, makes wrong code of kernels
-    like these: operands overwritten before they are read, reads beyond shared memory (Triton's issues 11366 and 11781).
-    """
-    return {"arch": "sm80"} if device.type == "cuda" and device_of(device).capability >= (9, 0) else {}
-
-
 @dataclass(frozen=True)
 class _Kernels:
     prepare: Any
     inverse: Any
     scan: Any
     pair_gradients: Any
+    through_states: Any
     gradients: Any
     gather: Any
     add_chunks: Any
@@ -465,8 +470,8 @@ class _Kernels:
 @cache
 def _kernels() -> _Kernels:
     """Imported where they are needed: the package is optional."""
-    from .backward_gradients import add_chunks, gather, gradients, pair_gradients
+    from .backward_gradients import add_chunks, gather, gradients, pair_gradients, through_states
     from .backward_prepare import inverse, prepare
     from .backward_scan import scan
 
-    return _Kernels(prepare, inverse, scan, pair_gradients, gradients, gather, add_chunks)
+    return _Kernels(prepare, inverse, scan, pair_gradients, through_states, gradients, gather, add_chunks)

@@ -56,6 +56,7 @@ class Config:
     chunk: int
     gram_keys: int
     gram_warps: int
+    gram_stages: int
     apply_keys: int
     apply_columns: int
     apply_warps: int
@@ -66,7 +67,7 @@ class Config:
     def launch(self, kernel: str) -> tuple[dict[str, int], dict[str, int]]:
         """A kernel's block sizes by the names of its arguments, and how it is compiled."""
         if kernel == "gram":
-            return {"BK": self.gram_keys}, {"num_warps": self.gram_warps, "num_stages": 2}
+            return {"BK": self.gram_keys}, {"num_warps": self.gram_warps, "num_stages": self.gram_stages}
         if kernel == "inverse":
             return {}, {"num_warps": 1}
         if kernel == "apply":
@@ -90,6 +91,7 @@ def choose(
     item: int,
     chunk_size: int = 0,
     bounded: bool = False,
+    limited: bool = False,
 ) -> Config:
     """The schedule of a shape.
 
@@ -108,10 +110,10 @@ def choose(
     warps = 2 if _few_warps(device, chunk, item) else 4
     return Config(
         chunk=chunk,
-        gram_keys=16
-        if bounded
-        else min(keys, 32),  # of 16 keys with two warps, a bounded gate's tiles fit the registers
-        gram_warps=2 if bounded else warps,
+        # Of 16 keys with two warps, a bounded gate's tiles fit the registers, with four another's.
+        gram_keys=16 if bounded or limited else min(keys, 32),
+        gram_warps=2 if bounded else 4 if limited else warps,
+        gram_stages=1 if limited else 2,
         apply_keys=min(keys, 128 if item == 2 else 32),
         apply_columns=min(values, 128 if item == 2 else 32),
         apply_warps=warps,

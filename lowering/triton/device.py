@@ -27,6 +27,16 @@ def device_of(device: torch.device) -> Device:
     return Device.of(device)
 
 
+@cache
+def synchronous(device: torch.device) -> dict[str, str]:
+    """The option of launches that keeps products on the tensor cores' synchronous instructions, which Ampere has.
+
+    For Hopper's asynchronous ones ptxas up to 13.0, 12.8 of which comes with Triton 3.6, makes wrong code of kernels
+    like these: operands overwritten before they are read, reads beyond shared memory (Triton's issues 11366 and 11781).
+    """
+    return {"arch": "sm80"} if device.type == "cuda" and device_of(device).capability >= (9, 0) else {}
+
+
 def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 

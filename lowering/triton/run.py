@@ -14,7 +14,7 @@ from ..calls import Call
 from ..gates import GATE_FUNCTIONS
 from ..scratch import Scratch
 from .configs import Config, choose, padded, step_columns
-from .device import device_of, on, precision, unsupported
+from .device import device_of, on, precision, synchronous, unsupported
 from .kernels import chunk_source
 from .load import load_source
 from .placement import place
@@ -64,6 +64,7 @@ def run_chunks(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
     config = choose(
         device_of(call.q.device), key_width=key_width, value_width=value_width, lanes=call.sequences * value_heads,
         length=length, item=dtype.itemsize, chunk_size=call.chunk_size, bounded=block > 1,
+        limited=block == 0,
     )  # fmt: skip
     variant = Variant.of(call)
     module = load_source(variant.name, chunk_source(variant))
@@ -81,6 +82,8 @@ def run_chunks(call: Call, scratch: Scratch) -> tuple[Tensor, Tensor]:
         programs = {"scan": call.sequences * value_heads * columns}
         for name in place(variant.program).kernels:
             blocks, options = config.launch(name)
+            if name == "gram" and block == 0:
+                options |= synchronous(call.q.device)
             launch(scratch, getattr(module, name), programs.get(name, tiles), {**values, **blocks}, **options)
     return o, final
 
@@ -169,7 +172,7 @@ def pack(cu_seqlens: Tensor, chunk: int, scratch: Scratch) -> dict[str, Any]:
     return packing
 
 
-def launch(scratch: Scratch, kernel: Any, programs: int, values: dict[str, Any], **options: int) -> None:
+def launch(scratch: Scratch, kernel: Any, programs: int, values: dict[str, Any], **options: Any) -> None:
     scratch.launch(kernel, (programs,))(**{name: values[name] for name in kernel.arg_names}, **options)
 
 

@@ -161,8 +161,9 @@ def blocks() -> None:
         given: dict[str, Any] = {"batch": 1, "heads": 1, "key_dim": 32} | options
         return cases.make_case(**given).with_options(chunk_size=0)
 
-    for fn, length in (("sigmoid", 70), ("softplus", 70), ("sigmoid", 10), ("log", 25)):
+    for fn, length in (("sigmoid", 70), ("softplus", 70), ("sigmoid", 10), ("sigmoid", 25), ("log", 25)):
         check(made(gate_fn=fn, length=length), 2e-5)
+    check(made(gate_fn="sigmoid", length=40).with_options(gate_scale=-8.0), 2e-5)  # a bound over 16 tokens, not over 32
     check(made(delta=False, gate_fn="logsigmoid", length=70, key_dim=40), 2e-5)
     random = torch.Generator().manual_seed(1)
     case = made(gate_fn="log", length=70)

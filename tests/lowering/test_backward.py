@@ -32,6 +32,6 @@ def test_what_is_declined() -> None:
 @pytest.mark.parametrize("width", [16, 80, 128, 256])
 def test_schedules(width: int, item: int) -> None:
     for length in (1, 40, 8192):
-        plan = schedule(width, width, length, item, channels=True)
-        blocks = (plan.chunk, plan.prepare_keys, plan.scan_columns, plan.keys, plan.columns)
-        assert min(blocks) >= 16 and plan.chunk <= 64
+        plan = schedule(width, width, length, item, channels=True, blocks=item == 2)
+        blocks = (plan.chunk, plan.prepare_keys, plan.scan_columns, plan.columns)
+        assert min(blocks) >= 16 and plan.chunk <= 64 and plan.keys == (8 if item == 2 else 16)

@@ -93,6 +93,8 @@ def test_schedules_fit_the_device(device: Device, width: int, item: int) -> None
         assert (marked.scan_columns, marked.chunk, marked.gram_warps) == (columns, 64, 4)
     bounded = choose(H200, key_width=128, value_width=128, lanes=32, length=8192, item=2, bounded=True)
     assert (bounded.gram_keys, bounded.gram_warps) == (16, 2)
+    limited = choose(H200, key_width=128, value_width=128, lanes=32, length=8192, item=2, limited=True)
+    assert (limited.gram_keys, limited.gram_warps, limited.gram_stages) == (16, 4, 1)
     for width, chunk in ((16, 32), (31, 32), (32, 64)):  # few keys: see FEW_KEYS
         assert choose(H200, key_width=width, value_width=64, lanes=32, length=8192, item=2).chunk == chunk
     for unverified in (replace(H200, triton=(3, 7)), replace(H200, capability=(10, 0))):
