@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdacompile.capture.concolic import OPAQUE, Formula, Place, Point, Run, is_opaque
+from kdacompile.capture.concolic import OPAQUE, Formula, Point, Run, is_opaque
 from kdacompile.capture.errors import Unliftable
 
 FARTHEST = 4200
@@ -60,7 +60,13 @@ def undecided(runs: list[Run], proven: Iterable[Point]) -> list[Point]:
     return found
 
 
-def _outcomes(run: Run) -> set[tuple[Place, str, bool]]:
+def does_other_than(runs: list[Run], others: list[Run]) -> bool:
+    """True if a comparison or a question about a dtype came out in ``runs`` as in none of the ``others``."""
+    known = {outcome for run in others for outcome in _outcomes(run) | run.answers}
+    return any(not known.issuperset(_outcomes(run) | run.answers) for run in runs)
+
+
+def _outcomes(run: Run) -> set[tuple[Any, ...]]:
     return {(place, relation, getattr(operator, relation)(gap, 0)) for place, relation, _, gap in run.comparisons}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kdacompile import compat
+from kdacompile.capture.autocast import Autocast
 from kdacompile.capture.errors import Unliftable
 
 Dim = int | str
@@ -57,6 +58,8 @@ class Call:
     """
 
     arguments: tuple[tuple[str, Any], ...]
+    autocast: Autocast = ()
+    """The autocast it is made under, as far as it concerns its tensors."""
 
     def tensors(self) -> list[tuple[str, TensorArg]]:
         """Tensor arguments in order, by name."""
@@ -77,11 +80,11 @@ class Call:
     def map_tensors(self, change: Callable[[str, TensorArg], TensorArg]) -> Call:
         """The call with every tensor, given by name, replaced."""
         changed = ((n, change(n.removeprefix("="), x) if isinstance(x, TensorArg) else x) for n, x in self.arguments)
-        return Call(tuple(changed))
+        return replace(self, arguments=tuple(changed))
 
     @property
     def text(self) -> str:
-        return repr(self.arguments)
+        return repr((self.arguments, self.autocast) if self.autocast else self.arguments)
 
 
 def describe(tensor: torch.Tensor, *, documented: bool = False) -> TensorArg:

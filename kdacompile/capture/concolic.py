@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from kdacompile.capture.bytecode import goes_straight
 from kdacompile.capture.identity import LONGEST_TABLE, Identity, is_trusted
 from kdacompile.compat.operators import tree_map_only
 
@@ -56,6 +57,8 @@ class Run:
         """(formula, divisor) of quotients rounded down and of remainders."""
         self.numbers: set[int] = set()
         """Constants that operators were called with."""
+        self.answers: set[tuple[Place, str]] = set()
+        """(place, answer) of questions about dtypes, but for those whose answer only said how to round."""
         self.refused: set[str] = set()
 
 
@@ -122,6 +125,18 @@ class Concolic:
     def use(self, number: Size, what: str) -> None:
         """A number goes where its formula is lost."""
         self.now.uses.add((self.place(), what, number.formula, number.plain()))
+
+    def answer(self, what: Any) -> None:
+        """A question about a tensor was answered."""
+        self.now.answers.add((self.place(), str(what)))
+
+    def rounds(self, dtype: torch.dtype) -> None:
+        """A call takes a dtype for its result; where it was asked for in the arguments, nothing else came of it."""
+        code, taken = self.place()
+        for answer in tuple(self.now.answers):
+            (other, made), what = answer
+            if other == code and what == str(dtype) and goes_straight(self.codes[code], made, taken):
+                self.now.answers.discard(answer)
 
     def refuse(self, reason: str) -> None:
         self.now.refused.add(reason)
@@ -274,11 +289,18 @@ _FACTS = frozenset(
     "dim ndimension is_floating_point is_complex is_nonzero get_device is_signed element_size result_type "
     "is_tensor can_cast promote_types is_storage".split()
 )
-"""Questions about a tensor whose answer the call pattern (``calls.Call``) settles."""
+"""Questions about a tensor whose answer the call pattern (``calls.Call``) settles, and autocast besides."""
 _ATTRIBUTES = frozenset(
     getattr(Tensor, name).__get__
     for name in "ndim dtype device layout is_cuda is_sparse is_nested is_quantized is_meta is_cpu".split()
 )
+_EXACT = frozenset((torch.zeros, torch.ones, torch.eye, Tensor.new_zeros, Tensor.new_ones))
+"""What makes the same numbers in every dtype."""
+
+
+def _only_rounds(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call's result has the same numbers in any floating dtype, to rounding."""
+    return func in _EXACT or (func is Tensor.to and args[0].is_floating_point())
 
 
 class _Operators(TorchFunctionMode):
@@ -292,6 +314,8 @@ class _Operators(TorchFunctionMode):
         args = self.unwrapped(args)
         out = func(*args, **{key: self.unwrapped(item) for key, item in kwargs.items()}) if kwargs else func(*args)
         if isinstance(out, Tensor) or not self.concolic.is_asking():
+            if _only_rounds(func, args) and self.concolic.is_asking():
+                self.concolic.rounds(out.dtype)
             return out
         if func in (_SHAPE, _SIZE):
             if isinstance(out, int):
@@ -301,7 +325,9 @@ class _Operators(TorchFunctionMode):
             return self.concolic.read(out, "count")
         name = getattr(func, "__name__", str(func))
         several = isinstance(out, (tuple, list)) and all(isinstance(item, Tensor) for item in out)
-        if not several and func not in _ATTRIBUTES and name not in _FACTS and out is not None:
+        if func in _ATTRIBUTES or name in _FACTS:
+            self.concolic.answer(out)
+        elif not several and out is not None:
             self.concolic.refuse(f"it asks a tensor for {_owner(func)}")
         return out
 

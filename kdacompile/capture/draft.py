@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from kdacompile import compat
+from kdacompile.capture import autocast
 from kdacompile.capture.calls import Call, Sizes
 from kdacompile.capture.errors import Unliftable
 from kdacompile.compat.operators import declaration, is_operator, trace_fake, tree_leaves
@@ -65,7 +66,8 @@ def capture(fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings
     Raises ``Unliftable`` if nothing is proven, and what the function itself raises.
     """
     tensors = [tensor for _, tensor in call.tensors()]
-    gm = trace_fake(bound(fn, call), [(x.shape(sizes), x.strides(sizes), x.dtype, x.device) for x in tensors])
+    with autocast.widening(call.autocast):
+        gm = trace_fake(bound(fn, call), [(x.shape(sizes), x.strides(sizes), x.dtype, x.device) for x in tensors])
     layouts = tuple(map(_layout, tree_leaves(gm.graph.output_node().args[0])))
     report, constants = rewrite_function(gm.graph, settings)
     if not report.matches:

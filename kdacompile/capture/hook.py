@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kdacompile import compat
-from kdacompile.capture import library, open_lengths
-from kdacompile.capture.calls import MIN_TENSORS, Call, describe
+from kdacompile.capture import autocast, library, open_lengths
+from kdacompile.capture.calls import MIN_TENSORS, Call, TensorArg, describe
 from kdacompile.capture.documented import Documented
 from kdacompile.capture.errors import Unliftable
 from kdacompile.capture.identity import Identity, has_loop, identify, is_trusted
@@ -118,7 +118,7 @@ def _attempt(fn: Any, site: dynamo.CallSite, find: Find) -> Replacement | None:
     tensors: list[Any] = []
     try:
         if site.under_transform():
-            raise Unliftable("it is called under autocast, a mode that changes operators or a transform of torch.func")
+            raise Unliftable("it is called under a mode that changes operators or a transform of torch.func")
         if site.in_own_function():
             raise Unliftable("it is called in a torch.autograd.Function")
         with compat.no_saved_tensors_hooks(), lifting():
@@ -171,7 +171,10 @@ def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, ten
 def _find_library(
     documented: Documented, fn: Any, site: dynamo.CallSite, settings: Settings, tensors: list[Any]
 ) -> Lifted:
-    found = lifts.find_library(fn, documented, _call(fn, site, tensors, documented=True), settings)
+    call = _call(fn, site, tensors, documented=True)
+    if call.autocast:
+        raise Unliftable("it is called under autocast")
+    found = lifts.find_library(fn, documented, call, settings)
     if not found.matches:  # a convolution: whether linear attention follows is not known yet
         return found
     if _lengths_vary():
@@ -221,7 +224,8 @@ def _call(fn: Any, site: dynamo.CallSite, tensors: list[Any], *, documented: boo
             arguments += [(f"={key}", read(key, item)) for key, item in given.items()]
         else:
             arguments.append((f"={name}" if kinds[name] in by_name else name, read(name, given)))
-    return Call(tuple(arguments))
+    devices = (item.device for _, item in arguments if isinstance(item, TensorArg))
+    return Call(tuple(arguments), autocast.ambient(devices))
 
 
 def _is_plain(value: Any) -> bool:

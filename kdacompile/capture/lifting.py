@@ -6,7 +6,8 @@ A function is lifted for one call pattern if
 2. at several batches and lengths its graph, rewritten by the same pass and the same proof as any model's graph, is one
    and the same straight line of code around the semantic op (``capture``, ``template``),
 3. that code gives what the function gives at every length at which the function could change its mind (``verify``),
-   and is what the function is captured as where it does what it did at no length of 2 (``branches.undecided``).
+   and is what the function is captured as where it does what it did at no length of 2 (``branches.undecided``);
+4. under autocast, all of this holds without it, and what is compared there agrees too (``autocast``).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from typing import Any
 import torch
 
 from kdacompile import compat
-from kdacompile.capture import library, store, template, verify
+from kdacompile.capture import autocast, library, store, template, verify
 from kdacompile.capture import replacement as namespace
-from kdacompile.capture.branches import FARTHEST, undecided
+from kdacompile.capture.branches import FARTHEST, does_other_than, undecided
 from kdacompile.capture.calls import Call, Sizes, TensorArg, length_of, open_dimensions
-from kdacompile.capture.concolic import Concolic
+from kdacompile.capture.concolic import Concolic, Point
 from kdacompile.capture.documented import Documented
 from kdacompile.capture.draft import Captured, bound, capture, turning_lengths
 from kdacompile.capture.errors import NeverRuns, Unliftable, WrongLayout
@@ -162,9 +163,54 @@ def load(key: str, verdict: Verdict) -> Lifted:
     return Lifted(scope[template.NAME], verdict)
 
 
+@dataclass(frozen=True)
+class _Proof:
+    """What is known of a function once it was captured, rewritten and compared."""
+
+    call: Call
+    """With as few heads as it was compared with."""
+    captured: list[Captured]
+    seen: list[Captured]
+    text: str
+    roles: dict[int, str]
+    concolic: Concolic
+    points: list[Point]
+    """Where it was captured."""
+    agreed: verify.Agreement
+    modulus: int | None
+
+    @property
+    def middle(self) -> int:
+        """A length that the function takes."""
+        return self.agreed.taken[len(self.agreed.taken) // 2]
+
+
 def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Settings) -> Verdict:
     """Capture, rewrite and compare; raises ``Unliftable`` where that does not come out."""
     numbers = identity.numbers | call.numbers()
+    with autocast.off(call.autocast):
+        proof = _proven(fn, identity, call, numbers, settings)
+    text, modulus = proof.text, proof.modulus
+    dtypes = _dtypes_under_autocast(fn, proof) if call.autocast else []
+    if dtypes or modulus:
+        text = template.write(proof.captured, call, numbers, modulus, () if modulus else proof.seen, dtypes)
+    if call.autocast:
+        _compare_under_autocast(fn, proof, load("draft", Verdict("", "", text)).run)
+    return Verdict(
+        fn.__qualname__,
+        source_of(fn),
+        text,
+        matches=tuple(_as_data(match, fn) for match in proof.captured[-1].matches),
+        lengths=tuple(proof.agreed.taken),
+        max_error=proof.agreed.error,
+        modulus=modulus,
+        tokens=next((i, x.dims.index("T")) for i, (_, x) in enumerate(call.tensors()) if "T" in x.dims),
+    )
+
+
+def _proven(
+    fn: types.FunctionType, identity: Identity, call: Call, numbers: AbstractSet[int], settings: Settings
+) -> _Proof:
     tried = verify.lengths(numbers)
     captured, text, seen = captures(fn, call, numbers, settings)
     last = captured[-1]
@@ -189,21 +235,28 @@ def prove(fn: types.FunctionType, identity: Identity, call: Call, settings: Sett
         there = capture(fn, call, {"B": batch, "T": length}, settings)
         if template.write([*captured, there], call, numbers, seen=seen) != text:
             raise Unliftable("what is left of it differs with the length")
-    taken = agreed.taken
-    modulus = _modulus(agreed.tried, taken, numbers)
-    verify.compare_gradients(bound(fn, narrow), other, narrow, found, taken[len(taken) // 2], verify.BATCHES[0])
-    if modulus:
-        text = template.write(captured, call, numbers, modulus)
-    return Verdict(
-        fn.__qualname__,
-        source_of(fn),
-        text,
-        matches=tuple(_as_data(match, fn) for match in captured[-1].matches),
-        lengths=tuple(taken),
-        max_error=agreed.error,
-        modulus=modulus,
-        tokens=next((i, x.dims.index("T")) for i, (_, x) in enumerate(call.tensors()) if "T" in x.dims),
-    )
+    modulus = _modulus(agreed.tried, agreed.taken, numbers)
+    proof = _Proof(narrow, captured, seen, text, found, concolic, [*points, *further], agreed, modulus)
+    verify.compare_gradients(bound(fn, narrow), other, narrow, found, proof.middle, verify.BATCHES[0])
+    return proof
+
+
+def _dtypes_under_autocast(fn: types.FunctionType, proof: _Proof) -> list[torch.dtype | None]:
+    with autocast.uncached(proof.call.autocast):
+        return verify.dtypes_of_results(bound(fn, proof.call), proof.call, proof.roles, proof.middle)
+
+
+def _compare_under_autocast(fn: types.FunctionType, proof: _Proof, other: Callable[..., Any]) -> None:
+    """Raises ``Unliftable`` unless the two agree under autocast too, as far as roundings to 16 bits let it be seen,
+    and the function decides everything there as where it was captured.
+    """
+    concolic, before = proof.concolic, list(proof.concolic.runs)
+    with autocast.uncached(proof.call.autocast):
+        verify.compare_everywhere(concolic, other, proof.call, proof.roles, proof.agreed.taken, proof.points)
+        verify.compare_gradients(bound(fn, proof.call), other, proof.call, proof.roles, proof.middle, verify.BATCHES[0])
+    captured = [run for run in before if run.point in proof.points]
+    if does_other_than(concolic.runs[len(before) :], captured):
+        raise Unliftable("what it does depends on a dtype, which autocast changes")
 
 
 def captures(

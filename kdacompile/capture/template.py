@@ -42,11 +42,13 @@ def write(
     numbers: Set[int],
     modulus: int | None = None,
     seen: Iterable[Captured] = (),
+    dtypes: Sequence[torch.dtype | None] = (),
 ) -> str:
     """Python source of ``replacement(*tensors)``; raises ``Unliftable`` if the graphs are not one function.
 
     ``numbers``: what the function may take for a chunk. ``modulus``: it takes only lengths divisible by that. ``seen``:
     the function at other sizes, where its graph need not be the same: whole chunks show no gap behind the last token.
+    ``dtypes``: those of the results, where they are others than in the graphs.
     """
     graphs, sizes = [each.graph for each in captured], [each.sizes for each in captured]
     live = [[node for node in graph.nodes if node.op != "placeholder"] for graph in graphs]
@@ -58,6 +60,7 @@ def write(
         writer.name(row, f"x{index}")
     *rows, results = zip(*live, strict=True)
     body = [writer.line(row) for row in rows]
+    body += writer.casts(results, dtypes)
     body += writer.layouts(results, [*captured, *(each for each in seen if each not in captured)])
     body.append(writer.line(results))
     check = [f"assert T % {modulus} == 0"] if modulus else []
@@ -102,6 +105,15 @@ class _Writer:
         self.lines += 1
         self.name(row, f"v{self.lines}")
         return f"{self.names[first]} = {self.callee(first, args, kwargs)}"
+
+    def casts(self, results: Sequence[fx.Node], dtypes: Sequence[torch.dtype | None]) -> Iterator[str]:
+        """Give results the dtypes that they have under autocast; what is an input stays the input."""
+        for row, dtype in zip(zip(*(tree_leaves(node.args[0]) for node in results), strict=True), dtypes, strict=False):
+            if dtype is None or not isinstance(row[0], fx.Node) or _of_input(row[0]):
+                continue
+            self.lines += 1
+            yield f"v{self.lines} = {self.names[row[0]]}.to({dtype})"
+            self.name(row, f"v{self.lines}")
 
     def layouts(self, results: Sequence[fx.Node], known: Sequence[Captured]) -> Iterator[str]:
         """Lay results out in memory as the function does: its caller may take views that need it."""

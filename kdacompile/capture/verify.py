@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kdacompile import compat
+from kdacompile.capture import autocast
 from kdacompile.capture.branches import FARTHEST, to_visit
 from kdacompile.capture.calls import Call
 from kdacompile.capture.concolic import Concolic, Point
@@ -25,7 +26,8 @@ from kdacompile.compat.operators import tree_flatten, tree_leaves
 from kdacompile.patterns.engine import deadline
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Relative error (RMS) by the coarsest floating dtype among the arguments: rounding, for any order of summation."""
+"""Relative error (RMS) by the coarsest floating dtype among the arguments, autocast's among them: rounding, for any
+order of summation."""
 
 GRADIENT_SLACK = 5.0
 LARGEST_CHUNK = 256
@@ -120,7 +122,7 @@ def compare(
     inputs = make(call, roles, {"B": batch, "T": length}, seed=length)
     before = [tensor.clone() for tensor in inputs]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), autocast.widening(call.autocast):  # below the modes of a concolic run
             want = fn(*inputs) if concolic is None else concolic.run(fn, inputs, batch, length)
     except compat.RUN_ERRORS:
         return None
@@ -159,7 +161,9 @@ def compare_gradients(
         inputs = make(call, roles, {"B": batch, "T": length}, seed=length)
         leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
         try:
-            outputs = [out for out in tree_leaves(run(*inputs)) if isinstance(out, Tensor) and out.requires_grad]
+            with autocast.widening(call.autocast):
+                found = tree_leaves(run(*inputs))
+            outputs = [out for out in found if isinstance(out, Tensor) and out.requires_grad]
             if run is fn and not outputs:
                 raise Unliftable("it cuts gradients")
             seeds = [torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out) for out in outputs]
@@ -178,9 +182,17 @@ def compare_gradients(
             raise Unliftable("a gradient differs from the op's")
 
 
+def dtypes_of_results(fn: Function, call: Call, roles: dict[int, str], length: int) -> list[torch.dtype | None]:
+    """What dtypes the function's results have at this length, None for what is no tensor."""
+    with torch.no_grad():
+        results = fn(*make(call, roles, {"B": BATCHES[0], "T": length}, seed=length))
+    return [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in tree_leaves(results)]
+
+
 def _tolerance(call: Call) -> float:
     dtypes = [tensor.dtype for _, tensor in call.tensors() if tensor.dtype.is_floating_point]
-    return max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+    rounded = [dtype for _, dtype in autocast.ambient(tensor.device for _, tensor in call.tensors())]
+    return max(TOLERANCE.get(dtype, 0.0) for dtype in (*dtypes, *rounded))
 
 
 def _difference(have: Any, want: Any, tolerance: float) -> float:

@@ -40,12 +40,11 @@ class CallSite:
             backend = next((getattr(backend, name) for name in inner if hasattr(backend, name)), None)
 
     def under_transform(self) -> bool:
-        """True inside vmap or grad, or where autocast or a mode (not a default device) changes what operators do."""
-        autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+        """True inside vmap or grad, or where a mode (not a default device) changes what operators do."""
         interpreter: Any = peek_interpreter_stack()
         modes = (mode.realize().value for mode in self.tx.symbolic_torch_function_state.mode_stack)
         changed = any(not isinstance(mode, DeviceContext | None) for mode in modes)
-        return autocast or interpreter is not None or changed
+        return interpreter is not None or changed
 
     def in_own_function(self) -> bool:
         """True inside a torch.autograd.Function. There torch returns every value of the forward beside its results, and
