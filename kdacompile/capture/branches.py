@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdacompile.capture.concolic import OPAQUE, Formula, Point, Run, is_opaque
+from kdacompile.capture.concolic import Point, Run
 from kdacompile.capture.errors import Unliftable
+from kdacompile.capture.formulas import OPAQUE, Formula, is_opaque
 
 FARTHEST = 4200
 LARGEST_BATCH = 512

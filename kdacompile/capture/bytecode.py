@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import functools
 import types
 
 _PUSHES = frozenset(
@@ -17,7 +16,6 @@ _NOTHING = frozenset("CACHE NOP RESUME EXTENDED_ARG KW_NAMES PRECALL".split())
 _CALLS = frozenset("CALL CALL_KW CALL_METHOD CALL_FUNCTION CALL_FUNCTION_KW".split())
 
 
-@functools.lru_cache(1024)
 def goes_straight(code: types.CodeType, made: int, taken: int) -> bool:
     """Whether what the instruction at ``made`` leaves on the stack lies there until the call at ``taken`` takes it.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import operator
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,14 +22,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kdacompile.capture.bytecode import goes_straight
+from kdacompile.capture.formulas import OPAQUE, Formula, Size, formula_of, is_opaque, plain
 from kdacompile.capture.identity import LONGEST_TABLE, Identity, is_trusted
 from kdacompile.compat.operators import tree_map_only
-
-Formula = Any
-"""A number; ("read", place, dim, turn) for a size that was asked for; (operator, formula, formula); or OPAQUE."""
-
-OPAQUE = "opaque"
-"""A number of which only its values are known, as of a loop index."""
 
 Place = tuple[int, int]
 """Where in a function's code: the code object's id (its hash would be that of its literals) and the instruction."""
@@ -59,6 +53,8 @@ class Run:
         """Constants that operators were called with."""
         self.answers: set[tuple[Place, str]] = set()
         """(place, answer) of questions about dtypes, but for those whose answer only said how to round."""
+        self.devices: set[Place] = set()
+        """Places of questions about devices, but for those whose answer only said where a tensor is made."""
         self.refused: set[str] = set()
 
 
@@ -69,6 +65,8 @@ class Concolic:
         self.runs: list[Run] = []
         self.now = Run((0, 0))
         self.codes: dict[int, types.CodeType] = {}
+        self.straight: dict[tuple[int, int, int], bool] = {}
+        """What ``goes_straight`` said of two places in a code object."""
         self.fn = _Copies(self, identity).of(fn)
 
     def run(self, call: Callable[..., Any], inputs: Sequence[Any], batch: int, length: int) -> Any:
@@ -130,20 +128,28 @@ class Concolic:
         """A question about a tensor was answered."""
         self.now.answers.add((self.place(), str(what)))
 
-    def rounds(self, dtype: torch.dtype) -> None:
-        """A call takes a dtype for its result; where it was asked for in the arguments, nothing else came of it."""
+    def placed(self) -> None:
+        """A tensor was asked where it is."""
+        self.now.devices.add(self.place())
+
+    def takes(self, dtype: torch.dtype | None) -> None:
+        """An operator runs. What was asked for in its own arguments, a device or this dtype, went nowhere else."""
         code, taken = self.place()
-        for answer in tuple(self.now.answers):
-            (other, made), what = answer
-            if other == code and what == str(dtype) and goes_straight(self.codes[code], made, taken):
+        for asked in [place for place in self.now.devices if place[0] == code]:
+            if self.goes_straight(code, asked[1], taken):
+                self.now.devices.discard(asked)
+        for answer in [answer for answer in self.now.answers if answer[0][0] == code and answer[1] == str(dtype)]:
+            if self.goes_straight(code, answer[0][1], taken):
                 self.now.answers.discard(answer)
+
+    def goes_straight(self, code: int, made: int, taken: int) -> bool:
+        key = (code, made, taken)
+        if key not in self.straight:
+            self.straight[key] = goes_straight(self.codes[code], made, taken)
+        return self.straight[key]
 
     def refuse(self, reason: str) -> None:
         self.now.refused.add(reason)
-
-
-def is_opaque(formula: Formula) -> bool:
-    return formula is OPAQUE or (isinstance(formula, tuple) and formula[0] == OPAQUE)
 
 
 def _is_table(item: Any) -> bool:
@@ -153,147 +159,22 @@ def _is_table(item: Any) -> bool:
     return any(isinstance(each, (int, float)) and not is_opaque(formula_of(each)) for each in item)
 
 
-# -- numbers ----------------------------------------------------------------------------------------------------------
-
-
-class Size(int):
-    """A whole number and the formula that made it."""
-
-    formula: Formula
-    concolic: Concolic
-
-    @staticmethod
-    def of(value: int, formula: Formula, concolic: Concolic) -> Size:
-        number = Size(value)
-        number.formula, number.concolic = formula, concolic
-        return number
-
-    def plain(self) -> int:
-        return int.__int__(self)
-
-    def __hash__(self) -> int:
-        if self.concolic.is_asking():
-            self.concolic.use(self, "looks a size up")
-        return int.__hash__(self)
-
-    def __bool__(self) -> bool:
-        self.concolic.compare("ne", self.formula, self.plain())
-        return self.plain() != 0
-
-    def __divmod__(self, other: Any) -> Any:
-        return self // other, self % other
-
-
-def formula_of(number: Any) -> Formula:
-    return number.formula if isinstance(number, Size) else number
-
-
-def _plain(number: Any) -> Any:
-    return number.plain() if isinstance(number, Size) else number
-
-
-def _combined(name: str, left: Any, right: Any, concolic: Concolic) -> Formula:
-    """The formula of ``left name right``; constants are worked out, and what is opaque stays so.
-
-    What is opaque remembers the product of its divisors: ("opaque", 31 * 31) for ``t // 31 // 31``.
-    """
-    one, other = formula_of(left), formula_of(right)
-    opaque = next((each for each in (one, other) if is_opaque(each)), None)
-    constant = not isinstance(one, tuple) and not isinstance(other, tuple) and opaque is None
-    if name in ("floordiv", "mod"):
-        divisor = abs(_plain(right))
-        inner = one[1] if isinstance(one, tuple) and one[0] == OPAQUE else 1
-        if opaque is not None or constant:
-            concolic.now.quotients.add((OPAQUE, inner * divisor))
-            return (OPAQUE, inner * divisor) if opaque is not None else _value(name, left, right)
-        concolic.now.quotients.add((one, divisor))
-    if constant:
-        return _value(name, left, right)
-    return opaque if opaque is not None else (name, one, other)
-
-
-def _value(name: str, left: Any, right: Any) -> Any:
-    return getattr(operator, name)(_plain(left), _plain(right))
-
-
-def _arithmetic(name: str, *, reflected: bool = False) -> Callable[[Size, Any], Any]:
-    def arithmetic(self: Size, other: Any) -> Any:
-        if isinstance(other, Tensor):
-            return NotImplemented
-        if not isinstance(other, int):
-            self.concolic.use(self, "computes with fractions" if isinstance(other, float) else "repeats a list")
-            plain = self.plain()
-            return _value(name, other, plain) if reflected else _value(name, plain, other)
-        left, right = (other, self) if reflected else (self, other)
-        value = _value(name, left, right)
-        return Size.of(value, _combined(name, left, right, self.concolic), self.concolic)
-
-    return arithmetic
-
-
-def _comparison(relation: str) -> Callable[[Size, Any], Any]:
-    def compare(self: Size, other: Any) -> Any:
-        if not isinstance(other, (int, float)):
-            return NotImplemented
-        gap = _combined("sub", self, other, self.concolic)
-        self.concolic.compare(relation, gap, self.plain() - _plain(other))
-        return _value(relation, self, other)
-
-    return compare
-
-
-def _lost(name: str, what: str) -> Callable[..., Any]:
-    """A method of whole numbers whose result has no formula."""
-    compute = getattr(int, name)
-
-    def lost(self: Size, *others: Any) -> Any:
-        self.concolic.use(self, what)
-        for other in others:
-            if isinstance(other, Size):
-                self.concolic.use(other, what)
-        return compute(self.plain(), *map(_plain, others))
-
-    return lost
-
-
-def _negated(self: Size) -> Size:
-    return Size.of(-self.plain(), _combined("sub", 0, self, self.concolic), self.concolic)
-
-
-_LOST = {
-    "computes with fractions": "__truediv__ __rtruediv__ __float__ __round__ __trunc__ __floor__ __ceil__",
-    "computes powers or bits": "__pow__ __rpow__ __lshift__ __rlshift__ __rshift__ __rrshift__ __and__ __rand__ __or__ "
-    "__ror__ __xor__ __rxor__ __invert__ bit_length bit_count to_bytes as_integer_ratio conjugate",
-    "turns a size into text": "__str__ __repr__ __format__",
-    "takes a size as a plain number": "__int__ __index__ __abs__",
-}
-for _what, _methods in _LOST.items():
-    for _name in _methods.split():
-        setattr(Size, _name, _lost(_name, _what))
-for _name in ("add", "sub", "mul", "floordiv", "mod"):
-    setattr(Size, f"__{_name}__", _arithmetic(_name))
-    setattr(Size, f"__r{_name}__", _arithmetic(_name, reflected=True))
-for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
-    setattr(Size, f"__{_name}__", _comparison(_name))
-for _name in ("real", "numerator"):
-    setattr(Size, _name, property(_lost("__int__", "takes a size as a plain number")))
-Size.__neg__ = _negated  # type: ignore[method-assign]
-Size.__pos__ = lambda self: self  # type: ignore[method-assign]
-
-
 # -- operators --------------------------------------------------------------------------------------------------------
 
 _SHAPE, _SIZE = Tensor.shape.__get__, Tensor.size  # type: ignore[attr-defined]
 _COUNTS = (Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel)
 _FACTS = frozenset(
-    "dim ndimension is_floating_point is_complex is_nonzero get_device is_signed element_size result_type "
+    "dim ndimension is_floating_point is_complex is_nonzero is_signed element_size result_type "
     "is_tensor can_cast promote_types is_storage".split()
 )
 """Questions about a tensor whose answer the call pattern (``calls.Call``) settles, and autocast besides."""
 _ATTRIBUTES = frozenset(
-    getattr(Tensor, name).__get__
-    for name in "ndim dtype device layout is_cuda is_sparse is_nested is_quantized is_meta is_cpu".split()
+    getattr(Tensor, name).__get__ for name in "ndim dtype layout is_sparse is_nested is_quantized".split()
 )
+_DEVICES = frozenset(
+    (Tensor.get_device, *(getattr(Tensor, name).__get__ for name in "device is_cuda is_meta is_cpu".split()))
+)
+"""Questions about where a tensor is."""
 _EXACT = frozenset((torch.zeros, torch.ones, torch.eye, Tensor.new_zeros, Tensor.new_ones))
 """What makes the same numbers in every dtype."""
 
@@ -314,18 +195,20 @@ class _Operators(TorchFunctionMode):
         args = self.unwrapped(args)
         out = func(*args, **{key: self.unwrapped(item) for key, item in kwargs.items()}) if kwargs else func(*args)
         if isinstance(out, Tensor) or not self.concolic.is_asking():
-            if _only_rounds(func, args) and self.concolic.is_asking():
-                self.concolic.rounds(out.dtype)
+            if (self.concolic.now.devices or self.concolic.now.answers) and self.concolic.is_asking():
+                self.concolic.takes(out.dtype if _only_rounds(func, args) else None)
             return out
         if func in (_SHAPE, _SIZE):
             if isinstance(out, int):
-                return self.concolic.read(out, _plain(args[1]) if len(args) > 1 else "dim")
+                return self.concolic.read(out, plain(args[1]) if len(args) > 1 else "dim")
             return tuple(self.concolic.read(size, dim) for dim, size in enumerate(out))
         if func in _COUNTS:
             return self.concolic.read(out, "count")
         name = getattr(func, "__name__", str(func))
         several = isinstance(out, (tuple, list)) and all(isinstance(item, Tensor) for item in out)
-        if func in _ATTRIBUTES or name in _FACTS:
+        if func in _DEVICES:
+            self.concolic.placed()
+        elif func in _ATTRIBUTES or name in _FACTS:
             self.concolic.answer(out)
         elif not several and out is not None:
             self.concolic.refuse(f"it asks a tensor for {_owner(func)}")
@@ -441,10 +324,10 @@ class _Copies:
         def indices(*bounds: Any) -> Iterable[int]:
             if not any(isinstance(bound, Size) for bound in bounds):
                 return range(*bounds)
-            return [Size.of(index, OPAQUE, concolic) for index in range(*map(_plain, bounds))]
+            return [Size.of(index, OPAQUE, concolic) for index in range(*map(plain, bounds))]
 
         def counted(items: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
-            for index, item in enumerate(items, _plain(start)):
+            for index, item in enumerate(items, plain(start)):
                 yield Size.of(index, OPAQUE, concolic), item
 
         def length(items: Any) -> Any:

@@ -219,15 +219,9 @@ def _proven(
     if turning and turning[-1] > FARTHEST:
         raise Unliftable(f"its masks turn at {turning[-1]} tokens, more than can be tried")
     tried = sorted({*tried, *turning})
-    narrow = _fewer_heads(call)
     other = load("draft", Verdict("", "", text)).run
     points = [(verify.BATCHES[0], each.sizes["T"]) for each in seen]
-    concolic = Concolic(fn, identity)
-    try:
-        agreed = verify.compare_everywhere(concolic, other, narrow, found, tried, points)
-    except (*compat.RUN_ERRORS, NeverRuns):  # it knows its own number of heads
-        narrow, concolic = call, Concolic(fn, identity)
-        agreed = verify.compare_everywhere(concolic, other, call, found, tried, points)
+    narrow, concolic, agreed = _compared(fn, identity, call, _Comparison(other, found, tried, points))
     further = undecided(concolic.runs, points)
     if turning and turning[-1] > max(length for _, length in points):
         further.append((verify.BATCHES[0], turning[-1]))
@@ -236,9 +230,53 @@ def _proven(
         if template.write([*captured, there], call, numbers, seen=seen) != text:
             raise Unliftable("what is left of it differs with the length")
     modulus = _modulus(agreed.tried, agreed.taken, numbers)
-    proof = _Proof(narrow, captured, seen, text, found, concolic, [*points, *further], agreed, modulus)
-    verify.compare_gradients(bound(fn, narrow), other, narrow, found, proof.middle, verify.BATCHES[0])
-    return proof
+    return _Proof(narrow, captured, seen, text, found, concolic, [*points, *further], agreed, modulus)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What a function is compared with, on what, and where."""
+
+    other: Callable[..., Any]
+    roles: dict[int, str]
+    tried: list[int]
+    points: list[Point]
+
+    def of(self, fn: types.FunctionType, identity: Identity, call: Call) -> tuple[Concolic, verify.Agreement]:
+        """Results at many lengths, and gradients; raises ``Unliftable`` unless they agree."""
+        concolic = Concolic(fn, identity)
+        agreed = verify.compare_everywhere(concolic, self.other, call, self.roles, self.tried, self.points)
+        middle = agreed.taken[len(agreed.taken) // 2]
+        verify.compare_gradients(bound(fn, call), self.other, call, self.roles, middle, verify.BATCHES[0])
+        return concolic, agreed
+
+
+def _compared(
+    fn: types.FunctionType, identity: Identity, call: Call, comparison: _Comparison
+) -> tuple[Call, Concolic, verify.Agreement]:
+    """The call that the function was compared with, what it did, and how the two agree.
+
+    On the CPU, if the call's tensors are elsewhere: there no kernels are compiled for it, and small operators take less
+    time. What an operator computes is the same everywhere, so that settles it for a function that never looks at where
+    its tensors are. Any other is compared where they are.
+    """
+    narrow = _fewer_heads(call)
+    for given in (narrow, call) if _on_host(call) != call else ():
+        try:
+            concolic, agreed = comparison.of(fn, identity, _on_host(given))
+        except (*compat.RUN_ERRORS, Unliftable):
+            continue
+        if not any(run.devices for run in concolic.runs):
+            return given, concolic, agreed
+        break
+    try:
+        return narrow, *comparison.of(fn, identity, narrow)
+    except (*compat.RUN_ERRORS, NeverRuns):  # it knows its own number of heads
+        return call, *comparison.of(fn, identity, call)
+
+
+def _on_host(call: Call) -> Call:
+    return call.map_tensors(lambda _, tensor: replace(tensor, device="cpu"))
 
 
 def _dtypes_under_autocast(fn: types.FunctionType, proof: _Proof) -> list[torch.dtype | None]:
