@@ -55,6 +55,8 @@ class Run:
         """(place, answer) of questions about dtypes, but for those whose answer only said how to round."""
         self.devices: set[Place] = set()
         """Places of questions about devices, but for those whose answer only said where a tensor is made."""
+        self.asked: list[tuple[Place, str]] = []
+        """Such questions, of both kinds, since the last operator."""
         self.refused: set[str] = set()
 
 
@@ -126,21 +128,25 @@ class Concolic:
 
     def answer(self, what: Any) -> None:
         """A question about a tensor was answered."""
-        self.now.answers.add((self.place(), str(what)))
+        asked = (self.place(), str(what))
+        self.now.answers.add(asked)
+        self.now.asked.append(asked)
 
     def placed(self) -> None:
         """A tensor was asked where it is."""
-        self.now.devices.add(self.place())
+        place = self.place()
+        self.now.devices.add(place)
+        self.now.asked.append((place, ""))
 
     def takes(self, dtype: torch.dtype | None) -> None:
         """An operator runs. What was asked for in its own arguments, a device or this dtype, went nowhere else."""
         code, taken = self.place()
-        for asked in [place for place in self.now.devices if place[0] == code]:
-            if self.goes_straight(code, asked[1], taken):
-                self.now.devices.discard(asked)
-        for answer in [answer for answer in self.now.answers if answer[0][0] == code and answer[1] == str(dtype)]:
-            if self.goes_straight(code, answer[0][1], taken):
-                self.now.answers.discard(answer)
+        for asked in self.now.asked:
+            (other, made), answer = asked
+            if answer in ("", str(dtype)) and other == code and self.goes_straight(code, made, taken):
+                self.now.devices.discard(asked[0])
+                self.now.answers.discard(asked)
+        self.now.asked.clear()
 
     def goes_straight(self, code: int, made: int, taken: int) -> bool:
         key = (code, made, taken)
@@ -195,7 +201,7 @@ class _Operators(TorchFunctionMode):
         args = self.unwrapped(args)
         out = func(*args, **{key: self.unwrapped(item) for key, item in kwargs.items()}) if kwargs else func(*args)
         if isinstance(out, Tensor) or not self.concolic.is_asking():
-            if (self.concolic.now.devices or self.concolic.now.answers) and self.concolic.is_asking():
+            if self.concolic.now.asked and self.concolic.is_asking():
                 self.concolic.takes(out.dtype if _only_rounds(func, args) else None)
             return out
         if func in (_SHAPE, _SIZE):

@@ -36,6 +36,7 @@ from kdacompile.capture.errors import NeverRuns, Unliftable, WrongLayout
 from kdacompile.capture.identity import Identity
 from kdacompile.capture.probes import roles, weakened
 from kdacompile.capture.store import Verdict
+from kdacompile.lowering.cpu import left_uncompiled
 from kdacompile.patterns.engine import deadline
 from kdacompile.report.findings import Match
 from kdacompile.report.report import match_from_dict
@@ -221,7 +222,8 @@ def _proven(
     tried = sorted({*tried, *turning})
     other = load("draft", Verdict("", "", text)).run
     points = [(verify.BATCHES[0], each.sizes["T"]) for each in seen]
-    narrow, concolic, agreed = _compared(fn, identity, call, _Comparison(other, found, tried, points))
+    with left_uncompiled():
+        narrow, concolic, agreed = _compared(fn, identity, call, _Comparison(other, found, tried, points))
     further = undecided(concolic.runs, points)
     if turning and turning[-1] > max(length for _, length in points):
         further.append((verify.BATCHES[0], turning[-1]))

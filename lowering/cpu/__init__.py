@@ -5,6 +5,7 @@ the executor does.
 from __future__ import annotations
 
 from .backward import run_recurrence_backward, runs_backward
+from .compiler import left_uncompiled
 from .recurrence import Launch, Repeated, bounds_of, in_form, prepare_recurrence, runs_recurrence
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Repeated",
     "bounds_of",
     "in_form",
+    "left_uncompiled",
     "prepare_recurrence",
     "run_recurrence_backward",
     "runs_backward",

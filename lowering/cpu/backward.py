@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..calls import Call
-from .compiler import Loop, loaded
+from .compiler import Loop, loaded, may_run
 from .recurrence import address, bounds_of, decay_of, in_rows, operand, runs_recurrence
 
 # struct problem of the source: operands (pointer and strides), pointers, sizes, scale, eps, and what became of it
@@ -62,7 +62,7 @@ def _kernel(dtype: torch.dtype) -> _Kernel | None:
 
 def runs_backward(q: Tensor) -> bool:
     """Whether :func:`run_recurrence_backward` takes keys like ``q`` here; the first question compiles the kernels."""
-    return runs_recurrence(q) and _kernel(q.dtype) is not None
+    return runs_recurrence(q) and may_run(_Kernel, q.dtype) and _kernel(q.dtype) is not None
 
 
 def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> tuple[Gradients, bool]:

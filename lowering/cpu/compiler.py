@@ -13,6 +13,9 @@ import os
 import platform
 import shutil
 import subprocess
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -109,13 +112,35 @@ L = TypeVar("L", bound=Loop)
 _NAMES = {torch.float32: "float", torch.float64: "double"}
 """Dtypes the kernels are compiled for, in C."""
 
+_ready: set[tuple[type[Loop], torch.dtype]] = set()
+_leaving = threading.local()
+
+
+@contextmanager
+def left_uncompiled() -> Generator[None]:
+    """Inside, this thread compiles nothing, and PyTorch's operators stand in for what was not compiled before: a
+    compilation takes longer than the few small calls of a proof.
+    """
+    before, _leaving.on = getattr(_leaving, "on", False), True
+    try:
+        yield
+    finally:
+        _leaving.on = before
+
+
+def may_run(loop: type[Loop], dtype: torch.dtype) -> bool:
+    """Whether ``loop`` may be asked for here, see :func:`left_uncompiled`."""
+    return not getattr(_leaving, "on", False) or (loop, dtype) in _ready
+
 
 def loaded(loop: type[L], dtype: torch.dtype, what: str) -> L | None:
     """``loop`` for a dtype; None, and a word about what that costs, where the machine cannot compile it."""
 
     def load() -> L | None:
         try:
-            return loop(_NAMES[dtype])
+            made = loop(_NAMES[dtype])
+            _ready.add((loop, dtype))
+            return made
         except CannotCompile as error:
             say_slow(str(error), error.remedy)
             return None

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..calls import Call
 from ..layout import sequence_bounds
 from ..scratch import shares_memory
-from .compiler import Loop, loaded
+from .compiler import Loop, loaded, may_run
 
 MAX_KEY_WIDTH = 512
 """A strip of the state lives on the thread's stack."""
@@ -52,7 +52,8 @@ def runs_recurrence(q: Tensor, dtype: torch.dtype | None = None) -> bool:
     """Whether the kernel takes keys like ``q`` here, in ``dtype``; the first question compiles it."""
     width = q.shape[-1]
     fits = q.device.type == "cpu" and width % _ROWS == 0 and 0 < width <= MAX_KEY_WIDTH
-    return fits and _kernel(dtype or q.dtype) is not None
+    dtype = dtype or q.dtype
+    return fits and may_run(_Kernel, dtype) and _kernel(dtype) is not None
 
 
 def prepare_recurrence(call: Call, bounds: Tensor | None, *, overwrite: bool = False) -> Launch | None:

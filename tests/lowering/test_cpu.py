@@ -102,6 +102,7 @@ def test_other_widths_are_left_to_the_executor(key_width: int) -> None:
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A process that has compiled nothing, with an empty cache folder."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "_ready", set())
     caches = (compiler.library, recurrence._kernel)
     for cached in caches:
         cached.cache_clear()
@@ -112,6 +113,18 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_fresh")
+def test_a_proof_compiles_nothing_and_uses_what_is_there(tmp_path: Path) -> None:
+    q = torch.zeros(1, 1, 1, 8)
+    with compiler.left_uncompiled():
+        assert not runs_recurrence(q)
+        assert not list(tmp_path.iterdir())
+    assert runs_recurrence(q)
+    with compiler.left_uncompiled():
+        assert runs_recurrence(q)
 
 
 @needs_compiler
