@@ -95,7 +95,7 @@ def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> tuple
         *(address(x) for x in (initial_state, grad_state, dq, dk, dv, ddecay, dbeta, dinitial, bounds)),
         *(batch, length, heads, heads // key_heads, key_width, value_width, parts),
         *(gate == "channel", call.gate_fn == "log", call.delta),
-        *(HISTORY, _is_memory_filled()),
+        *(HISTORY, is_memory_filled()),
         *(call.scale, call.qk_l2norm_eps),
         *(0, 0),
     )
@@ -106,7 +106,7 @@ def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> tuple
     return (dq, dk, dv, dg, dbeta, dinitial), finite
 
 
-def _is_memory_filled() -> bool:
+def is_memory_filled() -> bool:
     """Whether new memory holds NaN, as torch has it where algorithms must be deterministic."""
     filled: bool = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
     return torch.are_deterministic_algorithms_enabled() and filled

@@ -1,0 +1,198 @@
+"""Small calls of MLA on a CPU by one function in C (``attention.c``): a step over a short cache, or a short prompt.
+
+The operators of ``attention_rows.py`` take torch some 150 us to start, however little there is to compute. From
+``MOST`` operations on, what they compute counts for more than that, and their products are faster than the C kernel's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kdacompile.compat.launches import empty_strided
+from kdacompile.lowering.attention import choose_form
+from kdacompile.lowering.operands import operands as operands_of
+from kdacompile.lowering.run import is_any_watched
+from kdacompile.lowering.run_attention import Attention
+from kdacompile.lowering.scratch import Scratch
+
+from .backward import is_memory_filled
+from .compiler import Loop, loaded
+
+MOST = 4_000_000
+"""Operations of the products, two for a multiply-add."""
+TASK = 400_000
+"""Operations that are worth a thread of their own, some 20 us."""
+SCRATCH = 1 << 20
+"""Numbers that a task may keep."""
+
+# struct problem of the source: operands (pointer, kind, strides), results, sizes, scale, and what became of it
+_PROBLEM = struct.Struct("@48q 2q 13q d q")
+_RESULTS = 48  # the position of the results' addresses
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.bool: 2}
+_NOTHING = (0,) * 6
+_READ = ("q", "q_rope", "latent", "k_rope", "w_uk", "w_uv", "mask", "sinks")  # the first operands of the op
+_CACHED = frozenset((2, 3, 6))
+"""Of these operands a dimension counts cached tokens: latent and k_rope ``[B, S, ..]``, mask ``[.., S]``."""
+
+
+class _Kernel(Loop):
+    """A batch entry and some of its heads."""
+
+    source, function = ("vectors.c", "attention.c"), "latent_attention"
+
+    def __call__(self, problem: bytes, tasks: int) -> None:
+        memory = ctypes.create_string_buffer(problem, len(problem))
+        self.run(tasks, 1, memory)
+        if int.from_bytes(memory.raw[-8:], "little"):
+            raise MemoryError("no memory for the keys and values of a short prompt")
+
+
+@cache
+def _kernel() -> _Kernel | None:
+    return loaded(_Kernel, torch.float32, "latent attention")
+
+
+class SmallAttention:
+    """Masks and sinks too; without lengths and pages, whose values are read and checked every time."""
+
+    name = "C"
+
+    def declines(self, call: Attention) -> str | None:
+        if call.lengths is not None or call.block_table is not None or call.length is not None:
+            return "lengths and pages are read every time"
+        operands = tuple(getattr(call, name) for name in _READ)
+        if not all(x is None or (x.dtype in _KINDS and x.device.type == "cpu") for x in operands):
+            return "a dtype that the kernel does not read"
+        if call.out_dtype not in (torch.float32, torch.bfloat16):
+            return "a result that the kernel does not write"
+        if 0 in (call.q.numel(), call.latent.numel()):
+            return "there is nothing to attend to"
+        if is_any_watched(operands):
+            return "torch.func follows the torch executor"
+        if not is_small(_sizes(call), call.absorbed):
+            return "not a small call"
+        return None if _kernel() is not None else "there is no C compiler"
+
+    def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        """o ``[B, T, H, V]`` in the call's ``out_dtype`` and lse ``[B, H, T]`` in fp32."""
+        operands = [getattr(call, name) for name in _READ]
+        return Prepared(call).run(operands, [0 if x is None else x.data_ptr() for x in operands])
+
+
+SMALL = SmallAttention()
+
+Sizes = tuple[int, int, int, int, int, int, int, int]
+"""As :func:`~kdacompile.lowering.attention.choose_form` takes them."""
+
+
+def _sizes(call: Attention) -> Sizes:
+    batch, tokens, heads, width = call.q.shape
+    rank = call.latent.shape[2]
+    nope, value = (0, rank) if call.w_uk is None or call.w_uv is None else (width, call.w_uv.shape[1])
+    rope = 0 if call.q_rope is None else call.q_rope.shape[3]
+    return batch, tokens, call.latent.shape[1], heads, nope, rope, rank, value
+
+
+def operations(sizes: Sizes, absorbed: bool) -> int:
+    """Of the kernel's products for one head of one request."""
+    _, tokens, cached, _, nope, rope, rank, value = sizes
+    if absorbed:
+        return 2 * tokens * cached * (2 * rank + rope) + 2 * tokens * rank * (nope + value) * (nope > 0)
+    return 2 * tokens * cached * (nope + rope + value) + 2 * cached * rank * (nope + value)
+
+
+def is_small(sizes: Sizes, absorbed: bool) -> bool:
+    batch, tokens, cached, heads, nope, rope, rank, value = sizes
+    kept = (cached + rank) * (rank + nope + rope + value) + tokens * (nope + 2 * rank + rope)
+    return kept <= SCRATCH and batch * heads * operations(sizes, absorbed) <= MOST
+
+
+class Prepared:
+    """Calls like one that was made: the same operands but for their addresses, the cache as long as it may be."""
+
+    alignment = 1
+    """The kernel reads from any address."""
+    free = _CACHED
+    """Operands whose sizes and strides may change, those of the cache: ``fits`` has a look at them."""
+    steps: tuple[object, ...] = ()
+
+    def __init__(self, call: Attention) -> None:
+        self._sizes, self._causal, self._form, self._width = _sizes(call), call.causal, call.form, call.w_uk is not None
+        (shape, self._dtype), (lse_shape, _) = call.results
+        self._shapes, self._strides = (shape, lse_shape), tuple(map(_contiguous, (shape, lse_shape)))
+        self._scale = call.scale
+        self._fixed = [_described(getattr(call, name), number) for number, name in enumerate(_READ)]
+        self._known: dict[int, tuple[bool, int]] = {}
+
+    def fits(self, operands: Sequence[Tensor | None]) -> bool:
+        """Whether operands that are alike but for the cache's length are a call of this kind."""
+        latent, rope, mask = operands[2], operands[3], operands[6]
+        assert latent is not None
+        cached = latent.shape[1]
+        if (rope is not None and rope.shape[1] != cached) or (mask is not None and mask.shape[3] != cached):
+            return False
+        return cached > 0 and is_small(self._at(cached), self._how(cached)[0])
+
+    def _at(self, cached: int) -> Sizes:
+        batch, tokens, _, *others = self._sizes
+        return (batch, tokens, cached, *others)  # pyright: ignore[reportReturnType]
+
+    def _how(self, cached: int) -> tuple[bool, int]:
+        """The form for a cache of this length, and the heads of a task."""
+        found = self._known.get(cached)
+        if found is None:
+            sizes = self._at(cached)
+            chosen = choose_form(*sizes, causal=self._causal) if self._form == "auto" else self._form
+            absorbed = not self._width or chosen == "absorbed"
+            share = max(1, min(sizes[3], TASK // max(1, operations(sizes, absorbed))))
+            found = self._known[cached] = absorbed, share
+        return found
+
+    def run(self, operands: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Tensor, Tensor]:
+        latent = operands[2]
+        assert latent is not None
+        batch, tokens, cached, heads, nope, rope, rank, value = self._at(latent.shape[1])
+        absorbed, share = self._how(cached)
+        empty = empty_strided["cpu"]
+        o = empty(self._shapes[0], self._strides[0], self._dtype)
+        lse = empty(self._shapes[1], self._strides[1], torch.float32)
+        described = list(self._fixed)
+        for number in _CACHED:
+            described[number] = _described(operands[number], number)
+        fields = [*itertools.chain.from_iterable(described)]
+        fields[0:48:6] = addresses[:8]
+        problem = _PROBLEM.pack(
+            *fields,
+            *(o.data_ptr(), lse.data_ptr(), _KINDS[self._dtype]),
+            *(batch, tokens, cached, heads, nope, rope, rank, value),
+            *(absorbed, self._causal, share, is_memory_filled()),
+            *(self._scale, 0),
+        )
+        kernel = _kernel()
+        assert kernel is not None  # the call was asked for
+        kernel(problem, batch * -(-heads // share))
+        return o, lse
+
+
+def _described(x: Tensor | None, number: int) -> tuple[int, ...]:
+    """Room for the address, what an element is, and strides, 0 along a dimension that is shared."""
+    if x is None:
+        return _NOTHING
+    strides = x.stride()
+    if number == 6:
+        strides = tuple(0 if size == 1 else stride for size, stride in zip(x.shape, strides, strict=True))
+    return (0, _KINDS[x.dtype], *strides, *(0,) * (4 - len(strides)))
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [1] * len(shape), 1
+    for at in range(len(shape) - 1, -1, -1):
+        strides[at], step = step, step * shape[at]
+    return tuple(strides)
