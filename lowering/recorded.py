@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -116,6 +116,23 @@ class Recorded:
     results: tuple[int, ...]
     in_programs: tuple[Launch | Apply | Program, ...] | None = field(default=None, compare=False)
     """The steps with runs of launches as programs, from the first time that nobody is to be told of launches."""
+
+    @property
+    def alignment(self) -> int:
+        return ALIGNED
+
+    @property
+    def free(self) -> Mapping[int, int]:
+        """Operands that may be of other sizes: none."""
+        return {}
+
+    @property
+    def uses_torch(self) -> bool:
+        """Whether functions of torch are among the steps."""
+        return any(isinstance(step, Apply) for step in self.steps)
+
+    def fits(self, operands: Operands) -> bool:
+        return True
 
     def run(self, operands: Operands, addresses: Sequence[int]) -> Results:
         if self.device.type != "cuda" or current_device() == self.device.index:

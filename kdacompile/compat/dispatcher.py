@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,11 +59,19 @@ def dispatch_state() -> tuple[int, int]:
     return _local_include().raw_repr(), _local_exclude().raw_repr()
 
 
-def likeness(*tensors: torch.Tensor) -> Callable[..., bool]:
+def likeness(*tensors: torch.Tensor, free: Sequence[int | None] = ()) -> Callable[..., bool]:
     """Whether as many tensors are of the same classes, keys, dtypes, devices, shapes and strides as these, and need
     gradients alike; the keys with those that the thread adds and leaves out. One tensor twice is like nothing.
+
+    ``free``: for each tensor the dimension whose size may be another, and then its strides as well, or None.
     """
-    return guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    sizes: Any = None
+    strides: Any = None
+    if any(at is not None for at in free):
+        pairs = list(zip(tensors, free, strict=True))
+        sizes = [[None if number == at else size for number, size in enumerate(x.shape)] for x, at in pairs]
+        strides = [list(x.stride()) if at is None else [None] * x.dim() for x, at in pairs]
+    return guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def backend_key(x: torch.Tensor) -> DispatchKey | None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from kdacompile.lowering import cuda
 from kdacompile.lowering.ascend import npu
-from kdacompile.lowering.cpu import attention as cpu
 from kdacompile.ops import definitions, mla_cut, on_cpu
 from kdacompile.ops.fused import FusedAttention, FusedKernels
 
 on_cpu.KERNELS.serve("CPU")
-FusedAttention(cpu.choose_attention).serve("CPU")  # prompts in blocks of queries
+on_cpu.ATTENTION.serve("CPU")
 
 FusedKernels(cuda.choose, gradients=cuda.choose_adjoint, remember=True).serve("CUDA")
 FusedAttention(cuda.choose_attention, cuda.choose_gradients, remember=True).serve("CUDA")

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,11 +32,28 @@ from kdacompile.compat.dispatcher import (
     without_keys_excluded,
 )
 from kdacompile.containment import contain
-from kdacompile.lowering.recorded import ALIGNED, Apply, Recorded
 from kdacompile.ops.signature import O_DIMENSIONS
 
 Kernel = Callable[..., Any]
-Known = Callable[[Sequence[Any], dict[str, Any]], Recorded | None]
+
+
+class Remembered(Protocol):
+    """What does the same for other tensors. ``alignment``: bytes that addresses must be multiples of; ``uses_torch``:
+    whether operators of torch run, which must count no version; ``free``: by the position of an operand, its dimension
+    whose size may be another than in the first call, and then its strides as well, as far as ``fits`` agrees.
+    """
+
+    @property
+    def alignment(self) -> int: ...
+    @property
+    def uses_torch(self) -> bool: ...
+    @property
+    def free(self) -> Mapping[int, int]: ...
+    def fits(self, operands: Sequence[Any], /) -> bool: ...
+    def run(self, operands: Sequence[Any], addresses: Sequence[int], /) -> Any: ...
+
+
+Known = Callable[[Sequence[Any], dict[str, Any]], Remembered | None]
 
 
 def needs_derivative(tensors: tuple[Any, ...]) -> bool:
@@ -95,16 +112,20 @@ class Kind:
     """Calls like one that is remembered: one look of torch's own at the tensors in place of all else that is asked.
 
     It covers what :meth:`Shortcut.kernel` and a remembered call's key do: classes, keys (the thread's too, so modes,
-    transforms and autocast), dtypes, devices, shapes, strides. Addresses are multiples of 16, and what is written
-    shares no memory.
+    transforms and autocast), dtypes, devices, shapes, strides. Addresses are multiples of what is asked, and what is
+    written shares no memory.
     """
 
-    def __init__(self, tensors: Sequence[Any], options: dict[str, Any], recorded: Recorded, writes: int | None) -> None:
-        given = [x for x in tensors if x is not None]
-        self.absent, self._like, self._options = [x is None for x in tensors], likeness(*given), options
-        self._differentiable, self._recorded, self._writes = any_requires_grad(*given), recorded, writes
+    def __init__(
+        self, tensors: Sequence[Any], options: dict[str, Any], remembered: Remembered, writes: int | None
+    ) -> None:
+        given, free = [x for x in tensors if x is not None], remembered.free
+        self.absent, self._options = [x is None for x in tensors], options
+        self._like = likeness(*given, free=[free.get(at) for at, x in enumerate(tensors) if x is not None])
+        self._differentiable, self._remembered, self._writes = any_requires_grad(*given), remembered, writes
         self._bytes = [0 if x is None else _extent(x) for x in tensors]
-        self._torch = any(isinstance(step, Apply) for step in recorded.steps)
+        self._alignment, self._fits = remembered.alignment, remembered.fits if free else None
+        self._torch = remembered.uses_torch
 
     def addresses(
         self, tensors: Sequence[Any], given: Sequence[Any], absent: Sequence[bool], options: Mapping[str, Any]
@@ -115,7 +136,9 @@ class Kind:
         if self._differentiable and torch.is_grad_enabled():
             return None
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        if functools.reduce(operator.or_, addresses) % ALIGNED:
+        if functools.reduce(operator.or_, addresses) % self._alignment:
+            return None
+        if self._fits is not None and not self._fits(tensors):
             return None
         if self._writes is not None:
             begin = addresses[self._writes]
@@ -129,9 +152,9 @@ class Kind:
             count_write(tensors[self._writes])
         if self._torch:
             with below_version_counter():
-                results = self._recorded.run(tensors, addresses)
+                results = self._remembered.run(tensors, addresses)
         else:
-            results = self._recorded.run(tensors, addresses)
+            results = self._remembered.run(tensors, addresses)
         return results if self._writes is None else results[0]
 
 
@@ -185,9 +208,9 @@ class Shortcut:
     def _keep(self, known: Known, tensors: tuple[Any, ...], options: dict[str, Any]) -> None:
         """The call that was just made among the kinds, if it is remembered."""
         asked = {name: value for name, value in options.items() if (name, value) != ("o_layout", O_DIMENSIONS)}
-        recorded = known(tensors, asked)
-        if recorded is not None:
-            kind = Kind(tensors, options, recorded, self._writes)
+        remembered = known(tensors, asked)
+        if remembered is not None:
+            kind = Kind(tensors, options, remembered, self._writes)
             given = [x for x in tensors if x is not None]
             if kind.addresses(tensors, given, kind.absent, options) is not None:
                 self._kinds = (kind, *self._kinds[: MOST - 1])

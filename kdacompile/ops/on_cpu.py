@@ -1,4 +1,4 @@
-"""The C kernel of the recurrence as the ops' kernel on a CPU: calls like one before fill in addresses and start it.
+"""The C kernels of the recurrence and of MLA as the ops' on a CPU: calls like one before fill in addresses and start.
 
 Finding out what a call needs takes the host three times what starting the kernel does, and is most of what a step or a
 short prompt costs.
@@ -6,7 +6,7 @@ short prompt costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,12 +14,17 @@ from torch import Tensor
 from kdacompile.containment import contain
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.cpu import Repeated, in_form, runs_recurrence
+from kdacompile.lowering.cpu.attention import choose_attention
+from kdacompile.lowering.cpu.small_attention import SMALL, Prepared
 from kdacompile.lowering.operands import operands as operands_of
 from kdacompile.lowering.recorded import Operands, Results
 from kdacompile.lowering.run import is_any_watched, run_linear_attention
+from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
-from kdacompile.ops.fused import FusedKernels, Run
-from kdacompile.ops.kernels import prepared
+from kdacompile.ops.dispatch import Known
+from kdacompile.ops.fused import FusedAttention, FusedKernels, Run
+from kdacompile.ops.kernels import prepared, run_mla
+from kdacompile.ops.signature import MLA
 
 _NAMES = tuple(operand.name for operand in operands_of(Call))
 
@@ -103,3 +108,43 @@ class CpuKernels(FusedKernels):
 
 
 KERNELS = CpuKernels()
+
+
+# -- latent attention -------------------------------------------------------------------------------------------------
+
+
+class SmallAgain:
+    """A small call of MLA on other operands like its own, over a cache that may be longer or shorter."""
+
+    alignment, uses_torch, free = Prepared.alignment, Prepared.uses_torch, Prepared.free
+
+    def __init__(self, call: Attention, options: dict[str, Any]) -> None:
+        self._prepared, self._options = Prepared(call), options
+
+    def fits(self, operands: Sequence[Any]) -> bool:
+        return contain("looking at a call like one before", lambda: self._prepared.fits(operands), lambda _: False)
+
+    def run(self, operands: Sequence[Any], addresses: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return contain(
+            "preparing a call like one before",
+            lambda: self._prepared.run(operands, addresses),
+            lambda _: run_mla(MLA.call_of(operands, self._options)),
+        )
+
+
+class CpuAttention(FusedAttention):
+    """Remembers small calls."""
+
+    def __init__(self) -> None:
+        super().__init__(choose_attention)
+
+    def known(self, run: Run, written: int | None = None) -> Known:
+        def small(operands: Sequence[Any], options: dict[str, Any]) -> SmallAgain | None:
+            call: Attention = MLA.call_of(operands, options)
+            took = SMALL.name not in self._failed and SMALL.declines(call) is None
+            return SmallAgain(call, options) if took else None
+
+        return small
+
+
+ATTENTION = CpuAttention()

@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kdacompile.lowering.attention_calls import not_expanded
+from kdacompile.lowering.attention_calls import AttentionImplementation, not_expanded
 from kdacompile.lowering.attention_rows import Rows
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
+
+from .small_attention import SMALL
 
 
 class BlockedAttention:
@@ -47,6 +49,7 @@ class BlockedAttention:
 BLOCKED = BlockedAttention()
 
 
-def choose_attention(call: Attention) -> BlockedAttention | None:
+def choose_attention(call: Attention) -> AttentionImplementation | None:
     """What takes a call of MLA; the torch executor does the rest."""
-    return BLOCKED if BLOCKED.declines(call) is None else None
+    offered: tuple[AttentionImplementation, ...] = (SMALL, BLOCKED)
+    return next((one for one in offered if one.declines(call) is None), None)

@@ -1,7 +1,7 @@
 """Small calls of MLA on a CPU by one function in C (``attention.c``): a step over a short cache, or a short prompt.
 
-The operators of ``attention_rows.py`` take torch some 150 us to start, however little there is to compute. From
-``MOST`` operations on, what they compute counts for more than that, and their products are faster than the C kernel's.
+The operators of ``attention_rows.py`` take torch some 150 us to start, however little there is to compute, more than
+the C kernel takes for a whole small call. Their products are faster than its own where they are large: see ``MOST``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kdacompile.compat.launches import empty_strided
 from kdacompile.lowering.attention import choose_form
-from kdacompile.lowering.operands import operands as operands_of
 from kdacompile.lowering.run import is_any_watched
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
@@ -25,8 +24,10 @@ from kdacompile.lowering.scratch import Scratch
 from .backward import is_memory_filled
 from .compiler import Loop, loaded
 
-MOST = 4_000_000
-"""Operations of the products, two for a multiply-add."""
+MOST = {"expanded": 12_000_000, "absorbed": 1_500_000}
+"""Operations of the products, two for a multiply-add, up to which the C kernel took at most half the time of torch's
+operators on one thread; absorbed calls read weights and cache for a few queries only.
+"""
 TASK = 400_000
 """Operations that are worth a thread of their own, some 20 us."""
 SCRATCH = 1 << 20
@@ -38,8 +39,8 @@ _RESULTS = 48  # the position of the results' addresses
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.bool: 2}
 _NOTHING = (0,) * 6
 _READ = ("q", "q_rope", "latent", "k_rope", "w_uk", "w_uv", "mask", "sinks")  # the first operands of the op
-_CACHED = frozenset((2, 3, 6))
-"""Of these operands a dimension counts cached tokens: latent and k_rope ``[B, S, ..]``, mask ``[.., S]``."""
+_CACHED = {2: 1, 3: 1, 6: 3}
+"""Which dimension of these operands counts cached tokens: latent and k_rope ``[B, S, ..]``, mask ``[.., S]``."""
 
 
 class _Kernel(Loop):
@@ -111,7 +112,9 @@ def operations(sizes: Sizes, absorbed: bool) -> int:
 def is_small(sizes: Sizes, absorbed: bool) -> bool:
     batch, tokens, cached, heads, nope, rope, rank, value = sizes
     kept = (cached + rank) * (rank + nope + rope + value) + tokens * (nope + 2 * rank + rope)
-    return kept <= SCRATCH and batch * heads * operations(sizes, absorbed) <= MOST
+    return (
+        kept <= SCRATCH and batch * heads * operations(sizes, absorbed) <= MOST["absorbed" if absorbed else "expanded"]
+    )
 
 
 class Prepared:
@@ -120,8 +123,8 @@ class Prepared:
     alignment = 1
     """The kernel reads from any address."""
     free = _CACHED
-    """Operands whose sizes and strides may change, those of the cache: ``fits`` has a look at them."""
-    steps: tuple[object, ...] = ()
+    """The cache may have another length: ``fits`` has a look at it."""
+    uses_torch = False
 
     def __init__(self, call: Attention) -> None:
         self._sizes, self._causal, self._form, self._width = _sizes(call), call.causal, call.form, call.w_uk is not None
