@@ -103,6 +103,8 @@ def kda(
 ) -> Callable[..., Any]:
     """The backend function; ``mode`` and ``options`` as torch.compile hands them over (see ``settings.parse``)."""
     settings = _for_this_machine(parse(mode, options), example_inputs)
+    if settings.inner != "inductor" and settings.inductor_patches():
+        _say_not_inductor(settings.inner, ", ".join(sorted(settings.inductor_patches())))
     analysis = Analysis(gm, settings)
     analysis.tables = contain(
         "looking for tables", lambda: _tables(analysis, example_inputs), _none, strict=settings.strict
@@ -125,6 +127,14 @@ def _for_this_machine(settings: Settings, example_inputs: Sequence[Any]) -> Sett
 @functools.cache
 def _say_no_compiler() -> None:
     log.warning("no C++ compiler was found, so what kdacompile does not rewrite runs eagerly: %s", doctor.COMPILER_HINT)
+
+
+@functools.cache
+def _say_not_inductor(inner: str, names: str) -> None:
+    """Once for each set of names: a model is compiled graph by graph."""
+    log.warning(
+        "Inductor does not run with kda.inner=%r, so these options of its, or of a mode, do nothing: %s", inner, names
+    )
 
 
 def _tables(analysis: Analysis, example_inputs: Sequence[Any]) -> Tables:

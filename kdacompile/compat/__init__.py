@@ -71,7 +71,6 @@ from kdacompile.compat.nodes import (
     propagate_fake,
     source_name,
     switches_modes,
-    switches_more_than_grad,
     transforms,
     writes_first_argument,
     written_arguments,

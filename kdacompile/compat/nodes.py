@@ -114,19 +114,17 @@ def is_mode_switch(node: fx.Node) -> bool:
     return name in _AUTOCAST or name in ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 
-def switches_modes(graph: fx.Graph) -> bool:
-    """True if autocast, a grad mode or what asks for a gradient is not the same all along: a call that stands for
-    several would be made under the mode of one of them.
-    """
-    return any(is_mode_switch(node) or node.target == "requires_grad_" for node in graph.nodes)
-
-
-def switches_more_than_grad(graph: fx.Graph) -> bool:
-    """The same of all but the grad mode, which a functional graph tells of every operator. Autocast that is switched
-    off where it is off changes nothing.
+def switches_modes(graph: fx.Graph, *, grad: bool = True) -> bool:
+    """True if autocast, inference mode, what asks for a gradient or (``grad``) the grad mode is not the same all along:
+    a call that stands for several would be made under the mode of one of them. A functional graph tells the grad mode
+    of every operator, so what works on one need not ask. Autocast that is switched off where it is off changes nothing.
     """
     return any(
-        node.target == "requires_grad_" or inference_mode_change(node) or _turns_autocast(node) for node in graph.nodes
+        node.target == "requires_grad_"
+        or inference_mode_change(node)
+        or _turns_autocast(node)
+        or (grad and getattr(node.target, "__name__", "") == "_set_grad_enabled")
+        for node in graph.nodes
     )
 
 

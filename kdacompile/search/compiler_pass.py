@@ -205,7 +205,7 @@ class Search:
         """The graph as it is (adapters merged, where there is attention), with the values of tables, in other forms."""
         for rule in canonical.FOR_ATTENTION if self.has_attention else ():
             self.canonicalise(rule)
-        again = not compat.switches_more_than_grad(self.graph)
+        again = not compat.switches_modes(self.graph, grad=False)
         inputs = self.graph.find_nodes(op="placeholder") if self.tables and self.has_recurrence else ()
         if any(node.users for node in inputs if node.name in self.tables):
             inside, self.context.inside = self.context.inside, self.context.inside and not again

@@ -88,7 +88,7 @@ class Context:
     @functools.cached_property
     def inside(self) -> bool:
         """Regions within others are looked for. That takes long: what can be taken out of loops goes first."""
-        loops = self.loops and not compat.switches_more_than_grad(self.graph)
+        loops = self.loops and not compat.switches_modes(self.graph, grad=False)
         return not (loops and canonical.may_take_loops_apart(self.functional()))
 
     def at(self, sizes: Sizes, spec: Spec[R, Any]) -> tuple[Graph, list[R]]:

@@ -165,6 +165,27 @@ def test_the_log_says_what_matched(caplog: pytest.LogCaptureFixture) -> None:
     assert "matched gated_delta_rule (sequence)" in text
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mode": "max-autotune-no-cudagraphs"}, "coordinate_descent_tuning, max_autotune"),
+        ({"epilogue_fusion": False}, "epilogue_fusion"),
+        ({"mode": "default"}, None),
+    ],
+)
+def test_what_only_inductor_reads_is_told_where_it_does_not_run(
+    options: dict[str, Any], said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend._say_not_inductor.cache_clear()
+    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="kdacompile"):
+        for fn in (gated_delta_loop, torch.sin):
+            arguments = delta_arguments() if fn is gated_delta_loop else (torch.ones(3),)
+            torch.compile(fn, backend="kda", options={"kda.inner": "eager", **options})(*arguments)
+    told = [record.getMessage() for record in caplog.records if "Inductor does not run" in record.getMessage()]
+    assert len(told) == (said is not None)  # once, not for each graph
+    assert said is None or told[0].endswith(said)
+
+
 def test_torch_logs_knows_our_name() -> None:
     logger = logging.getLogger("kdacompile")
     level, handlers = logger.level, list(logger.handlers)

@@ -5,7 +5,7 @@ Shards of several processes are checked with context parallelism (``tests/distri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -104,6 +104,37 @@ def test_a_graph_of_dtensors_sharded_by_heads_is_rewritten_on_its_parts(mesh: De
     assert report.counts == {"gated_delta_rule": 1} and not report.rejections, report
     assert out.placements == (Shard(2),)
     torch.testing.assert_close(out.full_tensor(), gated_delta_loop(*delta_arguments()))
+
+
+def test_autocast_switched_off_where_it_is_off_keeps_the_rewrite_on_parts(mesh: DeviceMesh) -> None:
+    """As models do around the angles of their rotations."""
+
+    def fn(*arguments: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return gated_delta_loop(*arguments)
+
+    arguments = [distribute_tensor(x, mesh, [Shard(2)]) for x in delta_arguments()]
+    with torch.no_grad(), collecting() as report:
+        out = compiled(fn)(*arguments)
+    assert report.counts == {"gated_delta_rule": 1} and not report.rejections, report
+    torch.testing.assert_close(out.full_tensor(), gated_delta_loop(*delta_arguments()))
+
+
+@pytest.mark.parametrize("where", [torch.no_grad, lambda: torch.autocast("cpu", dtype=torch.bfloat16)])
+def test_modes_that_are_switched_leave_dtensors_alone(mesh: DeviceMesh, where: Callable[[], Any]) -> None:
+    """A call on the parts would be made under one mode, where the chain has two."""
+
+    def fn(q: Any, k: Any, v: Any, *gates: Any) -> Any:
+        with where():
+            q = q * 2.0
+        return gated_delta_loop(q, k, v, *gates)
+
+    arguments = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in delta_arguments()]
+    with collecting() as report:
+        out = compiled(fn)(*arguments)
+    assert not report.matches
+    assert "subclass" in {rejection.code for rejection in report.rejections}
+    torch.testing.assert_close(out.full_tensor(), fn(*arguments).full_tensor())
 
 
 def test_partial_sums_are_left_alone(mesh: DeviceMesh) -> None:
