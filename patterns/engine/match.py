@@ -221,7 +221,8 @@ def rounding(
     casts: Iterable[Op], ops: Collection[Op], inputs: Iterable[Value], outputs: Sequence[Value]
 ) -> Obstacle | None:
     """The first of ``casts`` that rounds between the steps of the region ``ops``: to fewer bits than any of ``inputs``
-    has, or to as many in another dtype; what autocast makes of these counts as well.
+    has, or to as many in another dtype; what autocast makes of these counts as well. What autocast rounds by itself is
+    no rounding between steps.
     """
     dtypes = {dtype for value in inputs for dtype in (value.dtype, model_dtype(value)) if dtype.is_floating_point}
     least = min((dtype.itemsize for dtype in dtypes), default=0)
@@ -229,10 +230,33 @@ def rounding(
         dtype = op.out.dtype
         if op.name != "_to_copy" or op.out.const or dtype.itemsize > least or dtype in dtypes:
             continue
-        value = op.out
-        while value not in outputs:
-            users = [user for user in value.users if user in ops]
-            if len(users) != 1 or users[0].name not in LAYOUT:
-                return Obstacle("rounding", f"the region rounds to {dtype} between its steps", op)
-            value = users[0].out
+        value = _read_by(op.out, ops, outputs)
+        if value not in outputs and not _autocast_rounds(value, ops, outputs, dtype):
+            return Obstacle("rounding", f"the region rounds to {dtype} between its steps", op)
     return None
+
+
+def _read_by(value: Value, ops: Collection[Op], outputs: Sequence[Value]) -> Value:
+    """The last value that holds the same elements: past operators that only lay out or cast, each its only reader."""
+    while value not in outputs:
+        users = [user for user in value.users if user in ops]
+        if len(users) != 1 or users[0].name not in LAYOUT:
+            break
+        value = users[0].out
+    return value
+
+
+def _autocast_rounds(value: Value, ops: Collection[Op], outputs: Sequence[Value], dtype: torch.dtype) -> bool:
+    """True if a product alone reads ``value``, of which autocast makes one of tensors in ``dtype``: it rounds the
+    operand whether the model does so before or not.
+    """
+    readers = [user for user in value.users if user in ops]
+    if len(readers) != 1 or readers[0].name not in ("mm", "bmm"):
+        return False
+    made = readers[0].out
+    while made.node is None and made not in outputs:
+        users = [user for user in made.users if user in ops]
+        if len(users) != 1 or users[0].name not in LAYOUT:
+            return False
+        made = users[0].out
+    return made.dtype != dtype == model_dtype(made)
