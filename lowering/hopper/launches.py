@@ -276,6 +276,7 @@ class DeltaLaunches(Launches):
         given = {
             "BV": columns, "WIDTH": plan.width, "STAGES": plan.stages, "HAS_INITIAL": has_initial,
             "OUTPUT": ends is None, "AHEAD": ahead, "PACKED": call.cu_seqlens is not None, "num_warps": columns // 16,
+            "FEW": plan.few and call.cu_seqlens is None,
         }  # fmt: skip
         self.scratch.launch(self.scan, (blocks, self.sequence_heads, segments))(
             described(rows, (CHUNK, plan.width)), described(rows, (CHUNK, CHUNK)), self.v, self.q, self.k,

@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .chunks import LINE, await_known, clear_beyond, keep_outputs, leave_last, locate_chunks
 from .common import (
     ACROSS,
     DOWN,
@@ -51,7 +52,6 @@ from .common import (
     previous_is_over,
 )
 from .prepare_scalar import squares_of
-from .scan import LINE, await_known, clear_beyond, leave_last, locate_chunks
 
 
 @gluon.jit
@@ -299,7 +299,8 @@ def _state_warps(
     if OUTPUT:
         last = token + (count - 1) * 64
         o16 = o.to(gl.bfloat16)
-        leave_last(d_o, o_rows, out, out4, o16, i_b, i_h, i_v, last, end, V, HV, count > 0, BV, PACKED)
+        keep_outputs(out, o16)
+        leave_last(d_o, o_rows, out, out4, TOKENS, i_b, i_h, i_v, last, end, V, HV, count > 0, BV, PACKED)
         if segment == gl.num_programs(2) - 1:
             final += (i_n * HV + i_h).to(gl.int64) * (K * V)
             gl.store(

@@ -45,36 +45,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .common import TILE, TILE4, await_tiles, barrier, next_may_start, previous_is_over, squares_rows, tf32
-
-LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def locate_chunks(cu_seqlens, chunk_offsets, T, HV, first, chunks, length, segment, PACKED: gl.constexpr):
-    """Of a block's chunks: sequence, value head, batch entry, the first one's tile, the tiles from one to the next, how
-    many there are, the first one's first token, and the end of the sequence."""
-    i_nh = gl.program_id(1)
-    i_n = i_nh // HV
-    i_h = i_nh % HV
-    if PACKED:
-        offset = gl.load(chunk_offsets + i_n)
-        begin = gl.maximum(offset, first)
-        count = gl.maximum(gl.minimum(gl.load(chunk_offsets + i_n + 1), first + chunks) - begin, 0)
-        step = HV
-        tile = (begin - first) * HV + i_h
-        token = gl.maximum(gl.load(cu_seqlens + i_n), 0).to(gl.int32) + (begin - offset) * 64
-        end = gl.minimum(gl.load(cu_seqlens + i_n + 1), T).to(gl.int32)
-        i_b = i_n * 0
-    else:
-        begin = segment * length
-        count = gl.minimum(length, chunks - begin)
-        step = gl.num_programs(1)
-        tile = begin * step + i_nh
-        token = (first + begin) * 64
-        end = T
-        i_b = i_n
-    return i_n, i_h, i_b, tile, step, count, token, end
+from .chunks import LINE, await_known, clear_beyond, first_state, keep_outputs, leave_last, locate_chunks
+from .common import TILE, TILE4, barrier, next_may_start, previous_is_over, squares_rows, tf32
+from .scan_channel import channel_warps
 
 
 @gluon.jit
@@ -125,68 +98,6 @@ def _load_warp(
 
 
 @gluon.jit
-def await_known(flags, n, known, count, step):
-    if n >= known:
-        known = await_tiles(flags, n, count, step)
-    return known
-
-
-@gluon.jit
-def _first_state(
-    initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, keys, columns,
-    HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr,
-):  # fmt: skip
-    KEYS: gl.constexpr = keys.type.layout
-    S = gl.zeros([columns.shape[0], keys.shape[1]], gl.float32, layout=KEYS)
-    if HAS_INITIAL:
-        initial += i_n.to(gl.int64) * s_sn + i_h.to(gl.int64) * s_sh + segment.to(gl.int64) * s_ss
-        given = (keys < K) & (columns < V)
-        if not OUTPUT:
-            given = given & (segment == 0)
-        S = gl.load(initial + keys * s_sk + columns * s_sv, mask=given, other=0.0).to(gl.float32)
-    if not OUTPUT:
-        S = gl.where(keys == columns - VP, 1.0, S)
-    return S
-
-
-@gluon.jit
-def leave_last(
-    d_o, o_rows, out, out4, o16, i_b, i_h, i_v, token, end, V, HV, some, BV: gl.constexpr, PACKED: gl.constexpr
-):
-    """Store the outputs of the last chunk, whose first token is ``token``; ``some``: whether there is one."""
-    tma.store_wait(0)
-    barrier()
-    out.permute((1, 0)).store(o16)
-    fence_async_shared()
-    barrier()
-    if PACKED:
-        # The copy engine would write over the first tokens of the next sequence.
-        if some & (end - token >= 64):
-            tma.async_copy_shared_to_global(d_o, [i_b, token, i_h, i_v * BV], out4)
-        else:
-            TOKENS: gl.constexpr = o16.type.layout
-            place = gl.arange(0, 64, layout=gl.SliceLayout(0, TOKENS))[None, :]
-            value = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, TOKENS))[:, None]
-            at = (token + place).to(gl.int64) * HV + i_h
-            gl.store(o_rows + at * V + value, o16, mask=(token + place < end) & (value < V) & some)
-    else:
-        tma.async_copy_shared_to_global(d_o, [i_b, token, i_h, i_v * BV], out4)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def clear_beyond(k_rows, left, WARPS: gl.constexpr):
-    """Zeros in the rows of the next sequence: what meets them in a product is zero, but they may be infinite or NaN."""
-    ACROSS: gl.constexpr = k_rows.shape[1] // 8  # threads
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))[:, None]
-    if left < 64:
-        k_rows.store(gl.where(row < left, k_rows.load(ROWS), 0.0))
-        fence_async_shared()
-        barrier()
-
-
-@gluon.jit
 def _state_warps(
     d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
     K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
@@ -209,7 +120,7 @@ def _state_warps(
     places = gl.arange(0, 64, layout=PLACES)[None, :]
     if AHEAD:
         previous_is_over()
-    S = _first_state(
+    S = first_state(
         initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, keys, columns, HAS_INITIAL, OUTPUT
     )  # fmt: skip
     zero = gl.zeros([BV, 64], gl.float32, layout=TOKENS)
@@ -292,7 +203,8 @@ def _state_warps(
     if OUTPUT:
         last = token + (count - 1) * 64
         o16 = o.to(gl.bfloat16)
-        leave_last(d_o, o_rows, out, out4, o16, i_b, i_h, i_v, last, end, V, HV, count > 0, BV, PACKED)
+        keep_outputs(out, o16)
+        leave_last(d_o, o_rows, out, out4, TOKENS, i_b, i_h, i_v, last, end, V, HV, count > 0, BV, PACKED)
     if leaves:
         if not OUTPUT:  # A meets the tensor cores again
             S = gl.where(columns < VP, S, tf32(S))
@@ -309,6 +221,7 @@ def scan(
     f_ss, f_sl, f_sk, f_rows, f_columns, cu_seqlens, chunk_offsets, T, K, V, VP, HV, GROUP, first, chunks, length,
     BV: gl.constexpr, STAGES: gl.constexpr, SCALAR: gl.constexpr, READY: gl.constexpr, HAS_INITIAL: gl.constexpr,
     OUTPUT: gl.constexpr, AHEAD: gl.constexpr, PACKED: gl.constexpr, APART: gl.constexpr, WIDTH: gl.constexpr,
+    FEW: gl.constexpr,
 ):  # fmt: skip
     """Chunks ``first .. first + chunks`` in segments of ``length``; grid (blocks of V, sequences * HV, segments).
 
@@ -321,7 +234,8 @@ def scan(
     others A, rounded to tf32, of ``S -> A S + B``; of the first segment they are the state after it, its A is not made.
     PACKED: chunk_offsets ``[N + 1]`` says where the chunks of each sequence begin among all; one segment. READY:
     ``announced`` says of every tile that it is in memory, and the kernel before this one may still be at work. AHEAD:
-    that one has waited for those before it, and only ``initial`` is of its making.
+    that one has waited for those before it, and only ``initial`` is of its making. FEW: a gate per channel, K = 128, no
+    packed sequences, and few blocks, of 64 columns: their chain is that of :mod:`.scan_channel`.
     """
     i_v = gl.program_id(0)
     segment = gl.program_id(2)
@@ -349,18 +263,34 @@ def scan(
             previous_is_over()
         next_may_start()
     # The tuples are written in place: as variables they would turn their constants into run-time values.
-    gl.warp_specialize(
-        [
-            (_state_warps, (
-                d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
-                K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
-                parts, values, lines, out, full, empty, BV, STAGES, SCALAR, READY, HAS_INITIAL, OUTPUT, AHEAD, PACKED,
-                APART,
-            )),
-            (_load_warp, (
-                d_buffer, d_M, d_v, d_q, d_k, d_factors, announced, i_b, i_h, i_v, step, GROUP, tile, token, count,
-                parts, values, lines, full, empty, BV, STAGES, SCALAR, READY, OUTPUT,
-            )),
-        ],
-        [1], [40],
-    )  # fmt: skip
+    if FEW:
+        gl.warp_specialize(
+            [
+                (channel_warps, (
+                    d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
+                    K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
+                    parts, values, lines, out, full, empty, STAGES, READY, HAS_INITIAL, OUTPUT, AHEAD,
+                )),
+                (_load_warp, (
+                    d_buffer, d_M, d_v, d_q, d_k, d_factors, announced, i_b, i_h, i_v, step, GROUP, tile, token, count,
+                    parts, values, lines, full, empty, BV, STAGES, SCALAR, READY, OUTPUT,
+                )),
+            ],
+            [1], [40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_state_warps, (
+                    d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
+                    K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
+                    parts, values, lines, out, full, empty, BV, STAGES, SCALAR, READY, HAS_INITIAL, OUTPUT, AHEAD,
+                    PACKED, APART,
+                )),
+                (_load_warp, (
+                    d_buffer, d_M, d_v, d_q, d_k, d_factors, announced, i_b, i_h, i_v, step, GROUP, tile, token, count,
+                    parts, values, lines, full, empty, BV, STAGES, SCALAR, READY, OUTPUT,
+                )),
+            ],
+            [1], [40],
+        )  # fmt: skip

@@ -11,6 +11,7 @@ WIDTHS = 64, 128  # K is padded to one of these
 WORKERS = {"channel": 1, "token": 3}  # tiles a block prepares at once, by the gate's kind
 SCRATCH_LIMIT = 2**30  # bytes between the kernels, unless one chunk of all heads takes more
 MAX_SEGMENTS = 64
+FEW_BLOCKS = 32  # with more of them beside tiles another order of a chunk's products is faster
 
 # Chunks that a block of the scan holds or loads, by width and columns.
 _STAGES = {(128, 64): 3, (128, 128): 2, (64, 64): 4, (64, 128): 3}
@@ -64,6 +65,12 @@ class Schedule:
     @property
     def tiles(self) -> int:
         return self.tiles_per_chunk * self.run
+
+    @property
+    def few(self) -> bool:
+        """Whether a scan with a gate per channel has so few blocks that a chunk's chain is what it waits for."""
+        narrow = self.gate == "channel" and self.delta and (self.width, self.columns) == (128, 64)
+        return narrow and self.sequence_heads * (self.padded_values // self.columns) <= FEW_BLOCKS
 
     @property
     def segment_buffers(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:

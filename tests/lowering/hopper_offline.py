@@ -81,6 +81,7 @@ def compile_scan(
     width: int = 128,
     apart: bool = False,
     ahead: bool = False,
+    few: bool = False,
 ) -> Any:
     tile, rows = _descriptor(1, 64, 1, columns), _descriptor(1, 64, 1, width)
     signature = dict.fromkeys(scan.scan.arg_names, "i32") | {"d_q": rows, "d_k": rows, "d_v": tile, "d_o": tile}
@@ -90,6 +91,7 @@ def compile_scan(
     plan = Schedule(8, 8, columns, 1, columns, 1, 1, width)
     constants = {"BV": columns, "STAGES": plan.stages, "HAS_INITIAL": True, "OUTPUT": output}
     constants |= {"SCALAR": scalar, "READY": ready, "AHEAD": ahead, "PACKED": packed, "WIDTH": width, "APART": apart}
+    constants["FEW"] = few
     return _compile(scan.scan, signature | {"chunk_offsets": "*i32"}, constants, columns // 16)
 
 

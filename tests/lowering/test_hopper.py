@@ -398,7 +398,7 @@ def test_a_gate_function_without_a_formula_does_not_compile() -> None:
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("kernel", ["bounded", "unbounded", "token", "scan", "token_scan"])
+@pytest.mark.parametrize("kernel", ["bounded", "unbounded", "token", "scan", "few_scan", "token_scan"])
 def test_compiles_side_by_side(kernel: str) -> None:
     from tests.lowering import hopper_offline as offline
 
@@ -407,12 +407,37 @@ def test_compiles_side_by_side(kernel: str) -> None:
         "unbounded": lambda: offline.compile_prepare_unbounded(ready=True),
         "token": lambda: offline.compile_prepare_scalar(ready=True),
         "scan": lambda: offline.compile_scan(64, ready=True),
+        "few_scan": lambda: offline.compile_scan(64, ready=True, few=True),
         "token_scan": lambda: offline.compile_scan(64, scalar=True, ready=True),
     }
     compiled = kernels[kernel]()
     _fits(compiled)
     ours, theirs = ("ld.acquire.gpu", "griddepcontrol.wait"), ("atom.global.gpu.release", "launch_dependents")
     assert all(word in compiled.asm["ptx"] for word in (ours if "scan" in kernel else theirs))
+
+
+@pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("kernel", ["beside", "ends", "ahead", "many"])
+def test_products_of_a_scan_are_under_way_together(kernel: str) -> None:
+    from tests.lowering import hopper_offline as offline
+
+    kernels: dict[str, dict[str, Any]] = {
+        "beside": {"ready": True, "few": True}, "ends": {"output": False, "few": True},
+        "ahead": {"ahead": True, "few": True}, "many": {"ready": True},
+    }  # fmt: skip
+    compiled = offline.compile_scan(64, **kernels[kernel])
+    _fits(compiled)
+    assert offline.spilled_bytes(compiled) == 0
+    text = listing(compiled)
+    # Where ptxas cannot tell which registers belong to a product under way it waits after every one of them.
+    assert 0 < 3 * text.count("WARPGROUP.DEPBAR") < text.count("HGMMA.")
+
+
+def test_few_blocks_of_a_scan_have_a_chain_of_their_own() -> None:
+    assert all(schedule(1, 8192, heads, 128, 132).few for heads in (1, 8, 16))
+    assert not any(schedule(1, 8192, heads, 128, 132).few for heads in (24, 32, 96))
+    assert not schedule(1, 8192, 4, 128, 132, gate="token").few
+    assert not schedule(1, 8192, 4, 64, 132, width=64).few
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
