@@ -15,6 +15,16 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def first_total(total_buffer, tile, d, chunks, KP: tl.constexpr, GATED: tl.constexpr):
+    """The decay of the first chunk that is worked on, if there is one. What is no operand of a product is not copied
+    ahead by the compiler: it is loaded a chunk ahead by hand."""
+    total = tl.zeros([1, KP], tl.float32)
+    if GATED:
+        total = tl.load(total_buffer + tile * KP + d, mask=(d >= 0) & (chunks > 0), other=0.0)
+    return total
+
+
 @triton.jit(do_not_specialize=["T", "N", "first_head", "state_sn", "final_sn"])
 def scan(
     v_ptr, v_sb, v_st, v_sh, v_sd, do_ptr, do_sb, do_st, do_sh, do_sd,
@@ -51,17 +61,21 @@ def scan(
             initial = state_ptr + sequence * state_sn + head * state_sh + d * state_sk + c * state_sv
             s += tl.load(initial, mask=(d < K) & (c < V), other=0.0).to(tl.float32)
         v_base = v_ptr + batch * v_sb + head * v_sh
+        t = start + j
+        v_next = tl.load(v_base + t * v_st + c * v_sd, mask=(t < end) & (c < V), other=0.0)
+        total_next = first_total(total_buffer, chunk * HP + own, d, chunks, KP, GATED)
         for step in range(chunks):
-            tile = (chunk + step) * HP + own
-            t = start + step * C + j
-            v = tl.load(v_base + t * v_st + c * v_sd, mask=(t < end) & (c < V), other=0.0)
+            tile, ahead = (chunk + step) * HP + own, tl.minimum(step + 1, chunks - 1)
+            t = start + ahead * C + j
+            v, v_next = v_next, tl.load(v_base + t * v_st + c * v_sd, mask=(t < end) & (c < V), other=0.0)
             kd = tl.load(kd_buffer + tile * (C * KP) + i * KP + d)
             b = 1.0
             if BETA:
                 b = tl.load(beta_buffer + tile * C + j)
             s_rounded = s.to(DT)
             if GATED:
-                s *= tl.load(total_buffer + tile * KP + d)  # ahead of stores, which it must not wait for
+                s *= total_next
+                total_next = tl.load(total_buffer + ((chunk + ahead) * HP + own) * KP + d)
             if not AHEAD:
                 tl.store(s_buffer + tile * (KP * VP) + d * VP + c, s_rounded)
             written = v.to(tl.float32)
@@ -81,6 +95,7 @@ def scan(
             final = final_ptr + sequence * final_sn + head * final_sh + d * final_sk + c * final_sv
             ds += tl.load(final, mask=(d < K) & (c < V), other=0.0).to(tl.float32)
         do_base = do_ptr + batch * do_sb + head * do_sh
+        total_next = first_total(total_buffer, (chunk + chunks - 1) * HP + own, d, chunks, KP, GATED)
         for step in range(chunks):
             tile = (chunk + chunks - 1 - step) * HP + own
             t = start + (chunks - 1 - step) * C + j
@@ -91,7 +106,9 @@ def scan(
             p = tl.load(p_buffer + tile * (C * C) + i * C + j)
             ds_rounded = ds.to(DT)
             if GATED:
-                ds *= tl.load(total_buffer + tile * KP + d)
+                ds *= total_next
+                ahead = (chunk + tl.maximum(chunks - 2 - step, 0)) * HP + own
+                total_next = tl.load(total_buffer + ahead * KP + d)
             tl.store(d_buffer + tile * (KP * VP) + d * VP + c, ds_rounded)
             z = tl.dot(do, p, input_precision=PRECISION)
             z = tl.dot(ds_rounded, tl.trans(kd), z, input_precision=PRECISION)
