@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
+import logging
 import math
 import types
 from collections.abc import Callable, Iterator
@@ -43,6 +44,8 @@ from kdacompile.report.report import match_from_dict
 from kdacompile.report.source import LIFT
 from kdacompile.settings import Settings
 from kdacompile.store.disk import source_fingerprint
+
+log = logging.getLogger(__name__)
 
 MANY_TURNS = 8
 """Turns of a loop up to which a function that nobody has proven yet is rather captured as it is."""
@@ -266,10 +269,12 @@ def _compared(
     for given in (narrow, call) if _on_host(call) != call else ():
         try:
             concolic, agreed = comparison.of(fn, identity, _on_host(given))
-        except (*compat.RUN_ERRORS, Unliftable):
+        except (*compat.RUN_ERRORS, Unliftable) as error:
+            log.info("%s does not run on the CPU as it would elsewhere: %s", fn.__qualname__, error)
             continue
         if not any(run.devices for run in concolic.runs):
             return given, concolic, agreed
+        log.info("%s looks at where its tensors are, and is compared there", fn.__qualname__)
         break
     try:
         return narrow, *comparison.of(fn, identity, narrow)
