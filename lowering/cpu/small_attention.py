@@ -22,7 +22,7 @@ from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
 
 from .backward import is_memory_filled
-from .compiler import Loop, loaded
+from .compiler import Loop, loaded, may_run
 
 MOST = {"expanded": 12_000_000, "absorbed": 1_500_000}
 """Operations of the products, two for a multiply-add, up to which the C kernel took at most half the time of torch's
@@ -79,7 +79,8 @@ class SmallAttention:
             return "torch.func follows the torch executor"
         if not is_small(_sizes(call), call.absorbed):
             return "not a small call"
-        return None if _kernel() is not None else "there is no C compiler"
+        compiled = may_run(_Kernel, torch.float32) and _kernel() is not None
+        return None if compiled else "the C kernel does not run here"
 
     def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         """o ``[B, T, H, V]`` in the call's ``out_dtype`` and lse ``[B, H, T]`` in fp32."""

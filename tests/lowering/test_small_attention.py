@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kdacompile.errors import KdaError
-from kdacompile.lowering.cpu import small_attention
+from kdacompile.lowering.cpu import compiler, small_attention
 from kdacompile.lowering.cpu.attention import BLOCKED, choose_attention
 from kdacompile.lowering.cpu.small_attention import SMALL
 from kdacompile.lowering.run_attention import Attention
@@ -269,6 +269,15 @@ def test_gradients_are_those_of_whole_rows() -> None:
     assert leaf.grad is not None and wide.grad is not None and relative_error(leaf.grad, wide.grad) < 5e-6
     with torch.no_grad():
         assert_right(call)  # an op that was differentiated is remembered, too
+
+
+def test_a_proof_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_of(make_mla())
+    with compiler.left_uncompiled():
+        assert SMALL.declines(call) is None  # it is there
+    monkeypatch.setattr(compiler, "_ready", set())
+    with compiler.left_uncompiled():
+        assert SMALL.declines(call) is not None
 
 
 def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
