@@ -69,6 +69,8 @@ class Concolic:
         self.codes: dict[int, types.CodeType] = {}
         self.straight: dict[tuple[int, int, int], bool] = {}
         """What ``goes_straight`` said of two places in a code object."""
+        self.itself = fn
+        """The function, not its copy."""
         self.fn = _Copies(self, identity).of(fn)
 
     def run(self, call: Callable[..., Any], inputs: Sequence[Any], batch: int, length: int) -> Any:

@@ -118,13 +118,20 @@ def compare(
     batch: int,
     concolic: Concolic | None = None,
 ) -> float | None:
-    """Largest relative error of the outputs, None if the function does not take this length."""
+    """Largest relative error of the outputs, None if the function does not take this length.
+
+    A length that only the concolic run does not take raises ``Unliftable``: nothing is known about it.
+    """
     inputs = make(call, roles, {"B": batch, "T": length}, seed=length)
     before = [tensor.clone() for tensor in inputs]
     try:
         with torch.no_grad(), autocast.widening(call.autocast):  # below the modes of a concolic run
             want = fn(*inputs) if concolic is None else concolic.run(fn, inputs, batch, length)
-    except compat.RUN_ERRORS:
+    except torch.OutOfMemoryError as error:  # which says nothing about the length
+        raise Unliftable(f"memory runs out at {length} tokens") from error
+    except compat.RUN_ERRORS as error:
+        if concolic is not None and _runs(bound(concolic.itself, call), call, before):
+            raise Unliftable(f"it cannot be followed at {length} tokens: {type(error).__name__}: {error}") from error
         return None
     if not all(map(torch.equal, inputs, before)):
         raise Unliftable("it writes its arguments")
@@ -136,6 +143,15 @@ def compare(
     if concolic is not None:  # a library's function may lay states out as its kernels like it
         _check_strides(have, want)
     return _difference(have, want, _tolerance(call))
+
+
+def _runs(fn: Function, call: Call, inputs: list[Tensor]) -> bool:
+    try:
+        with torch.no_grad(), autocast.widening(call.autocast):
+            fn(*inputs)
+    except compat.RUN_ERRORS:
+        return False
+    return True
 
 
 def _check_strides(have: Any, want: Any) -> None:
@@ -162,24 +178,33 @@ def compare_gradients(
         leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
         try:
             with autocast.widening(call.autocast):
-                found = tree_leaves(run(*inputs))
-            outputs = [out for out in found if isinstance(out, Tensor) and out.requires_grad]
-            if run is fn and not outputs:
-                raise Unliftable("it cuts gradients")
-            seeds = [torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out) for out in outputs]
+                found = run(*inputs)
+        except compat.RUN_ERRORS as error:
+            _without_gradients(error, own=run is fn)
+            return
+        outputs = [out for out in tree_leaves(found) if isinstance(out, Tensor) and out.requires_grad]
+        if run is fn and not outputs:
+            raise Unliftable("it cuts gradients")
+        seeds = [torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out) for out in outputs]
+        try:
             results.append(list(torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)))
         except compat.RUN_ERRORS as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            if run is fn:
-                return  # it has no gradients, so nobody trains through it
-            raise Unliftable(f"what it was captured as has no gradients: {error}") from error
+            _without_gradients(error, own=run is fn)
+            return
     for want, have in zip(*results, strict=True):
         if want is None or have is None:
             if (want is None) != (have is None) and bool((want if have is None else have).any()):  # type: ignore[union-attr]
                 raise Unliftable("a gradient differs from the op's")
         elif not _error(have, want) <= GRADIENT_SLACK * _tolerance(call):
             raise Unliftable("a gradient differs from the op's")
+
+
+def _without_gradients(error: Exception, *, own: bool) -> None:
+    """Raises, but for the function's ``own`` error: it has no gradients, so nobody trains through it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    if not own:
+        raise Unliftable(f"what it was captured as has no gradients: {error}") from error
 
 
 def dtypes_of_results(fn: Function, call: Call, roles: dict[int, str], length: int) -> list[torch.dtype | None]:

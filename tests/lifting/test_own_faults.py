@@ -1,0 +1,82 @@
+"""Faults of ours while a function is compared: no length is dropped for them, and no gradient left out."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from kdacompile.capture import lifting, verify
+from kdacompile.capture.concolic import Concolic
+from kdacompile.capture.errors import Unliftable
+from kdacompile.capture.identity import identify
+from kdacompile.capture.store import Verdict
+from kdacompile.settings import Settings
+from tests.lifting.functions import recurrent_gla
+from tests.lifting.test_host import call_on
+
+REFUSED = 17
+
+
+def by_eights(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    if q.shape[1] % 8:
+        raise ValueError("whole chunks only")
+    return recurrent_gla(q, k, v, g)
+
+
+def proven(fn: Any) -> Verdict:
+    assert isinstance(fn, types.FunctionType)
+    return lifting.prove(fn, identify(fn), call_on("cpu"), Settings())
+
+
+def test_lengths_that_the_function_refuses_are_not_taken() -> None:
+    taken = proven(by_eights).lengths
+    assert taken
+    assert not any(length % 8 for length in taken)
+
+
+@pytest.mark.parametrize("error", [LookupError, AttributeError, RuntimeError])
+def test_a_length_at_which_following_fails_is_not_dropped(error: type[Exception]) -> None:
+    assert REFUSED in proven(recurrent_gla).lengths
+    real, struck = Concolic.read, list[int]()
+
+    def read(self: Concolic, value: int, what: Any) -> Any:
+        if self.now.point[1] == REFUSED:
+            struck.append(value)
+            raise error("a mistake of ours")
+        return real(self, value, what)
+
+    with patch.object(Concolic, "read", read), pytest.raises(Unliftable, match=r"at 17 tokens: .*a mistake of ours"):
+        proven(recurrent_gla)
+    assert struck
+
+
+def test_a_length_for_which_memory_runs_out_is_not_dropped() -> None:
+    real = Concolic.run
+
+    def run(self: Concolic, call: Any, inputs: Any, batch: int, length: int) -> Any:
+        if length == REFUSED:
+            raise torch.OutOfMemoryError("no memory")
+        return real(self, call, inputs, batch, length)
+
+    with patch.object(Concolic, "run", run), pytest.raises(Unliftable, match="memory runs out at 17 tokens"):
+        proven(recurrent_gla)
+
+
+def test_gradients_are_not_left_uncompared() -> None:
+    """What is done with the results is not the function's."""
+    real = verify.compare_gradients
+
+    def broken(tree: Any) -> Any:
+        raise TypeError("a mistake of ours")
+
+    def compare(*args: Any) -> None:
+        with patch.object(verify, "tree_leaves", broken):
+            real(*args)
+
+    with patch.object(verify, "compare_gradients", compare), pytest.raises(TypeError, match="a mistake of ours"):
+        proven(recurrent_gla)
