@@ -45,10 +45,8 @@ class HopperGradients(TritonGradients):
         fits = wide == WIDTH and (narrow == WIDTH or (narrow == WIDTH // 2 and call.gate != "channel"))
         if not fits or call.compute_dtype is not torch.bfloat16:
             return "only bf16 heads of 128 channels have hand-tuned kernels"
-        if (
-            schedule(WIDTH, WIDTH, call.v.shape[1], 2, channels=True, blocks=True, chunk_size=call.chunk_size).chunk
-            != CHUNK
-        ):
+        length, wish = call.v.shape[1], call.chunk_size
+        if schedule(WIDTH, WIDTH, length, 2, channels=True, blocks=True, chunk_size=wish).chunk != CHUNK:
             return "only chunks of 64 tokens have hand-tuned kernels"
         if call.gate_fn == "factor" and call.gate != "channel":
             return "a factor's gradient divides by it: left to the emitted kernels"
