@@ -6,19 +6,16 @@ writes a Spec and how its op's operands are written into the graph.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-from torch import Tensor
-
-from kdacompile.graph.ir import Graph, Op, Value, map_values
+from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.match import B, Candidate, Match, Obstacle, Verdict
+from kdacompile.patterns.engine.structure import digest
 
 
 class Region(Protocol):
@@ -100,34 +97,6 @@ class Spec(Generic[R, B]):
 # -- verdicts by structure --------------------------------------------------------------------------------------------
 
 
-def structural_hash(candidate: Candidate[Any]) -> str:
-    """The same for regions that differ only in which tensors of the model they read."""
-    numbers: dict[Value, str] = {value: f"in{i}" for i, value in enumerate(candidate.cut)}
-    digest = hashlib.sha256()
-    for value in candidate.cut:
-        # A role may count on uniform dimensions, and a constant's dtype is part of what it is.
-        digest.update(f"{value.shape}{sorted(value.uniform)}{value.dtype}".encode())
-    for op in sorted(candidate.ops, key=lambda item: item.outs[0].index):
-        for index, value in enumerate(op.outs):
-            numbers[value] = f"v{len(numbers)}.{index}"
-
-        def name(value: Value) -> str:
-            if value.payload is not None:
-                data = value.payload.detach().cpu().contiguous()
-                return f"c{data.dtype}{tuple(data.shape)}{hashlib.sha256(_bytes(data)).hexdigest()}"
-            return numbers.get(value, f"?{value.index}")
-
-        args = map_values(op.args, name)
-        kwargs = {key: item for key, item in map_values(op.kwargs, name).items() if key != "device"}
-        digest.update(f"{op.target}{args}{kwargs}{[(out.shape, out.dtype) for out in op.outs]}".encode())
-    digest.update(" ".join(numbers.get(value, "?") for value in candidate.outputs).encode())
-    return digest.hexdigest()
-
-
-def _bytes(data: Tensor) -> bytes:
-    return data.flatten().view(torch.uint8).numpy().tobytes()
-
-
 class Verdicts(Generic[B]):
     """Verdicts of this process, by structure; ``check`` finds the binding that holds."""
 
@@ -140,7 +109,7 @@ class Verdicts(Generic[B]):
         bindings = candidate.bindings  # those that are looked for when they are asked for follow from the structure
         forms = tuple(binding.text() for binding in bindings) if isinstance(bindings, list) else ()
         duplicates = tuple(map(candidate.cut.index, chain.from_iterable(candidate.duplicates.items())))
-        key = structural_hash(candidate), forms, duplicates, wide
+        key = digest(candidate.ops, candidate.cut, candidate.outputs), forms, duplicates, wide
         values = [*candidate.cut, *candidate.outputs]
         if key in self.known:
             return _moved(*self.known[key], values)

@@ -11,15 +11,15 @@ import math
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value, reach
-from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.evaluate import EvaluationError
 from kdacompile.patterns.engine.field import unreached
 from kdacompile.patterns.engine.match import Obstacle
 from kdacompile.patterns.engine.values import has_node, number, root
 from kdacompile.patterns.engine.vocabulary import LAYOUT, SPREAD
 from kdacompile.patterns.mla.attention import Attention, Hidden
+from kdacompile.patterns.mla.constant_masks import Constant, added, selected
 from kdacompile.patterns.mla.definition import MASKS
 from kdacompile.patterns.mla.sources import named
 
@@ -29,11 +29,8 @@ LARGEST_CONSTANT = 1 << 26
 KEYS_LAST, KEYS_BEFORE = ("BHTS", "BTHS"), ("BHST", "BTSH", "BSTH", "BSHT")
 """Layouts of scores that a constant mask is compared in, by the dimension that the softmax runs over."""
 
-HIDDEN = torch.finfo(torch.float64).min
-"""What stands in constant masks, in float64, for the finite numbers that hide in the model's dtype."""
-
-Applied = tuple[Hidden, "Tensor | None"]
-"""A mask with the numbers that it adds to the scores, if it is constant."""
+Applied = tuple[Hidden, Constant | None]
+"""A mask, with what it is if it is constant."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +52,12 @@ class Masks:
     """The masks of one attention: those that are operands, by role, and constant ones that are causal."""
 
     operands: dict[str, Carried] = field(default_factory=dict[str, Carried])
-    constants: list[Tensor] = field(default_factory=list[Tensor])
-    """Causal masks of the graph's own making, as numbers to add to the scores."""
-    causal: dict[str, bool] = field(default_factory=dict[str, bool])
-    """Whether the constants are causal, by layout: large ones are not read for every binding."""
+    constants: list[Constant] = field(default_factory=list[Constant])
+    """Causal masks of the graph's own making."""
 
     def causal_in(self, layout: str, sizes: dict[str, int]) -> bool | None:
         """Whether a constant mask hides just what comes after each query; None if not in this layout."""
-        if layout not in self.causal:
-            self.causal[layout] = all(_is_causal(mask, layout, sizes) for mask in self.constants)
-        if not self.causal[layout]:
-            return None
-        return bool(self.constants)
+        return bool(self.constants) if all(mask.is_causal(layout, sizes) for mask in self.constants) else None
 
 
 def aligned(mask: Value, layout: str) -> str | None:
@@ -80,87 +71,58 @@ def aligned(mask: Value, layout: str) -> str | None:
     return "".join("." if size == 1 else axis for size, axis in zip(shape, axes, strict=True))
 
 
-def _is_causal(mask: Tensor, layout: str, sizes: dict[str, int]) -> bool:
-    tokens, cached = sizes["T"], sizes["S"]
-    if tokens > cached or mask.dim() > len(layout) or "T" not in layout or "S" not in layout:
-        return False
-    keep = torch.arange(cached) <= torch.arange(tokens)[:, None] + cached - tokens
-    keep = keep if layout.index("T") < layout.index("S") else keep.mT
-    keep = keep.view([sizes[axis] if axis in "TS" else 1 for axis in layout.lstrip("BH.*+")])
-    pairs = zip(reversed(mask.shape), reversed(keep.shape), strict=False)
-    if any(one != other and 1 not in (one, other) for one, other in pairs):
-        return False
-    if mask.shape == keep.shape:  # one row tells most other masks apart
-        rows = layout.index("T") - len(layout)
-        if not _hides_all_but(mask.narrow(rows, 0, 1), keep.narrow(rows, 0, 1)):
-            return False
-    return _hides_all_but(mask, keep)
-
-
-def _hides_all_but(mask: Tensor, keep: Tensor) -> bool:
-    hidden = mask <= HIDDEN
-    return bool((hidden == ~keep).all()) and bool(((mask == 0) | hidden).all())
-
-
 def read_masks(found: Attention, sizes: dict[str, int]) -> Masks | Obstacle:
     """The masks of one attention, or what about them is not understood."""
     applied: list[Applied] = []
     for hidden in found.masks:
-        numbers = _numbers(hidden)
-        if isinstance(numbers, str):
-            return Obstacle("mask", numbers, hidden.op)
-        if numbers is None or bool(numbers.any()):
-            applied.append((hidden, numbers))
-    causal = [numbers for _, numbers in applied if numbers is not None and _is_causal_somehow(numbers, found, sizes)]
-    carried = _operands([item for item in applied if not any(item[1] is numbers for numbers in causal)], sizes)
+        mask = _constant(hidden)
+        if isinstance(mask, str):
+            return Obstacle("mask", mask, hidden.op)
+        if mask is None or mask.changes:
+            applied.append((hidden, mask))
+    causal = [mask for _, mask in applied if mask is not None and _is_causal_somehow(mask, found, sizes)]
+    carried = _operands([item for item in applied if item[1] not in causal], sizes)
     if causal and not isinstance(carried, Obstacle) and not _leaves_causality(causal, carried):
         causal, carried = [], _operands(applied, sizes)
     return carried if isinstance(carried, Obstacle) else Masks(dict(zip(MASKS, carried, strict=False)), causal)
 
 
-def _numbers(hidden: Hidden) -> Tensor | str | None:
-    """What a constant mask adds to the scores; None for one of the inputs; else why that cannot be told."""
-    mask = hidden.mask
-    dtype = hidden.op.out.dtype
+def _constant(hidden: Hidden) -> Constant | str | None:
+    """What a constant mask is; None for one of the inputs; else why that cannot be told."""
+    mask, dtype = hidden.mask, hidden.op.out.dtype
     if not mask.const or not (hidden.fill is None or _hides(number(hidden.fill), dtype)):
         return None
     if math.prod(mask.shape) > LARGEST_CONSTANT:
         return "the mask is too large to be computed here"
     try:
-        data = constant(mask)
+        if hidden.fill is None:
+            return added(mask, dtype)
+        return selected(mask, keeps=hidden.keeps, infinite=number(hidden.fill) == -math.inf)
     except EvaluationError as error:
         return f"the mask cannot be computed here ({error})"
-    if hidden.fill is not None:
-        fill = HIDDEN if number(hidden.fill) != -math.inf else -math.inf
-        return torch.zeros(data.shape, dtype=torch.float64).masked_fill(data != hidden.keeps, fill)
-    if not data.is_floating_point():
-        return data
-    data = data.double()
-    return data.masked_fill((data <= unreached(dtype)) & (data != -math.inf), HIDDEN)
 
 
-def _is_causal_somehow(numbers: Tensor, found: Attention, sizes: dict[str, int]) -> bool:
+def _is_causal_somehow(mask: Constant, found: Attention, sizes: dict[str, int]) -> bool:
     layouts = KEYS_BEFORE if found.along_rows else KEYS_LAST
-    return numbers.is_floating_point() and any(_is_causal(numbers, layout, sizes) for layout in layouts)
+    return any(mask.is_causal(layout, sizes) for layout in layouts)
 
 
-def _leaves_causality(causal: list[Tensor], carried: list[Carried]) -> bool:
+def _leaves_causality(causal: list[Constant], carried: list[Carried]) -> bool:
     """Whether causal masks can be dropped beside those that are carried: it shows in rows that both hide as a whole.
 
     Where causality leaves exactly -inf, and nothing replaces that, the op's own causality does the same.
     """
-    gone = all(bool(((mask == 0) | (mask == -math.inf)).all()) for mask in causal)
-    return not carried or (gone and not any(mask.replaces for mask in carried))
+    return not carried or (all(mask.gone for mask in causal) and not any(mask.replaces for mask in carried))
 
 
 def _operands(applied: list[Applied], sizes: dict[str, int]) -> list[Carried] | Obstacle:
     """These masks as operands, or what forbids it."""
     found: list[Carried] = []
-    for hidden, numbers in applied:
-        mask = _operand(hidden, numbers, sizes)
+    for hidden, constant in applied:
+        mask = _operand(hidden, constant, sizes)
         if isinstance(mask, str):
             return Obstacle("mask", mask, hidden.op)
-        numbers_added = mask.value.dtype is not torch.bool and not (numbers is not None and bool((numbers <= 0).all()))
+        numbers_added = mask.value.dtype is not torch.bool and (constant is None or constant.raises)
         if numbers_added and any(before.replaces for before in found):
             return Obstacle("mask", "numbers are added to what another mask has put in the place of scores", hidden.op)
         found.append(mask)
@@ -169,13 +131,13 @@ def _operands(applied: list[Applied], sizes: dict[str, int]) -> list[Carried] | 
     return found
 
 
-def _operand(hidden: Hidden, numbers: Tensor | None, sizes: dict[str, int]) -> Carried | str:
+def _operand(hidden: Hidden, constant: Constant | None, sizes: dict[str, int]) -> Carried | str:
     mask = _carried(hidden)
     if isinstance(mask, str):
         return mask
     if sizes["S"] not in mask.value.shape or len(mask.value.shape) > 4:
         return "the mask is not one number per query and token"
-    gone = hidden.fill is None and numbers is not None and bool(((numbers == 0) | (numbers == -math.inf)).all())
+    gone = hidden.fill is None and constant is not None and constant.gone
     return replace(mask, fill=-math.inf) if gone else mask
 
 
