@@ -139,6 +139,8 @@ def _settle(key: str, name: str, source: str, seconds: float, prove: Callable[[]
                 verdict = prove()
         except deadline.OutOfTime as error:
             return Verdict(name, source, reason=error.reason)  # not for other processes, which may be given longer
+        except torch.OutOfMemoryError:  # or have more memory
+            return Verdict(name, source, reason="memory runs out while it is compared")
         except Unliftable as error:
             verdict = Verdict(name, source, reason=error.reason, wrong_layout=isinstance(error, WrongLayout))
         store.save(key, verdict)

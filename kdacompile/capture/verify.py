@@ -75,7 +75,8 @@ def compare_everywhere(
     """Compare the function with ``other`` at the lengths ``wanted``, at several batches, where it was ``captured``, and
     wherever it would do otherwise than there (``branches``).
 
-    Raises ``Unliftable`` unless the two agree, and ``NeverRuns`` if the function takes none of the lengths.
+    Raises ``Unliftable`` unless the two agree, ``NeverRuns`` if the function takes none of the lengths, and what says
+    that memory has run out: that is no trait of the function.
     """
     fn, errors = bound(concolic.fn, call), dict[Point, "float | None"]()
 
@@ -127,8 +128,8 @@ def compare(
     try:
         with torch.no_grad(), autocast.widening(call.autocast):  # below the modes of a concolic run
             want = fn(*inputs) if concolic is None else concolic.run(fn, inputs, batch, length)
-    except torch.OutOfMemoryError as error:  # which says nothing about the length
-        raise Unliftable(f"memory runs out at {length} tokens") from error
+    except torch.OutOfMemoryError:  # which says nothing about the length
+        raise
     except compat.RUN_ERRORS as error:
         if concolic is not None and _runs(bound(concolic.itself, call), call, before):
             raise Unliftable(f"it cannot be followed at {length} tokens: {type(error).__name__}: {error}") from error
@@ -138,6 +139,8 @@ def compare(
     try:
         with torch.no_grad():
             have = other(*inputs)
+    except torch.OutOfMemoryError:
+        raise
     except compat.RUN_ERRORS as error:
         raise Unliftable(f"what it was captured as does not run at {length} tokens: {error}") from error
     if concolic is not None:  # a library's function may lay states out as its kernels like it
@@ -149,6 +152,8 @@ def _runs(fn: Function, call: Call, inputs: list[Tensor]) -> bool:
     try:
         with torch.no_grad(), autocast.widening(call.autocast):
             fn(*inputs)
+    except torch.OutOfMemoryError:
+        raise
     except compat.RUN_ERRORS:
         return False
     return True

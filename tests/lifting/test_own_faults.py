@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kdacompile.capture import lifting, verify
+from kdacompile.capture import hook, lifting, store, verify
 from kdacompile.capture.concolic import Concolic
 from kdacompile.capture.errors import Unliftable
 from kdacompile.capture.identity import identify
 from kdacompile.capture.store import Verdict
+from kdacompile.report.collect import collecting
 from kdacompile.settings import Settings
 from tests.lifting.functions import recurrent_gla
 from tests.lifting.test_host import call_on
@@ -55,16 +57,38 @@ def test_a_length_at_which_following_fails_is_not_dropped(error: type[Exception]
     assert struck
 
 
-def test_a_length_for_which_memory_runs_out_is_not_dropped() -> None:
-    real = Concolic.run
+@pytest.mark.parametrize("where", ["the function", "what it was captured as", "gradients"])
+def test_memory_that_runs_out_is_a_reason_and_no_trait_of_the_function(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No length is dropped for it, the user's program runs, and nobody finds it on disk."""
+    struck = list[str]()
 
-    def run(self: Concolic, call: Any, inputs: Any, batch: int, length: int) -> Any:
-        if length == REFUSED:
-            raise torch.OutOfMemoryError("no memory")
-        return real(self, call, inputs, batch, length)
+    def full(*args: Any, **kwargs: Any) -> Any:
+        struck.append(where)
+        raise torch.OutOfMemoryError("no memory")
 
-    with patch.object(Concolic, "run", run), pytest.raises(Unliftable, match="memory runs out at 17 tokens"):
-        proven(recurrent_gla)
+    if where == "the function":
+        monkeypatch.setattr(Concolic, "run", full)
+    elif where == "gradients":
+        monkeypatch.setattr(torch.autograd, "grad", full)
+    else:
+        usual = lifting.load
+        monkeypatch.setattr(
+            lifting, "load", lambda *given: replace(usual(*given), run=full) if given[0] == "draft" else usual(*given)
+        )
+    monkeypatch.setattr(hook, "lifts", lifting.Lifts())
+    kept = list[str]()
+    monkeypatch.setattr(store, "load", lambda key: None)
+    monkeypatch.setattr(store, "save", lambda key, verdict: kept.append(key))
+    given = [torch.randn(2, 40, 2, 4) for _ in range(3)] + [-torch.rand(2, 40, 2, 4)]
+    torch._dynamo.reset()
+    with torch.no_grad(), collecting() as report:
+        compiled = torch.compile(lambda *x: recurrent_gla(*x), backend="kda", options={"kda.inner": "eager"})
+        torch.testing.assert_close(compiled(*given), recurrent_gla(*given))
+    assert struck
+    assert not kept
+    assert "memory runs out while it is compared" in str(report), str(report)
 
 
 def test_gradients_are_not_left_uncompared() -> None:
