@@ -111,7 +111,9 @@ def kda(
     )
     contain("choosing sizes to leave open", lambda: _open(analysis), _not_opened, strict=settings.strict)
     with telling("a first call: proving what matches, and compiling"), open_lengths.given_up_where_refused():
-        return _compiled(gm, example_inputs, analysis)
+        compiled = _compiled(gm, example_inputs, analysis)
+    contain("leaving out guards", lambda: open_lengths.forget_bases(analysis), postpone, strict=settings.strict)
+    return compiled
 
 
 def _for_this_machine(settings: Settings, example_inputs: Sequence[Any]) -> Settings:

@@ -263,7 +263,7 @@ def _open_length(found: Lifted, tensors: list[Any], site: dynamo.CallSite, setti
     example = site.example(tensors[index])
     length = 1 if example is None else example.shape[dim]
     if _lengths_vary() and not isinstance(length, torch.SymInt) and length > 1:
-        open_lengths.open_up(site.inputs_of_size(length), settings)
+        open_lengths.open_up(sizes.as_open(site.inputs_of_size(length)), settings)
 
 
 def _guard(identity: Identity, site: dynamo.CallSite) -> None:

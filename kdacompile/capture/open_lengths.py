@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.compat import region, sizes
+from kdacompile.compat import bases, region, sizes
 from kdacompile.graph import prefilter
 from kdacompile.ops.definitions import mla
 from kdacompile.search.compiler_pass import Analysis
@@ -49,7 +49,8 @@ def open_lengths(analysis: Analysis) -> None:
         result = analysis.result
         lengths = lengths if result.found else set[int]()
         lengths |= prompts & set(_of_queries(result.graph))
-    open_up(sizes.of_size(graph, lengths), analysis.settings)
+    kept = set(prefilter.last_rows(graph)) if lengths else set[int]()
+    open_up([*sizes.as_open(sizes.of_size(graph, lengths)), *sizes.numbers(kept)], analysis.settings)
 
 
 def _of_caches(graph: fx.Graph) -> Iterator[int]:
@@ -86,6 +87,12 @@ def _of_queries(graph: fx.Graph) -> Iterator[int]:
         tokens = compat.example_value(node.args[0]).shape[1]
         if isinstance(tokens, int):
             yield tokens
+
+
+def forget_bases(analysis: Analysis) -> None:
+    """A step compiled over a cache that was cut back, as assisted generation does, serves whole caches as well."""
+    if analysis.prospects.grows and not torch.is_grad_enabled():
+        bases.forget()
 
 
 # -- regions captured further ------------------------------------------------------------------------------------------
@@ -131,12 +138,12 @@ def given_up_where_refused() -> Generator[None]:
 log = logging.getLogger(__name__)
 
 
-def open_up(found: Iterable[tuple[fx.Node, tuple[int, ...]]], settings: Settings) -> None:
-    """Have these dimensions of a graph's inputs captured open; does not return if that takes another capture.
+def open_up(found: Iterable[sizes.Open], settings: Settings) -> None:
+    """Have these sizes and numbers of a region's inputs captured open; does not return if that takes another capture.
 
     To be called while Dynamo captures the graph or hands it to its backend.
     """
-    news = sizes.note(sizes.as_open(found))
+    news = sizes.note(found)
     if not news:
         return
     path = _path(settings)

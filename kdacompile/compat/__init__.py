@@ -10,6 +10,7 @@ need them. Each has one reason, and goes once its thread at pytorch/pytorch (or 
 - ``dynamo``: a function replaced by an op where it is called, if it is proven to be one. ``substitute_in_graph`` takes
   functions that are named beforehand, for every compiler. #111441 (loops are unrolled).
 - ``sizes``: sizes opened while a graph is captured; ``mark_dynamic`` needs the caller's tensors. No thread.
+- ``bases``: guards of tensors that inputs are slices of, left out. No thread.
 - ``region``: graphs captured past boolean masks, see there. #114220, #163123 (it is so for ``fullgraph=True``).
 - ``local``: what a call on DTensors does to a rank's tensors, which DTensor does not tell. No thread.
 - ``operators``: writing down a function's operators at a fifth of the cost of ``make_fx``. No thread. Beside it

@@ -18,11 +18,11 @@ from kdacompile import compat
 
 
 class Open(NamedTuple):
-    """Dimensions of an input, which Dynamo knows by the name ``source``."""
+    """Dimensions of an input, which Dynamo knows by the name ``source``; a number has a rank of 0, and none."""
 
     source: str
     rank: int
-    dims: tuple[int, ...]
+    dims: tuple[int, ...] = ()
 
 
 def of_size(graph: fx.Graph, wanted: Collection[int]) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
@@ -57,7 +57,25 @@ def note(dims: Iterable[Open]) -> list[Open]:
     if captured is None or not _automatic(captured):
         return []
     read = inputs()
-    return [Open(each.source, each.rank, news) for each in dims if (news := _note(captured, each, each.source in read))]
+    found: list[Open] = []
+    for each in dims:
+        if each.rank == 0:
+            found += [each] if _note_number(captured, each.source) else []
+        elif news := _note(captured, each, each.source in read):
+            found.append(Open(each.source, each.rank, news))
+    return found
+
+
+def numbers(wanted: Collection[int]) -> list[Open]:
+    """Numbers among the arguments of the region that this thread captures which are one of these, and were read."""
+    captured = frame()
+    given: dict[str, Any] = {} if captured is None else dict(captured.f_locals)
+    by_source = {f"L[{name!r}]": value for name, value in given.items()}
+    for name, value in given.items():
+        if type(value) is dict:  # keyword arguments
+            by_source |= {f"L[{name!r}][{key!r}]": item for key, item in cast("dict[Any, Any]", value).items()}
+    found = (source for source, value in by_source.items() if type(value) is int and value in wanted)
+    return [Open(source, 0) for source in found if type(_seen(captured, source).scalar) is int]
 
 
 def inputs() -> set[str]:
@@ -120,7 +138,7 @@ def _note(captured: Any, wanted: Open, read: bool) -> tuple[int, ...]:
     """
     from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic, auto_unset, update_automatic_dynamic
 
-    seen = update_automatic_dynamic(captured, wanted.source, FrameStateSizeEntry()).size
+    seen = _seen(captured, wanted.source).size
     known = (auto_unset,) * wanted.rank if seen is auto_unset and not read else seen
     if not isinstance(known, tuple) or len(known) != wanted.rank:
         return ()
@@ -129,8 +147,26 @@ def _note(captured: Any, wanted: Open, read: bool) -> tuple[int, ...]:
         sizes: Any = tuple(auto_dynamic if dim in news else auto_unset for dim in range(wanted.rank))
         update_automatic_dynamic(captured, wanted.source, FrameStateSizeEntry(size=sizes))
     if wanted.rank > 2:
-        update_automatic_dynamic(captured, wanted.source, FrameStateSizeEntry()).__class__ = _with_strides()
+        _seen(captured, wanted.source).__class__ = _with_strides()
     return news
+
+
+def _note_number(captured: Any, source: str) -> bool:
+    """Note that a number changes from call to call; False if it was known to, or is a tensor elsewhere."""
+    from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic, update_automatic_dynamic
+
+    if _seen(captured, source).scalar is auto_dynamic:
+        return False
+    open_number = FrameStateSizeEntry(scalar=auto_dynamic, size=auto_dynamic, stride=auto_dynamic)
+    update_automatic_dynamic(captured, source, open_number)
+    return True
+
+
+def _seen(captured: Any, source: str) -> Any:
+    """What Dynamo has seen of an input of this code."""
+    from torch._dynamo.pgo import FrameStateSizeEntry, update_automatic_dynamic
+
+    return update_automatic_dynamic(captured, source, FrameStateSizeEntry())
 
 
 @functools.cache

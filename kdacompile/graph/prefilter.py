@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -109,6 +110,15 @@ def heads_and_queries(graph: fx.Graph) -> Iterator[int]:
             value = compat.example_value(node.all_input_nodes[0] if name in _ATTENTION else node)
             sizes: tuple[Any, ...] = tuple(value.shape)[1:-1]
             yield from (size for size in sizes if isinstance(size, int) and size > 1)
+
+
+def last_rows(graph: fx.Graph) -> Iterator[int]:
+    """How many of the last rows the graph keeps of a tensor (more than one), as of those that logits are wanted for."""
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        index = node.args[1]
+        for part in index if isinstance(index, tuple) else (index,):
+            if isinstance(part, slice) and isinstance(part.start, int) and part.start < -1 and part.stop is None:
+                yield -part.start
 
 
 def may_expand_a_latent(graph: fx.Graph) -> bool:
