@@ -2,9 +2,9 @@
 
 A formula is text in ``x`` (g with dt_bias added), ``rate`` (exp(A_log)) and ``gate_scale``, and in the functions
 ``log``, ``sigmoid``, ``softplus`` and ``logsigmoid``, which torch and the Triton kernels each have. It is compiled for
-torch here and emitted for Triton by ``triton/gates.py``; ``hopper/gates.py`` emits another, in powers of two. Ascend's
-kernels apply the formula too; the C kernels and Ascend's of gradients take the log decay itself, which torch computes
-before them.
+torch here, emitted for Triton by ``triton/gates.py`` and for C by ``cpu/gates.py``; ``hopper/gates.py`` emits another,
+in powers of two. Ascend's kernels apply the formula too; gradients in C and on Ascend take the log decay itself, which
+torch computes before them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KINDS = {"none": "[]", "head": "[HV]", "token": "[B, T, HV]", "channel": "[B, T,
 """The kinds of gate, and what g is of each."""
 
 FORMS = ("log", "factor")
-"""The gate functions that the executor and the C kernels apply themselves: a factor of 0 is exact that way."""
+"""The gate functions that the executor and the gradients in C apply themselves: a factor of 0 is exact that way."""
 
 
 @dataclass(frozen=True)

@@ -299,7 +299,7 @@ class Memory:
 
         ``written``: the operand it writes into, if any; whether another one shares memory with that counts as well.
         """
-        key, addresses = _signature(options, operands, written)
+        key, addresses = signature_of(options, operands, written)
         recorded = self._recorded.get(key)
         if recorded is not None:
             return recorded.run(operands, addresses)
@@ -316,10 +316,10 @@ class Memory:
 
     def known(self, options: Hashable, operands: Operands, written: int | None = None) -> Recorded | None:
         """What ``run`` does for operands like these, if it is remembered."""
-        return self._recorded.get(_signature(options, operands, written)[0])
+        return self._recorded.get(signature_of(options, operands, written)[0])
 
 
-def _signature(options: Hashable, operands: Operands, written: int | None) -> tuple[Hashable, list[int]]:
+def signature_of(options: Hashable, operands: Operands, written: int | None) -> tuple[Hashable, list[int]]:
     """What decides a call's launches, and the operands' addresses."""
     key: list[Hashable] = [options]
     addresses: list[int] = []

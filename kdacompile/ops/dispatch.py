@@ -119,32 +119,40 @@ class Kind:
     def __init__(
         self, tensors: Sequence[Any], options: dict[str, Any], remembered: Remembered, writes: int | None
     ) -> None:
-        given, free = [x for x in tensors if x is not None], remembered.free
-        self.absent, self._options = [x is None for x in tensors], options
-        self._like = likeness(*given, free=[free.get(at) for at, x in enumerate(tensors) if x is not None])
-        self._differentiable, self._remembered, self._writes = any_requires_grad(*given), remembered, writes
+        present = [at for at, x in enumerate(tensors) if x is not None]
+        given, free = [tensors[at] for at in present], remembered.free
+        self._count, self._absent = len(tensors), [at for at, x in enumerate(tensors) if x is None]
+        self._given = _picker(present)
+        self._like = likeness(*given, free=[free.get(at) for at in present])
+        self._options, self._remembered, self._writes = options, remembered, writes
+        self._differentiable = any_requires_grad(*given)
         self._bytes = [0 if x is None else _extent(x) for x in tensors]
         self._alignment, self._fits = remembered.alignment, remembered.fits if free else None
         self._torch = remembered.uses_torch
 
-    def addresses(
-        self, tensors: Sequence[Any], given: Sequence[Any], absent: Sequence[bool], options: Mapping[str, Any]
-    ) -> list[int] | None:
-        """Those of a call's tensors if it is of this kind. ``given``: those that are not None."""
-        if absent != self.absent or not self._like(*given) or options != self._options:
+    def addresses(self, tensors: Sequence[Any], options: Mapping[str, Any]) -> list[int] | None:
+        """Those of a call's tensors if it is of this kind."""
+        if len(tensors) != self._count or options != self._options:
+            return None
+        for at in self._absent:
+            if tensors[at] is not None:
+                return None
+        if not self._like(*self._given(tensors)):  # None among them is like nothing
             return None
         if self._differentiable and torch.is_grad_enabled():
             return None
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        if functools.reduce(operator.or_, addresses) % self._alignment:
+        if self._alignment > 1 and functools.reduce(operator.or_, addresses) % self._alignment:
             return None
         if self._fits is not None and not self._fits(tensors):
             return None
         if self._writes is not None:
             begin = addresses[self._writes]
-            end = begin + self._bytes[self._writes]
-            reach = zip(addresses, self._bytes, strict=True)
-            return addresses if [at < end and begin < at + size for at, size in reach].count(True) == 1 else None
+            end, inside = begin + self._bytes[self._writes], 0
+            for at, size in zip(addresses, self._bytes, strict=True):
+                if at < end and begin < at + size:
+                    inside += 1
+            return addresses if inside == 1 else None
         return addresses
 
     def run(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Any:
@@ -156,6 +164,11 @@ class Kind:
         else:
             results = self._remembered.run(tensors, addresses)
         return results if self._writes is None else results[0]
+
+
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What takes these of a sequence; the first operand of every op is there."""
+    return operator.itemgetter(*places) if len(places) > 1 else operator.itemgetter(slice(places[0], places[0] + 1))
 
 
 def _extent(x: torch.Tensor) -> int:
@@ -191,9 +204,8 @@ class Shortcut:
 
     def __call__(self, *tensors: Any, **options: Any) -> Any:
         if self._kinds and not (function_modes() or profiler_is_on() or forward_mode_is_on()):
-            given, absent = [x for x in tensors if x is not None], [x is None for x in tensors]
             for kind in self._kinds:
-                addresses = kind.addresses(tensors, given, absent, options)
+                addresses = kind.addresses(tensors, options)
                 if addresses is not None:
                     return kind.run(tensors, addresses)
         kernel = self.kernel(tensors, options)
@@ -211,8 +223,7 @@ class Shortcut:
         remembered = known(tensors, asked)
         if remembered is not None:
             kind = Kind(tensors, options, remembered, self._writes)
-            given = [x for x in tensors if x is not None]
-            if kind.addresses(tensors, given, kind.absent, options) is not None:
+            if kind.addresses(tensors, options) is not None:
                 self._kinds = (kind, *self._kinds[: MOST - 1])
 
     def _keep_no_more(self, _: str) -> None:

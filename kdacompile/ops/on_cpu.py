@@ -6,52 +6,29 @@ short prompt costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from kdacompile.containment import contain
 from kdacompile.lowering.calls import Call
-from kdacompile.lowering.cpu import Repeated, in_form, runs_recurrence
+from kdacompile.lowering.cpu import Prepared, reads
 from kdacompile.lowering.cpu.attention import choose_attention
-from kdacompile.lowering.cpu.small_attention import SMALL, Prepared
+from kdacompile.lowering.cpu.operands import overlaps_itself
+from kdacompile.lowering.cpu.recurrence import OPERANDS
+from kdacompile.lowering.cpu.small_attention import SMALL, PreparedAttention
 from kdacompile.lowering.operands import operands as operands_of
-from kdacompile.lowering.recorded import Operands, Results
-from kdacompile.lowering.run import is_any_watched, run_linear_attention
+from kdacompile.lowering.recorded import MOST, Operands, Results, signature_of
+from kdacompile.lowering.run import is_any_watched
 from kdacompile.lowering.run_attention import Attention
-from kdacompile.lowering.scratch import Scratch
+from kdacompile.lowering.scratch import Scratch, shares_memory
 from kdacompile.ops.dispatch import Known
 from kdacompile.ops.fused import FusedAttention, FusedKernels, Run
-from kdacompile.ops.kernels import prepared, run_mla
-from kdacompile.ops.signature import MLA
+from kdacompile.ops.kernels import run_mla
+from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_, MLA
 
 _NAMES = tuple(operand.name for operand in operands_of(Call))
-
-
-class Again:
-    """The recurrence of a call on other operands like the call's, into the results that stand behind them."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call.having(dict.fromkeys(_NAMES))  # no tensor is kept
-        self._repeated: Repeated | None = None
-
-    def __call__(self, *tensors: Tensor | None) -> None:
-        *operands, o, final = tensors
-        assert o is not None and final is not None
-        call = prepared(self._call.having(dict(zip(_NAMES, operands, strict=True))))
-        start = contain("preparing a call like one before", lambda: self._prepared(call, o, final), lambda _: None)
-        if start is not None:
-            start()
-            return
-        for result, found in zip((o, final), run_linear_attention(call), strict=True):
-            result.copy_(found)
-
-    def _prepared(self, call: Call, o: Tensor, final: Tensor) -> Callable[[], None]:
-        form = in_form(call)
-        if self._repeated is None:
-            self._repeated = Repeated(call, form, call.q.shape[0])
-        return self._repeated.filled(form, o, final)
 
 
 class CpuRecurrence:
@@ -66,24 +43,34 @@ class CpuRecurrence:
             return "there is nothing to compute"
         if is_any_watched(tuple(getattr(call, name) for name in _NAMES)):
             return "torch.func follows the torch executor"
-        return None if runs_recurrence(call.q, call.state_dtype) else "the C kernel does not run such calls here"
+        return None if reads(call) else "the C kernel does not run such calls here"
 
     def run(self, call: Call, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         """o ``[B, T, HV, V]`` and the final state, both contiguous and fresh."""
         return self.step(call, None, scratch)
 
     def step(self, call: Call, state: Tensor | None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-        """The same for any number of tokens; the new state goes into ``state`` if given."""
-        scratch = Scratch() if scratch is None else scratch
-        (shape, dtype), (state_shape, state_dtype) = call.results
-        o = scratch.result(shape, state_dtype, call.q.device)
-        inside = state is not None and state.dtype is state_dtype and state.is_contiguous()
-        final = state if inside else scratch.result(state_shape, state_dtype, call.q.device)
-        assert final is not None
-        scratch.apply(Again(call), *(getattr(call, name) for name in _NAMES), o, final)
-        if state is not None and not inside:
-            scratch.apply(Tensor.copy_, state, final)
-        return scratch.cast(o, dtype), final
+        """The same for any number of tokens; the new state goes into ``state`` if given, which is the initial one."""
+        prepared = prepared_call(call, {}, state is not None)
+        operands = [getattr(call, name) for name in OPERANDS]
+        addresses = addresses_of(operands)
+        if prepared is not None:
+            return prepared.run(operands, addresses)
+        o, final = Prepared(call).run(operands, addresses)
+        assert state is not None
+        return o, state.copy_(final)
+
+
+def addresses_of(operands: Operands) -> list[int]:
+    return [0 if x is None else x.data_ptr() for x in operands]
+
+
+def prepared_call(call: Call, options: Mapping[str, Any], inside: bool) -> Prepared | None:
+    """Calls like this one; None where the new state cannot be written as it comes."""
+    state = call.initial_state
+    if inside and (state is None or overlaps_itself(state)):
+        return None
+    return Prepared(call, inside=inside, **options)
 
 
 RECURRENCE = CpuRecurrence()
@@ -95,16 +82,51 @@ def choose(call: Call) -> CpuRecurrence | None:
 
 
 class CpuKernels(FusedKernels):
-    """Remembers calls of tensors with addresses whose values nobody reads."""
+    """Remembers calls that the C kernel took."""
 
     def __init__(self) -> None:
-        super().__init__(choose, remember=True)
+        super().__init__(choose)
+        self._prepared: dict[Hashable, Prepared | None] = {}
 
-    def launched(self, run: Run, operands: Operands, options: dict[str, Any], **how: Any) -> Results:
-        read = any(x is not None and not x.dtype.is_floating_point for x in operands)
-        if read or is_any_watched(tuple(operands)):
-            return run(Scratch(), operands, options)
-        return super().launched(run, operands, options, written=how.get("written"))
+    def launched(
+        self,
+        run: Run,
+        operands: Operands,
+        options: dict[str, Any],
+        *,
+        multiplied: Sequence[Tensor] = (),
+        written: int | None = None,
+    ) -> Results:
+        key, addresses = signature_of((run.__name__, *options.items()), operands, written)
+        prepared = None if is_any_watched(operands) else self._prepared.get(key)
+        if prepared is not None:
+            return prepared.run(operands, addresses)
+        results = run(Scratch(), operands, options)
+        if key not in self._prepared:
+            if len(self._prepared) >= MOST:
+                self._prepared.clear()
+            self._prepared[key] = contain(
+                "keeping a kind of call", lambda: self._found(run, operands, options, written), lambda _: None
+            )
+        return results
+
+    def known(self, run: Run, written: int | None = None) -> Known:
+        return lambda operands, options: self._found(run, operands, options, written)
+
+    def _found(self, run: Run, operands: Operands, options: dict[str, Any], written: int | None) -> Prepared | None:
+        """Calls like one that was run; None where they are not the C kernel's."""
+        layout = {name: value for name, value in options.items() if name == "o_layout"}
+        others = {name: value for name, value in options.items() if name not in layout}
+        call: Call = _SIGNATURES[run.__name__].call_of(operands, others)
+        took = RECURRENCE.name not in self._failed and RECURRENCE.declines(call) is None
+        if took and (written is None or not shares_memory(operands[written], addresses_of(operands))):
+            return prepared_call(call, layout, written is not None)
+        return None
+
+
+_SIGNATURES = {
+    "_sequence": LINEAR_ATTENTION, "_step": LINEAR_ATTENTION_STEP, "_inplace_step": LINEAR_ATTENTION_STEP_,
+}  # fmt: skip
 
 
 KERNELS = CpuKernels()
@@ -116,10 +138,10 @@ KERNELS = CpuKernels()
 class SmallAgain:
     """A small call of MLA on other operands like its own, over a cache that may be longer or shorter."""
 
-    alignment, uses_torch, free = Prepared.alignment, Prepared.uses_torch, Prepared.free
+    alignment, uses_torch, free = PreparedAttention.alignment, PreparedAttention.uses_torch, PreparedAttention.free
 
     def __init__(self, call: Attention, options: dict[str, Any]) -> None:
-        self._prepared, self._options = Prepared(call), options
+        self._prepared, self._options = PreparedAttention(call), options
 
     def fits(self, operands: Sequence[Any]) -> bool:
         return contain("looking at a call like one before", lambda: self._prepared.fits(operands), lambda _: False)

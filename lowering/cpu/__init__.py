@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from .backward import run_recurrence_backward, runs_backward
 from .compiler import left_uncompiled
-from .recurrence import Launch, Repeated, bounds_of, in_form, prepare_recurrence, runs_recurrence
+from .recurrence import Launch, Prepared, bounds_of, prepare_recurrence, reads, runs_recurrence
 
 __all__ = [
     "Launch",
-    "Repeated",
+    "Prepared",
     "bounds_of",
-    "in_form",
     "left_uncompiled",
     "prepare_recurrence",
+    "reads",
     "run_recurrence_backward",
     "runs_backward",
     "runs_recurrence",

@@ -11,13 +11,6 @@
 
 enum { TILE = 8 /* queries at a time, at most */ };
 
-/* Strides in elements, in the order of the dimensions; see kinds of attention.py. */
-struct operand {
-    const void *data;
-    int64_t kind, stride[4];
-};
-enum { FLOAT, BFLOAT, BOOL };
-
 /* Packed by small_attention.py in this order. */
 struct problem {
     struct operand q, q_rope, latent, k_rope, w_uk, w_uv, mask, sinks; /* all but q and latent may be null */
@@ -26,34 +19,9 @@ struct problem {
     int64_t out_kind, batch, tokens, cached, heads, nope, rope, rank, value;
     int64_t absorbed, causal, share, poison; /* share: heads of a task; poison: fill memory with NaN first */
     double scale;
-    int64_t failed; /* set where there is no memory */
+    divide *divide;
+    int64_t tasks, failed; /* failed: set where there is no memory */
 };
-
-typedef int32_t whole __attribute__((vector_size(VECTOR_BYTES)));
-
-INLINE float element(const struct operand *x, int64_t place)
-{
-    if (x->kind == FLOAT)
-        return ((const float *)x->data)[place];
-    const union {
-        uint32_t bits;
-        float value;
-    } wide = {(uint32_t)((const uint16_t *)x->data)[place] << 16};
-    return wide.value;
-}
-
-/* ``count`` elements from ``place``, ``step`` apart, into a row that is padded with zeros. */
-static void read(const struct operand *x, int64_t place, int64_t step, int64_t count, float *to, int64_t padded)
-{
-    int64_t i = 0;
-    if (x->kind == FLOAT && step == 1)
-        for (; i + LANES <= count; i += LANES)
-            *(loose *)(to + i) = *(const loose *)((const float *)x->data + place + i);
-    for (; i < count; i++)
-        to[i] = element(x, place + i * step);
-    for (; i < padded; i++)
-        to[i] = 0;
-}
 
 /* [rows, columns] from ``place`` into rows of ``padded``. */
 static void read_all(
@@ -62,24 +30,6 @@ static void read_all(
 {
     for (int64_t r = 0; r < rows; r++)
         read(x, place + r * row, column, columns, to + r * padded, padded);
-}
-
-static void write(void *out, int64_t kind, int64_t place, const float *from, float factor, int64_t count)
-{
-    if (kind == FLOAT) {
-        float *to = (float *)out + place;
-        for (int64_t i = 0; i < count; i++)
-            to[i] = from[i] * factor;
-        return;
-    }
-    uint16_t *to = (uint16_t *)out + place;
-    for (int64_t i = 0; i < count; i++) {
-        const union {
-            float value;
-            uint32_t bits;
-        } x = {from[i] * factor};
-        to[i] = x.value != x.value ? 0x7fc0 : (uint16_t)((x.bits + 0x7fff + (x.bits >> 16 & 1)) >> 16); /* to even */
-    }
 }
 
 INLINE void tile(
@@ -127,29 +77,8 @@ static void multiply(
         strip(1, width, depth, a + r * a_row, a_row, b, b_row, to + r * row, row);
 }
 
-/* exp(x) for x <= 0: 2^n e^r with |r| <= ln 2 / 2, as Cephes has it (2 ulp); 0 below the smallest normal number. */
-INLINE vector exponential(vector x)
-{
-    const vector rounder = (vector){0} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    const whole small = x < (vector){0} - 87.33f;
-    const vector shifted = x * 1.44269504088896341f + rounder;
-    const vector n = shifted - rounder;
-    const vector r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vector y = (vector){0} + 1.9875691500e-4f;
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
-    /* the integer stands in the low bits of ``shifted``, and 127 + n is the exponent of 2^n */
-    const whole power = ((whole)shifted - 0x4b400000 + 127) << 23;
-    y *= (vector)power;
-    return (vector)((whole)y & ~small);
-}
-
 /* log(x) of a positive normal number, by the series of artanh. */
-static double logarithm(double x)
+static double precise_logarithm(double x)
 {
     union {
         double value;
@@ -214,11 +143,6 @@ static void soften(float *scores, int64_t count, int64_t padded, float *largest,
         total += p;
     }
     *sum_of = sum(total);
-}
-
-INLINE int64_t in_vectors(int64_t count)
-{
-    return (count + LANES - 1) / LANES * LANES;
 }
 
 struct places {
@@ -316,7 +240,7 @@ static void attend(
             factors[r] = away > 0 ? e / (total * e + 1) : away == away ? 1 / (total + e) : away;
         }
         p->lse[(b * p->heads + head) * p->tokens + t] =
-            total == 0 ? __builtin_inff() : total == total ? largest + (float)logarithm(total) : total;
+            total == 0 ? __builtin_inff() : total == total ? largest + (float)precise_logarithm(total) : total;
     }
     if (through) {
         multiply(rows, values_width, reach, at->scores, cached, values, values_width, at->context, values_width);
@@ -326,7 +250,7 @@ static void attend(
     }
     for (int64_t r = 0; r < rows; r++) {
         const int64_t place = ((b * p->tokens + first + r) * p->heads + head) * p->value;
-        write(p->out, p->out_kind, place, at->out + r * value, factors[r], p->value);
+        write(p->out, p->out_kind, place, 1, at->out + r * value, factors[r], p->value);
     }
 }
 
@@ -359,8 +283,8 @@ static void run_heads(const struct problem *p, int64_t b, int64_t head, int64_t 
     }
 }
 
-/* Tasks ``begin`` to ``end``; torch_parallel_for calls this on its threads. */
-void latent_attention(int64_t begin, int64_t end, void *context)
+/* Tasks ``begin`` to ``end``. */
+static void run_tasks(int64_t begin, int64_t end, void *context)
 {
     struct problem *p = context;
     const int64_t shares = (p->heads + p->share - 1) / p->share;
@@ -380,4 +304,16 @@ void latent_attention(int64_t begin, int64_t end, void *context)
         run_heads(p, i / shares, head, last < p->heads ? last : p->heads, &at);
     }
     __builtin_free(memory);
+}
+
+/* ``addresses``: of the operands and results, and whether memory is filled with NaN first. */
+int64_t latent_attention(const struct problem *template, const int64_t *addresses)
+{
+    struct problem p = *template;
+    struct operand *operands[] = {&p.q, &p.q_rope, &p.latent, &p.k_rope, &p.w_uk, &p.w_uv, &p.mask, &p.sinks};
+    for (int i = 0; i < 8; i++)
+        operands[i]->data = (const void *)addresses[i];
+    p.out = (void *)addresses[8], p.lse = (float *)addresses[9], p.poison = addresses[10], p.failed = 0;
+    const int64_t failed = shared_out(p.divide, p.tasks, 1, run_tasks, &p);
+    return failed | p.failed;
 }

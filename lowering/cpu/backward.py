@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..calls import Call
 from .compiler import Loop, loaded, may_run
-from .recurrence import address, bounds_of, decay_of, in_rows, operand, runs_recurrence
+from .recurrence import bounds_of, runs_recurrence
 
 # struct problem of the source: operands (pointer and strides), pointers, sizes, scale, eps, and what became of it
 _PROBLEM = struct.Struct("@24q 9q 12q 2d 2q")
@@ -104,6 +104,32 @@ def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> tuple
     dg = None if ddecay is None else ddecay.sum((0, 1, 2)) if gate == "head" else _sum(ddecay, 0)
     dbeta, dinitial = None if beta is None else _sum(dbeta, 0), None if initial_state is None else dinitial
     return (dq, dk, dv, dg, dbeta, dinitial), finite
+
+
+def decay_of(call: Call) -> Tensor | None:
+    """The factors by which the state decays."""
+    g = call.g
+    if g is None:
+        return None
+    decay = torch.exp(g) if call.gate_fn == "log" else g
+    return in_rows(decay) if call.gate == "channel" else decay
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """``x`` with its last dimension contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def operand(x: Tensor | None) -> tuple[int, ...]:
+    """Address and strides of batch, token and head; one value a head serves all tokens."""
+    if x is None:
+        return (0, 0, 0, 0)
+    strides = x.stride()
+    return (x.data_ptr(), 0, 0, strides[0]) if len(strides) == 1 else (x.data_ptr(), *strides[:3])
 
 
 def is_memory_filled() -> bool:

@@ -14,11 +14,11 @@ import platform
 import shutil
 import subprocess
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -65,12 +65,16 @@ def parallel_for() -> ctypes._NamedFuncPointer:
 
 
 @cache
-def library(source: tuple[str, ...], real: str) -> ctypes.CDLL:
-    """The compiled form of ``source``, files of this folder one behind the other, for ``real`` "float" or "double"."""
-    text = b"".join((Path(__file__).parent / name).read_bytes() for name in source)
+def library(source: tuple[str | bytes, ...], real: str) -> ctypes.CDLL:
+    """The compiled form of ``source``, for ``real`` "float" or "double": files of this folder, and texts, one behind
+    the other; the last one is a file, whose name the library bears.
+    """
+    folder = Path(__file__).parent
+    text = b"".join((folder / part).read_bytes() if isinstance(part, str) else part for part in source)
     flags, register, registers = _TARGETS.get(torch.backends.cpu.get_cpu_capability(), _ANY_TARGET)
     sizes = (f"-DREAL={real}", f"-DVECTOR_BYTES={register}", f"-DVECTORS={registers}")
-    return built(text, ("-O3", "-fno-math-errno", *flags, *sizes), Path(source[-1]).stem)
+    precise = ("-DDOUBLE_PRECISION",) if real == "double" else ()
+    return built(text, ("-O3", "-fno-math-errno", *flags, *sizes, *precise), Path(str(source[-1])).stem)
 
 
 def built(text: bytes, flags: tuple[str, ...], name: str) -> ctypes.CDLL:
@@ -91,21 +95,29 @@ class Loop:
     source: ClassVar[tuple[str, ...]]
     function: ClassVar[str]
 
-    def __init__(self, real: str) -> None:
-        self.compiled = library(self.source, real)  # kept, so that it stays loaded
+    def __init__(self, real: str, source: tuple[str | bytes, ...] | None = None) -> None:
+        self.compiled = library(source or self.source, real)  # kept, so that it stays loaded
         self._function = ctypes.cast(getattr(self.compiled, self.function), ctypes.c_void_p)
         self._parallel_for = parallel_for()
-
-    def constant(self, name: str) -> int:
-        """A number that the source has chosen, by the function that returns it."""
-        function = getattr(self.compiled, name)
-        function.restype = ctypes.c_int64
-        return function()
 
     def run(self, tasks: int, grain: int, problem: bytes | ctypes.Array[ctypes.c_char]) -> None:
         """All tasks on ``problem``, at least ``grain`` of them on a thread."""
         if self._parallel_for(0, tasks, grain, self._function, problem):
             raise RuntimeError("torch_parallel_for failed")
+
+
+class Call(Loop):
+    """A function that has its tasks shared by itself: of a problem and of the addresses of this call, and 0 is success.
+
+    ``divide``: the address of ``torch_parallel_for``, which stands in the problem.
+    """
+
+    def __init__(self, real: str, source: tuple[str | bytes, ...] | None = None) -> None:
+        super().__init__(real, source)
+        self.divide = ctypes.cast(self._parallel_for, ctypes.c_void_p).value or 0
+        self.call: Callable[[bytes, bytes], int] = getattr(self.compiled, self.function)
+        function: Any = self.call
+        function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_char_p], ctypes.c_int64
 
 
 L = TypeVar("L", bound=Loop)
@@ -171,8 +183,9 @@ def compiler_path() -> str:
 
 
 def _compile(command: list[str], text: bytes, path: Path) -> None:
+    command = [*command, "-", "-lm", "-o", str(path)]
     try:
-        subprocess.run([*command, "-", "-o", str(path)], input=text, capture_output=True, check=True, timeout=_SECONDS)
+        subprocess.run(command, input=text, capture_output=True, check=True, timeout=_SECONDS)
     except subprocess.CalledProcessError as error:
         raise CannotCompile(f"{command[0]} failed: {error.stderr.decode(errors='replace')}") from error
     except subprocess.TimeoutExpired as error:

@@ -13,42 +13,53 @@
  * no matrix unit for which the products of the chunked form would pay; the recurrence needs fewer operations and no
  * scratch memory, and is exact for any gate.
  *
+ * Operands are read as a model has them: any floating dtype and strides, the gates' function and their parameters, beta
+ * before its sigmoid. What does not lie as the recurrence reads it is made once, before: rows of a token at a time.
+ *
  * Compiled with -DREAL=float or double, -DVECTOR_BYTES (a register) and -DVECTORS (registers to a strip's row, as many as
- * leave room for the sums). Only stdint.h is included, so compiling takes well under a second.
+ * leave room for the sums), after vectors.c, functions.c, operands.c and the gates' functions, of gates.py. Only stdint.h
+ * is included, so compiling takes about a second.
  */
-#include <stdint.h>
-
-typedef REAL real;
-
 enum {
-    AHEAD = 4,   /* tokens */
-    ROWS = 4,    /* of the state at a time, K is a multiple: enough sums to hide the latency of adding */
+    AHEAD = 4,    /* tokens */
+    AT_ONCE = 4,  /* rows of the state, K is a multiple: enough sums to hide the latency of adding */
     WIDTH = VECTORS * VECTOR_BYTES / sizeof(real),
 };
 
-typedef real vector __attribute__((vector_size(VECTOR_BYTES)));
-typedef real loose __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias)); /* at any address */
-
-/* A tensor [B, T, H, columns]: strides in elements, the last dimension contiguous. */
-struct operand {
+/* Rows [B, T, H, columns] as they are computed with: strides in elements, the last dimension contiguous. */
+struct rows {
     const real *data;
     int64_t batch, token, head;
 };
 
-/* Packed by recurrence.py in this order. */
+/* Packed by recurrence.py in this order, but for the addresses that every call has of its own. */
 struct problem {
-    struct operand q, k, v, decay, beta; /* decay and beta may be null */
-    const real *initial;                 /* [sequences, heads, K, V], or null: zeros */
-    real *out;                           /* [B, T, heads, V] */
-    real *final;                         /* [sequences, heads, K, V] */
-    const int64_t *bounds;               /* [sequences + 1] of packed sequences, or null: one to a batch entry */
-    const int64_t *slots;                /* [sequences], where in initial and final its state is, or null: in order */
-    int64_t length, heads, heads_per_key, K, V;
-    int64_t decay_per_channel, delta;
-    double scale, norm_eps;              /* norm_eps 0: q and k are taken as they are */
+    struct operand q, k, v;             /* [B, T, H or heads, K or V] */
+    struct operand g;                   /* [heads], [B, T, heads] or [B, T, heads, K], or null */
+    struct operand beta;                /* [B, T, heads], or null */
+    struct operand initial;             /* [sequences, heads, K, V], or null: zeros */
+    struct operand A_log, dt_bias;      /* [heads], and [heads] or [heads, K], or null */
+    struct operand out;                 /* [B, T, heads, V] */
+    struct operand final;               /* [sequences, heads, K, V], may be the initial state's memory */
+    const int64_t *bounds;              /* [sequences + 1] of packed sequences, or null: one to a batch entry */
+    const int64_t *slots;               /* [sequences], where in initial and final its state is, or null: in order */
+    int64_t batch, length, sequences, heads, heads_per_key, K, V;
+    int64_t gate, function, sigmoid_beta, delta; /* function: of the gates, -1 if g is the factor itself */
+    double gate_scale, scale, norm_eps; /* norm_eps 0: q and k are taken as they are */
+    divide *divide;
+};
+enum { NO_GATE, PER_HEAD, PER_TOKEN, PER_CHANNEL };
+
+/* A call: the operands as they are computed with, in its own memory where they do not lie so. */
+struct call {
+    const struct problem *p;
+    struct rows q, k, v, decay, beta;
+    real *own_q, *own_k, *own_v, *own_decay, *own_beta; /* where rows are made, or null */
+    real *rate, *bias;
+    int64_t gates, deep, wide; /* a token's gates, K and V, in whole vectors */
 };
 
-static const real *at(const struct operand *x, int64_t batch, int64_t token, int64_t head)
+static const real *at(const struct rows *x, int64_t batch, int64_t token, int64_t head)
 {
     return x->data + batch * x->batch + token * x->token + head * x->head;
 }
@@ -81,9 +92,9 @@ static real inverse_norm(const real *x, int64_t K, double eps)
 /* What the state holds for a key: S^T key. */
 static void recall(vector (*state)[VECTORS], const real *key, int64_t K, vector known[VECTORS])
 {
-    vector sums[ROWS][VECTORS] = {{{0}}};
-    for (int64_t i = 0; i < K; i += ROWS)
-        for (int r = 0; r < ROWS; r++)
+    vector sums[AT_ONCE][VECTORS] = {{{0}}};
+    for (int64_t i = 0; i < K; i += AT_ONCE)
+        for (int r = 0; r < AT_ONCE; r++)
             for (int j = 0; j < VECTORS; j++)
                 sums[r][j] += key[i + r] * state[i + r][j];
     for (int j = 0; j < VECTORS; j++)
@@ -95,9 +106,9 @@ static void update(
     vector (*state)[VECTORS], const real *decay, const real *key, const real *query, int64_t K,
     const vector u[VECTORS], vector out[VECTORS])
 {
-    vector sums[ROWS][VECTORS] = {{{0}}};
-    for (int64_t i = 0; i < K; i += ROWS)
-        for (int r = 0; r < ROWS; r++)
+    vector sums[AT_ONCE][VECTORS] = {{{0}}};
+    for (int64_t i = 0; i < K; i += AT_ONCE)
+        for (int r = 0; r < AT_ONCE; r++)
             for (int j = 0; j < VECTORS; j++) {
                 const vector next = decay[i + r] * state[i + r][j] + key[i + r] * u[j];
                 state[i + r][j] = next;
@@ -108,75 +119,83 @@ static void update(
 }
 
 /* A row of a strip from and to memory, where only the first ``columns`` may exist. */
-static void read_row(const real *from, vector to[VECTORS], int64_t columns)
+INLINE void read_strip(const struct operand *x, int64_t place, int64_t step, vector to[VECTORS], int64_t columns)
 {
-    if (columns == WIDTH) {
+    if (columns == WIDTH && step == 1 && x->kind == OWN) {
         for (int j = 0; j < VECTORS; j++)
-            to[j] = ((const loose *)from)[j];
+            to[j] = ((const loose *)((const real *)x->data + place))[j];
     } else {
-        for (int64_t i = 0; i < WIDTH; i++)
-            ((real *)to)[i] = i < columns ? from[i] : (real)0;
+        read(x, place, step, columns, (real *)to, WIDTH);
     }
 }
 
-static void write_row(const vector from[VECTORS], real *to, int64_t columns)
+INLINE void write_strip(
+    const vector from[VECTORS], real factor, const struct operand *x, int64_t place, int64_t step, int64_t columns)
 {
-    if (columns == WIDTH) {
+    if (columns == WIDTH && step == 1 && x->kind == OWN) {
         for (int j = 0; j < VECTORS; j++)
-            ((loose *)to)[j] = from[j];
+            ((loose *)((real *)x->data + place))[j] = from[j] * factor;
     } else {
-        for (int64_t i = 0; i < columns; i++)
-            to[i] = ((const real *)from)[i];
+        write((void *)x->data, x->kind, place, step, (const real *)from, factor, columns);
     }
 }
 
 /* One strip of one head of one sequence, from its initial to its final state. */
-static void run_strip(const struct problem *p, int64_t sequence, int64_t head, int64_t column)
+static void run_strip(const struct call *c, int64_t sequence, int64_t head, int64_t column)
 {
+    const struct problem *p = c->p;
     const int64_t columns = p->V - column < WIDTH ? p->V - column : WIDTH;
     const int64_t slot = p->slots ? p->slots[sequence] : sequence;
-    const int64_t tile = (slot * p->heads + head) * p->K * p->V + column;
     const int64_t batch = p->bounds ? 0 : sequence;
     const int64_t start = p->bounds ? p->bounds[sequence] : 0;
     const int64_t end = p->bounds ? p->bounds[sequence + 1] : p->length;
-    vector state[p->K][VECTORS];
+    const int64_t *before = p->initial.stride, *after = p->final.stride, *row = p->out.stride;
+    const int64_t place = batch * row[0] + head * row[2] + column * row[3];
+    vector state[p->K][VECTORS], u[VECTORS], out[VECTORS] = {{0}};
     real same_decay[p->K], key_decayed[p->K];
 
     if (slot < 0) { /* a request that is skipped */
         for (int64_t t = start; t < end; t++)
-            for (int64_t i = 0; i < columns; i++)
-                p->out[((batch * p->length + t) * p->heads + head) * p->V + column + i] = 0;
+            write_strip(out, 1, &p->out, place + t * row[1], row[3], columns);
         return;
     }
     for (int64_t i = 0; i < p->K; i++) {
-        for (int j = 0; j < VECTORS; j++)
-            state[i][j] = (vector){0};
-        if (p->initial)
-            read_row(p->initial + tile + i * p->V, state[i], columns);
+        if (p->initial.data)
+            read_strip(
+                &p->initial, slot * before[0] + head * before[1] + i * before[2] + column * before[3], before[3], state[i],
+                columns);
+        else
+            for (int j = 0; j < VECTORS; j++)
+                state[i][j] = (vector){0};
         same_decay[i] = 1;
     }
     for (int64_t t = start; t < end; t++) {
-        const real *query = at(&p->q, batch, t, head / p->heads_per_key);
-        const real *key = at(&p->k, batch, t, head / p->heads_per_key);
-        const real *decay = p->decay.data ? at(&p->decay, batch, t, head) : same_decay;
-        const real beta = p->beta.data ? *at(&p->beta, batch, t, head) : (real)1;
+        const real *query = at(&c->q, batch, t, head / p->heads_per_key);
+        const real *key = at(&c->k, batch, t, head / p->heads_per_key);
+        const real *value = at(&c->v, batch, t, head) + column;
+        const real *decay = c->decay.data ? at(&c->decay, batch, t, head) : same_decay;
+        const real beta = c->beta.data ? *at(&c->beta, batch, t, head) : (real)1;
         const real query_factor = (real)p->scale * inverse_norm(query, p->K, p->norm_eps);
         const real key_factor = inverse_norm(key, p->K, p->norm_eps);
-        vector u[VECTORS], out[VECTORS];
 
         if (t + AHEAD < end) {
-            prefetch(query + AHEAD * p->q.token, p->K);
-            prefetch(key + AHEAD * p->k.token, p->K);
-            if (p->decay.data && p->decay_per_channel)
-                prefetch(decay + AHEAD * p->decay.token, p->K);
-            prefetch(at(&p->v, batch, t + AHEAD, head) + column, columns);
+            prefetch(query + AHEAD * c->q.token, p->K);
+            prefetch(key + AHEAD * c->k.token, p->K);
+            if (p->gate == PER_CHANNEL)
+                prefetch(decay + AHEAD * c->decay.token, p->K);
+            prefetch(value + AHEAD * c->v.token, columns);
         }
-        if (p->decay.data && !p->decay_per_channel) {
+        if (c->decay.data && p->gate != PER_CHANNEL) {
             for (int64_t i = 0; i < p->K; i++)
                 same_decay[i] = *decay;
             decay = same_decay;
         }
-        read_row(at(&p->v, batch, t, head) + column, u, columns);
+        if (columns == WIDTH)
+            for (int j = 0; j < VECTORS; j++)
+                u[j] = ((const loose *)value)[j];
+        else
+            for (int64_t i = 0; i < WIDTH; i++)
+                ((real *)u)[i] = i < columns ? value[i] : (real)0;
         if (p->delta) {
             vector known[VECTORS];
             for (int64_t i = 0; i < p->K; i++)
@@ -188,27 +207,21 @@ static void run_strip(const struct problem *p, int64_t sequence, int64_t head, i
         for (int j = 0; j < VECTORS; j++)
             u[j] *= key_factor * beta;
         update(state, decay, key, query, p->K, u, out);
-        for (int j = 0; j < VECTORS; j++)
-            out[j] *= query_factor;
-        write_row(out, p->out + ((batch * p->length + t) * p->heads + head) * p->V + column, columns);
+        write_strip(out, query_factor, &p->out, place + t * row[1], row[3], columns);
     }
     for (int64_t i = 0; i < p->K; i++)
-        write_row(state[i], p->final + tile + i * p->V, columns);
+        write_strip(
+            state[i], 1, &p->final, slot * after[0] + head * after[1] + i * after[2] + column * after[3], after[3],
+            columns);
 }
 
-/* Values in a strip, for whoever counts the tasks. */
-int64_t strip_width(void)
+/* Tasks ``begin`` to ``end``, a task being a (sequence, head, strip). */
+static void run_strips(int64_t begin, int64_t end, void *context)
 {
-    return WIDTH;
-}
-
-/* Tasks ``begin`` to ``end``, a task being a (sequence, head, strip); torch_parallel_for calls this on its threads. */
-void linear_attention(int64_t begin, int64_t end, void *context)
-{
-    const struct problem *p = context;
-    const int64_t strips = (p->V + WIDTH - 1) / WIDTH;
+    const struct call *c = context;
+    const int64_t strips = (c->p->V + WIDTH - 1) / WIDTH;
     for (int64_t i = begin; i < end; i++) {
         const int64_t lane = i / strips;
-        run_strip(p, lane / p->heads, lane % p->heads, i % strips * WIDTH);
+        run_strip(c, lane / c->p->heads, lane % c->p->heads, i % strips * WIDTH);
     }
 }

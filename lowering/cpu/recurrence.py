@@ -1,50 +1,59 @@
-"""The C kernel of the token recurrence (``recurrence.c``) on tensors."""
+"""The C kernel of the token recurrence (``recurrence.c``) on tensors, as a model has them."""
 
 from __future__ import annotations
 
-import itertools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..calls import Call
+from kdacompile.compat.launches import empty_strided
+
+from .. import calls
 from ..layout import sequence_bounds
 from ..scratch import shares_memory
-from .compiler import Loop, loaded, may_run
+from . import gates
+from .compiler import Call, loaded, may_run
+from .operands import KINDS, contiguous, described, laid_out, overlaps_itself
 
 MAX_KEY_WIDTH = 512
 """A strip of the state lives on the thread's stack."""
 
-_ROWS = 4  # as in the source
-_TASK_ELEMENTS = 1 << 16  # state elements times tokens worth waking a thread for, some 10 us
+_ROWS = 4  # as AT_ONCE in the source
 
-# struct problem of the source: operands (pointer and strides), pointers, sizes, scale and norm_eps
-_PROBLEM = struct.Struct("@20q 5q 7q 2d")
-_NOTHING = (0, 0, 0, 0)
+# struct problem of the source: operands and results, two addresses, sizes, what is computed, numbers, a function
+_PROBLEM = struct.Struct("@60q 2q 7q 4q 3d P")
+_ADDRESSES = struct.Struct("@12q")
+_GATES = ("none", "head", "token", "channel")
+OPERANDS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+"""As the ops have them, before those whose values the host reads."""
+STATE = OPERANDS.index("initial_state")
+_DIMENSIONS = "BTHV"
 
 Launch = Callable[[], tuple[Tensor, Tensor]]
 
 
-class _Kernel(Loop):
-    """Strips of the state's columns, all tokens of one after the other."""
+class _Kernel(Call):
+    """Strips of the state's columns, all tokens of one after the other. ``names``: the gate functions it knows."""
 
-    source, function = ("recurrence.c",), "linear_attention"
+    before = ("vectors.c", "functions.c", "operands.c")
+    source = ("recurrence.c", "recurrence_call.c")
+    function = "linear_attention"
 
     def __init__(self, real: str) -> None:
-        super().__init__(real)
-        self._width = self.constant("strip_width")
+        self.names = gates.functions()
+        super().__init__(real, (*self.before, gates.source(self.names), *self.source))
 
-    def __call__(self, problem: bytes, lanes: int, tokens: int, key_width: int, value_width: int) -> None:
-        """Run all strips of ``lanes`` (sequence, head) pairs with ``tokens`` tokens each."""
-        grain = max(1, _TASK_ELEMENTS // max(1, tokens * key_width * self._width))
-        self.run(lanes * -(-value_width // self._width), grain, problem)
+
+def _kernel(dtype: torch.dtype) -> _Kernel | None:
+    return _kernel_of(dtype, gates.functions())
 
 
 @cache
-def _kernel(dtype: torch.dtype) -> _Kernel | None:
+def _kernel_of(dtype: torch.dtype, _: tuple[str, ...]) -> _Kernel | None:
     return loaded(_Kernel, dtype, "the recurrence")
 
 
@@ -56,113 +65,104 @@ def runs_recurrence(q: Tensor, dtype: torch.dtype | None = None) -> bool:
     return fits and may_run(_Kernel, dtype) and _kernel(dtype) is not None
 
 
-def prepare_recurrence(call: Call, bounds: Tensor | None, *, overwrite: bool = False) -> Launch | None:
+def reads(call: calls.Call) -> bool:
+    """Whether the kernel reads the call's tensors as they are, with the gates' functions before the recurrence."""
+    operands = [getattr(call, name) for name in OPERANDS]
+    if not all(x is None or (x.dtype in KINDS and x.device.type == "cpu") for x in operands):
+        return False
+    kernel = _kernel(call.state_dtype) if runs_recurrence(call.q, call.state_dtype) else None
+    return kernel is not None and call.out_dtype in KINDS and call.gate_fn in ("factor", *kernel.names)
+
+
+class Prepared:
+    """Calls like one that was made: the same operands but for their addresses, into results of their own.
+
+    ``inside``: the final state takes the place of the initial one. ``o_layout``: the dimensions of o from the outermost
+    to the innermost in memory.
+    """
+
+    alignment = 1
+    """The kernel reads from any address."""
+    free: Mapping[int, int] = {}
+    uses_torch = False
+
+    def __init__(
+        self, call: calls.Call, *, sequences: int | None = None, inside: bool = False, o_layout: str = _DIMENSIONS
+    ) -> None:
+        batch, length, key_heads, key_width = call.q.shape
+        heads, value_width = call.v.shape[2:]
+        kernel = _kernel(call.state_dtype)
+        assert kernel is not None  # the call was asked for
+        self._kernel, self._run, self._pack = kernel, kernel.call, _ADDRESSES.pack
+        (shape, dtype), (state_shape, state_dtype) = call.results
+        if sequences is not None:
+            state_shape = (sequences, *state_shape[1:])
+        order = [_DIMENSIONS.index(letter) for letter in o_layout]
+        self._o = shape, contiguous(shape, order), dtype
+        self._final = None if inside else (state_shape, contiguous(state_shape), state_dtype)
+        state = call.initial_state
+        assert state is not None or not inside
+        final = described(state) if self._final is None else laid_out(state_dtype, self._final[1])
+        fields: list[Any] = [number for name in OPERANDS for number in described(getattr(call, name))]
+        self._problem = _PROBLEM.pack(
+            *fields,
+            *laid_out(dtype, self._o[1]),
+            *final,
+            *(0, 0),
+            *(batch, length, state_shape[0], heads, heads // key_heads, key_width, value_width),
+            _GATES.index(call.gate) if call.g is not None else 0,
+            -1 if call.gate_fn == "factor" else kernel.names.index(call.gate_fn),
+            *(call.sigmoid_beta, call.delta),
+            *(call.gate_scale, call.scale, call.qk_l2norm_eps),
+            kernel.divide,
+        )
+
+    def fits(self, operands: Sequence[Any]) -> bool:
+        return True
+
+    def run(self, operands: Sequence[Any], addresses: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """``operands``: those of the ops, with bounds and slots left out or None."""
+        return self.run_on(operands[STATE], addresses[:8])
+
+    def run_on(
+        self, state: Tensor | None, addresses: Sequence[int], bounds: int = 0, slots: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        empty = empty_strided["cpu"]
+        o = empty(*self._o)
+        final = state if self._final is None else empty(*self._final)
+        assert final is not None
+        if self._run(self._problem, self._pack(*addresses, o.data_ptr(), final.data_ptr(), bounds, slots)):
+            raise MemoryError("no memory for the rows of a call of linear attention")
+        return o, final
+
+
+def prepare_recurrence(call: calls.Call, bounds: Tensor | None, *, overwrite: bool = False) -> Launch | None:
     """What computes as :func:`kdacompile.lowering.run_linear_attention`, on plain tensors and without gradients; None
     where the kernel does not run such calls here. Nothing that the caller has is written before it is called.
 
     ``bounds``: of :func:`bounds_of`; ``overwrite``: the final state takes the place of ``initial_state`` where that is
-    contiguous memory of its own. A pool of states is taken in no other case.
+    memory of its own. A pool of states is taken in no other case.
     """
-    if not runs_recurrence(call.q):
+    if not reads(call):
         return None
-    operands = in_form(call)
-    initial_state = operands[-1]
-    out = torch.empty_like(operands[2], memory_format=torch.contiguous_format)
-    alone = overwrite and not shares_memory(initial_state, map(address, operands))
-    final = initial_state if alone else None  # a strip is read whole before it is written
+    operands = [getattr(call, name) for name in OPERANDS]
+    addresses = [0 if x is None else x.data_ptr() for x in operands]
+    state = call.initial_state
+    inside = overwrite and state is not None and state.dtype is call.state_dtype and not overlaps_itself(state)
+    inside = inside and not shares_memory(state, addresses)
     slots = None if call.state_indices is None else call.state_indices.long().contiguous()
-    if slots is not None and final is not call.initial_state:
+    if slots is not None and not inside:
         return None
     sequences = call.q.shape[0] if bounds is None else len(bounds) - 1
-    if final is None:
-        final = torch.empty((sequences, call.v.shape[2], call.q.shape[3], call.v.shape[3]), dtype=call.q.dtype)
-    start = Repeated(call, operands, sequences).filled(operands, out, final, bounds, slots)
-    results = out, final
+    prepared = Prepared(call.having({"out_dtype": call.q.dtype}), sequences=sequences, inside=inside)
 
     def launch() -> tuple[Tensor, Tensor]:
-        start()
-        return results
+        read = (0 if x is None else x.data_ptr() for x in (bounds, slots))
+        return prepared.run_on(state, addresses, *read)
 
     return launch
 
 
-Form = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
-def in_form(call: Call) -> Form:
-    """q, k, v, decay, beta and the initial state as the kernel reads them."""
-    state, dtype = call.initial_state, call.q.dtype
-    if state is not None:
-        state = (state if state.dtype is dtype else state.to(dtype)).contiguous()
-    return in_rows(call.q), in_rows(call.k), in_rows(call.v), decay_of(call), call.beta, state
-
-
-class Repeated:
-    """The kernel on operands that lie like those of a call; their addresses are filled in."""
-
-    def __init__(self, call: Call, operands: Form, sequences: int) -> None:
-        batch, length, key_heads, key_width = call.q.shape
-        heads, value_width = call.v.shape[2:]
-        kernel = _kernel(call.q.dtype)
-        assert kernel is not None  # the call was asked for
-        self._kernel = kernel
-        self._sizes = sequences * heads, batch * length // max(1, sequences), key_width, value_width
-        self._fields: list[float] = [
-            *itertools.chain.from_iterable(map(operand, operands[:-1])),
-            *(0,) * 5,
-            length,
-            heads,
-            heads // key_heads,
-            key_width,
-            value_width,
-            call.gate == "channel",
-            call.delta,
-            call.scale,
-            call.qk_l2norm_eps,
-        ]
-
-    def filled(
-        self, operands: Form, out: Tensor, final: Tensor, bounds: Tensor | None = None, slots: Tensor | None = None
-    ) -> Callable[[], None]:
-        """What runs the kernel on these tensors, and holds them: it has their addresses."""
-        *rows, initial_state = map(address, operands)
-        fields = self._fields.copy()
-        fields[0:20:4] = rows
-        fields[20:25] = initial_state, out.data_ptr(), final.data_ptr(), address(bounds), address(slots)
-        problem, held = _PROBLEM.pack(*fields), (operands, out, final, bounds, slots)
-
-        def start(_: object = held) -> None:
-            self._kernel(problem, *self._sizes)
-
-        return start
-
-
-def bounds_of(call: Call) -> Tensor | None:
+def bounds_of(call: calls.Call) -> Tensor | None:
     """The bounds of packed sequences, checked, as the kernels read them."""
     return None if call.cu_seqlens is None else torch.tensor(sequence_bounds(call.cu_seqlens, call.q.shape[1]))
-
-
-def decay_of(call: Call) -> Tensor | None:
-    """The factors by which the state decays."""
-    g = call.g
-    if g is None:
-        return None
-    decay = torch.exp(g) if call.gate_fn == "log" else g
-    return in_rows(decay) if call.gate == "channel" else decay
-
-
-def in_rows(x: Tensor) -> Tensor:
-    """``x`` with its last dimension contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def operand(x: Tensor | None) -> tuple[int, ...]:
-    """Address and strides of batch, token and head; one value a head serves all tokens."""
-    if x is None:
-        return _NOTHING
-    strides = x.stride()
-    return (x.data_ptr(), 0, 0, strides[0]) if len(strides) == 1 else (x.data_ptr(), *strides[:3])

@@ -6,11 +6,11 @@ the C kernel takes for a whole small call. Their products are faster than its ow
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import struct
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
 
 from .backward import is_memory_filled
-from .compiler import Loop, loaded, may_run
+from .compiler import Call, loaded, may_run
+from .operands import KINDS, contiguous, described, laid_out
 
 MOST = {"expanded": 12_000_000, "absorbed": 1_500_000}
 """Operations of the products, two for a multiply-add, up to which the C kernel took at most half the time of torch's
@@ -33,26 +34,20 @@ TASK = 400_000
 SCRATCH = 1 << 20
 """Numbers that a task may keep."""
 
-# struct problem of the source: operands (pointer, kind, strides), results, sizes, scale, and what became of it
-_PROBLEM = struct.Struct("@48q 2q 13q d q")
-_RESULTS = 48  # the position of the results' addresses
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.bool: 2}
-_NOTHING = (0,) * 6
+# struct problem of the source: operands (pointer, kind, strides), results, sizes, scale, a function, tasks
+_PROBLEM = struct.Struct("@48q 2q 13q d P q")
+_ADDRESSES = struct.Struct("@11q")
+_READABLE = {torch.float32, torch.bfloat16, torch.float16}
+_MASK = 6
 _READ = ("q", "q_rope", "latent", "k_rope", "w_uk", "w_uv", "mask", "sinks")  # the first operands of the op
 _CACHED = {2: 1, 3: 1, 6: 3}
 """Which dimension of these operands counts cached tokens: latent and k_rope ``[B, S, ..]``, mask ``[.., S]``."""
 
 
-class _Kernel(Loop):
+class _Kernel(Call):
     """A batch entry and some of its heads."""
 
-    source, function = ("vectors.c", "attention.c"), "latent_attention"
-
-    def __call__(self, problem: bytes, tasks: int) -> None:
-        memory = ctypes.create_string_buffer(problem, len(problem))
-        self.run(tasks, 1, memory)
-        if int.from_bytes(memory.raw[-8:], "little"):
-            raise MemoryError("no memory for the keys and values of a short prompt")
+    source, function = ("vectors.c", "functions.c", "operands.c", "attention.c"), "latent_attention"
 
 
 @cache
@@ -69,9 +64,10 @@ class SmallAttention:
         if call.lengths is not None or call.block_table is not None or call.length is not None:
             return "lengths and pages are read every time"
         operands = tuple(getattr(call, name) for name in _READ)
-        if not all(x is None or (x.dtype in _KINDS and x.device.type == "cpu") for x in operands):
+        dtypes = {x.dtype for x in operands if x is not None} - ({torch.bool} if call.mask is not None else set())
+        if not dtypes <= _READABLE or any(x is not None and x.device.type != "cpu" for x in operands):
             return "a dtype that the kernel does not read"
-        if call.out_dtype not in (torch.float32, torch.bfloat16):
+        if call.out_dtype not in _READABLE:
             return "a result that the kernel does not write"
         if 0 in (call.q.numel(), call.latent.numel()):
             return "there is nothing to attend to"
@@ -85,7 +81,7 @@ class SmallAttention:
     def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         """o ``[B, T, H, V]`` in the call's ``out_dtype`` and lse ``[B, H, T]`` in fp32."""
         operands = [getattr(call, name) for name in _READ]
-        return Prepared(call).run(operands, [0 if x is None else x.data_ptr() for x in operands])
+        return PreparedAttention(call).run(operands, [0 if x is None else x.data_ptr() for x in operands])
 
 
 SMALL = SmallAttention()
@@ -118,7 +114,7 @@ def is_small(sizes: Sizes, absorbed: bool) -> bool:
     )
 
 
-class Prepared:
+class PreparedAttention:
     """Calls like one that was made: the same operands but for their addresses, the cache as long as it may be."""
 
     alignment = 1
@@ -129,20 +125,23 @@ class Prepared:
 
     def __init__(self, call: Attention) -> None:
         self._sizes, self._causal, self._form, self._width = _sizes(call), call.causal, call.form, call.w_uk is not None
-        (shape, self._dtype), (lse_shape, _) = call.results
-        self._shapes, self._strides = (shape, lse_shape), tuple(map(_contiguous, (shape, lse_shape)))
-        self._scale = call.scale
+        (shape, dtype), (lse_shape, _) = call.results
+        self._o, self._lse = (shape, contiguous(shape), dtype), (lse_shape, contiguous(lse_shape), torch.float32)
+        self._kind, self._scale = KINDS[dtype], call.scale
         self._fixed = [_described(getattr(call, name), number) for number, name in enumerate(_READ)]
         self._known: dict[int, tuple[bool, int]] = {}
+        self._last: tuple[Any, Any, bytes] = None, None, b""
+        kernel = _kernel()
+        assert kernel is not None  # the call was asked for
+        self._kernel, self._run = kernel, kernel.call
 
-    def fits(self, operands: Sequence[Tensor | None]) -> bool:
+    def fits(self, operands: Sequence[Any]) -> bool:
         """Whether operands that are alike but for the cache's length are a call of this kind."""
         latent, rope, mask = operands[2], operands[3], operands[6]
-        assert latent is not None
         cached = latent.shape[1]
         if (rope is not None and rope.shape[1] != cached) or (mask is not None and mask.shape[3] != cached):
             return False
-        return cached > 0 and is_small(self._at(cached), self._how(cached)[0])
+        return latent.shape == self._last[0] or (cached > 0 and is_small(self._at(cached), self._how(cached)[0]))
 
     def _at(self, cached: int) -> Sizes:
         batch, tokens, _, *others = self._sizes
@@ -159,44 +158,39 @@ class Prepared:
             found = self._known[cached] = absorbed, share
         return found
 
-    def run(self, operands: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Tensor, Tensor]:
-        latent = operands[2]
-        assert latent is not None
-        batch, tokens, cached, heads, nope, rope, rank, value = self._at(latent.shape[1])
-        absorbed, share = self._how(cached)
+    def run(self, operands: Sequence[Any], addresses: Sequence[int]) -> tuple[Tensor, Tensor]:
+        latent, rope, mask = operands[2], operands[3], operands[6]
+        shape, before, problem = self._last
+        strides = [None if x is None else x.stride() for x in (latent, rope, mask)]
+        if latent.shape != shape or strides != before:
+            problem = self._problem(operands)
+            self._last = latent.shape, strides, problem
         empty = empty_strided["cpu"]
-        o = empty(self._shapes[0], self._strides[0], self._dtype)
-        lse = empty(self._shapes[1], self._strides[1], torch.float32)
+        o, lse = empty(*self._o), empty(*self._lse)
+        if self._run(problem, _ADDRESSES.pack(*addresses[:8], o.data_ptr(), lse.data_ptr(), is_memory_filled())):
+            raise MemoryError("no memory for the keys and values of a short prompt")
+        return o, lse
+
+    def _problem(self, operands: Sequence[Any]) -> bytes:
+        cached = operands[2].shape[1]
+        absorbed, share = self._how(cached)
         described = list(self._fixed)
         for number in _CACHED:
             described[number] = _described(operands[number], number)
-        fields = [*itertools.chain.from_iterable(described)]
-        fields[0:48:6] = addresses[:8]
-        problem = _PROBLEM.pack(
-            *fields,
-            *(o.data_ptr(), lse.data_ptr(), _KINDS[self._dtype]),
-            *(batch, tokens, cached, heads, nope, rope, rank, value),
-            *(absorbed, self._causal, share, is_memory_filled()),
-            *(self._scale, 0),
+        sizes = self._at(cached)
+        return _PROBLEM.pack(
+            *itertools.chain.from_iterable(described),
+            *(0, 0, self._kind),
+            *sizes,
+            *(absorbed, self._causal, share, 0),
+            self._scale,
+            self._kernel.divide,
+            sizes[0] * -(-sizes[3] // share),
         )
-        kernel = _kernel()
-        assert kernel is not None  # the call was asked for
-        kernel(problem, batch * -(-heads // share))
-        return o, lse
 
 
 def _described(x: Tensor | None, number: int) -> tuple[int, ...]:
-    """Room for the address, what an element is, and strides, 0 along a dimension that is shared."""
-    if x is None:
-        return _NOTHING
-    strides = x.stride()
-    if number == 6:
-        strides = tuple(0 if size == 1 else stride for size, stride in zip(x.shape, strides, strict=True))
-    return (0, _KINDS[x.dtype], *strides, *(0,) * (4 - len(strides)))
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [1] * len(shape), 1
-    for at in range(len(shape) - 1, -1, -1):
-        strides[at], step = step, step * shape[at]
-    return tuple(strides)
+    """As :func:`described`, with stride 0 along a dimension of the mask that is shared."""
+    if x is None or number != _MASK:
+        return described(x)
+    return laid_out(x.dtype, [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)])

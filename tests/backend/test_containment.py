@@ -166,12 +166,13 @@ def test_steps_that_fail_leave_the_state_as_it_was(choose: Any) -> None:
 
 def test_a_library_that_cannot_be_loaded_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "library", fail)
-    for kernels in (recurrence, backward):
-        kernels._kernel.cache_clear()
+    kernels = recurrence._kernel_of, backward._kernel
+    for cached in kernels:
+        cached.cache_clear()
     q, k, v, g, beta = (x.requires_grad_() for x in delta_arguments())
     o, _ = linear_attention(q, k, v, g, beta, scale=1.0)
     want = gated_delta_loop(q, k, v, g, beta)
     torch.testing.assert_close(o, want)
     torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), (q, k, v, g, beta)) for out in (o, want)))
-    for kernels in (recurrence, backward):
-        kernels._kernel.cache_clear()
+    for cached in kernels:
+        cached.cache_clear()

@@ -32,10 +32,10 @@ BOUNDARY = {
     "kdacompile/search/compiler_pass.py": ("run", "Analysis.__init__"),
     "lowering/cpu/compiler.py": ("Loop.run",),
     "lowering/cpu/recurrence.py": (
-        "_Kernel.__call__",
         "bounds_of",
         "prepare_recurrence.<locals>.launch",
-        "Repeated.filled.<locals>.start",
+        "Prepared.run",
+        "Prepared.run_on",
     ),
 }
 """Functions that make the boundary, or are called outside of it: when the package is imported, to get back to plain

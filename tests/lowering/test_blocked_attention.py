@@ -11,6 +11,7 @@ from torch import Tensor
 from kdacompile.lowering import attention_rows
 from kdacompile.lowering.attention_rows import run_attention_backward
 from kdacompile.lowering.cpu.attention import BLOCKED, choose_attention
+from kdacompile.lowering.cpu.small_attention import SMALL
 from kdacompile.lowering.operands import given
 from kdacompile.lowering.run_attention import Attention, run_attention
 from kdacompile.lowering.scratch import Scratch
@@ -137,7 +138,8 @@ def test_op_runs_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return run(call, scratch)
 
     monkeypatch.setattr(BLOCKED, "run", counted)
-    call = call_of(torch.float16)  # which the C kernel of small calls leaves alone
+    monkeypatch.setattr(SMALL, "declines", lambda call: "not asked here")
+    call = call_of(torch.float16)
     assert choose_attention(call) is BLOCKED
     q = call.q.clone().requires_grad_()
     operands: list[Tensor | None] = [q, *(getattr(call, name) for name in NAMES[1:]), *(None,) * 5]

@@ -103,7 +103,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A process that has compiled nothing, with an empty cache folder."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiler, "_ready", set())
-    caches = (compiler.library, recurrence._kernel)
+    caches = (compiler.library, recurrence._kernel_of)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -135,7 +135,7 @@ def test_a_second_process_finds_the_kernel(tmp_path: Path, monkeypatch: pytest.M
     made = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(path.suffix for path in made) == [".sha256", ".so"]
     compiler.library.cache_clear()
-    recurrence._kernel.cache_clear()
+    recurrence._kernel_of.cache_clear()
     monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
     assert runs_recurrence(q)
 

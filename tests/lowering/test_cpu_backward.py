@@ -241,7 +241,7 @@ def test_a_kernel_that_runs_out_of_memory_says_so(monkeypatch: pytest.MonkeyPatc
 
 def test_without_a_compiler_the_executor_is_differentiated(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    caches = (compiler.library, recurrence._kernel)
+    caches = (compiler.library, recurrence._kernel_of)
     for cached in caches:
         cached.cache_clear()
     try:

@@ -1,0 +1,133 @@
+"""One attention layer of every small model beside Inductor alone, on one thread of a CPU: what a call costs there.
+
+    python -m tests.models.small_layers [--layers qwen3_next,deepseek_v3-mla] [--tokens 1,16,64] [--rounds 40]
+
+Both compilers compile the same layer in this process and take turns, a block of calls at a time; times are of the
+processor. The table has the medians in us and the median of the turns' ratios, kda over Inductor, with quartiles. One
+token is a step over a cache for linear attention, a prompt of one token without a cache for MLA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kdacompile.report.collect import collecting
+from tests.models import mla_zoo, zoo
+
+Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+CALLS = 20
+"""In a block."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of processor time of a call, and quartiles of the ratios of turns; ``ops``: what the report has."""
+
+    inductor: float
+    kda: float
+    low: float
+    ratio: float
+    high: float
+    ops: str
+
+    def __str__(self) -> str:
+        return f"{self.inductor:7.0f}{self.kda:7.0f}{self.ratio:7.2f} ({self.low:.2f} to {self.high:.2f})  {self.ops}"
+
+
+def names() -> list[str]:
+    return [*zoo.CASES, *(f"{name}-mla" for name in mla_zoo.CASES)]
+
+
+def call_of(name: str, tokens: int) -> Call:
+    """A layer and the arguments that its model calls it with."""
+    if name.endswith("-mla"):
+        case = mla_zoo.CASES[name.removesuffix("-mla")]
+        model = case.build("sdpa" if "sdpa" in case.implementations() else "eager")
+        given = {"input_ids": mla_zoo.tokens(tokens, 1), "use_cache": False}
+        layer = _last(model, ("self_attn",)) if "self_attn" in _leaves(model) else _last(model, ("0",))
+    else:
+        model, one = zoo.CASES[name].build(), zoo.CASES[name]
+        cached = tokens == 1
+        given = one.step_inputs(model, batch=1) if cached else one.prefill_inputs(model, tokens, cache=False, batch=1)
+        layer = _first(model, ("linear_attn", "mamba", "mixer", "self_attn"))
+    calls: list[Call] = []
+    hook = layer.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append((module, args, kwargs)), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(**given)
+    hook.remove()
+    return calls[0]
+
+
+def _leaves(model: nn.Module) -> set[str]:
+    return {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+
+
+def _first(model: nn.Module, leaves: Sequence[str]) -> nn.Module:
+    return next(module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in leaves)
+
+
+def _last(model: nn.Module, leaves: Sequence[str]) -> nn.Module:
+    return [module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in leaves][-1]
+
+
+def compiled(call: Call, backend: str, options: dict[str, Any] | None = None) -> Callable[[], Any]:
+    module, args, kwargs = call
+    function = torch.compile(module, backend=backend, options=options)
+    for _ in range(3):
+        function(*args, **kwargs)
+    return lambda: function(*args, **kwargs)
+
+
+def measure(name: str, tokens: int, rounds: int, options: dict[str, Any] | None = None) -> Row:
+    torch.compiler.reset()
+    call = call_of(name, tokens)
+    with torch.no_grad(), collecting() as report:
+        contenders = [compiled(call, "inductor"), compiled(call, "kda", options)]
+        times: list[list[float]] = [[], []]
+        for number in range(rounds):
+            for at in (0, 1) if number % 2 else (1, 0):
+                start = time.process_time()
+                for _ in range(CALLS):
+                    contenders[at]()
+                times[at].append((time.process_time() - start) / CALLS * 1e6)
+    ratios = [kda / inductor for inductor, kda in zip(*times, strict=True)]
+    low, ratio, high = statistics.quantiles(ratios, n=4)
+    found = [*(match.pattern for match in report.matches), *(f"{one.pattern} by cost" for one in report.declined)]
+    inductor, kda = map(statistics.median, times)
+    return Row(inductor, kda, low, ratio, high, ", ".join(found) or "nothing")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.models.small_layers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--layers", default=",".join(names()), help="comma-separated; default: all")
+    parser.add_argument("--tokens", default="1", help="comma-separated; default: 1")
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each compiler; default: 40")
+    parser.add_argument("--rewrite", action="store_true", help="also where the op is estimated to take longer")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    print(f"{'layer':<22}{'tokens':>7}{'inductor':>9}{'kda':>7}{'ratio':>7}")
+    for name in args.layers.split(","):
+        for tokens in map(int, args.tokens.split(",")):
+            options = {"kda.cost_model": False} if args.rewrite else None
+            print(f"{name:<22}{tokens:>7}  {measure(name, tokens, args.rounds, options)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
