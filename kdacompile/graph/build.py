@@ -25,9 +25,10 @@ from kdacompile import compat
 from kdacompile.compat import local
 from kdacompile.compat.operators import map_tensors, tensors_in, tree_leaves
 from kdacompile.graph.ir import Graph, Op, Value
+from kdacompile.graph.prefilter import name_of
 from kdacompile.graph.recorder import Recorder
 from kdacompile.patterns.engine.values import turn
-from kdacompile.patterns.engine.vocabulary import AS_IS, ELEMENTWISE, TURNS
+from kdacompile.patterns.engine.vocabulary import AS_IS, ELEMENTWISE, MAKERS, TURNS
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,8 @@ class _Replay:
                 raise
             self.recorder.roll_back(mark)
             result = compat.called(node.target, _widened(args, wide), _widened(kwargs, wide))
+        if args and result is args[0] and _moved(node) is not None:
+            result = result.clone()
         expected = compat.example_value(node)
         known = isinstance(expected, torch.Tensor) and isinstance(result, torch.Tensor)
         sizes = [s if type(s) is int else self.size_of(s) for s in expected.shape] if known else []
@@ -149,7 +152,7 @@ class _Replay:
             return
         if not compat.is_value(expected) and not compat.writes_first_argument(node):
             self.run_plain(node, expected)
-        elif compat.is_opaque_call(node) or local.touches(node) or not self.loadable(node):
+        elif compat.is_opaque_call(node) or local.touches(node) or not self.loadable(node) or self.brings_data(node):
             self.opaque(node)
         elif isinstance(expected, torch.Tensor) and (numbers := compat.literal(node)) is not None:
             with compat.no_fake_modes():
@@ -164,6 +167,11 @@ class _Replay:
                 log.debug("opaque: %s (%s)", node.format_node(), error)
                 self.recorder.roll_back(mark)
                 self.opaque(node)
+
+    def brings_data(self, node: fx.Node) -> bool:
+        """True where numbers that no constants are go from one device to another: an op must not read them before."""
+        source = _moved(node)
+        return source is not None and not self.recorder.value_of(self.load(source)).const
 
     def run_number(self, node: fx.Node) -> bool:
         """True for a number that was read of a tensor (``slope.item()``), and for what is computed from such numbers:
@@ -242,8 +250,8 @@ class _Replay:
             value.node = node
         self.recorder.graph.names.setdefault(value, []).append((node, self.recorder.position))
         alias = self.recorder.aliases[id(tensor)]
-        if not alias.chain and alias.storage.node is None:
-            alias.storage.node = node
+        if not alias.chain and node not in alias.storage.nodes:
+            alias.storage.nodes.append(node)  # beside the buffer's own: a cast that changes nothing, say
         self.recorder.graph.storages[node] = alias.storage.index
 
     def finish(self, node: fx.Node) -> None:
@@ -279,6 +287,16 @@ def _mark_weights(graph: Graph) -> None:
     if any(value.param or len(value.shape) > 2 or not value.dtype.is_floating_point for value in inputs):
         for value in inputs:
             value.weight = len(value.shape) == 2
+
+
+def _moved(node: fx.Node) -> fx.Node | None:
+    """What goes to another device here, if something does. Stand-ins have one device: on it there is nothing to do."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or name_of(node) in MAKERS | ELEMENTWISE:
+        return None
+    made, given = compat.example_value(node), compat.example_value(source)
+    both = isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor)
+    return source if both and made.device != given.device else None
 
 
 def _is_reshaped(node: fx.Node) -> bool:

@@ -259,7 +259,7 @@ def computed_with(nodes: Iterable[fx.Node]) -> set[int]:
     found: set[int] = set()
     for node in nodes:
         if (number := _stepwise_factor(node)) is not None:
-            raise CannotInstantiate(f"values are computed with {number}, which changes in steps")
+            raise CannotInstantiate(f"values are computed with {number}, which is no polynomial of sizes")
         for size in compat.symbolic_sizes(compat.example_value(node)):
             numbers, unknown = compat.arithmetic_of(size)
             if unknown:

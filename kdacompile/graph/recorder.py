@@ -29,14 +29,19 @@ aten = torch.ops.aten
 class Storage:
     """A buffer of the replay: its current value, and how often it was written."""
 
-    __slots__ = ("base", "generation", "index", "node", "source")
+    __slots__ = ("base", "generation", "index", "nodes", "source")
 
     def __init__(self, index: int, base: Value, source: Any) -> None:
         self.index = index
         self.base = base
         self.generation = 0
         self.source = source
-        self.node: Any = source  # the Dynamo node that yields the buffer whole
+        self.nodes: list[Any] = [] if source is None else [source]
+        """The Dynamo nodes that yield the buffer whole: the first one makes it."""
+
+    @property
+    def node(self) -> Any:
+        return self.nodes[0] if self.nodes else None
 
 
 class Alias:
@@ -213,7 +218,8 @@ class Recorder(TorchDispatchMode):
         alias = self.aliases.get(id(args[0]))
         if alias is None or alias.value.op is None or alias.generation != alias.storage.generation:
             raise NotImplementedError(f"{func} on a tensor of another graph")
-        alias.value.node = alias.storage.node = None
+        alias.value.node = None
+        alias.storage.nodes.clear()
         self.graph.names.pop(alias.value, None)
         form = getattr(getattr(aten, operator_name(func).removeprefix("aten::").removesuffix("_")), overload_name(func))
         func(*args, **kwargs)
@@ -250,8 +256,8 @@ class Recorder(TorchDispatchMode):
         storage.generation = self.generations
         if value.node is None:
             value.node = storage.node
-        if storage.node is not None:  # a buffer that one call made for itself (rms_norm) has no name
-            self.graph.names.setdefault(value, []).append((storage.node, self.position))
+        for node in storage.nodes:  # a buffer that one call made for itself (rms_norm) has no name
+            self.graph.names.setdefault(value, []).append((node, self.position))
         self.graph.mutations.append(Mutation(self.node, self.position, storage.index))
 
     # -- a call that fails half way -----------------------------------------------------------------------------
