@@ -202,7 +202,7 @@ class Guards:
             numbers = {symbol: sympy.Integer(sizes[symbol]) for symbol in self.read[condition] if symbol in sizes}
             try:
                 self.known[key] = condition.xreplace(numbers) == sympy.true
-            except AssertionError:  # torch's Mod takes no negative number, such as T - 33 at 32 tokens
+            except (AssertionError, ZeroDivisionError):  # Mod takes no negative number (T - 33 at 32 tokens), and no 0
                 self.known[key] = False
         return self.known[key]
 

@@ -241,8 +241,10 @@ class Matching(Generic[R, B]):
             failure = self.attempt_all(graph, candidate, verdict) if verdict.binding is not None else failure
         if failure is not None and failure.code == "dynamic" and self.fix_sizes(candidate):
             alone = replace(verdict, alone=True)
-            failures = (self.rewrite(graph, match) for match in self.forms(graph, candidate, alone))
-            failure = next((None for each in failures if each is None), failure)
+            for match in self.forms(graph, candidate, alone):
+                failure = self.rewrite(graph, match)  # what is told is what stands in the way at these sizes
+                if failure is None:
+                    break
         return failure
 
     def attempt_all(self, graph: Graph, candidate: Candidate[B], verdict: Verdict[B]) -> Rejection | None:

@@ -21,6 +21,7 @@ from tests.backend.layers import (
     gated_linear_parallel,
     gla_step,
     patterns,
+    run_both,
     step_arguments,
 )
 from tests.compare import relative_error, tensors
@@ -191,6 +192,24 @@ def test_a_reason_names_the_dimension_and_what_to_do(monkeypatch: pytest.MonkeyP
     assert told.code == "dynamic"
     assert re.search(r"with (.*, )?dimension 1 of [qkv] = \d+", told.reason), told.reason
     assert "dynamic=False" in told.reason
+
+
+def test_the_reason_is_what_stands_in_the_way_at_fixed_sizes() -> None:
+    """One over the root of a width is known at that width alone. What was told was that, not the view of a buffer."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+        made = q.new_zeros(v.shape)
+        out = made.view(v.shape)
+        for t in range(q.shape[1]):
+            state = state + k[:, t, :, :, None] * v[:, t, :, None]
+            out[:, t] = (q[:, t, :, :, None] * state).sum(-2) * (1 / q.shape[3] ** 0.5)
+        return out
+
+    q, k, v, _, _ = delta_arguments()
+    ours, expected, report = run_both(fn, (q, k, v), dynamic=True)
+    assert torch.equal(ours, expected)
+    assert [told.code for told in report.rejections] == ["alias"], str(report)
 
 
 def test_a_window_as_long_as_the_sequence_is_no_window() -> None:

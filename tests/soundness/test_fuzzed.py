@@ -175,6 +175,15 @@ def test_a_guard_on_a_negative_remainder() -> None:
     assert not Guards(SimpleNamespace(guards=[guard], replacements={})).allow({size: 32})
 
 
+def test_a_guard_on_a_remainder_by_nothing() -> None:
+    """``Mod(T, K // 2)`` where K is 1: a view of whole chunks, whose stride is a product of sizes."""
+    env = ShapeEnv()
+    tokens, width = (env.create_unbacked_symint().node.expr for _ in range(2))
+    guards = Guards(SimpleNamespace(guards=[SimpleNamespace(expr=Eq(Mod(tokens, width), 0))], replacements={}))
+    assert not guards.allow({tokens: 32, width: 0})
+    assert guards.allow({tokens: 32, width: 8})
+
+
 def test_guards_are_evaluated_once_for_the_same_numbers() -> None:
     """Three lengths that guards bind to each other: each of thousands of sizes was put into every guard."""
     a, b, c = sizes = symbols("a b c", positive=True, integer=True)
