@@ -34,6 +34,9 @@ PREFILL_GRAPHS, STEP_GRAPHS = 3, 2
 of one token leaves. The third for prompts is transformers' own branch for prompts shorter than the convolution."""
 ONE_CHUNK_APART = ("qwen3_next", "qwen3_5", "olmo_hybrid")
 """A fourth: what transformers' gated delta rule returns in fp32 lies otherwise within one chunk than for several."""
+POOLS_APART = ("glm5_next",)
+"""A third of steps: over caches of one pool, whose strides tell it from several. No function is replaced in a step, so
+that results may lie in memory as these strides say, and they are guarded."""
 BOUND = 1e-5
 DYNAMO: dict[str, Any] = {"fail_on_recompile_limit_hit": True}  # where torch.compile would fall back to eager
 TITLE = "| model | graphs of prompts | graphs of steps | largest graph | largest error | CPU s |"
@@ -57,7 +60,8 @@ class Tally:
     def problem(self, name: str) -> str:
         if self.unmatched:
             return f"{self.unmatched} graphs without all matches"
-        if self.prefill > PREFILL_GRAPHS + (name in ONE_CHUNK_APART) or self.step > STEP_GRAPHS:
+        most = PREFILL_GRAPHS + (name in ONE_CHUNK_APART), STEP_GRAPHS + (name in POOLS_APART)
+        if self.prefill > most[0] or self.step > most[1]:
             return "too many graphs"
         beyond = sum(error > BOUND for error in self.errors)
         sound = beyond == len(self.exact) and all(have <= eager for have, eager in self.exact)

@@ -101,15 +101,17 @@ def forget_bases(analysis: Analysis) -> None:
 def keep_if_rewritten(analysis: Analysis) -> None:
     """Does not return if the graph was captured further for nothing: no function was replaced, and nothing will be. Nor
     if torch has assumed a size that it could not tell, which may be wrong when the graph runs; nor if it was not asked
-    whether a count of chunks is one, and no function was replaced: results that the graph makes of chunks lie in memory
-    otherwise where there is a single one.
+    whether a count of chunks is one, and no function was replaced, as in a step: results that the graph makes of chunks
+    lie in memory otherwise where there is a single one, and it is asked in another capture.
     """
     if not region.is_used():
         return
     assumed = any(map(compat.is_assumption, analysis.captured.nodes))
     replaced = any(map(compat.is_own_op, analysis.captured.nodes))
-    if assumed or (not replaced and (region.leaves_counts_open() or not analysis.result.found)):
+    if assumed or not (replaced or analysis.result.found):
         raise region.capture_as_ever()
+    if not replaced and region.leaves_counts_open():
+        raise region.tell_counts()
 
 
 def give_up() -> None:

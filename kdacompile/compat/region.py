@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 import types
 from collections.abc import Callable, Generator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import sympy
+from torch._guards import CompileContext
 from torch.utils._sympy.functions import FloorDiv
 
 from kdacompile.compat import sizes
@@ -26,6 +28,9 @@ _left_as_ever: WeakKeyDictionary[types.CodeType, WeakSet[Callable[..., Any]]] = 
 """Regions in which the limits turned out to be better kept: the code of their outermost frame, which models may share,
 and the function for whose sake they had been lifted.
 """
+
+_thread = threading.local()
+"""``told_apart``: the compilation that this thread captures again with counts told apart."""
 
 
 def widen(tx: Any, cause: Callable[..., Any]) -> None:
@@ -47,6 +52,7 @@ def widen(tx: Any, cause: Callable[..., Any]) -> None:
     env.settings = dataclasses.replace(env.settings, allow_dynamic_output_shape_ops=True)
     env.__class__ = _wide()
     env.cause, env.captured_further, env.counts_left_open = cause, not capturing, False
+    env.tells_counts = getattr(_thread, "told_apart", None) == CompileContext.current_compile_id()
 
 
 @contextlib.contextmanager
@@ -104,6 +110,12 @@ def _failures() -> tuple[type[Exception], ...]:
     return TorchRuntimeError, UserError, PendingUnbackedSymbolNotFound, *refusals()
 
 
+def tell_counts() -> Exception:
+    """What to raise for the region this thread captures to be captured as far, but with counts of chunks told apart."""
+    _thread.told_apart = CompileContext.current_compile_id()
+    return sizes.capture_again("kdacompile: a count that may be one is guarded")
+
+
 def capture_as_ever() -> Exception:
     """What to raise for the region this thread captures to be captured again with the limits."""
     frame = sizes.frame()
@@ -122,6 +134,7 @@ def _wide() -> Any:
         cause: Callable[..., Any]
         counts_left_open: bool
         captured_further: bool
+        tells_counts: bool
 
         def evaluate_expr(
             self,
@@ -139,7 +152,7 @@ def _wide() -> Any:
 
         def _is_open_count(self, expr: Any) -> bool:
             """True for a question about a rounded quotient that what is known does not answer."""
-            known = not isinstance(expr, sympy.Basic) or not expr.has(FloorDiv)
+            known = self.tells_counts or not isinstance(expr, sympy.Basic) or not expr.has(FloorDiv)
             return not known and self._maybe_evaluate_static(expr) is None
 
     return Wide

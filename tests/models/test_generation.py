@@ -22,6 +22,13 @@ def test_assisted_generation_takes_three_graphs(model: str) -> None:
     assert row.matched == (2, 2, 2)
 
 
+def test_a_mask_of_pools_does_not_cut_a_step() -> None:
+    """Prompt and step are a graph each, as they are where ``capture_dynamic_output_shape_ops`` is on."""
+    row = measure(Cell("glm5_next", "greedy"))
+    assert not row.problems
+    assert row.matched == (2, 2)
+
+
 def test_any_number_of_logits_over_any_cache() -> None:
     """The number is opened, and what a cache was cut from is not guarded: results are eager's all the same."""
     model, _ = build("youtu")
