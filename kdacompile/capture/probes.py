@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 
 from kdacompile import compat
 from kdacompile.capture.calls import Call, Sizes
+from kdacompile.capture.errors import Unliftable
 from kdacompile.lowering.gates import GATE_FUNCTIONS, log_decay
 from kdacompile.ops.signature import LINEAR_ATTENTION
 
@@ -37,11 +39,14 @@ def roles(graph: fx.Graph) -> dict[int, str]:
 
 def weakened(graph: fx.Graph, found: dict[int, str], length: int) -> dict[int, str]:
     """The same, with gates and write gates of order 1 / T where the function makes them of its arguments by activations
-    that the op does not take over: those arguments are drawn so that what reaches the op comes nearest to that.
+    that the op does not take over: those arguments are drawn so that what reaches the op comes nearest to that. Masks
+    that may close a gate close next to none.
     """
     for call in graph.nodes:
         for role, measure in _MEASURES.items() if compat.is_own_op(call) else ():
             operand = call.args[_OPERANDS.index(role)] if len(call.args) > _OPERANDS.index(role) else None
+            if isinstance(operand, fx.Node) and role == "g":
+                found = _nowhere_closed(_Above(graph, operand, length), found, functools.partial(measure, call))
             if isinstance(operand, fx.Node):
                 found = _nearest(_Above(graph, operand, length), found, lambda x, of=measure, by=call: of(by, x))
     return found
@@ -59,16 +64,18 @@ class _Above:
         self.arguments = [(compat.example_value(node), bool(copied[node].users)) for node in _inputs(graph)]
         self.run = fx.Interpreter(fx.GraphModule(graph.owning_module or {}, alone)).run
 
-    @property
-    def read(self) -> list[int]:
-        """The arguments that the operand follows from."""
-        return [index for index, (_, is_read) in enumerate(self.arguments) if is_read]
+    def read(self, *, masks: bool = False) -> list[int]:
+        """The arguments that the operand follows from: numbers, or masks and indices."""
+        arguments = enumerate(self.arguments)
+        return [index for index, (like, is_read) in arguments if is_read and like.is_floating_point() != masks]
 
     def __call__(self, roles: Mapping[int, str]) -> Tensor:
         generator, drawn = torch.Generator().manual_seed(0), list[Tensor | None]()
         for index, (like, is_read) in enumerate(self.arguments):
             shape = list(map(int, like.shape))
-            data = _draw(roles.get(index, ""), shape, generator, self.length) if is_read else None
+            role = roles.get(index, "")
+            draw = _alike(role, shape) if role in _MASKS else _draw(role, shape, generator, self.length)
+            data = draw if is_read else None
             drawn.append(None if data is None else data.to(like.dtype).to(like.device))
         return self.run(*drawn).double()
 
@@ -79,7 +86,7 @@ def _inputs(graph: fx.Graph) -> list[fx.Node]:
 
 def _nearest(above: _Above, found: dict[int, str], measure: Callable[[Tensor], Tensor]) -> dict[int, str]:
     """Of ways to draw the arguments, the one with which the operand's size is nearest to 1 / T."""
-    free = [i for i in above.read if found.get(i, "").partition(":")[0] not in ("q", "k", "v")]
+    free = [i for i in above.read() if found.get(i, "").partition(":")[0] not in ("q", "k", "v")]
     best, least = found, math.inf
     with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, ValueError, KeyError):
         for forms in itertools.product(("", *_FORMS), repeat=len(free)) if len(free) <= 3 else ():
@@ -90,6 +97,20 @@ def _nearest(above: _Above, found: dict[int, str], measure: Callable[[Tensor], T
             best, least = (roles, far) if far < least else (best, least)
             if least < 2.0:
                 break
+    return best
+
+
+def _nowhere_closed(above: _Above, found: dict[int, str], log_gate: Callable[[Tensor], Tensor]) -> dict[int, str]:
+    """Masks drawn so that the most gates are open. Raises ``Unliftable`` if no way is found that leaves most open."""
+    masks = above.read(masks=True)
+    best, most = found, 0.0
+    with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, ValueError, KeyError):
+        for forms in itertools.product(_MASKS, repeat=len(masks)) if 0 < len(masks) <= 3 else ():
+            roles = found | dict(zip(masks, forms, strict=True))
+            open_ = float((log_gate(above(roles)) > -math.inf).double().mean())
+            best, most = (roles, open_) if open_ > most else (best, most)
+    if masks and most < 0.5:
+        raise Unliftable("what it takes for masks leaves nothing of the state")
     return best
 
 
@@ -106,6 +127,14 @@ _FORMS = {"below": -1.0, "above": 1.0, "faint": 0.0}
 """Ways to draw what an activation reads: by how many log(1 + T) they are off; "faint" are numbers of order 1 / T."""
 
 
+_MASKS = {"set nowhere": 0, "set everywhere": 1}
+"""Ways to draw masks and indices: one number, and next to nowhere the other."""
+
+
+def _alike(role: str, shape: Sequence[int]) -> Tensor:
+    return torch.full(tuple(shape), _MASKS[role])
+
+
 def make(call: Call, found: dict[int, str], sizes: Sizes, seed: int) -> list[Tensor]:
     """Tensors of the call's shapes: keys of about unit length, gates and write gates of order 1 / T. Nothing is
     forgotten with those, so that a window shows at every length that is longer than it.
@@ -118,6 +147,11 @@ def make(call: Call, found: dict[int, str], sizes: Sizes, seed: int) -> list[Ten
             value = torch.linspace(0, sizes["T"], shape[0])
         elif tensor.dtype.is_floating_point:
             value = _draw(found.get(index, ""), shape, generator, sizes["T"])
+        elif found.get(index) in _MASKS:
+            value = _alike(found[index], shape)
+            value.view(-1)[:1] = 1 - value.view(-1)[:1]
+            if len(shape) > 1 and shape[0] > 1:
+                value[1:] = value[1:].logical_xor(torch.rand(shape[1:], generator=generator) * sizes["T"] < 1)
         else:  # a mask, or numbers that are indices wherever there are two tokens
             value = torch.randint(0, 2, shape, generator=generator)
         given = torch.empty_strided(shape, tensor.strides(sizes), dtype=tensor.dtype, device=tensor.device)

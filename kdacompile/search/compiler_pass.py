@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -206,6 +207,8 @@ class Search:
         for rule in canonical.FOR_ATTENTION if self.has_attention else ():
             self.canonicalise(rule)
         again = not compat.switches_modes(self.graph, grad=False)
+        if again and self.has_recurrence and _may_choose(self.context.functional()):
+            self.canonicalise_in_turn(canonical.FIRST)
         inputs = self.graph.find_nodes(op="placeholder") if self.tables and self.has_recurrence else ()
         if any(node.users for node in inputs if node.name in self.tables):
             inside, self.context.inside = self.context.inside, self.context.inside and not again
@@ -267,14 +270,18 @@ class Search:
         """Once more after each canonical rule, for what was left alone. Layers within a group are looked for only once
         loops are taken apart: that takes long.
         """
-        for rule in canonical.ON_TRIAL if self.context.trial else canonical.RULES:
+        for rules in canonical.ON_TRIAL if self.context.trial else ((rule,) for rule in canonical.RULES):
             if not self.wanting:
                 return
-            changed = self.canonicalise(rule)
+            changed = self.canonicalise_in_turn(rules)
             waited, self.context.inside = not self.context.inside, True
             if changed or waited:
                 self.recurrence.missed = False
                 self.search()
+
+    def canonicalise_in_turn(self, rules: Sequence[edit.Rule]) -> bool:
+        """Each rule where the one before it has changed something; False if nothing comes of the first."""
+        return bool(list(itertools.takewhile(self.canonicalise, rules)))
 
     def canonicalise(self, rule: edit.Rule) -> bool:
         """Apply ``rule`` to the functional graph, which is searched from here on; False if nothing comes of it."""
@@ -317,3 +324,9 @@ class Search:
         matches = (*self.recurrence.matches, *self.attention.matches)
         rejections = (*self.subclasses, *self.recurrence.rejections, *self.attention.rejections)
         return GraphReport(matches, rejections, self.nodes, self.seconds)
+
+
+def _may_choose(functional: Graph) -> bool:
+    """True if there is a mask that inputs reach, or what one is made of: no graph is edited for nothing."""
+    made = (value for op in functional.ops for value in op.outs)
+    return any(not (value.const or value.dtype.is_floating_point) for value in (*functional.inputs, *made))

@@ -10,6 +10,7 @@ from kdacompile.graph.edit import Rule
 from kdacompile.patterns.canonical import (
     adapters,
     columns,
+    emptied_states,
     hoist,
     log_gates,
     outer_products,
@@ -29,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     stabilised.apply,
     running_maxima.apply,
     relaid.apply,
+    emptied_states.apply_all,
     hoist.apply,
     row_factors.apply,
     hoist.apply_across,
@@ -37,8 +39,15 @@ RULES: tuple[Rule, ...] = (
 )
 """In the order in which they are tried, each on what the ones before it have left."""
 
-ON_TRIAL: tuple[Rule, ...] = (shared.apply,)
-"""Those for functions that may become one op, of which many more are looked at than are."""
+FIRST: tuple[Rule, ...] = (emptied_states.apply, hoist.apply)
+"""Before anything is looked for, the second where the first has changed something: a loop that empties its state falls
+into one step a token otherwise.
+"""
+
+ON_TRIAL: tuple[tuple[Rule, ...], ...] = ((shared.apply,), (emptied_states.apply_all, hoist.apply))
+"""Those for functions that may become one op, of which many more are looked at than are: what comes later in a row only
+where what is before it has changed something.
+"""
 
 
 may_take_loops_apart = hoist.may_help

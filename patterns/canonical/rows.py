@@ -206,7 +206,7 @@ class Loops:
             below = not (active | spread).isdisjoint(rows.parts.values())
             if below and op.name == "expand":
                 spread.add(rows)
-            gated = self.across and _takes_in(rows, op)
+            gated = (self.across and _takes_in(rows, op)) or (pointwise and self.is_new(op))
             if (below and pointwise) or rules.is_activation(op) or rules.is_offset(op) or gated:
                 active.add(rows)
             if op.name in rules.EXPONENTIALS:
@@ -215,6 +215,10 @@ class Loops:
             active |= exponentials
         active |= {rows for sink in self.sinks for rows in sink.rows.walk() if rows.early}
         return set(reach(active, lambda rows: rows.parts.values()))
+
+    def is_new(self, op: Op) -> bool:
+        """Whether a rule has made the call."""
+        return self.graph.calls is not None and self.graph.calls.owns(op.node)
 
     # -- from what gathers them upwards -----------------------------------------------------------------------------
     def sink(self, value: Value) -> Sink | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from kdacompile import compat
 from kdacompile.graph.ir import Op, Value, map_values
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
-from kdacompile.patterns.engine.vocabulary import AS_IS, LAYOUT, PICKING, TURNS, VIEWS, is_float8
+from kdacompile.patterns.engine.vocabulary import AS_IS, LAYOUT, MAKERS, PICKING, TURNS, VIEWS, is_float8
 
 WEIGHT = 3
 """How many dimensions a weight has at most: heads apart, or not."""
@@ -185,6 +185,9 @@ def regrouped(old: tuple[int, ...], new: tuple[int, ...], front: int = 0) -> Mov
 TAKEN = LAYOUT | PICKING
 
 
+FIXED_MAKERS = frozenset(name for name in MAKERS if "empty" not in name)
+
+
 class Numbering:
     """Value numbering: the same number for values that are made alike of the same.
 
@@ -210,7 +213,7 @@ class Numbering:
 
     def _text(self, value: Value) -> str:
         op = value.op
-        if op is None or not self._sources(value):
+        if op is None or not (self._sources(value) or (self.everything and op.name in FIXED_MAKERS)):
             return f"value {value.index}"
         args, kwargs = (map_values(tree, self.known.get) for tree in (op.args, op.kwargs))
         return f"{op.target} {args} {kwargs} {op.outs.index(value)} {self.everything and op.grad}"
