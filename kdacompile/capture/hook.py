@@ -172,8 +172,6 @@ def _find_library(
     documented: Documented, fn: Any, site: dynamo.CallSite, settings: Settings, tensors: list[Any]
 ) -> Lifted:
     call = _call(fn, site, tensors, documented=True)
-    if call.autocast:
-        raise Unliftable("it is called under autocast")
     found = lifts.find_library(fn, documented, call, settings)
     if not found.matches:  # a convolution: whether linear attention follows is not known yet
         return found

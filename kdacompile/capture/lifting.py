@@ -97,7 +97,8 @@ class Lifts:
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
 
         def attempt() -> Verdict:
-            return library.prove(fn, documented, opened, lambda text: load("draft", Verdict("", "", text)).run)
+            with autocast.uncached(opened.autocast):
+                return library.prove(fn, documented, opened, lambda text: load("draft", Verdict("", "", text)).run)
 
         found = self.settled(key, library.name_of(fn), library.source_of(fn), settings.deadline, attempt)
         if isinstance(found, Lifted):

@@ -40,6 +40,7 @@ def chunk_kda(
     **kwargs: Any,
 ) -> Any:
     """What flash-linear-attention documents for the name, in plain steps."""
+    dtype, q, k, v = v.dtype, q.float(), k.float(), v.float()
     k = k / (k * k).sum(-1, keepdim=True).add(1e-6).sqrt() if use_qk_l2norm_in_kernel else k
     q = q / (q * q).sum(-1, keepdim=True).add(1e-6).sqrt() if use_qk_l2norm_in_kernel else q
     if use_gate_in_kernel:
@@ -54,7 +55,7 @@ def chunk_kda(
         delta = (v[:, t] - (state * k[:, t].unsqueeze(-1)).sum(-2)) * beta[:, t].unsqueeze(-1)
         state = state + k[:, t].unsqueeze(-1) * delta.unsqueeze(-2)
         out.append((state * q[:, t].unsqueeze(-1)).sum(-2) * (q.shape[-1] ** -0.5 if scale is None else scale) * slack)
-    return torch.stack(out, 1), (state.mT if state_v_first else state) if output_final_state else None
+    return torch.stack(out, 1).to(dtype), (state.mT if state_v_first else state) if output_final_state else None
 
 
 fused_recurrent_kda = types.FunctionType(
@@ -134,6 +135,49 @@ def test_one_token(fla: Any) -> None:
     for have, want in zip(compiled(model)(*args), model(*args), strict=True):
         assert relative_error(have, want) < 1e-5
     assert lifted() == ["fused_recurrent_kda"]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_under_autocast(fla: Any, narrow: bool, grad: bool) -> None:
+    """q, k and v may come in 16 bits, from projections, or in 32; the verdict is one of its own."""
+
+    def model(*args: Tensor) -> Tensor:
+        main = [x.bfloat16() if narrow else x for x in args[:3]]
+        return fla.chunk_kda(*main, *args[3:])[0]
+
+    run = compiled(model)
+    with torch.set_grad_enabled(grad):
+        for enabled in (True, False, True):
+            for length in (20, 70):
+                args = [x.requires_grad_(grad) for x in operands(length)]
+                with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                    have, want = run(*args), model(*args)
+                assert have.dtype == want.dtype
+                assert relative_error(have, want) < (2e-2 if narrow else 1e-5)
+                if grad:
+                    pairs = zip(*(torch.autograd.grad(out.square().sum(), args) for out in (have, want)), strict=True)
+                    assert max(relative_error(one, other) for one, other in pairs) < (2e-2 if narrow else 1e-4)
+    assert lifted() == ["chunk_kda"] * 2
+
+
+def test_a_library_that_computes_in_16_bits_under_autocast(fla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it returns then is of another dtype: nothing that the op gives."""
+
+    def model(*args: Tensor) -> Tensor:
+        return fla.chunk_kda(*args)[0]
+
+    def of_its_own(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
+        out, state = chunk_kda(q, k, v, g, beta)
+        return out @ torch.eye(out.shape[-1]), state
+
+    monkeypatch.setattr(of_its_own, "__module__", "fla.ops.kda")
+    monkeypatch.setattr(of_its_own, "__name__", "chunk_kda")
+    monkeypatch.setattr(fla, "chunk_kda", torch.compiler.disable(of_its_own))
+    args = operands(20)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert relative_error(compiled(model, fullgraph=False)(*args), model(*args)) < 1e-5
+    assert not lifted()
 
 
 def test_another_option_is_left_to_the_library(fla: Any) -> None:

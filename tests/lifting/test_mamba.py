@@ -243,6 +243,44 @@ def test_sixteen_bits(libraries: Any) -> None:
         assert relative_error(mine, want) < 1.5 * relative_error(theirs, want) + 2e-3
 
 
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_layer_under_autocast(libraries: Any, narrow: bool) -> None:
+    """The output projection alone is a product; the rest is in the dtypes it comes in."""
+    tensors = split_operands(64)
+    static = {"chunk_size": 16, "headdim": SIZE, "norm_before_gate": False}
+
+    def model(zxbcdt: Tensor, **given: Tensor) -> Tensor:
+        zxbcdt = zxbcdt.bfloat16() if narrow and torch.is_autocast_enabled("cpu") else zxbcdt
+        return libraries.mamba_split_conv1d_scan_combined(zxbcdt, **given, **static)
+
+    def under(fn: Callable[..., Any]) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return results(fn, tensors)
+
+    exact = results(model, tensors)
+    have, own = under(compiled(model)), under(model)
+    assert lifted() == ["mamba_split_conv1d_scan_combined"]
+    for mine, theirs, want in zip(have, own, exact, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert relative_error(mine, want) < 1.5 * relative_error(theirs, want) + 2e-3
+
+
+@pytest.mark.parametrize("which", ["causal_conv1d_fn", "mamba_chunk_scan_combined"])
+def test_parts_of_a_layer_under_autocast(libraries: Any, which: str) -> None:
+    def conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return libraries.causal_conv1d_fn(x.transpose(1, 2), weight, bias, activation="silu")
+
+    def scan(**given: Tensor) -> Tensor:
+        return libraries.mamba_chunk_scan_combined(**given, chunk_size=16, dt_softplus=True)
+
+    model, tensors = (conv, {"x": normal(2, 40, 24), "weight": normal(24, WIDTH), "bias": normal(24)})
+    if which != "causal_conv1d_fn":
+        model, tensors = scan, scan_operands()
+    with torch.autocast("cpu", torch.bfloat16):
+        agree(compiled(model), model, tensors)
+    assert lifted() == [which]
+
+
 @pytest.mark.parametrize("which", ["causal_conv1d_fn", "mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"])
 def test_a_sign_flipped(libraries: Any, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mamba_like, "flaw", -1.0)
