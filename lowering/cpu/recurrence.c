@@ -89,29 +89,40 @@ static real inverse_norm(const real *x, int64_t K, double eps)
     return (real)(1 / __builtin_sqrt((double)sum));
 }
 
+/* A strip of a state: rows of WIDTH, which may lie further apart. */
+struct strip {
+    real *data;
+    int64_t row;
+};
+
+static const loose *row_of(const struct strip *x, int64_t i)
+{
+    return (const loose *)(x->data + i * x->row);
+}
+
 /* What the state holds for a key: S^T key. */
-static void recall(vector (*state)[VECTORS], const real *key, int64_t K, vector known[VECTORS])
+static void recall(struct strip state, const real *key, int64_t K, vector known[VECTORS])
 {
     vector sums[AT_ONCE][VECTORS] = {{{0}}};
     for (int64_t i = 0; i < K; i += AT_ONCE)
         for (int r = 0; r < AT_ONCE; r++)
             for (int j = 0; j < VECTORS; j++)
-                sums[r][j] += key[i + r] * state[i + r][j];
+                sums[r][j] += key[i + r] * row_of(&state, i + r)[j];
     for (int j = 0; j < VECTORS; j++)
         known[j] = (sums[0][j] + sums[1][j]) + (sums[2][j] + sums[3][j]);
 }
 
 /* Decay the state, write u into it under the key, and read it with the query. */
 static void update(
-    vector (*state)[VECTORS], const real *decay, const real *key, const real *query, int64_t K,
+    struct strip state, struct strip new, const real *decay, const real *key, const real *query, int64_t K,
     const vector u[VECTORS], vector out[VECTORS])
 {
     vector sums[AT_ONCE][VECTORS] = {{{0}}};
     for (int64_t i = 0; i < K; i += AT_ONCE)
         for (int r = 0; r < AT_ONCE; r++)
             for (int j = 0; j < VECTORS; j++) {
-                const vector next = decay[i + r] * state[i + r][j] + key[i + r] * u[j];
-                state[i + r][j] = next;
+                const vector next = decay[i + r] * row_of(&state, i + r)[j] + key[i + r] * u[j];
+                ((loose *)row_of(&new, i + r))[j] = next;
                 sums[r][j] += query[i + r] * next;
             }
     for (int j = 0; j < VECTORS; j++)
@@ -140,6 +151,95 @@ INLINE void write_strip(
     }
 }
 
+static int lies_in_rows(const struct operand *x)
+{
+    return x->data && x->kind == OWN && x->stride[3] == 1;
+}
+
+/* Whether a state has its keys side by side, as Mamba-2's: squares of it are turned then. */
+static int lies_turned(const struct operand *x, int64_t K)
+{
+    return x->kind == OWN && x->stride[2] == 1 && x->stride[3] != 1 && K % LANES == 0;
+}
+
+static void read_state(const struct operand *x, int64_t place, int64_t K, int64_t columns, vector (*state)[VECTORS])
+{
+    if (!lies_turned(x, K)) {
+        for (int64_t i = 0; i < K; i++)
+            read_strip(x, place + i * x->stride[2], x->stride[3], state[i], columns);
+        return;
+    }
+    for (int64_t i = 0; i < K; i += LANES)
+        for (int j = 0; j < VECTORS; j++) {
+            vector square[LANES];
+            for (int r = 0; r < LANES; r++) {
+                const int64_t column = j * LANES + r;
+                const real *row = (const real *)x->data + place + column * x->stride[3] + i;
+                square[r] = column < columns ? (vector)*(const loose *)row : (vector){0};
+            }
+            turn(square);
+            for (int r = 0; r < LANES; r++)
+                state[i + r][j] = square[r];
+        }
+}
+
+static void write_state(vector (*state)[VECTORS], const struct operand *x, int64_t place, int64_t K, int64_t columns)
+{
+    if (!lies_turned(x, K)) {
+        for (int64_t i = 0; i < K; i++)
+            write_strip(state[i], 1, x, place + i * x->stride[2], x->stride[3], columns);
+        return;
+    }
+    for (int64_t i = 0; i < K; i += LANES)
+        for (int j = 0; j < VECTORS; j++) {
+            vector square[LANES];
+            for (int r = 0; r < LANES; r++)
+                square[r] = state[i + r][j];
+            turn(square);
+            for (int r = 0; r < LANES && j * LANES + r < columns; r++)
+                *(loose *)((real *)x->data + place + (j * LANES + r) * x->stride[3] + i) = square[r];
+        }
+}
+
+/* A state with its keys side by side, and one token's rows. */
+struct turned {
+    const real *from;
+    real *to;
+    int64_t from_row, to_row;
+    const real *decay, *key, *key_decayed, *query; /* key_decayed: null without the delta term */
+};
+
+/* One token, a row of keys for each of ``columns`` values: what is written of u, and out. */
+static void step_turned(
+    const struct turned *s, int64_t K, int64_t columns, real recalled, real written, const real *u, real *out)
+{
+    for (int64_t v = 0; v < columns; v += AT_ONCE) {
+        const int count = columns - v < AT_ONCE ? (int)(columns - v) : AT_ONCE;
+        vector known[AT_ONCE] = {{0}}, sums[AT_ONCE] = {{0}};
+        const real *rows[AT_ONCE];
+        real own[AT_ONCE];
+        for (int r = 0; r < AT_ONCE; r++)
+            rows[r] = s->from + (v + (r < count ? r : 0)) * s->from_row;
+        for (int64_t i = 0; s->key_decayed && i < K; i += LANES)
+            for (int r = 0; r < AT_ONCE; r++)
+                known[r] += *(const loose *)(s->key_decayed + i) * *(const loose *)(rows[r] + i);
+        for (int r = 0; r < AT_ONCE; r++)
+            own[r] = (u[v + r] - recalled * sum(known[r])) * written;
+        for (int64_t i = 0; i < K; i += LANES) {
+            const vector decay = *(const loose *)(s->decay + i), key = *(const loose *)(s->key + i);
+            const vector query = *(const loose *)(s->query + i);
+            for (int r = 0; r < AT_ONCE; r++) {
+                const vector next = decay * *(const loose *)(rows[r] + i) + key * own[r];
+                sums[r] += query * next;
+                if (r < count)
+                    *(loose *)(s->to + (v + r) * s->to_row + i) = next;
+            }
+        }
+        for (int r = 0; r < AT_ONCE; r++)
+            out[v + r] = sum(sums[r]);
+    }
+}
+
 /* One strip of one head of one sequence, from its initial to its final state. */
 static void run_strip(const struct call *c, int64_t sequence, int64_t head, int64_t column)
 {
@@ -151,7 +251,16 @@ static void run_strip(const struct call *c, int64_t sequence, int64_t head, int6
     const int64_t end = p->bounds ? p->bounds[sequence + 1] : p->length;
     const int64_t *before = p->initial.stride, *after = p->final.stride, *row = p->out.stride;
     const int64_t place = batch * row[0] + head * row[2] + column * row[3];
-    vector state[p->K][VECTORS], u[VECTORS], out[VECTORS] = {{0}};
+    const int64_t from = slot * before[0] + head * before[1] + column * before[3];
+    const int64_t to = slot * after[0] + head * after[1] + column * after[3];
+    /* one token goes from memory to memory */
+    const int one = end - start == 1 && p->initial.data;
+    const int direct = one && columns == WIDTH && lies_in_rows(&p->initial) && lies_in_rows(&p->final);
+    const int turned = one && lies_turned(&p->initial, p->K) && lies_turned(&p->final, p->K);
+    vector u[VECTORS], out[VECTORS] = {{0}}, state[direct || turned ? 1 : p->K][VECTORS];
+    real *memory = (real *)p->initial.data + from, *final = (real *)p->final.data + to;
+    const struct strip old = direct ? (struct strip){memory, before[2]} : (struct strip){(real *)state, WIDTH};
+    const struct strip new = direct ? (struct strip){final, after[2]} : old;
     real same_decay[p->K], key_decayed[p->K];
 
     if (slot < 0) { /* a request that is skipped */
@@ -159,16 +268,14 @@ static void run_strip(const struct call *c, int64_t sequence, int64_t head, int6
             write_strip(out, 1, &p->out, place + t * row[1], row[3], columns);
         return;
     }
-    for (int64_t i = 0; i < p->K; i++) {
-        if (p->initial.data)
-            read_strip(
-                &p->initial, slot * before[0] + head * before[1] + i * before[2] + column * before[3], before[3], state[i],
-                columns);
-        else
+    for (int64_t i = 0; i < p->K; i++)
+        same_decay[i] = 1;
+    if (!direct && !turned && p->initial.data)
+        read_state(&p->initial, from, p->K, columns, state);
+    else if (!p->initial.data)
+        for (int64_t i = 0; i < p->K; i++)
             for (int j = 0; j < VECTORS; j++)
                 state[i][j] = (vector){0};
-        same_decay[i] = 1;
-    }
     for (int64_t t = start; t < end; t++) {
         const real *query = at(&c->q, batch, t, head / p->heads_per_key);
         const real *key = at(&c->k, batch, t, head / p->heads_per_key);
@@ -196,23 +303,28 @@ static void run_strip(const struct call *c, int64_t sequence, int64_t head, int6
         else
             for (int64_t i = 0; i < WIDTH; i++)
                 ((real *)u)[i] = i < columns ? value[i] : (real)0;
+        for (int64_t i = 0; p->delta && i < p->K; i++)
+            key_decayed[i] = key[i] * decay[i];
+        if (turned) {
+            const struct turned step = {
+                memory, final, before[3], after[3], decay, key, p->delta ? key_decayed : 0, query};
+            step_turned(&step, p->K, columns, key_factor, key_factor * beta, (const real *)u, (real *)out);
+            write_strip(out, query_factor, &p->out, place + t * row[1], row[3], columns);
+            return;
+        }
         if (p->delta) {
             vector known[VECTORS];
-            for (int64_t i = 0; i < p->K; i++)
-                key_decayed[i] = key[i] * decay[i];
-            recall(state, key_decayed, p->K, known);
+            recall(old, key_decayed, p->K, known);
             for (int j = 0; j < VECTORS; j++)
                 u[j] -= key_factor * known[j];
         }
         for (int j = 0; j < VECTORS; j++)
             u[j] *= key_factor * beta;
-        update(state, decay, key, query, p->K, u, out);
+        update(old, new, decay, key, query, p->K, u, out);
         write_strip(out, query_factor, &p->out, place + t * row[1], row[3], columns);
     }
-    for (int64_t i = 0; i < p->K; i++)
-        write_strip(
-            state[i], 1, &p->final, slot * after[0] + head * after[1] + i * after[2] + column * after[3], after[3],
-            columns);
+    if (!direct)
+        write_state(state, &p->final, to, p->K, columns);
 }
 
 /* Tasks ``begin`` to ``end``, a task being a (sequence, head, strip). */

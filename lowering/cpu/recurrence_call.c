@@ -68,11 +68,6 @@ static void make_tokens(int64_t begin, int64_t end, void *context)
     }
 }
 
-static int lies_in_rows(const struct operand *x)
-{
-    return x->kind == OWN && x->stride[3] == 1;
-}
-
 /* Where ``rows`` of ``heads`` of ``columns`` are made for every token, if they are; how they lie. */
 static struct rows placed(real **memory, int made, const struct operand *x, int64_t length, int64_t tokens, int64_t row,
                           int64_t head, real **own)

@@ -134,11 +134,12 @@ def test_o_is_written_in_the_layout_asked_for(order: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_states_in_place_of_any_dtype_and_layout(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("width", "value"), [(WIDTH, 20), (32, 70), (48, 128)])
+def test_states_in_place_of_any_dtype_and_layout(dtype: torch.dtype, width: int, value: int) -> None:
     """Turned (Mamba-2's has V before K), and a part of a larger cache."""
     for place in (lambda x: x.mT.contiguous().mT, lambda x: torch.cat([x, x], 1)[:, x.shape[1] :], torch.clone):
         for seed in range(3):
-            case = make_case(length=1, key_dim=WIDTH, value_dim=20, seed=seed)
+            case = make_case(length=1, key_dim=width, value_dim=value, seed=seed)
             state = place(case.tensors["initial_state"].to(dtype))
             wanted = oracle(case.with_tensors(initial_state=state.clone()))
             q, k, v, g, beta, _, A_log, dt_bias = case.positional
