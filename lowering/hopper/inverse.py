@@ -173,19 +173,24 @@ def factors_of(betas, k_squares, RAW: gl.constexpr, CHECKED: gl.constexpr):
 
 
 @gluon.jit
-def scaled_back(qk, k_squares, q_squares, scale, RAW: gl.constexpr):
-    """A_qk of rows as they are, from that of RAW rows divided by powers of two."""
+def scaled_back(qk, k_squares, q_squares, scale, RAW: gl.constexpr, FOLDED: gl.constexpr = False):
+    """A_qk of rows as they are, from that of RAW rows divided by powers of two; FOLDED, of keys still divided."""
     if RAW:
-        qk = qk * (magnitude(q_squares.load(DOWN)) * scale)[:, None] * magnitude(k_squares.load(ACROSS))[None, :]
+        qk = qk * (magnitude(q_squares.load(DOWN)) * scale)[:, None]
+        if not FOLDED:
+            qk = qk * magnitude(k_squares.load(ACROSS))[None, :]
     return qk
 
 
 @gluon.jit
-def _leave(x, betas, k_squares, tile, d_out, row, RAW: gl.constexpr, APART: gl.constexpr):
-    """Into a tile that nobody has read since the last barrier, and from there to the buffer."""
+def _leave(
+    x, betas, k_squares, tile, d_out, row, RAW: gl.constexpr, APART: gl.constexpr, FOLDED: gl.constexpr
+):  # fmt: skip
+    """Into a tile that nobody has read since the last barrier, and unless FOLDED from there to the buffer."""
     m_out = tile._reinterpret(gl.bfloat16, [64, 64], TILE)
     if RAW:
-        x = x * over(magnitude(k_squares.load(DOWN)))[:, None]
+        if not FOLDED:  # keys that are still divided meet it
+            x = x * over(magnitude(k_squares.load(DOWN)))[:, None]
         across = magnitude(k_squares.load(ACROSS))
         if not APART:
             across = betas.load(ACROSS) * across
@@ -195,19 +200,20 @@ def _leave(x, betas, k_squares, tile, d_out, row, RAW: gl.constexpr, APART: gl.c
     m_out.store(x.to(gl.bfloat16))
     fence_async_shared()
     barrier()
-    tma.async_copy_shared_to_global(d_out, [row, 0], m_out)
+    if not FOLDED:
+        tma.async_copy_shared_to_global(d_out, [row, 0], m_out)
 
 
 @gluon.jit
 def leave_inverse(
     A, z, i, j, betas, k_squares, steep, tiles, zero, d_out, row, CHECKED: gl.constexpr, RAW: gl.constexpr,
-    APART: gl.constexpr = False, FIRST: gl.constexpr = 0,
+    APART: gl.constexpr = False, FIRST: gl.constexpr = 0, FOLDED: gl.constexpr = False,
 ):  # fmt: skip
     """Send M, the inverse of I + A with columns times beta, to the buffer's rows from ``row``; see ``factors_of``.
 
     A is in ``tiles[FIRST]`` too, as fp16; zero: see ``unknown_zero``. CHECKED: rows from ``steep`` on may have an
     inverse that fp16 does not hold. The rows before never change with them: outputs are causal bit for bit. APART:
-    without beta.
+    without beta. FOLDED: it stays in the second tile, for :mod:`.fold`.
 
     Each branch has a zero of its own. With one for both ptxas (12.8) keeps descriptors that they share in uniform
     registers, and in the branch that is mostly taken reads some that nobody has written: addresses beyond the shared
@@ -227,17 +233,17 @@ def leave_inverse(
             fence_async_shared()
             barrier()
             x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-            _leave(gl.where(i < steep, x, y), betas, k_squares, tiles.index(at + 1), d_out, row, RAW, APART)
+            _leave(gl.where(i < steep, x, y), betas, k_squares, tiles.index(at + 1), d_out, row, RAW, APART, FOLDED)
         else:
             i = pinned(i)
             at = FIRST + (steep >> 8)
             x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-            _leave(x, betas, k_squares, tiles.index(at + 1), d_out, row, RAW, APART)
+            _leave(x, betas, k_squares, tiles.index(at + 1), d_out, row, RAW, APART, FOLDED)
     else:
         # Read again: registers did not hold it beside the products of q.
         A = tiles.index(at).load(SQUARE).to(gl.float32)
         x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-        _leave(x, betas, k_squares, tiles.index(at + 1), d_out, row, RAW, APART)
+        _leave(x, betas, k_squares, tiles.index(at + 1), d_out, row, RAW, APART, FOLDED)
 
 
 @gluon.jit

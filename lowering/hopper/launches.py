@@ -14,7 +14,7 @@ from torch import Tensor
 from ..calls import Call
 from ..scratch import Scratch
 from .descriptors import addressed, described, line
-from .schedules import CHUNK, WIDTHS, Schedule, padded, schedule, tile_factors, tile_rows
+from .schedules import CHANNEL_STAGES, CHUNK, WIDTHS, Schedule, padded, schedule, tile_factors, tile_rows
 
 MAX_SHIFT = 122  # 2^122 times a row of norm 2 is finite in bf16, and 2^-122 is normal
 COMBINED = 16  # columns of V whose state a block carries from segment to segment
@@ -69,6 +69,7 @@ def scheduled(call: Call) -> Schedule:
     gate = "channel" if call.gate == "channel" else "token"
     return schedule(
         batch, length, heads, width, multiprocessors(call.q.device), packed=packed, width=keys, gate=gate,
+        folded=call.qk_l2norm_eps > 0 or kind(call) == "bounded",
         delta=call.delta, tile_microseconds=tile_microseconds(call, keys),
     )  # fmt: skip
 
@@ -202,6 +203,7 @@ class Launches:
             )  # fmt: skip
             return
         given |= {"GRAM_REGISTERS": gram_registers(kernel, self.plan.width), "num_warps": 8}
+        given["FOLDED"] = self.plan.few
         common = (
             self.q, self.k, self.g, *self.parameters, self.places, rows, squares, factors, self.announced, self.length,
             self.key_width, *tiles, *shared, *norms,
@@ -225,10 +227,11 @@ class DeltaLaunches(Launches):
     """Of the delta rule: ``prepare`` and ``scan``, and ``combine`` between two passes over segments."""
 
     def __init__(self, call: Call, plan: Schedule, scratch: Scratch) -> None:
-        from . import combine, scan
+        from . import combine, scan, scan_channel
 
         super().__init__(call, plan, scratch)
         self.scan: Any = scan.scan
+        self.scan_channel: Any = scan_channel.scan_channel
         self.combine: Any = combine.combine
 
     def launch_scan(self, n: int) -> None:
@@ -268,19 +271,25 @@ class DeltaLaunches(Launches):
         blocks = plan.padded_values // columns + (0 if ends is None else plan.width // columns)
         slot, call = n % len(self.rows), self.call
         rows, factors = self.rows[slot], self.factors[slot]
-        after = (
-            self.o_out, self.o, *initial, *(ends or state), self.cu_seqlens, self.offsets, self.length, self.key_width,
-            self.value_width, plan.padded_values, self.value_heads,
-        )  # fmt: skip
+        squares, decays = described(rows, (CHUNK, CHUNK)), line(factors, self.factors_of_tile)
+        states = (self.o_out, self.o, *initial, *(ends or state))
+        sizes = (self.length, self.key_width, self.value_width, plan.padded_values, self.value_heads)
         span = (*plan.spans[n], length)
+        if plan.few:
+            early, stages = CHANNEL_STAGES["outputs" if ends is None else "maps"]
+            self.scratch.launch(self.scan_channel, (blocks, self.sequence_heads, segments))(
+                described(rows, (CHUNK, plan.width)), squares, self.v, decays, self.announced, *states, *sizes, *span,
+                EARLY=early, STAGES=stages, READY=plan.early > 0, HAS_INITIAL=has_initial, AHEAD=ahead,
+                OUTPUT=ends is None, num_warps=4, launch_pdl=not plan.spare,
+            )  # fmt: skip
+            return
         given = {
             "BV": columns, "WIDTH": plan.width, "STAGES": plan.stages, "HAS_INITIAL": has_initial,
             "OUTPUT": ends is None, "AHEAD": ahead, "PACKED": call.cu_seqlens is not None, "num_warps": columns // 16,
-            "FEW": plan.few and call.cu_seqlens is None,
         }  # fmt: skip
         self.scratch.launch(self.scan, (blocks, self.sequence_heads, segments))(
-            described(rows, (CHUNK, plan.width)), described(rows, (CHUNK, CHUNK)), self.v, self.q, self.k,
-            line(factors, self.factors_of_tile), self.announced, *after, self.value_heads // call.q.shape[2], *span,
+            described(rows, (CHUNK, plan.width)), squares, self.v, self.q, self.k, decays, self.announced, *states,
+            self.cu_seqlens, self.offsets, *sizes, self.value_heads // call.q.shape[2], *span,
             SCALAR=plan.gate == "token", READY=plan.early > 0, APART=self.apart, launch_pdl=not plan.spare, **given,
         )  # fmt: skip
 

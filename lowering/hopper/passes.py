@@ -141,7 +141,7 @@ class DeltaPasses(_TwoPasses, DeltaLaunches):
             self.announced, *after, self.value_heads // self.call.q.shape[2], plan.spans[n][0] + begin, chunks, chunks,
             SCALAR=plan.gate == "token", READY=False, BV=columns, WIDTH=plan.width, STAGES=plan.stages,
             HAS_INITIAL=True, OUTPUT=False, AHEAD=False, PACKED=self.call.cu_seqlens is not None, APART=self.apart,
-            FEW=False, num_warps=columns // 16, launch_pdl=True,
+            num_warps=columns // 16, launch_pdl=True,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ With ``G_r`` the sum of a chunk's first r log2 gates, ``M = (I + A_kk)^-1 diag(b
     rows 128..192   K_decayed = k * 2^(G_63 - G)
     rows 192..      M and A_qk: side by side where WIDTH is 128, one after the other where it is 64
 
-and ``decay = 2^(G_63)`` in fp32. A block is persistent and has three roles. One warp loads (:mod:`.prepare_load`),
+and ``decay = 2^(G_63)`` in fp32; FOLDED, what :mod:`.fold` makes of them. A block is persistent and has three roles. One warp loads (:mod:`.prepare_load`),
 eight *row* warps make everything that is one value a row and channel, four *gram* warps make the [64, 64] matrices and
 invert.
 
@@ -59,8 +59,9 @@ from .common import (
     squares_rows,
     stores_done,
 )
+from .fold import leave_folded, put_end
 from .inverse import factors_of, leave_inverse, scaled_back, unknown_zero
-from .prepare_load import LOAD_REGISTERS, header, header_buffers, load_warp
+from .prepare_load import ANNOUNCE_REGISTERS, LOAD_REGISTERS, announce_warp, header, header_buffers, load_warp
 
 
 @gluon.jit
@@ -84,8 +85,8 @@ def _sum_before(sums, group, LINE: gl.constexpr):
 @gluon.jit
 def _row_warps(
     buffer, decay, HV, first, places, begin, total, rounds, early, scale, eps, bound, shift, unshift,
-    inputs, gates, biases, numbers, rows, columns, norms, sums, full, full_gates, inputs_free, ready, free,
-    PACKED: gl.constexpr, RAW: gl.constexpr,
+    inputs, gates, biases, numbers, rows, columns, end, norms, sums, full, full_gates, inputs_free, ready, free,
+    end_free, end_ready, PACKED: gl.constexpr, RAW: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = inputs.shape[2]
     ROWS: gl.constexpr = rows_layout(WIDTH)
@@ -146,6 +147,8 @@ def _row_warps(
         k_gated = k_up * (unshift * start)
         if RAW:
             k_gated *= over(k_norm)
+        if FOLDED:
+            k_gated = -k_gated
         gl.store(out + to, k_gated.to(gl.bfloat16))
         k_down = k * reciprocal(up)
         put(columns.index(0), k_down)
@@ -156,9 +159,12 @@ def _row_warps(
         mbarrier.arrive(ready, count=1)
         mbarrier.arrive(inputs_free.index(stage), count=1)
         k_end *= gl.where(low, decay1, 1.0)
-        if RAW:
-            k_end *= over(k_norm)
-        gl.store(out + 128 * WIDTH + to, k_end.to(gl.bfloat16))
+        if FOLDED:
+            put_end(end, end_free, end_ready, it, k_end)
+        else:
+            if RAW:
+                k_end *= over(k_norm)
+            gl.store(out + 128 * WIDTH + to, k_end.to(gl.bfloat16))
     # Once more: the gram warps say of every tile when all of it is in memory, after the next one was ready.
     barrier()
     mbarrier.wait(free, (count & 1) ^ 1)
@@ -187,8 +193,8 @@ def _select(same, cross, i, j, unshift):
 @gluon.jit
 def _gram_warps(
     d_out, HV, first, places, begin, total, rounds, early, scale, unshift,
-    rows, columns, betas, norms, tiles, ready, free, written,
-    PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr, CHECKED: gl.constexpr,
+    rows, columns, end, betas, norms, tiles, ready, free, written, end_free, end_ready,
+    PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr, CHECKED: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = rows.shape[2]
     SQUARES: gl.constexpr = squares_rows(WIDTH)
@@ -212,17 +218,24 @@ def _gram_warps(
         barrier()
         if READY:
             mbarrier.arrive(written.index((it + 3) & 3), count=1, pred=it > 0)
+        if FOLDED:
+            mbarrier.arrive(end_free, count=1, pred=it > 0)
         k_same, k_cross = warpgroup_mma_wait(2, [k_same, k_cross])
         A = gl.where(i > j, _select(k_same, k_cross, i, j, unshift) * beta_i[:, None], 0.0)
         tiles.index(0).store(A.to(gl.float16))
         q_same, q_cross = warpgroup_mma_wait(0, [q_same, q_cross])
-        qk = scaled_back(_select(q_same, q_cross, i, j, unshift), k_squares, q_squares, scale, RAW)
+        qk = scaled_back(_select(q_same, q_cross, i, j, unshift), k_squares, q_squares, scale, RAW, FOLDED)
         qk_out.store(gl.where(i >= j, qk, 0.0).to(gl.bfloat16))
         fence_async_shared()
         barrier()
         mbarrier.arrive(free, count=1)
-        tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
-        leave_inverse(A, z, i, j, beta, k_squares, steep, tiles, zero, d_out, row, CHECKED, RAW)
+        if not FOLDED:
+            tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
+        leave_inverse(
+            A, z, i, j, beta, k_squares, steep, tiles, zero, d_out, row, CHECKED, RAW, FOLDED=FOLDED
+        )  # fmt: skip
+        if FOLDED:
+            leave_folded(tiles, zero, end, end_ready, it, d_out, row)
     stores_done(READY)
     if READY:
         mbarrier.wait(ready, count & 1)
@@ -238,6 +251,7 @@ def prepare(
     T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, bound, shift, unshift,
     HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
     PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr, GRAM_REGISTERS: gl.constexpr, WIDTH: gl.constexpr,
+    FOLDED: gl.constexpr,
 ):  # fmt: skip
     """Chunks ``first .. first + chunks`` of every batch entry and value head: ``total`` tiles; those from ``begin`` on.
 
@@ -258,6 +272,9 @@ def prepare(
     full_gates = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     inputs_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     written = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    end = gl.allocate_shared_memory(gl.bfloat16, [64 if FOLDED else 8, WIDTH], TILE)
+    end_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    end_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for s in gl.static_range(2):
@@ -268,6 +285,8 @@ def prepare(
         mbarrier.init(written.index(s), count=1)
     mbarrier.init(ready, count=1)
     mbarrier.init(free, count=1)
+    mbarrier.init(end_free, count=1)
+    mbarrier.init(end_ready, count=1)
     fence_async_shared()
     barrier()
     next_may_start()
@@ -276,19 +295,21 @@ def prepare(
         [
             (_row_warps, (
                 buffer, decay, HV, first, places, begin, total, rounds, early, scale, eps, bound, shift, unshift,
-                inputs, gates, biases, numbers, rows, columns, norms, sums, full, full_gates, inputs_free, ready, free,
-                PACKED, RAW,
+                inputs, gates, biases, numbers, rows, columns, end, norms, sums, full, full_gates, inputs_free, ready,
+                free, end_free, end_ready, PACKED, RAW, FOLDED,
             )),
             (_gram_warps, (
                 d_out, HV, first, places, begin, total, rounds, early, scale, unshift,
-                rows, columns, betas, norms, tiles, ready, free, written, PACKED, READY, RAW, CHECKED,
+                rows, columns, end, betas, norms, tiles, ready, free, written, end_free, end_ready,
+                PACKED, READY, RAW, CHECKED, FOLDED,
             )),
             (load_warp, (
                 d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places,
                 T, K, HV, GROUP, batch, first, begin, total, rounds, early,
                 inputs, gates, biases, numbers, betas, full, full_gates, inputs_free, inputs_free,
-                announced, written, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY, LOG2E,
+                HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, LOG2E,
             )),
+            (announce_warp, (announced, written, HV, first, places, begin, total, rounds, early, PACKED, READY)),
         ],
-        [4, 1], [GRAM_REGISTERS, LOAD_REGISTERS],
+        [4, 1, 1], [GRAM_REGISTERS, LOAD_REGISTERS, ANNOUNCE_REGISTERS],
     )  # fmt: skip

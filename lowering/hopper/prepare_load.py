@@ -1,7 +1,7 @@
-"""Gluon: the warp of the prepare kernels with a gate per channel that brings their tiles and announces what they left.
+"""Gluon: the warps of the prepare kernels with a gate per channel that bring their tiles and announce what they left.
 
-It is two tiles ahead at most, loads what else a tile needs as well, and works out where the tile is. Nobody else waits
-for an answer of the memory, for a division, or until what a tile left can be seen by other multiprocessors.
+One is two tiles ahead at most, loads what else a tile needs as well, and works out where the tile is. Nobody else waits
+for an answer of the memory or for a division, and but for the other one for what a tile left to be seen everywhere.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from .common import TILE4, announce, barrier, fetch, fetch_bias, given_beta, given_rate, nth_tile, own_tiles
 
 LOAD_REGISTERS = gl.constexpr(24)  # of a thread of this warp
-LATE = gl.constexpr(3)  # a tile is announced while the third after it is brought
+ANNOUNCE_REGISTERS = gl.constexpr(24)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 LANE_PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 
@@ -26,12 +26,11 @@ LANE_PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 def load_warp(
     d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places,
     T, K, HV, GROUP, batch, first, begin, total, rounds, early,
-    inputs, gates, biases, numbers, betas, full, full_gates, inputs_free, gates_free, announced, written,
+    inputs, gates, biases, numbers, betas, full, full_gates, inputs_free, gates_free,
     HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
-    PACKED: gl.constexpr, READY: gl.constexpr, RATE: gl.constexpr,
+    PACKED: gl.constexpr, RATE: gl.constexpr,
 ):  # fmt: skip
-    """``inputs`` holds k and q of two tiles, ``gates`` one or two, each with the barriers that free them; ``written``:
-    of four tiles, when all they leave is in memory.
+    """``inputs`` holds k and q of two tiles, ``gates`` one or two, each with the barriers that free them.
 
     With the gates come dt_bias, exp(A_log) and how many tokens there are (see ``header``); RATE: what both are
     multiplied by, dt_bias by exp(A_log) as well, or 0: neither is.
@@ -75,18 +74,18 @@ def load_warp(
         betas.index(n & 3).store(given_beta(b, token + place, end, SIGMOID_BETA))
         barrier()
         mbarrier.arrive(bar, count=1)
-        if READY:
-            if n >= LATE:
-                _announce(announced, n - LATE, begin, total, block, step, rounds, early, written)
-    if READY:
-        for n in range(gl.maximum(count - LATE, 0), count):
-            _announce(announced, n, begin, total, block, step, rounds, early, written)
 
 
 @gluon.jit
-def _announce(announced, n, begin, total, block, step, rounds, early, written):
-    mbarrier.wait(written.index(n & 3), (n >> 2) & 1)
-    announce(announced + nth_tile(n, begin, total, block, step, rounds, early), True)
+def announce_warp(
+    announced, written, HV, first, places, begin, total, rounds, early, PACKED: gl.constexpr, READY: gl.constexpr
+):  # fmt: skip
+    """``written``: of four tiles, when all they leave is in memory. To say so takes a warp half a microsecond."""
+    if READY:
+        block, step, total, count = own_tiles(total, HV, first, places, begin, rounds, early, PACKED)
+        for n in range(count):
+            mbarrier.wait(written.index(n & 3), (n >> 2) & 1)
+            announce(announced + nth_tile(n, begin, total, block, step, rounds, early), True)
 
 
 @gluon.jit

@@ -50,8 +50,9 @@ from .common import (
     squares_rows,
     stores_done,
 )
+from .fold import leave_folded, put_end
 from .inverse import factors_of, leave_inverse, scaled_back, unknown_zero
-from .prepare_load import LOAD_REGISTERS, header, header_buffers, load_warp
+from .prepare_load import ANNOUNCE_REGISTERS, LOAD_REGISTERS, announce_warp, header, header_buffers, load_warp
 
 LEAST = gl.constexpr(14.0)  # 16 of these and SHIFT leave factors between 2^-108 and 2^116: elements of q and k as
 SHIFT = gl.constexpr(116.0)  # small as 2^-10, times these, are normal numbers in bf16
@@ -98,8 +99,9 @@ def _sums_around(sums, group, LINE: gl.constexpr):
 @gluon.jit
 def _row_warps(
     buffer, decay, HV, first, places, begin, total, rounds, early, scale, eps, gate_scale,
-    inputs, gates, biases, numbers, betas, rows, columns, norms, sums, full, full_gates, gates_free, ready, free,
-    FN: gl.constexpr, PACKED: gl.constexpr, RAW: gl.constexpr, DELTA: gl.constexpr,
+    inputs, gates, biases, numbers, betas, rows, columns, end, norms, sums, full, full_gates, gates_free, ready, free,
+    end_free, end_ready, FN: gl.constexpr, PACKED: gl.constexpr, RAW: gl.constexpr, DELTA: gl.constexpr,
+    FOLDED: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = inputs.shape[2]
     GATES: gl.constexpr = gates.shape[0]
@@ -171,6 +173,8 @@ def _row_warps(
             k_gated = k * exp2(within + (inside + before))
             if RAW:
                 k_gated *= over(k_norm)
+            if FOLDED:
+                k_gated = -k_gated
             gl.store(out + to, k_gated.to(gl.bfloat16))
         k = k * exp2((own - inside) - within)
         put(columns.index(1), k)
@@ -181,11 +185,14 @@ def _row_warps(
         barrier()
         mbarrier.arrive(ready, count=1)
         k *= exp2(after)
-        if RAW:
-            k *= over(k_norm)
-        if not DELTA:  # what is written is beta v
-            k *= kept_line(betas.index(it & 3), ROWS)
-        gl.store(out_end + to, k.to(gl.bfloat16))
+        if FOLDED:
+            put_end(end, end_free, end_ready, it, k)
+        else:
+            if RAW:
+                k *= over(k_norm)
+            if not DELTA:  # what is written is beta v
+                k *= kept_line(betas.index(it & 3), ROWS)
+            gl.store(out_end + to, k.to(gl.bfloat16))
     # Once more: the gram warps say of every tile when all of it is in memory, after the next one was ready.
     barrier()
     mbarrier.wait(free, (count & 1) ^ 1)
@@ -225,8 +232,9 @@ def _select(same, one, two, three, i, j):
 @gluon.jit
 def _gram_warps(
     d_out, HV, first, places, begin, total, rounds, early, scale,
-    inputs, rows, columns, betas, norms, tiles, ready, free, inputs_free, written,
+    inputs, rows, columns, end, betas, norms, tiles, ready, free, inputs_free, written, end_free, end_ready,
     PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr, CHECKED: gl.constexpr, DELTA: gl.constexpr,
+    FOLDED: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = rows.shape[2]
     SQUARES: gl.constexpr = squares_rows(WIDTH)
@@ -248,6 +256,8 @@ def _gram_warps(
         barrier()
         if READY:
             mbarrier.arrive(written.index((it + 3) & 3), count=1, pred=it > 0)
+        if FOLDED:
+            mbarrier.arrive(end_free, count=1, pred=it > 0)
         if DELTA:
             same, one, two, three = _gram(rows.index(zero), columns, zero, far, farther)
         beta, k_squares, q_squares = betas.index(it & 3), norms.index(2 * (it & 3)), norms.index(2 * (it & 3) + 1)
@@ -258,7 +268,7 @@ def _gram_warps(
             tiles.index(0).store(A.to(gl.float16))
         same, one, two, three = _gram(rows.index(zero + (1 if DELTA else 0)), columns, zero, far, farther)
         same, one, two, three = warpgroup_mma_wait(0, [same, one, two, three])
-        qk = scaled_back(_select(same, one, two, three, i, j), k_squares, q_squares, scale, RAW)
+        qk = scaled_back(_select(same, one, two, three, i, j), k_squares, q_squares, scale, RAW, FOLDED)
         if not DELTA:
             qk = qk * beta.load(gl.SliceLayout(0, SQUARE))[None, :]
         qk_out.store(gl.where(i >= j, qk, 0.0).to(gl.bfloat16))
@@ -267,8 +277,13 @@ def _gram_warps(
         mbarrier.arrive(free, count=1)
         mbarrier.arrive(inputs_free.index(it & 1), count=1)
         if DELTA:
-            tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
-            leave_inverse(A, z, i, j, beta, k_squares, steep, tiles, zero, d_out, row, CHECKED, RAW)
+            if not FOLDED:
+                tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
+            leave_inverse(
+                A, z, i, j, beta, k_squares, steep, tiles, zero, d_out, row, CHECKED, RAW, FOLDED=FOLDED
+            )  # fmt: skip
+            if FOLDED:
+                leave_folded(tiles, zero, end, end_ready, it, d_out, row)
         else:
             tma.async_copy_shared_to_global(d_out, [row, 0], qk_out)
     stores_done(READY)
@@ -286,7 +301,7 @@ def prepare_unbounded(
     T, K, HV, GROUP, batch, first, begin, total, rounds, early, scale, eps, gate_scale,
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
     PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr, DELTA: gl.constexpr, GRAM_REGISTERS: gl.constexpr,
-    WIDTH: gl.constexpr,
+    WIDTH: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.prepare.prepare`; d_g in bf16 or fp32, before the gate function FN with ``gate_scale``.
 
@@ -309,6 +324,9 @@ def prepare_unbounded(
     gates_free = gl.allocate_shared_memory(gl.int64, [GATES, 1], mbarrier.MBarrierLayout())
     inputs_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     written = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    end = gl.allocate_shared_memory(gl.bfloat16, [64 if FOLDED else 8, WIDTH], TILE)
+    end_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    end_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for s in gl.static_range(2):
@@ -321,6 +339,8 @@ def prepare_unbounded(
         mbarrier.init(gates_free.index(s), count=1)
     mbarrier.init(ready, count=1)
     mbarrier.init(free, count=1)
+    mbarrier.init(end_free, count=1)
+    mbarrier.init(end_ready, count=1)
     fence_async_shared()
     barrier()
     next_may_start()
@@ -329,20 +349,21 @@ def prepare_unbounded(
         [
             (_row_warps, (
                 buffer, decay, HV, first, places, begin, total, rounds, early, scale, eps, gate_scale,
-                inputs, gates, biases, numbers, betas, rows, columns, norms, sums, full, full_gates, gates_free, ready,
-                free, FN, PACKED, RAW, DELTA,
+                inputs, gates, biases, numbers, betas, rows, columns, end, norms, sums, full, full_gates, gates_free,
+                ready, free, end_free, end_ready, FN, PACKED, RAW, DELTA, FOLDED,
             )),
             (_gram_warps, (
                 d_out, HV, first, places, begin, total, rounds, early, scale,
-                inputs, rows, columns, betas, norms, tiles, ready, free, inputs_free, written,
-                PACKED, READY, RAW, CHECKED, DELTA,
+                inputs, rows, columns, end, betas, norms, tiles, ready, free, inputs_free, written, end_free, end_ready,
+                PACKED, READY, RAW, CHECKED, DELTA, FOLDED,
             )),
             (load_warp, (
                 d_q, d_k, d_g, A_log, dt_bias, beta, beta_sb, beta_st, beta_sh, places,
                 T, K, HV, GROUP, batch, first, begin, total, rounds, early,
                 inputs, gates, biases, numbers, betas, full, full_gates, inputs_free, gates_free,
-                announced, written, HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, READY, 0,
+                HAS_A, HAS_DT, HAS_BETA, SIGMOID_BETA, PACKED, 0,
             )),
+            (announce_warp, (announced, written, HV, first, places, begin, total, rounds, early, PACKED, READY)),
         ],
-        [4, 1], [GRAM_REGISTERS, LOAD_REGISTERS],
+        [4, 1, 1], [GRAM_REGISTERS, LOAD_REGISTERS, ANNOUNCE_REGISTERS],
     )  # fmt: skip

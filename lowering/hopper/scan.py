@@ -47,7 +47,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .chunks import LINE, await_known, clear_beyond, first_state, keep_outputs, leave_last, locate_chunks
 from .common import TILE, TILE4, barrier, next_may_start, previous_is_over, squares_rows, tf32
-from .scan_channel import channel_warps
 
 
 @gluon.jit
@@ -221,7 +220,6 @@ def scan(
     f_ss, f_sl, f_sk, f_rows, f_columns, cu_seqlens, chunk_offsets, T, K, V, VP, HV, GROUP, first, chunks, length,
     BV: gl.constexpr, STAGES: gl.constexpr, SCALAR: gl.constexpr, READY: gl.constexpr, HAS_INITIAL: gl.constexpr,
     OUTPUT: gl.constexpr, AHEAD: gl.constexpr, PACKED: gl.constexpr, APART: gl.constexpr, WIDTH: gl.constexpr,
-    FEW: gl.constexpr,
 ):  # fmt: skip
     """Chunks ``first .. first + chunks`` in segments of ``length``; grid (blocks of V, sequences * HV, segments).
 
@@ -234,8 +232,7 @@ def scan(
     others A, rounded to tf32, of ``S -> A S + B``; of the first segment they are the state after it, its A is not made.
     PACKED: chunk_offsets ``[N + 1]`` says where the chunks of each sequence begin among all; one segment. READY:
     ``announced`` says of every tile that it is in memory, and the kernel before this one may still be at work. AHEAD:
-    that one has waited for those before it, and only ``initial`` is of its making. FEW: a gate per channel, K = 128, no
-    packed sequences, and few blocks, of 64 columns: their chain is that of :mod:`.scan_channel`.
+    that one has waited for those before it, and only ``initial`` is of its making.
     """
     i_v = gl.program_id(0)
     segment = gl.program_id(2)
@@ -263,34 +260,18 @@ def scan(
             previous_is_over()
         next_may_start()
     # The tuples are written in place: as variables they would turn their constants into run-time values.
-    if FEW:
-        gl.warp_specialize(
-            [
-                (channel_warps, (
-                    d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
-                    K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
-                    parts, values, lines, out, full, empty, STAGES, READY, HAS_INITIAL, OUTPUT, AHEAD,
-                )),
-                (_load_warp, (
-                    d_buffer, d_M, d_v, d_q, d_k, d_factors, announced, i_b, i_h, i_v, step, GROUP, tile, token, count,
-                    parts, values, lines, full, empty, BV, STAGES, SCALAR, READY, OUTPUT,
-                )),
-            ],
-            [1], [40],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_state_warps, (
-                    d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
-                    K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
-                    parts, values, lines, out, full, empty, BV, STAGES, SCALAR, READY, HAS_INITIAL, OUTPUT, AHEAD,
-                    PACKED, APART,
-                )),
-                (_load_warp, (
-                    d_buffer, d_M, d_v, d_q, d_k, d_factors, announced, i_b, i_h, i_v, step, GROUP, tile, token, count,
-                    parts, values, lines, full, empty, BV, STAGES, SCALAR, READY, OUTPUT,
-                )),
-            ],
-            [1], [40],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_state_warps, (
+                d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
+                K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
+                parts, values, lines, out, full, empty, BV, STAGES, SCALAR, READY, HAS_INITIAL, OUTPUT, AHEAD,
+                PACKED, APART,
+            )),
+            (_load_warp, (
+                d_buffer, d_M, d_v, d_q, d_k, d_factors, announced, i_b, i_h, i_v, step, GROUP, tile, token, count,
+                parts, values, lines, full, empty, BV, STAGES, SCALAR, READY, OUTPUT,
+            )),
+        ],
+        [1], [40],
+    )  # fmt: skip

@@ -1,9 +1,10 @@
-"""Gluon: the chain of a head's chunks where few blocks of a scan run, with a gate per channel (see :mod:`.scan`).
+"""Gluon: the scan where few of its blocks run, with a gate per channel and K = 128 (see :mod:`.scan`).
 
-A chunk's products wait for each other: K S, V_new from it, and S from that. What only the outputs need runs in between:
-half of Q S while R is rounded, the other half while V_new is, and A_qk V_new while S is. So the state is kept in halves
-of 64 channels, and the first product of the next chunk is under way when a chunk's round of the loop ends. The bits are
-those of the other order.
+Then a chunk's chain is what counts: the products that wait for each other. With what :mod:`.fold` leaves behind they
+are two, R, whose accumulator begins as V, and S from that. What only the outputs need runs in between: half of Q S
+while R is rounded, the other half and A_qk M R while S is. The state is kept in halves of 64 channels, and the next
+chunk's first product is under way when a chunk's turn of the loop ends, where nothing else is: ptxas waits for all that
+was begun in another turn. K_gated and v have a ring of tiles of their own: they are wanted, and done with, sooner.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -22,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .chunks import LINE, first_state, keep_outputs, leave_last
-from .common import TILE4, barrier, previous_is_over, tf32
+from .chunks import LINE, await_known, first_state, leave_last, locate_chunks
+from .common import TILE, TILE4, barrier, next_may_start, previous_is_over, tf32
 
 HERE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, HERE.value, 2))
@@ -37,10 +38,16 @@ def _rounded(x):
 
 
 @gluon.jit
-def _times(left0, left1, rows, zero):
-    """S of both halves times rows [64, 128], transposed: under way."""
-    x = warpgroup_mma(left0, rows.slice(0, 64, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-    return warpgroup_mma(left1, rows.slice(64, 64, 1).permute((1, 0)), x, is_async=True)
+def _times(left, rows, FROM: gl.constexpr, x):
+    """x + left times half of rows [64, 128], transposed: under way."""
+    return warpgroup_mma(left, rows.slice(FROM, 64, 1).permute((1, 0)), x, is_async=True)
+
+
+@gluon.jit
+def _decayed(S, line, FROM: gl.constexpr, some):
+    """Half of the state after a chunk's decay, if there is ``some`` chunk."""
+    decay = line._reinterpret(gl.float32, [128], LINE).slice(FROM, 64).load(ACROSS)
+    return S * gl.where(some, decay, 1.0)[None, :]
 
 
 @gluon.jit
@@ -51,77 +58,184 @@ def _leave_state(S, final, f_sk, f_rows, f_columns, VP, keys, columns, OUTPUT: g
 
 
 @gluon.jit
-def channel_warps(
+def _load_early(d_buffer, d_v, c, i_b, i_h, i_v, token, n, keys, values, full, empty):
+    STAGES: gl.constexpr = keys.shape[0]
+    stage = n % STAGES
+    mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+    bar = full.index(stage)
+    mbarrier.expect(bar, 64 * 128 * 2 + 64 * 64 * 2)
+    tma.async_copy_global_to_shared(d_buffer, [c * 256, 0], bar, keys.index(stage))
+    to = values.index(stage)._reinterpret(gl.bfloat16, [1, 64, 1, 64], TILE4)
+    tma.async_copy_global_to_shared(d_v, [i_b, token + n * 64, i_h, i_v * 64], bar, to)
+
+
+@gluon.jit
+def _load_warp(
+    d_buffer, d_squares, d_v, d_decay, announced, i_b, i_h, i_v, step, tile, token, count,
+    keys, values, queries, lefts, squares, lines, full_early, empty_early, full, empty,
+    READY: gl.constexpr, OUTPUT: gl.constexpr,
+):  # fmt: skip
+    STAGES: gl.constexpr = lefts.shape[0]
+    BYTES: gl.constexpr = 64 * 128 * 2 * (2 if OUTPUT else 1) + (64 * 64 * 2 if OUTPUT else 0) + 128 * 4
+    known = 0
+    for n in range(count):
+        c = tile + n * step
+        if READY:
+            known = await_known(announced + tile, n, known, count, step)
+        _load_early(d_buffer, d_v, c, i_b, i_h, i_v, token, n, keys, values, full_early, empty_early)
+        stage = n % STAGES
+        mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+        bar = full.index(stage)
+        mbarrier.expect(bar, BYTES)
+        if OUTPUT:
+            tma.async_copy_global_to_shared(d_buffer, [c * 256 + 64, 0], bar, queries.index(stage))
+        tma.async_copy_global_to_shared(d_buffer, [c * 256 + 128, 0], bar, lefts.index(stage))
+        if OUTPUT:
+            tma.async_copy_global_to_shared(d_squares, [c * 256 + 192, 64], bar, squares.index(stage))
+        tma.async_copy_global_to_shared(d_decay, [c * 128], bar, lines.index(stage))
+
+
+@gluon.jit
+def _state_warps(
     d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
     K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
-    parts, values, lines, out, full, empty,
-    STAGES: gl.constexpr, READY: gl.constexpr, HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr, AHEAD: gl.constexpr,
+    keys, values, queries, lefts, squares, lines, out, full_early, empty_early, full, empty,
+    READY: gl.constexpr, HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    BEHIND: gl.constexpr = 1 if OUTPUT else 0  # what is under way after the product that is waited for
-    keys = gl.arange(0, 64, layout=ACROSS)[None, :]
-    columns = (i_v * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, HERE)))[:, None]
+    EARLY: gl.constexpr = keys.shape[0]
+    STAGES: gl.constexpr = lefts.shape[0]
+    key = gl.arange(0, 64, layout=ACROSS)[None, :]
+    column = (i_v * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, HERE)))[:, None]
     if AHEAD:
         previous_is_over()
     S0 = first_state(
-        initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, keys, columns, HAS_INITIAL, OUTPUT
+        initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, key, column, HAS_INITIAL, OUTPUT
     )  # fmt: skip
     S1 = first_state(
-        initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, 64 + keys, columns, HAS_INITIAL, OUTPUT
+        initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, 64 + key, column, HAS_INITIAL, OUTPUT
     )  # fmt: skip
     zero = gl.zeros([64, 64], gl.float32, layout=HERE)
     left0 = gl.convert_layout(_rounded(S0), LEFT)
     left1 = gl.convert_layout(_rounded(S1), LEFT)
     out4 = out._reinterpret(gl.bfloat16, [1, 64, 1, 64], TILE4)
+    mbarrier.wait(full_early.index(0), 0, pred=count > 0)
+    R = values.index(0).permute((1, 0)).load(HERE).to(gl.float32)
+    R = _times(left1, keys.index(0), 64, _times(left0, keys.index(0), 0, R))
     mbarrier.wait(full.index(0), 0, pred=count > 0)
-    KS = _times(left0, left1, parts.index(0), zero)
+    S0 = _decayed(S0, lines.index(0), 0, count > 0)
+    S1 = _decayed(S1, lines.index(0), 64, count > 0)
     for n in range(count):
         stage = n % STAGES
-        q_rows = parts.index(4 * stage + 1)
-        k_left = parts.index(4 * stage + 2)
-        M = parts.index(4 * stage + 3).slice(0, 64, 1)
-        A_qk = parts.index(4 * stage + 3).slice(64, 64, 1)
-        line = lines.index(stage)._reinterpret(gl.float32, [128], LINE)
-        v = values.index(stage).permute((1, 0)).load(HERE).to(gl.float32)
-        KS = warpgroup_mma_wait(0, [KS])
+        more = n + 1 < count
+        R = warpgroup_mma_wait(0, [R])
         if OUTPUT:
-            o = warpgroup_mma(left0, q_rows.slice(0, 64, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-        R = gl.convert_layout((v - KS).to(gl.bfloat16), LEFT)
-        V_new = warpgroup_mma(R, M.permute((1, 0)), zero, use_acc=False, is_async=True)
+            queries_0 = queries.index(stage).slice(0, 64, 1)
+            o = warpgroup_mma(left0, queries_0.permute((1, 0)), zero, use_acc=False, is_async=True)
+        R16 = gl.convert_layout(_rounded(R), LEFT)
+        S0 = warpgroup_mma(R16, lefts.index(stage).slice(0, 64, 1), S0, is_async=True)
+        S1 = warpgroup_mma(R16, lefts.index(stage).slice(64, 64, 1), S1, is_async=True)
         if OUTPUT:
-            o = warpgroup_mma(left1, q_rows.slice(64, 64, 1).permute((1, 0)), o, is_async=True)
-        S0 = S0 * line.slice(0, 64).load(ACROSS)[None, :]
-        S1 = S1 * line.slice(64, 64).load(ACROSS)[None, :]
-        V_new, S0, S1 = warpgroup_mma_wait(BEHIND, [V_new, S0, S1])
-        V16 = gl.convert_layout(V_new.to(gl.bfloat16), LEFT)
-        S0 = warpgroup_mma(V16, k_left.slice(0, 64, 1), S0, is_async=True)
-        S1 = warpgroup_mma(V16, k_left.slice(64, 64, 1), S1, is_async=True)
-        if OUTPUT:
-            o = warpgroup_mma(V16, A_qk.permute((1, 0)), o, is_async=True)
+            o = _times(left1, queries.index(stage), 64, o)
+            o = warpgroup_mma(R16, squares.index(stage).permute((1, 0)), o, is_async=True)
             # Beside these products the outputs of the chunk before leave.
             fence_async_shared()
             barrier()
             if n > 0:
                 tma.async_copy_shared_to_global(d_o, [i_b, token + (n - 1) * 64, i_h, i_v * 64], out4)
-        mbarrier.wait(full.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=n + 1 < count)
-        S0, S1 = warpgroup_mma_wait(BEHIND + 1, [S0, S1])
+            mbarrier.arrive(empty_early.index(n % EARLY), count=1)
+        # Behind the last chunk the next one begins in vain, with what happens to be there.
+        then = (n + 1) % EARLY
+        mbarrier.wait(full_early.index(then), ((n + 1) // EARLY) & 1, pred=more)
+        R = values.index(then).permute((1, 0)).load(HERE).to(gl.float32)
+        S0, R = warpgroup_mma_wait(3 if OUTPUT else 1, [S0, R])
         left0 = gl.convert_layout(_rounded(S0), LEFT)
-        S1 = warpgroup_mma_wait(BEHIND, [S1])
+        R = _times(left0, keys.index(then), 0, R)
+        S1 = warpgroup_mma_wait(2 if OUTPUT else 1, [S1])
         left1 = gl.convert_layout(_rounded(S1), LEFT)
-        # Behind the last chunk it begins in vain, with what happens to be there.
-        KS = _times(left0, left1, parts.index(4 * ((n + 1) % STAGES)), zero)
+        R = _times(left1, keys.index(then), 64, R)
         if OUTPUT:
             o = warpgroup_mma_wait(2, [o])
-            keep_outputs(out, _rounded(o))
+            tma.store_wait(0)
+            barrier()
+            out.permute((1, 0)).store(_rounded(o))
         else:
             barrier()
         mbarrier.arrive(empty.index(stage), count=1)
+        then = (n + 1) % STAGES
+        mbarrier.wait(full.index(then), ((n + 1) // STAGES) & 1, pred=more)
+        S0 = _decayed(S0, lines.index(then), 0, more)
+        S1 = _decayed(S1, lines.index(then), 64, more)
     if OUTPUT:
         last = token + (count - 1) * 64
         leave_last(d_o, o_rows, out, out4, HERE, i_b, i_h, i_v, last, end, V, HV, count > 0, 64, False)
-    warpgroup_mma_wait(0, [KS])
+    warpgroup_mma_wait(0, [R])
     if leaves:
         final += (i_n * HV + i_h).to(gl.int64) * f_sl + segment.to(gl.int64) * f_ss
-        _leave_state(S0, final, f_sk, f_rows, f_columns, VP, keys, columns, OUTPUT)
-        _leave_state(S1, final, f_sk, f_rows, f_columns, VP, 64 + keys, columns, OUTPUT)
+        _leave_state(S0, final, f_sk, f_rows, f_columns, VP, key, column, OUTPUT)
+        _leave_state(S1, final, f_sk, f_rows, f_columns, VP, 64 + key, column, OUTPUT)
     if READY:
         previous_is_over()
+
+
+@gluon.jit
+def _barriers(N: gl.constexpr):
+    """To be told that one of N tiles is full, or empty."""
+    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(N):
+        mbarrier.init(bars.index(s), count=1)
+    return bars
+
+
+@gluon.jit(do_not_specialize=["T", "first", "chunks", "length"])  # they change from run to run
+def scan_channel(
+    d_buffer, d_squares, d_v, d_decay, announced, d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final,
+    f_ss, f_sl, f_sk, f_rows, f_columns, T, K, V, VP, HV, first, chunks, length,
+    EARLY: gl.constexpr, STAGES: gl.constexpr, READY: gl.constexpr, HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr,
+    AHEAD: gl.constexpr,
+):  # fmt: skip
+    """As :func:`.scan.scan`, of blocks of 64 columns, with tiles as :mod:`.fold` leaves them; d_squares describes their
+    rows as two halves of 64 columns. EARLY, STAGES: tiles in the two rings."""
+    i_v = gl.program_id(0)
+    segment = gl.program_id(2)
+    i_n, i_h, i_b, tile, step, count, token, end = locate_chunks(
+        announced, announced, T, HV, first, chunks, length, segment, False
+    )  # fmt: skip
+    leaves = segment == gl.num_programs(2) - 1
+    if not OUTPUT:
+        leaves = segment >= 0
+        count = gl.where((segment == 0) & (i_v * 64 >= VP), 0, count)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [EARLY, 64, 128], TILE)
+    values = gl.allocate_shared_memory(gl.bfloat16, [EARLY, 64, 64], TILE)
+    lefts = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], TILE)
+    lines = gl.allocate_shared_memory(gl.float32, [STAGES, 128], d_decay.layout)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [STAGES if OUTPUT else 1, 64 if OUTPUT else 8, 128], TILE)
+    squares = gl.allocate_shared_memory(gl.bfloat16, [STAGES if OUTPUT else 1, 64 if OUTPUT else 8, 64], TILE)
+    out = gl.allocate_shared_memory(gl.bfloat16, [64 if OUTPUT else 8, 64], TILE)
+    full_early = _barriers(EARLY)
+    full = _barriers(STAGES)
+    empty = _barriers(STAGES)
+    empty_early = empty
+    if OUTPUT:
+        empty_early = _barriers(EARLY)
+    fence_async_shared()
+    barrier()
+    if not READY:
+        if not AHEAD:
+            previous_is_over()
+        next_may_start()
+    # The tuples are written in place: as variables they would turn their constants into run-time values.
+    gl.warp_specialize(
+        [
+            (_state_warps, (
+                d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
+                K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
+                keys, values, queries, lefts, squares, lines, out, full_early, empty_early, full, empty,
+                READY, HAS_INITIAL, OUTPUT, AHEAD,
+            )),
+            (_load_warp, (
+                d_buffer, d_squares, d_v, d_decay, announced, i_b, i_h, i_v, step, tile, token, count,
+                keys, values, queries, lefts, squares, lines, full_early, empty_early, full, empty, READY, OUTPUT,
+            )),
+        ],
+        [1], [40],
+    )  # fmt: skip

@@ -16,11 +16,15 @@ FEW_BLOCKS = 32  # with more of them beside tiles another order of a chunk's pro
 # Chunks that a block of the scan holds or loads, by width and columns.
 _STAGES = {(128, 64): 3, (128, 128): 2, (64, 64): 4, (64, 128): 3}
 
+# The same of few blocks, in two rings, by what they leave.
+CHANNEL_STAGES = {"outputs": (4, 3), "maps": (5, 5)}
+
 LINEAR_STAGES = {128: 4, 64: 6}  # the same of rows without the delta rule, by width
 
 # Microseconds on an H200.
 _STEP = {(128, 64): 0.96, (128, 128): 2.3, (64, 64): 0.70, (64, 128): 1.6}  # of the scan, by width and columns
 _FIRST, _CROWDED = 0.65, 1.2  # of a scan in segments: a step of its first pass, and of its second, in steps
+_FEW_FIRST, _FEW_CROWDED = 0.57, 0.84  # the same of few blocks
 _START, _COMBINE = 5.0, 0.9  # a kernel of the scan starts and ends; the state is carried over a segment
 _TOGETHER = 10.0  # what a scan loses beside the tiles it waits for
 _BESIDE = 0.95  # a tile beside a scan, in tiles, over a step of that scan, in steps: both take longer
@@ -39,7 +43,7 @@ class Schedule:
     ``spare`` multiprocessors that a scan leaves idle the next run is prepared beside it, ``beside`` tiles on each.
     With ``early`` blocks that leave after ``rounds`` tiles the scan starts while the others still prepare tiles.
     ``tiles_per_chunk``: value heads, times batch entries unless these are packed. ``sequence_heads``: heads of all
-    sequences. ``width``: K, padded.
+    sequences. ``width``: K, padded. ``folded``: tiles may be what ``fold.py`` makes of them.
     """
 
     chunks: int
@@ -56,6 +60,7 @@ class Schedule:
     beside: int = 0
     rounds: int = 0
     early: int = 0
+    folded: bool = False
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -70,7 +75,7 @@ class Schedule:
     def few(self) -> bool:
         """Whether a scan with a gate per channel has so few blocks that a chunk's chain is what it waits for."""
         narrow = self.gate == "channel" and self.delta and (self.width, self.columns) == (128, 64)
-        return narrow and self.sequence_heads * (self.padded_values // self.columns) <= FEW_BLOCKS
+        return self.folded and narrow and self.sequence_heads * (self.padded_values // self.columns) <= FEW_BLOCKS
 
     @property
     def segment_buffers(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
@@ -149,6 +154,7 @@ def schedule(
     width: int = 128,
     gate: str = "channel",
     delta: bool = True,
+    folded: bool = True,
     tile_microseconds: float = 6.0,
 ) -> Schedule:
     """The schedule of ``batch`` entries, or of ``packed`` sequences in one, on a GPU with so many multiprocessors.
@@ -168,6 +174,7 @@ def schedule(
     plain = Schedule(chunks, run, columns, 1, blocks * columns, tiles, sequence_heads, width, gate, delta)
     if packed is not None:
         return plain
+    plain = replace(plain, folded=folded)
     programs, tile = sequence_heads * blocks, tile_microseconds
     if not delta and gate == "token":
         return _linear(plain, programs, multiprocessors, 0.0)[0]
@@ -216,7 +223,8 @@ def _alone(plain: Schedule, programs: int, multiprocessors: int, tile: float) ->
     for count in range(2, min(MAX_SEGMENTS, plain.run, multiprocessors // programs) + 1):
         chunks = -(-plain.run // count)
         if -(-plain.run // chunks) == count and programs + (count - 2) * extra <= multiprocessors:
-            passes = max(chunks * step * _FIRST, read) + max(chunks * step * _CROWDED, read)
+            first, second = (_FEW_FIRST, _FEW_CROWDED) if plain.few else (_FIRST, _CROWDED)
+            passes = max(chunks * step * first, read) + max(chunks * step * second, read)
             best = min(best, (count, 2 * _START + passes + _COMBINE * count), key=lambda option: option[1])
     microseconds = _prepared(plain.tiles, plain, multiprocessors, tile) + best[1]
     return replace(plain, segments=best[0]), microseconds * len(plain.spans)

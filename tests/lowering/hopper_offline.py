@@ -27,9 +27,10 @@ from kdacompile.lowering.hopper import (
     prepare_scalar,
     prepare_unbounded,
     scan,
+    scan_channel,
 )
 from kdacompile.lowering.hopper.launches import COMBINED, gram_registers
-from kdacompile.lowering.hopper.schedules import LINEAR_STAGES, Schedule
+from kdacompile.lowering.hopper.schedules import CHANNEL_STAGES, LINEAR_STAGES, Schedule
 
 TENSORS = {
     "A_log": "*fp32", "dt_bias": "*fp32", "beta": "*bf16", "places": "*i32", "announced": "*i32", "buffer": "*bf16",
@@ -39,10 +40,13 @@ REGISTERS = {"prepare": 168, "prepare_scalar": 160}  # of the backward pass
 FLAGS = dict.fromkeys(("HAS_A", "HAS_DT", "HAS_BETA", "SIGMOID_BETA"), True)
 
 
-def compile_prepare(packed: bool = False, ready: bool = False, width: int = 128, raw: bool = False) -> Any:
+def compile_prepare(
+    packed: bool = False, ready: bool = False, width: int = 128, raw: bool = False, folded: bool = False
+) -> Any:
     tile = _descriptor(1, 64, 1, width)
     signature = dict.fromkeys(("bound", "shift", "unshift"), "fp32") | {"d_g": tile}
-    return _compile_prepare(prepare.prepare, signature, {"PACKED": packed, "READY": ready, "WIDTH": width, "RAW": raw})
+    constants = {"PACKED": packed, "READY": ready, "WIDTH": width, "RAW": raw, "FOLDED": folded}
+    return _compile_prepare(prepare.prepare, signature, constants)
 
 
 def compile_prepare_unbounded(
@@ -53,9 +57,11 @@ def compile_prepare_unbounded(
     width: int = 128,
     raw: bool = False,
     delta: bool = True,
+    folded: bool = False,
 ) -> Any:
     signature = {"d_g": _descriptor(1, 64, 1, width, dtype=gate), "gate_scale": "fp32"}
     constants = {"PACKED": packed, "FN": gate_fn, "READY": ready, "WIDTH": width, "RAW": raw, "DELTA": delta}
+    constants["FOLDED"] = folded
     return _compile_prepare(prepare_unbounded.prepare_unbounded, signature, constants)
 
 
@@ -81,7 +87,6 @@ def compile_scan(
     width: int = 128,
     apart: bool = False,
     ahead: bool = False,
-    few: bool = False,
 ) -> Any:
     tile, rows = _descriptor(1, 64, 1, columns), _descriptor(1, 64, 1, width)
     signature = dict.fromkeys(scan.scan.arg_names, "i32") | {"d_q": rows, "d_k": rows, "d_v": tile, "d_o": tile}
@@ -91,8 +96,17 @@ def compile_scan(
     plan = Schedule(8, 8, columns, 1, columns, 1, 1, width)
     constants = {"BV": columns, "STAGES": plan.stages, "HAS_INITIAL": True, "OUTPUT": output}
     constants |= {"SCALAR": scalar, "READY": ready, "AHEAD": ahead, "PACKED": packed, "WIDTH": width, "APART": apart}
-    constants["FEW"] = few
     return _compile(scan.scan, signature | {"chunk_offsets": "*i32"}, constants, columns // 16)
+
+
+def compile_scan_channel(output: bool = True, ready: bool = False, ahead: bool = False) -> Any:
+    tile = _descriptor(1, 64, 1, 64)
+    signature = dict.fromkeys(scan_channel.scan_channel.arg_names, "i32") | {"d_v": tile, "d_o": tile}
+    signature |= {"d_buffer": _descriptor(64, 128), "d_squares": _descriptor(64, 64), "d_decay": _line(128)}
+    signature |= {"announced": "*i32", "o_rows": "*bf16", "initial": "*fp32", "final": "*fp32"}
+    early, stages = CHANNEL_STAGES["outputs" if output else "maps"]
+    constants = {"EARLY": early, "STAGES": stages, "READY": ready, "HAS_INITIAL": True, "OUTPUT": output}
+    return _compile(scan_channel.scan_channel, signature, {**constants, "AHEAD": ahead}, 4)
 
 
 def compile_linear(

@@ -228,7 +228,8 @@ def _is_of_its_kind(name: str, value: object) -> bool:
         ("sigmoid", 32, 2048, ["prepare", "scan"]),
         ("sigmoid", 96, 256, ["prepare", "scan"]),
         ("softplus", 32, 2048, ["prepare_unbounded", "scan"]),
-        ("softplus", 1, 4096, ["prepare_unbounded", "scan", "combine", "scan"]),
+        ("sigmoid", 16, 8192, ["prepare", "scan_channel"]),
+        ("softplus", 1, 4096, ["prepare_unbounded", "scan_channel", "combine", "scan_channel"]),
         ("token", 32, 2048, ["prepare_scalar", "scan"]),
         ("token", 1, 4096, ["prepare_scalar", "scan", "combine", "scan"]),
     ],
@@ -248,7 +249,7 @@ def _launched(call: Call, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(launches, "multiprocessors", lambda device: 132)  # pyright: ignore[reportUnknownLambdaType]
     made = launches.launches(call, launches.scheduled(call), Scratch(poison=True))
     order: list[str] = []
-    for name in ("scan", "combine", "linear", "bounded", "unbounded", "scalar"):
+    for name in ("scan", "scan_channel", "combine", "linear", "bounded", "unbounded", "scalar"):
         if hasattr(made, name):
             setattr(made, name, Launched(getattr(made, name), order))
     made.run()
@@ -407,7 +408,7 @@ def test_compiles_side_by_side(kernel: str) -> None:
         "unbounded": lambda: offline.compile_prepare_unbounded(ready=True),
         "token": lambda: offline.compile_prepare_scalar(ready=True),
         "scan": lambda: offline.compile_scan(64, ready=True),
-        "few_scan": lambda: offline.compile_scan(64, ready=True, few=True),
+        "few_scan": lambda: offline.compile_scan_channel(ready=True),
         "token_scan": lambda: offline.compile_scan(64, scalar=True, ready=True),
     }
     compiled = kernels[kernel]()
@@ -417,15 +418,39 @@ def test_compiles_side_by_side(kernel: str) -> None:
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("kernel", ["bounded", "bounded_raw", "unbounded", "fp32"])
+def test_products_with_the_inverse_find_room(kernel: str) -> None:
+    from tests.lowering import hopper_offline as offline
+
+    kernels: dict[str, Callable[[], Any]] = {
+        "bounded": lambda: offline.compile_prepare(folded=True),
+        "bounded_raw": lambda: offline.compile_prepare(raw=True, ready=True, folded=True),
+        "unbounded": lambda: offline.compile_prepare_unbounded(ready=True, folded=True),
+        "fp32": lambda: offline.compile_prepare_unbounded("fp32", gate_fn="log", folded=True),
+    }
+    _fits(kernels[kernel]())
+
+
+def test_keys_as_they_are_leave_no_room_beside_gates_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 132)  # pyright: ignore[reportUnknownLambdaType]
+    call = replace(kda_call(256, 8, 8), qk_l2norm_eps=0.0)
+    assert launches.scheduled(call).few
+    assert not launches.scheduled(replace(call, gate_fn="softplus")).few
+    assert launches.scheduled(replace(call, gate_fn="softplus", qk_l2norm_eps=1e-6)).few
+
+
+@pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("kernel", ["beside", "ends", "ahead", "many"])
 def test_products_of_a_scan_are_under_way_together(kernel: str) -> None:
     from tests.lowering import hopper_offline as offline
 
-    kernels: dict[str, dict[str, Any]] = {
-        "beside": {"ready": True, "few": True}, "ends": {"output": False, "few": True},
-        "ahead": {"ahead": True, "few": True}, "many": {"ready": True},
-    }  # fmt: skip
-    compiled = offline.compile_scan(64, **kernels[kernel])
+    kernels: dict[str, Callable[[], Any]] = {
+        "beside": lambda: offline.compile_scan_channel(ready=True),
+        "ends": lambda: offline.compile_scan_channel(output=False),
+        "ahead": lambda: offline.compile_scan_channel(ahead=True),
+        "many": lambda: offline.compile_scan(64, ready=True),
+    }
+    compiled = kernels[kernel]()
     _fits(compiled)
     assert offline.spilled_bytes(compiled) == 0
     text = listing(compiled)
