@@ -8,9 +8,9 @@ With ``G_r`` the sum of a chunk's first r log2 gates, ``M = (I + A_kk)^-1 diag(b
     rows 128..192   K_decayed = k * 2^(G_63 - G)
     rows 192..      M and A_qk: side by side where WIDTH is 128, one after the other where it is 64
 
-and ``decay = 2^(G_63)`` in fp32; FOLDED, what :mod:`.fold` makes of them. A block is persistent and has three roles. One warp loads (:mod:`.prepare_load`),
-eight *row* warps make everything that is one value a row and channel, four *gram* warps make the [64, 64] matrices and
-invert.
+and ``decay = 2^(G_63)`` in fp32; FOLDED, what :mod:`.fold` makes of them. A block is persistent and has four roles. One
+warp loads and one announces (:mod:`.prepare_load`), eight *row* warps make everything that is one value a row and
+channel, four *gram* warps make the [64, 64] matrices and invert.
 
 Exponents. The Gram matrices need 2^(G_i - G_j), i >= j, as a product of a row's factor and a column's. Inside a half
 of 32 tokens, with ``D`` the sum of gates from its start, that is 2^(D_i + s) times 2^(-D_j - s): where every gate is at
