@@ -29,7 +29,7 @@ Sizes = dict[Any, int]
 """A value for each symbol."""
 
 Ties = Mapping[Any, Any]
-"""Symbols that have the size of another one."""
+"""Symbols that have the size of another one; their own, where they stay what they are."""
 
 NO_TIES: Ties = {}
 

@@ -256,7 +256,9 @@ class Matching(Generic[R, B]):
         for match in self.forms(graph, candidate, verdict):
             with self.timed("sizes"):
                 reason = self.disagreement(graph, match)
-                if reason is not None and self.holds_at_equal_sizes(graph, match):
+                if reason is not None and (
+                    self.holds_at_equal_sizes(graph, match) or self.holds_at_counted_sizes(graph, match)
+                ):
                     reason = None
             failure = Rejection(name, reason, source, "dynamic") if reason else self.rewrite(graph, match)
             if failure is None:
@@ -354,6 +356,20 @@ class Matching(Generic[R, B]):
         if self.disagreement(graph, match, {other.pop(): one.pop()}) is not None:
             return False
         compat.tie(*pair)
+        return True
+
+    def holds_at_counted_sizes(self, graph: Graph, match: Match[B]) -> bool:
+        """Whether the match holds wherever open sizes have the number that the graph has for the same axis elsewhere;
+        then that is guarded. It costs no graphs: other numbers of turns are captured anew as it is.
+        """
+        symbols = set[Any]().union(*map(compat.free_symbols, self.spec.counted_sizes(match)))
+        if not symbols or self.context.trial or compat.times_captured() is None:
+            return False
+        if self.disagreement(graph, match, {symbol: symbol for symbol in symbols}) is not None:
+            return False
+        env = compat.shape_env(self.context.instances.nodes)
+        for symbol in symbols:
+            compat.settle(env, symbol)
         return True
 
     def fix_sizes(self, candidate: Candidate[B]) -> bool:

@@ -93,6 +93,10 @@ class Spec(Generic[R, B]):
         """Two sizes of the graph that are equal now, and that the match may ask to stay so."""
         return None
 
+    def counted_sizes(self, match: Match[B]) -> list[Any]:
+        """Open sizes that are a number elsewhere in the match: other values of theirs it can have no part in."""
+        return []
+
 
 # -- verdicts by structure --------------------------------------------------------------------------------------------
 

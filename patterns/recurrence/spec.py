@@ -95,6 +95,13 @@ class RecurrenceSpec(Spec[Group, Recurrence]):
             return "the roles do not fit at other sizes"
         return found.reason if isinstance(found, Obstacle) else found
 
+    def counted_sizes(self, match: RecurrenceMatch) -> list[Any]:
+        """Lengths: a loop over q's tokens fixes their number, and leaves open that of other arguments."""
+        ends = [end for end in (*match.inputs.values(), match.output) if "T" in end.axes and end.value.node is not None]
+        lengths = [compat.example_value(end.value.node).shape[end.axes.index("T")] for end in ends]
+        still_open = [length for length in lengths if not isinstance(length, int)]
+        return still_open if len(still_open) < len(lengths) else []
+
 
 def _versions(graph: Graph) -> dict[Any, list[Value]]:
     """The values each Dynamo node stands for, in order: a buffer has one per write."""

@@ -194,6 +194,21 @@ def test_a_reason_names_the_dimension_and_what_to_do(monkeypatch: pytest.MonkeyP
     assert "dynamic=False" in told.reason
 
 
+def test_a_loop_that_counts_one_argument_counts_them_all() -> None:
+    """Dynamo fixes the length that it unrolls, that of q, and leaves those of k, v and gates open: they were other
+    lengths to the match, four graphs were for their own sizes alone, batch included, and the fifth had no match.
+    """
+    run = compiled(gated_delta_loop, dynamic=None)
+    sizes = [(2, 5), (2, 7), (3, 8), (2, 4), (4, 6), (3, 9), (5, 9)]
+    with collecting() as report:
+        for batch, length in sizes:
+            arguments = delta_arguments(batch, length)
+            assert close(run(*arguments), gated_delta_loop(*arguments)), (batch, length)
+    assert patterns(report) == ["gated_delta_rule"] * 6, str(report)
+    assert report.graph_count == 6  # the last batch is served by the graph before
+    assert not any("alone" in match.checked for match in report.matches)
+
+
 def test_the_reason_is_what_stands_in_the_way_at_fixed_sizes() -> None:
     """One over the root of a width is known at that width alone. What was told was that, not the view of a buffer."""
 
