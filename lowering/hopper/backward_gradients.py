@@ -242,7 +242,7 @@ def gradients(
     HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, DELTA: gl.constexpr,
     BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, NORM_INSIDE: gl.constexpr, RATE: gl.constexpr,
     BIAS: gl.constexpr, DBIAS: gl.constexpr, PACKED: gl.constexpr, BOUNDED: gl.constexpr,
-    EARLY: gl.constexpr, BLOCK: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """All gradients of a chunk's tokens. NORM_INSIDE: dq and dk are those before the norm, of q and k as given.
 
@@ -251,7 +251,7 @@ def gradients(
     """
     pid, chunk, head = own_chunk(first_head, HP)
     if EARLY != "":
-        await_states(done_buffer, T, HP * (128 // BLOCK), HP, EARLY)
+        await_states(done_buffer, T, HP * 2, HP, EARLY)
         next_may_start()  # the first phase of other heads, once the scan is over
         pid, chunk, head = early_tile(T, first_head, HP, EARLY)
     runs = True

@@ -16,17 +16,17 @@ from ..calls import Call
 from ..gates import GATE_FUNCTIONS
 from ..triton.backward_run import Backward, Buffers, TritonGradients, bytes_of
 from ..triton.backward_schedule import schedule
-from ..triton.device import device_of
 from ..triton.run import tensor_arguments
+from .descriptors import aligned, described, line
 from .run import machine
 
 WIDTH, CHUNK = 128, 64
 COLUMNS = 64  # of V, in a block of the scan
-NARROW = ((16, 0.5), (32, 1.0))  # columns where there are fewer blocks than so many to a multiprocessor
 LOWEST = -5.0  # of log gates, for the kernels of ``backward_bounded.py``
 EVERY = 8  # chunks: how often the scan says what is done
 FEW = 48  # blocks of the scan in each direction, that leave many multiprocessors idle
 APART = 16  # elements: what copies to shared memory ask of strides
+MOST_SCALE = 2.0**60  # the scan works on gradients over the scale
 
 
 class HopperGradients(TritonGradients):
@@ -50,6 +50,8 @@ class HopperGradients(TritonGradients):
             return "only chunks of 64 tokens have hand-tuned kernels"
         if call.gate_fn == "factor" and call.gate != "channel":
             return "a factor's gradient divides by it: left to the emitted kernels"
+        if not 1 / MOST_SCALE <= abs(call.scale) <= MOST_SCALE:
+            return "gradients over a scale of 0 or beyond 2^60: left to the emitted kernels"
         return machine(call.q)
 
     @property
@@ -86,6 +88,7 @@ class HopperBackward(Backward):
 
     def _operands(self, grad_state: Tensor | None) -> dict[str, Any]:
         values = super()._operands(grad_state) | {"SCALAR": self._by_token_gates, "BOUNDED": self._bounded, "EARLY": ""}
+        values |= {"over": self._call.scale, "times": self._call.scale}
         for name, x in (("q", self._call.q), ("k", self._call.k), ("v", self._call.v), ("do", self._grad_o)):
             values |= tensor_arguments(name, "bthd", self._rows(self._scratch.cast(x, torch.bfloat16)))
         if self._call.gate == "channel" and self._call.g is not None:
@@ -95,8 +98,7 @@ class HopperBackward(Backward):
     def _rows(self, x: Tensor) -> Tensor:
         """``x`` with rows that are copied 16 bytes at a time, or a copy of it."""
         steps = all(step % APART == 0 for step in x.stride()[:-1])
-        fits = steps and x.stride(-1) == 1 and x.data_ptr() % (2 * APART) == 0
-        return x if fits else self._scratch.copied(x)
+        return x if steps and aligned(x) and x.data_ptr() % (2 * APART) == 0 else self._scratch.copied(x)
 
     def _kept(self, wanted: Buffers, tiles: int) -> Buffers:
         if self._early(tiles // self._chunks):
@@ -170,22 +172,55 @@ class HopperBackward(Backward):
         else:
             super()._prepare(tiles)
 
+    def _part(self, first: int, chunks: int) -> Backward:
+        """Between runs the gradients of states stay over the scale."""
+        part, scale = super()._part(first, chunks), self._call.scale
+        last = (first + chunks) * self._call.q.shape[0] == self._chunks
+        part._values |= {"over": scale if last else 1.0, "times": scale if first == 0 else 1.0}
+        return part
+
     def _scan(self, heads: int, *, ahead: bool = False) -> None:
         early = "" if ahead else self._values["EARLY"]
         self._values |= {"FORWARD": 0, "AHEAD": ahead, "EARLY": early}
-        self._by_columns(heads, 1 if ahead else 2)
+        self._launch_scan(heads, 1 if ahead else 2)
 
     def _scan_back(self, heads: int) -> None:
         self._values |= {"FORWARD": 1, "AHEAD": False}
-        self._by_columns(heads, 1)
+        self._launch_scan(heads, 1)
 
-    def _by_columns(self, heads: int, directions: int) -> None:
-        """The scan in blocks of columns, of fewer where these leave multiprocessors idle: a chunk takes less time."""
-        columns, most = self._call.sequences * heads * self._columns, device_of(self._call.q.device).multiprocessors
-        beside = 2 if self._values["AHEAD"] else directions  # the next first phase runs beside
-        narrow = (block for block, share in NARROW if beside * columns <= block * share * most)
-        self._values["BLOCK"] = block = next(narrow, COLUMNS)
-        self._tuned("scan", (columns // block, directions), max(4, block // 8), **self._beside())
+    def _launch_scan(self, heads: int, directions: int) -> None:
+        blocks = self._call.sequences * heads * self._columns // COLUMNS
+        self._values |= self._descriptors()
+        self._tuned("scan", (blocks, directions), 4, **self._beside())
+
+    def _descriptors(self) -> dict[str, Any]:
+        """What the scan has the copy engine fetch; what it does not read is anything."""
+        values, call, scalar = self._values, self._call, self._by_token_gates
+        columns, width = (1, CHUNK, 1, COLUMNS), (1, CHUNK, 1, WIDTH)
+        nothing = described(values["v_ptr"], columns)
+        found = dict.fromkeys(("d_x", "d_kg", "d_beta", "d_gates", "d_rates"), nothing)
+        found |= {"d_v": nothing, "d_do": described(values["do_ptr"], columns)}
+        leaves = {
+            "d_s": ("s", WIDTH),
+            "d_d": ("d", WIDTH),
+            "d_y": ("y" if call.delta else "z", CHUNK),
+            "d_z": ("z", CHUNK),
+        }
+        for name, (buffer, size) in leaves.items():
+            found[name] = described(values[f"{buffer}_buffer"].view(-1, self._columns), (size, COLUMNS))
+        rows = {"d_p": ("p", CHUNK)} | ({"d_x": ("x", CHUNK)} if call.delta else {})
+        lines = {"d_beta": ("beta", CHUNK)} if call.beta is not None else {}
+        if scalar:
+            found |= {"d_keys": described(values["k_ptr"], width), "d_queries": described(values["q_ptr"], width)}
+            lines |= {"d_gates": ("sums", CHUNK)} if call.gate != "none" else {}
+            lines |= {"d_rates": ("rate", WIDTH)} if call.qk_l2norm_eps > 0.0 else {}
+        else:
+            rows |= {"d_keys": ("kd", WIDTH), "d_queries": ("qg", WIDTH)}
+            rows |= {"d_kg": ("kg", WIDTH)} if call.delta else {}
+            lines |= {"d_gates": ("total", WIDTH)}
+        for name, (buffer, size) in rows.items():
+            found[name] = described(values[f"{buffer}_buffer"].view(-1, size), (CHUNK, size))
+        return found | {name: line(values[f"{buffer}_buffer"].view(-1), size) for name, (buffer, size) in lines.items()}
 
     def _by_token(self, tiles: int) -> None:
         self._values["NORM_INSIDE"] = self._call.qk_l2norm_eps > 0.0 and not self._gathered

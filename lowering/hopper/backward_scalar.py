@@ -231,7 +231,7 @@ def gradients_scalar(
     HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, V: gl.constexpr, FN: gl.constexpr, GATED: gl.constexpr,
     DELTA: gl.constexpr, BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr,
     BIAS: gl.constexpr, DBIAS: gl.constexpr, PACKED: gl.constexpr, NORM_INSIDE: gl.constexpr,
-    EARLY: gl.constexpr, BLOCK: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """All gradients of a chunk's tokens. NORM_INSIDE: dq and dk are those before the norm. V is 64 or 128.
 
@@ -241,7 +241,7 @@ def gradients_scalar(
     ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
     pid, chunk, head = own_chunk(first_head, HP)
     if EARLY != "":
-        await_states(done_buffer, T, HP * (V // BLOCK), HP, EARLY)
+        await_states(done_buffer, T, HP * (V // 64), HP, EARLY)
         pid, chunk, head = early_tile(T, first_head, HP, EARLY)
     runs = True
     if PACKED:

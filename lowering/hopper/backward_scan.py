@@ -1,8 +1,8 @@
 """Gluon: the states forward and their gradients in reverse, in one launch (bf16, K = 128, chunks of 64).
 
 As ``lowering/triton/backward_scan.py``: neither direction reads the other, so they are the two halves of the grid, and
-a block has BLOCK columns of V of one head of one sequence. What the next chunks need is under way while one is worked
-on. The state is in the accumulators, its 16-bit copy in shared memory, where the products and its way to memory begin.
+a block has 64 columns of V of one head of one sequence. One warp has the copy engine fetch what chunks need, two or
+three of them ahead; four do the rest (``backward_states.py``).
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -13,405 +13,210 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .backward_blocks import begun, fetch, leave, ready
-from .backward_early import rounds_of, say_done
-from .common import TILE, exp2, next_may_start, previous_is_over
+from .backward_early import rounds_of
+from .backward_states import forward_warps, reverse_warps
+from .common import TILE, TILE4, barrier, next_may_start, previous_is_over
 
-
-@gluon.constexpr_function
-def products_of(columns):
-    """The layout of [64 or 128, columns]; eight warps for 64 columns of V, four for fewer."""
-    return gl.NVMMADistributedLayout([3, 0], [4, max(columns // 32, 1)], [16, min(columns, 32), 16])
-
-
-@gluon.constexpr_function
-def tile_of(columns):
-    return gl.NVMMASharedLayout(2 * columns, 16, 2)
-
-
-@gluon.constexpr_function
-def rows_of(width, columns):
-    """How [rows, width] meets memory."""
-    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [max(columns // 8, 4), 1], [1, 0])
-
-
-@gluon.constexpr_function
-def line_of(columns):
-    return gl.BlockedLayout([1], [32], [max(columns // 8, 4)], [0])
+LINE = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 
 
 @gluon.jit
-def _state(base, st_k, st_v, column, HAS: gl.constexpr, BLOCK: gl.constexpr):
-    FLAT: gl.constexpr = products_of(BLOCK)
-    d = gl.arange(0, 128, layout=gl.SliceLayout(1, FLAT))[:, None]
-    c = column + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, FLAT))[None, :]
-    s = gl.zeros([128, BLOCK], gl.float32, layout=FLAT)
-    if HAS:
-        s += gl.load(base + d * st_k + c * st_v).to(gl.float32)
-    return s
+def _fetch_tokens(d, batch, token, head, column, bar, to):
+    """A chunk's rows of a tensor; zeros behind the last token there is."""
+    WIDTH: gl.constexpr = to.shape[1]
+    at = [batch, token, head, column]
+    tma.async_copy_global_to_shared(d, at, bar, to._reinterpret(gl.bfloat16, [1, 64, 1, WIDTH], TILE4))
 
 
 @gluon.jit
-def _leave_state(base, step, s):
-    FLAT: gl.constexpr = products_of(s.shape[1])
-    d = gl.arange(0, 128, layout=gl.SliceLayout(1, FLAT))[:, None]
-    c = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, FLAT))[None, :]
-    gl.store(base + d * step + c, s)
-
-
-@gluon.jit
-def _line_tiles(STAGES: gl.constexpr):
-    """Of a chunk's tokens beta; sums of gates, or the chunk's decay by channels; rates of q and k."""
-    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    beta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], one)
-    gates_s = gl.allocate_shared_memory(gl.float32, [STAGES, 128], one)
-    rates_s = gl.allocate_shared_memory(gl.float32, [STAGES, 128], one)
-    return beta_s, gates_s, rates_s
-
-
-@gluon.jit
-def _fetch_line(to, base, some, BLOCK: gl.constexpr):
-    COUNT: gl.constexpr = to.shape[0]
-    i = gl.arange(0, COUNT, layout=line_of(BLOCK))
-    async_copy.async_copy_global_to_shared(to, base + i, mask=(i >= 0) & some)
-
-
-@gluon.jit
-def _fetch_lines(lines, stage, some, tile, beta_buffer, total_buffer, sums_buffer, rate_buffer,
-                 GATED: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr, L2NORM: gl.constexpr,
-                 BLOCK: gl.constexpr):  # fmt: skip
-    beta_s, gates_s, rates_s = lines
+def _fetch_lines(d_beta, d_gates, d_rates, tile, bar, beta_s, gates_s, rates_s, stage, GATED: gl.constexpr,
+                 BETA: gl.constexpr, RATES: gl.constexpr):  # fmt: skip
     if BETA:
-        _fetch_line(beta_s.index(stage), beta_buffer + tile * 64, some, BLOCK)
+        tma.async_copy_global_to_shared(d_beta, [tile * 64], bar, beta_s.index(stage))
     if GATED:
-        if SCALAR:
-            _fetch_line(gates_s.index(stage).slice(0, 64), sums_buffer + tile * 64, some, BLOCK)
-        else:
-            _fetch_line(gates_s.index(stage), total_buffer + tile * 128, some, BLOCK)
-    if L2NORM and SCALAR:
-        _fetch_line(rates_s.index(stage), rate_buffer + tile * 128, some, BLOCK)
+        GATES: gl.constexpr = gates_s.shape[1]
+        tma.async_copy_global_to_shared(d_gates, [tile * GATES], bar, gates_s.index(stage))
+    if RATES:
+        tma.async_copy_global_to_shared(d_rates, [tile * 128], bar, rates_s.index(stage))
 
 
 @gluon.jit
-def _lines(
-    lines, stage, GATED: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr, L2NORM: gl.constexpr,
-    BLOCK: gl.constexpr,
+def _fetch_forward(
+    d_v, d_x, d_kg, d_keys, d_beta, d_gates, d_rates, batch, start, head, key_head, column, first, step, count,
+    v_s, x_s, kg_s, kd_s, beta_s, gates_s, rates_s, full, empty,
+    GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr, RATES: gl.constexpr,
+    BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Beta; decays from the chunk's start to its tokens and from these to its end, with SCALAR; over it; rates."""
-    DOWN: gl.constexpr = gl.SliceLayout(1, products_of(BLOCK))
-    beta_s, gates_s, rates_s = lines
-    b = gl.full([64], 1.0, gl.float32, layout=DOWN)
-    up, down, q_rate, k_rate = b, b, b, b
-    total = gl.full([128], 1.0, gl.float32, layout=DOWN)
-    if BETA:
-        b = beta_s.index(stage).load(DOWN)
-    if GATED:
-        if SCALAR:
-            until = gates_s.index(stage).slice(0, 64).load(DOWN)
-            last = gates_s.index(stage).slice(63, 1).load(DOWN)
-            up = exp2(until)
-            down = exp2(last - until)
-            total = total * exp2(last)
-        else:
-            total = gates_s.index(stage).load(DOWN)
-    if L2NORM and SCALAR:
-        q_rate = rates_s.index(stage).slice(0, 64).load(DOWN)
-        k_rate = rates_s.index(stage).slice(64, 64).load(DOWN)
-    return b, up, down, total, q_rate, k_rate
-
-
-@gluon.jit
-def _fetch_forward(n, count, stage, first, step, start, end, v_base, v_st, k_base, k_st, kg, kd, x, kg_s, kd_s, x_s,
-                   v_s, lines, total_buffer, sums_buffer, rate_buffer, beta_buffer, GATED: gl.constexpr,
-                   DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr, L2NORM: gl.constexpr):  # fmt: skip
-    BLOCK: gl.constexpr = v_s.shape[2]
-    SLIM: gl.constexpr = rows_of(64, BLOCK)
-    WIDE: gl.constexpr = rows_of(128, BLOCK)
-    rows = gl.where(n < count, 64, 0)
-    chunk = gl.minimum(n, count - 1)
-    tile = first + chunk * step
-    token = start + chunk * 64
-    left = gl.minimum(rows, end - token)
-    fetch(v_s.index(stage), v_base + token * v_st, v_st, left, rows_of(BLOCK, BLOCK))
-    if SCALAR:
-        fetch(kd_s.index(stage), k_base + token * k_st, k_st, left, WIDE)
-    else:
-        fetch(kd_s.index(stage), kd + tile * (64 * 128), 128, rows, WIDE)
-    if DELTA:
-        if not SCALAR:
-            fetch(kg_s.index(stage), kg + tile * (64 * 128), 128, rows, WIDE)
-        fetch(x_s.index(stage), x + tile * (64 * 64), 64, rows, SLIM)
-    _fetch_lines(
-        lines, stage, n < count, tile, beta_buffer, total_buffer, sums_buffer, rate_buffer, GATED, BETA, SCALAR, L2NORM,
-        BLOCK,
-    )  # fmt: skip
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _forward(
-    s, column, count, first, step, start, end, v_base, v_st, k_base, k_st, kg_buffer, kd_buffer, total_buffer, x_buffer,
-    sums_buffer, rate_buffer, beta_buffer, s_buffer, y_buffer, done,
-    V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr,
-    L2NORM: gl.constexpr, KEEP: gl.constexpr, EARLY: gl.constexpr, BLOCK: gl.constexpr,
-):  # fmt: skip
-    """The states before every chunk, and with the delta rule Y; KEEP: as of the reverse half."""
-    FLAT: gl.constexpr = products_of(BLOCK)
-    OWN: gl.constexpr = tile_of(BLOCK)
-    THIN: gl.constexpr = rows_of(BLOCK, BLOCK)
-    STAGES: gl.constexpr = 3
-    APART: gl.constexpr = STAGES if DELTA and not SCALAR else 1
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, BLOCK], OWN)
-    kd_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], TILE)
-    kg_s = gl.allocate_shared_memory(gl.bfloat16, [APART, 64, 128], TILE)
-    x_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES if DELTA else 1, 64, 64], TILE)
-    state = gl.allocate_shared_memory(gl.bfloat16, [128, BLOCK], OWN)
-    scaled = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], OWN)
-    solved = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], OWN)
-    added = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], OWN)
-    lines = _line_tiles(STAGES)
-    for n in gl.static_range(STAGES - 1):
-        _fetch_forward(n, count, n, first, step, start, end, v_base, v_st, k_base, k_st, kg_buffer, kd_buffer, x_buffer,
-                       kg_s, kd_s, x_s, v_s, lines, total_buffer, sums_buffer, rate_buffer, beta_buffer,
-                       GATED, DELTA, BETA, SCALAR, L2NORM)  # fmt: skip
+    STAGES: gl.constexpr = v_s.shape[0]
     for n in range(count):
         stage = n % STAGES
         tile = first + n * step
-        async_copy.wait_group(STAGES - 2)
-        state.store(s.to(gl.bfloat16))
-        ready()
-        say_done(done, n, count, EARLY)
-        keys = kd_s.index(stage)
-        if DELTA:
-            r = begun(keys if SCALAR else kg_s.index(stage), state, FLAT)
-        # Read before the next copies begin: a barrier would part them.
-        b, up, down, total, _, k_rate = _lines(lines, stage, GATED, BETA, SCALAR, L2NORM, BLOCK)
-        v = v_s.index(stage).load(FLAT)
-        ahead = n + STAGES - 1
-        _fetch_forward(ahead, count, ahead % STAGES, first, step, start, end, v_base, v_st, k_base, k_st, kg_buffer,
-                       kd_buffer, x_buffer, kg_s, kd_s, x_s, v_s, lines, total_buffer, sums_buffer, rate_buffer,
-                       beta_buffer, GATED, DELTA, BETA, SCALAR, L2NORM)  # fmt: skip
-        if KEEP:
-            leave(s_buffer + tile * (128 * V) + column, V, state, 128, THIN)
-        if DELTA:
-            r = warpgroup_mma_wait(0, [r])
-            if SCALAR:
-                r = r * (up * k_rate)[:, None]
-            y = v.to(gl.float32) - r
-            scaled.store((y * -b[:, None]).to(gl.bfloat16))
-            ready()
-            y = warpgroup_mma(x_s.index(stage), scaled, y)
-            if KEEP:
-                solved.store(y.to(gl.bfloat16))
-        else:
-            y = v.to(gl.float32)
+        mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+        bar = full.index(stage)
+        mbarrier.expect(bar, BYTES)
         if SCALAR:
-            b = b * (down * k_rate)
-        added.store((y * b[:, None]).to(gl.bfloat16))
-        ready()
-        if GATED:
-            s *= total[:, None]
-        s = warpgroup_mma(keys.permute((1, 0)), added, s, is_async=True)
-        if DELTA and KEEP:
-            leave(y_buffer + tile * (64 * V) + column, V, solved, 64, THIN)
-        s = warpgroup_mma_wait(0, [s])
-    async_copy.wait_group(0)
-    ready()
-    say_done(done, count, count, EARLY)
-    return s
-
-
-@gluon.jit
-def _fetch_reverse(n, count, stage, first, step, start, end, do_base, do_st, q_base, q_st, k_base, k_st, qg, kg, kd, p,
-                   x, qg_s, kg_s, kd_s, p_s, x_s, do_s, lines, total_buffer, sums_buffer, rate_buffer, beta_buffer,
-                   GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr,
-                   L2NORM: gl.constexpr):  # fmt: skip
-    BLOCK: gl.constexpr = do_s.shape[2]
-    SLIM: gl.constexpr = rows_of(64, BLOCK)
-    WIDE: gl.constexpr = rows_of(128, BLOCK)
-    rows = gl.where(n < count, 64, 0)
-    chunk = gl.maximum(count - 1 - n, 0)
-    tile = first + chunk * step
-    token = start + chunk * 64
-    left = gl.minimum(rows, end - token)
-    fetch(do_s.index(stage), do_base + token * do_st, do_st, left, rows_of(BLOCK, BLOCK))
-    if SCALAR:
-        fetch(kd_s.index(stage), k_base + token * k_st, k_st, left, WIDE)
-        fetch(qg_s.index(stage), q_base + token * q_st, q_st, left, WIDE)
-    else:
-        fetch(kd_s.index(stage), kd + tile * (64 * 128), 128, rows, WIDE)
-        fetch(qg_s.index(stage), qg + tile * (64 * 128), 128, rows, WIDE)
-    fetch(p_s.index(stage), p + tile * (64 * 64), 64, rows, SLIM)
-    if DELTA:
+            _fetch_tokens(d_keys, batch, start + n * 64, key_head, 0, bar, kd_s.index(stage))
+        else:
+            if DELTA:
+                tma.async_copy_global_to_shared(d_kg, [tile * 64, 0], bar, kg_s.index(stage))
+        _fetch_tokens(d_v, batch, start + n * 64, head, column, bar, v_s.index(stage))
+        _fetch_lines(d_beta, d_gates, d_rates, tile, bar, beta_s, gates_s, rates_s, stage, GATED, BETA, RATES)
+        if DELTA:
+            tma.async_copy_global_to_shared(d_x, [tile * 64, 0], bar, x_s.index(stage))
         if not SCALAR:
-            fetch(kg_s.index(stage), kg + tile * (64 * 128), 128, rows, WIDE)
-        fetch(x_s.index(stage), x + tile * (64 * 64), 64, rows, SLIM)
-    _fetch_lines(
-        lines, stage, n < count, tile, beta_buffer, total_buffer, sums_buffer, rate_buffer, GATED, BETA, SCALAR, L2NORM,
-        BLOCK,
-    )  # fmt: skip
-    async_copy.commit_group()
+            tma.async_copy_global_to_shared(d_keys, [tile * 64, 0], bar, kd_s.index(stage))
 
 
 @gluon.jit
-def _reverse(
-    s, column, count, first, step, start, end, scale, do_base, do_st, q_base, q_st, k_base, k_st, qg_buffer, kg_buffer,
-    kd_buffer, total_buffer, p_buffer, x_buffer, sums_buffer, rate_buffer, beta_buffer, d_buffer, z_buffer, done,
-    V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr,
-    L2NORM: gl.constexpr, KEEP: gl.constexpr, EARLY: gl.constexpr, BLOCK: gl.constexpr,
+def _fetch_reverse(
+    d_do, d_p, d_x, d_kg, d_keys, d_queries, d_beta, d_gates, d_rates, batch, start, head, key_head, column, first,
+    step, count, do_s, p_s, x_s, kg_s, kd_s, qg_s, beta_s, gates_s, rates_s, full, empty, late, used,
+    GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr, RATES: gl.constexpr,
+    BYTES: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of the states behind every chunk, and Z; KEEP: whether they are kept, or the last state alone."""
-    FLAT: gl.constexpr = products_of(BLOCK)
-    OWN: gl.constexpr = tile_of(BLOCK)
-    THIN: gl.constexpr = rows_of(BLOCK, BLOCK)
-    APART: gl.constexpr = 2 if DELTA and not SCALAR else 1
-    do_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], OWN)
-    qg_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], TILE)
-    kd_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], TILE)
-    kg_s = gl.allocate_shared_memory(gl.bfloat16, [APART, 64, 128], TILE)
-    p_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], TILE)
-    x_s = gl.allocate_shared_memory(gl.bfloat16, [2 if DELTA else 1, 64, 64], TILE)
-    state = gl.allocate_shared_memory(gl.bfloat16, [128, BLOCK], OWN)
-    given = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], OWN)
-    solved = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], OWN)
-    scaled = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], OWN)
-    lifted = gl.allocate_shared_memory(gl.bfloat16, [64, BLOCK], OWN)
-    lines = _line_tiles(2)
-    _fetch_reverse(0, count, 0, first, step, start, end, do_base, do_st, q_base, q_st, k_base, k_st, qg_buffer,
-                   kg_buffer, kd_buffer, p_buffer, x_buffer, qg_s, kg_s, kd_s, p_s, x_s, do_s, lines, total_buffer,
-                   sums_buffer, rate_buffer, beta_buffer, GATED, DELTA, BETA, SCALAR, L2NORM)  # fmt: skip
+    STAGES: gl.constexpr = do_s.shape[0]
     for n in range(count):
-        stage = n % 2
+        stage = n % STAGES
+        turn = ((n // STAGES) & 1) ^ 1
         tile = first + (count - 1 - n) * step
-        async_copy.wait_group(0)
-        state.store(s.to(gl.bfloat16))
-        ready()
-        say_done(done, n, count, EARLY)
-        do = do_s.index(stage)
-        keys = kd_s.index(stage)
-        queries = qg_s.index(stage).permute((1, 0))
-        z = begun(p_s.index(stage).permute((1, 0)), do, FLAT)
-        more = begun(keys, state, FLAT)
-        if not SCALAR:
-            asked = begun(queries, do, FLAT)
-        # Read before the next copies begin: a barrier would part them.
-        b, up, down, total, q_rate, k_rate = _lines(lines, stage, GATED, BETA, SCALAR, L2NORM, BLOCK)
+        token = start + (count - 1 - n) * 64
+        mbarrier.wait(empty.index(stage), turn)
+        bar = full.index(stage)
+        mbarrier.expect(bar, BYTES)
+        _fetch_tokens(d_do, batch, token, head, column, bar, do_s.index(stage))
+        tma.async_copy_global_to_shared(d_p, [tile * 64, 0], bar, p_s.index(stage))
         if SCALAR:
-            lifted.store((do.load(FLAT).to(gl.float32) * (up * q_rate * scale)[:, None]).to(gl.bfloat16))
-        _fetch_reverse(n + 1, count, stage ^ 1, first, step, start, end, do_base, do_st, q_base, q_st, k_base, k_st,
-                       qg_buffer, kg_buffer, kd_buffer, p_buffer, x_buffer, qg_s, kg_s, kd_s, p_s, x_s, do_s, lines,
-                       total_buffer, sums_buffer, rate_buffer, beta_buffer, GATED, DELTA, BETA, SCALAR,
-                       L2NORM)  # fmt: skip
-        if KEEP:
-            leave(d_buffer + tile * (128 * V) + column, V, state, 128, THIN)
-        if GATED:
-            s *= total[:, None]
-        if SCALAR:
-            z, more = warpgroup_mma_wait(0, [z, more])
-            more = more * (down * k_rate)[:, None]
+            _fetch_tokens(d_keys, batch, token, key_head, 0, bar, kd_s.index(stage))
+            _fetch_tokens(d_queries, batch, token, key_head, 0, bar, qg_s.index(stage))
         else:
-            z, more, asked = warpgroup_mma_wait(0, [z, more, asked])
-            s += asked * scale
-        z = z * scale + more
-        lost = z
+            tma.async_copy_global_to_shared(d_keys, [tile * 64, 0], bar, kd_s.index(stage))
+            tma.async_copy_global_to_shared(d_queries, [tile * 64, 0], bar, qg_s.index(stage))
+        _fetch_lines(d_beta, d_gates, d_rates, tile, bar, beta_s, gates_s, rates_s, stage, GATED, BETA, RATES)
         if DELTA:
-            lost = z * -b[:, None]
-        given.store(lost.to(gl.bfloat16))
-        ready()
-        if SCALAR:
-            s = warpgroup_mma(queries, lifted, s, is_async=True)
-        if DELTA:
-            z = warpgroup_mma(x_s.index(stage).permute((1, 0)), given, z, is_async=True)
-            if SCALAR:
-                z, s = warpgroup_mma_wait(0, [z, s])
-            else:
-                z = warpgroup_mma_wait(0, [z])
-            lost = z * -b[:, None]
-            if SCALAR:
-                lost = lost * (up * k_rate)[:, None]
-            scaled.store(lost.to(gl.bfloat16))
-            solved.store(z.to(gl.bfloat16))
-            ready()
-            s = warpgroup_mma((keys if SCALAR else kg_s.index(stage)).permute((1, 0)), scaled, s, is_async=True)
-            if KEEP:
-                leave(z_buffer + tile * (64 * V) + column, V, solved, 64, THIN)
-        elif KEEP:
-            leave(z_buffer + tile * (64 * V) + column, V, given, 64, THIN)
-        s = warpgroup_mma_wait(0, [s])
-    async_copy.wait_group(0)
-    ready()
-    say_done(done, count, count, EARLY)
-    return s
+            tma.async_copy_global_to_shared(d_x, [tile * 64, 0], bar, x_s.index(stage))
+            if not SCALAR:
+                mbarrier.wait(used.index(stage), turn)
+                mbarrier.expect(late.index(stage), 64 * 128 * 2)
+                tma.async_copy_global_to_shared(d_kg, [tile * 64, 0], late.index(stage), kg_s.index(stage))
+
+
+@gluon.jit
+def _tiles(STAGES: gl.constexpr, WIDTH: gl.constexpr):
+    return gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, WIDTH], TILE)
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(STAGES):
+        mbarrier.init(bars.index(n), count=1)
+    return bars
 
 
 @gluon.jit(do_not_specialize=["T", "N", "first_head", "state_sn", "final_sn"])
 def scan(
-    q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, v_ptr, v_sb, v_st, v_sh, do_ptr, do_sb, do_st, do_sh,
+    d_v, d_do, d_p, d_x, d_kg, d_keys, d_queries, d_beta, d_gates, d_rates, d_s, d_d, d_y, d_z,
     state_ptr, state_sn, state_sh, state_sk, state_sv, final_ptr, final_sn, final_sh, final_sk, final_sv, dstate_ptr,
-    last_ptr, cu_seqlens, chunk_offsets, N, T, scale, first_head,
-    qg_buffer, kg_buffer, kd_buffer, total_buffer, p_buffer, x_buffer, sums_buffer, rate_buffer, beta_buffer,
-    s_buffer, d_buffer, y_buffer, z_buffer, done_buffer,
+    last_ptr, cu_seqlens, chunk_offsets, N, T, scale, over, times, first_head, done_buffer,
     HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr,
     BETA: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr, SCALAR: gl.constexpr,
     L2NORM: gl.constexpr, FORWARD: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
-    BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (sequences * heads * V / BLOCK, 2). Rows of tensors are contiguous and begin at multiples of 16 bytes.
+    """Grid: (sequences * heads * V / 64, 2). d_v, d_do: ``[B, T, HV, V]``, 64 columns at a time.
 
     The blocks FORWARD of the second dimension go forward. With FORWARD = 1 and a grid of 1 there, none does, and only
     the gradients of the first states are left. AHEAD, with FORWARD = 0 and a grid of 1 there: only the last states
     are, and the next kernel may start beside this one.
 
-    SCALAR: a gate per token or head, or none: q and k are read as they are, with what ``backward_scalar.py`` left.
-    Otherwise q and k are not read, and what ``backward_prepare.py`` left of them is.
+    SCALAR: a gate per token or head, or none: d_keys and d_queries are k and q as they are, ``[B, T, H, K]``, with
+    what ``backward_scalar.py`` left. Otherwise they are what ``backward_prepare.py`` left of them, ``[rows, K]``.
 
     EARLY: of one sequence, ``done_buffer`` says which chunks are done, and the next kernel may start beside this one.
     """
-    if EARLY != "":
-        previous_is_over()
-    if EARLY != "" or AHEAD:
-        next_may_start()
-    pid = gl.program_id(0).to(gl.int64)
-    i_nh = pid // (V // BLOCK)
-    column = (pid % (V // BLOCK)) * BLOCK
+    RATES: gl.constexpr = L2NORM and SCALAR
+    APART: gl.constexpr = DELTA and not SCALAR
+    GATES: gl.constexpr = 64 if SCALAR else 128
+    LINES: gl.constexpr = 4 * ((64 if BETA else 0) + (GATES if GATED else 0) + (128 if RATES else 0))
+    pid = gl.program_id(0)
+    i_nh = pid // (V // 64)
+    column = (pid % (V // 64)) * 64
     sequence = i_nh // HP
     own = i_nh % HP
     head = first_head + own
     if PACKED:
-        start = gl.maximum(gl.load(cu_seqlens + sequence).to(gl.int64), 0)
-        end = gl.minimum(gl.load(cu_seqlens + sequence + 1).to(gl.int64), T)
-        chunk = gl.load(chunk_offsets + sequence).to(gl.int64)
-        count = (gl.load(chunk_offsets + sequence + 1).to(gl.int64) - chunk).to(gl.int32)
+        start = gl.maximum(gl.load(cu_seqlens + sequence), 0).to(gl.int32)
+        end = gl.minimum(gl.load(cu_seqlens + sequence + 1), T).to(gl.int32)
+        chunk = gl.load(chunk_offsets + sequence).to(gl.int32)
+        count = gl.load(chunk_offsets + sequence + 1).to(gl.int32) - chunk
+        length = end - start
         batch = sequence * 0
     else:
         chunk = sequence * ((T + 63) // 64)
-        count = (sequence * 0 + (T + 63) // 64).to(gl.int32)
+        count = sequence * 0 + (T + 63) // 64
         start = sequence * 0
-        end = start + T
+        length = start + T
         batch = sequence
     first = chunk * HP + own
-    k_base = k_ptr + batch * k_sb + (head // GROUP) * k_sh
+    key_head = head // GROUP
+    state = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 64], TILE)
+    solved = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    beta_s = gl.allocate_shared_memory(gl.float32, [3, 64], LINE)
+    gates_s = gl.allocate_shared_memory(gl.float32, [3, GATES], LINE)
+    rates_s = gl.allocate_shared_memory(gl.float32, [3, 128], LINE)
+    full, empty, late, used = _barriers(3), _barriers(3), _barriers(3), _barriers(3)
+    fence_async_shared()
+    barrier()
+    if EARLY != "":
+        previous_is_over()
+    if EARLY != "" or AHEAD:
+        next_may_start()
+    # The tuples are written in place: as variables they would turn their constants into run-time values.
     if gl.program_id(1) == FORWARD:
-        s = _state(state_ptr + sequence * state_sn + head * state_sh, state_sk, state_sv, column, STATE, BLOCK)
-        v_base = v_ptr + batch * v_sb + head * v_sh + column
-        s = _forward(
-            s, column, count, first, HP, start, end, v_base, v_st, k_base, k_st, kg_buffer, kd_buffer, total_buffer,
-            x_buffer, sums_buffer, rate_buffer, beta_buffer, s_buffer, y_buffer,
-            done_buffer, V, GATED, DELTA, BETA, SCALAR, L2NORM, not AHEAD, EARLY, BLOCK,
+        given = state_ptr + sequence.to(gl.int64) * state_sn + head.to(gl.int64) * state_sh + column * state_sv
+        last = last_ptr + (sequence * HV + head).to(gl.int64) * (128 * V) + column
+        v_s, kd_s = _tiles(3, 64), _tiles(3, 128)
+        kg_s = _tiles(3 if APART else 1, 128)
+        x_s = _tiles(3 if DELTA else 1, 64)
+        BYTES: gl.constexpr = LINES + 2 * 64 * (64 + 128 + (64 if DELTA else 0) + (128 if APART else 0))
+        gl.warp_specialize(
+            [
+                (forward_warps, (
+                    given, state_sk, state_sv, last, column, count, length, first, HP, d_s, d_y,
+                    done_buffer, v_s, x_s, kg_s, kd_s, beta_s, gates_s, rates_s, state, solved, full, empty,
+                    V, GATED, DELTA, BETA, SCALAR, L2NORM, STATE, not AHEAD, EARLY, PACKED,
+                )),
+                (_fetch_forward, (
+                    d_v, d_x, d_kg, d_keys, d_beta, d_gates, d_rates, batch, start, head, key_head, column, first, HP,
+                    count, v_s, x_s, kg_s, kd_s, beta_s, gates_s, rates_s, full, empty,
+                    GATED, DELTA, BETA, SCALAR, RATES, BYTES,
+                )),
+            ],
+            [1], [40],
         )  # fmt: skip
-        if AHEAD:
-            _leave_state(last_ptr + (sequence * HV + head) * (128 * V) + column, V, s)
     else:
-        s = _state(final_ptr + sequence * final_sn + head * final_sh, final_sk, final_sv, column, FINAL, BLOCK)
-        do_base = do_ptr + batch * do_sb + head * do_sh + column
-        q_base = q_ptr + batch * q_sb + (head // GROUP) * q_sh
-        s = _reverse(
-            s, column, count, first, HP, start, end, scale, do_base, do_st, q_base, q_st, k_base, k_st, qg_buffer,
-            kg_buffer, kd_buffer, total_buffer, p_buffer, x_buffer, sums_buffer, rate_buffer, beta_buffer, d_buffer,
-            z_buffer, done_buffer + rounds_of(T), V, GATED, DELTA, BETA, SCALAR, L2NORM, FORWARD == 0, EARLY, BLOCK,
+        behind = final_ptr + sequence.to(gl.int64) * final_sn + head.to(gl.int64) * final_sh + column * final_sv
+        asked = dstate_ptr + (sequence * HV + head).to(gl.int64) * (128 * V) + column
+        done = done_buffer + rounds_of(T)
+        STAGES: gl.constexpr = 2 if APART else 3
+        do_s, p_s, kd_t, qg_s = _tiles(STAGES, 64), _tiles(STAGES, 64), _tiles(STAGES, 128), _tiles(STAGES, 128)
+        kg_t = _tiles(STAGES if APART else 1, 128)
+        x_t = _tiles(STAGES if DELTA else 1, 64)
+        SIZE: gl.constexpr = LINES + 2 * 64 * (64 + 64 + 2 * 128 + (64 if DELTA else 0))
+        gl.warp_specialize(
+            [
+                (reverse_warps, (
+                    behind, final_sk, final_sv, asked, column, count, length, first, HP, scale, over, times, d_d, d_z,
+                    done, do_s, p_s, x_t, kg_t, kd_t, qg_s, beta_s, gates_s,
+                    rates_s, state, solved, full, empty, late, used,
+                    V, GATED, DELTA, BETA, SCALAR, L2NORM, STATE, FINAL, FORWARD == 0, EARLY, PACKED,
+                )),
+                (_fetch_reverse, (
+                    d_do, d_p, d_x, d_kg, d_keys, d_queries, d_beta, d_gates, d_rates, batch, start, head, key_head,
+                    column, first, HP, count, do_s, p_s, x_t, kg_t, kd_t, qg_s, beta_s, gates_s, rates_s, full, empty,
+                    late, used, GATED, DELTA, BETA, SCALAR, RATES, SIZE,
+                )),
+            ],
+            [1], [40],
         )  # fmt: skip
-        if STATE:
-            _leave_state(dstate_ptr + (sequence * HV + head) * (128 * V) + column, V, s)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -80,7 +82,7 @@ class Shared:
 
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-    return Shared(torch.full(shape, float("nan"), dtype=dtype))
+    return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
 
 
 def _tile(x: Any) -> Tensor:
@@ -117,9 +119,81 @@ def _product(a: Tensor, b: Tensor, acc: Tensor, input_precision: str | None = No
 
 
 def _warpgroup_product(
-    left: Shared, right: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False
+    left: Shared | Tensor, right: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False
 ) -> Tensor:
-    return _product(left.tile, right.tile, acc if use_acc else 0 * acc)
+    return _product(left.tile if isinstance(left, Shared) else left, right.tile, acc if use_acc else 0 * acc)
+
+
+class Described:
+    """A tensor as the copy engine addresses it, a block at a time."""
+
+    def __init__(self, base: Tensor, shape: Any, strides: Any, block: list[int], layout: Any) -> None:
+        self.base, self.block = base, block
+
+
+class Barrier:
+    """What mbarriers do, and the copies that count on them; a kernel's partitions are threads."""
+
+    MBarrierLayout = Layout
+    turn = threading.Condition()
+    states: dict[int, list[int]] = {}  # noqa: RUF012 - by address: phases that are over, arrivals, bytes to come
+
+    @classmethod
+    def init(cls, bar: Shared, count: int) -> None:
+        assert count == 1
+        cls.states[bar.tile.data_ptr()] = [0, 1, 0]
+
+    @classmethod
+    def _change(cls, bar: Shared, arrivals: int, more: int) -> None:
+        with cls.turn:
+            state = cls.states[bar.tile.data_ptr()]
+            state[1] -= arrivals
+            state[2] += more
+            if state[1:] == [0, 0]:
+                state[:2] = state[0] + 1, 1
+            assert state[1] >= 0
+            cls.turn.notify_all()
+
+    @classmethod
+    def expect(cls, bar: Shared, count: int) -> None:
+        cls._change(bar, 1, count)
+
+    @classmethod
+    def arrive(cls, bar: Shared, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            cls._change(bar, count, 0)
+
+    @classmethod
+    def wait(cls, bar: Shared, phase: int, pred: Any = True) -> None:
+        state = cls.states[bar.tile.data_ptr()]
+        with cls.turn:
+            assert not pred or cls.turn.wait_for(lambda: state[0] & 1 != phase, 60)
+
+    @classmethod
+    def async_copy_global_to_shared(cls, source: Described, at: list[Any], bar: Shared, to: Shared) -> None:
+        assert list(to.shape) == source.block
+        found = torch.zeros(to.shape, dtype=to.dtype)
+        spans = [
+            slice(int(i), min(int(i) + n, size)) for i, n, size in zip(at, source.block, source.base.shape, strict=True)
+        ]
+        found[tuple(slice(0, max(0, s.stop - s.start)) for s in spans)] = source.base[tuple(spans)]
+        to.store(found)
+        cls._change(bar, 0, -found.nbytes)
+
+    @classmethod
+    def async_copy_shared_to_global(cls, to: Described, at: list[Any], source: Shared) -> None:
+        assert list(source.shape) == to.block
+        to.base[tuple(slice(int(i), int(i) + n) for i, n in zip(at, to.block, strict=True))] = source.tile
+
+    @classmethod
+    def store_wait(cls, pendings: int) -> None:
+        """Done already."""
+
+
+def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: Any, registers: Any) -> None:
+    with ThreadPoolExecutor(len(partitions)) as pool:
+        for done in [pool.submit(function, *given) for function, given in partitions]:
+            done.result()
 
 
 def _asm(text: str, constraints: str, args: list[Tensor], dtype: Any, pure: bool, pack: int) -> Tensor:
@@ -139,6 +213,7 @@ class Language(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("triton.experimental.gluon.language")
         self.program: tuple[int, ...] = (0,)
+        self.warp_specialize = _specialize
         for name in ("float16", "bfloat16", "float32", "int32", "int64"):
             setattr(self, name, getattr(torch, name))
         for name in "BlockedLayout SliceLayout DotOperandLayout NVMMADistributedLayout".split():
@@ -182,12 +257,18 @@ def install() -> Language:
     copies.commit_group, copies.wait_group = lambda: None, lambda n: None
     ampere.mma_v2, ampere.async_copy = _product, copies
     hopper: Any = types.ModuleType("hopper")
-    hopper.tma = hopper.mbarrier = Layout()
+    hopper.tma = hopper.mbarrier = Barrier
+    host: Any = types.ModuleType("host")
+    host.TensorDescriptor = Described
     hopper.fence_async_shared, hopper.warpgroup_mma = lambda: None, _warpgroup_product
     hopper.warpgroup_mma_wait = lambda n, deps: deps[0] if len(deps) == 1 else tuple(deps)
     base = "triton.experimental.gluon"
     sys.modules |= {base: gluon, f"{base}.language": language, f"{base}.language.nvidia.ampere": ampere}
-    sys.modules |= {f"{base}.language.nvidia.ampere.async_copy": copies, f"{base}.language.nvidia.hopper": hopper}
+    sys.modules |= {
+        f"{base}.nvidia.hopper": host,
+        f"{base}.language.nvidia.ampere.async_copy": copies,
+        f"{base}.language.nvidia.hopper": hopper,
+    }
     return language
 
 

@@ -23,7 +23,6 @@ LANGUAGE = emulated.install()  # before any kernel is imported
 
 from kdacompile.lowering.adjoint import GradientKernels, Gradients  # noqa: E402
 from kdacompile.lowering.calls import Call  # noqa: E402
-from kdacompile.lowering.hopper import backward_run as hopper_run  # noqa: E402
 from kdacompile.lowering.hopper.backward_run import HopperBackward  # noqa: E402
 from kdacompile.lowering.scratch import Scratch  # noqa: E402
 from kdacompile.lowering.triton import backward_run  # noqa: E402
@@ -191,13 +190,12 @@ def runs() -> None:
 
 
 def beside() -> None:
-    """Gradients in the orders that begin beside the scan, which goes by blocks of any width: the same bits."""
+    """Gradients in the orders that begin beside the scan: the same bits."""
     for gate, length in (("channel", 1054), ("token", 1088)):
         case = rounded(case_of(batch=1, length=length, gate=gate))
         (of_o, of_state), found = weights(case), dict[str, Gradients]()
-        for early, columns in (("", 64), ("end", 32), ("middle", 16)):
-            modes = patch.object(HopperBackward, "_early", lambda self, heads, early=early: early)
-            with modes, patch.object(hopper_run, "NARROW", ((columns, 1.0),)):
+        for early in ("", "end", "middle"):
+            with patch.object(HopperBackward, "_early", lambda self, heads, early=early: early):
                 found[early] = KERNELS.gradients(call_of(case), of_o, of_state, EmulatedScratch(poison=True))
         for x, *others in zip(*found.values(), strict=True):
             assert x is None or all(y is not None and torch.equal(x, y) for y in others)

@@ -160,7 +160,6 @@ def compile_backward(
     gate_fn: str = "softplus",
     early: str = "",
     ahead: bool = False,
-    block: int = 64,
 ) -> Any:
     """A kernel of the backward pass, by its name; ``scalar``: of the scan with a gate per token."""
     kernels = {"prepare": backward_prepare.prepare, "prepare_scalar": backward_scalar.prepare_scalar}
@@ -173,24 +172,31 @@ def compile_backward(
         "FORWARD": forward,
         "AHEAD": ahead,
         "BESIDE": ahead,
-        "BLOCK": block,
         "BOUNDED": gate_fn == "sigmoid",
         "EARLY": early,
     }
     constants |= {argument: 1 for argument in kernel.arg_names if argument.endswith(("_sd", "_sv"))}
     signature = dict.fromkeys(kernel.arg_names, "i32") | {"cu_seqlens": "*i64", "chunk_offsets": "*i32"}
     signature |= {a: "*bf16" for a in kernel.arg_names if a.endswith(("_ptr", "_buffer"))}
-    signature |= dict.fromkeys(("scale", "gate_scale", "l2norm_eps"), "fp32") | {"g_ptr": f"*{gate}"}
+    signature |= dict.fromkeys(("scale", "gate_scale", "l2norm_eps", "over", "times"), "fp32") | {"g_ptr": f"*{gate}"}
     singles = (
         "A_log_ptr dt_bias_ptr dbias_ptr drate_ptr state_ptr final_ptr dstate_ptr last_ptr beta_buffer rate_buffer"
     )
     signature |= dict.fromkeys([*singles.split(), "sums_buffer", "total_buffer", "lines_buffer"], "*fp32")
     signature["done_buffer"] = "*i32"
+    signature["last_ptr"] = "*fp32" if ahead else "*bf16"  # what a call does not have is q
+    if name == "scan":
+        rows = (1, 64, 1, 128) if scalar else (64, 128)
+        signature |= dict.fromkeys(("d_v", "d_do"), _descriptor(1, 64, 1, 64))
+        signature |= dict.fromkeys(("d_keys", "d_queries"), _descriptor(*rows))
+        signature |= dict.fromkeys(("d_p", "d_x", "d_y", "d_z"), _descriptor(64, 64)) | {"d_kg": _descriptor(64, 128)}
+        signature |= dict.fromkeys(("d_s", "d_d"), _descriptor(128, 64))
+        signature |= {"d_beta": _line(64), "d_gates": _line(64 if scalar else 128), "d_rates": _line(128)}
     signature = {a: kind for a, kind in signature.items() if a in kernel.arg_names}
     constants = {a: value for a, value in constants.items() if a in kernel.arg_names}
     steps = [i for i, a in enumerate(signature) if a.endswith(("_sb", "_st", "_sh")) and not a.startswith("beta")]
     limit = {"maxnreg": REGISTERS[name]} if name in REGISTERS else {}
-    return _compile(kernel, signature, constants, max(4, block // 8) if name == "scan" else 4, steps, **limit)
+    return _compile(kernel, signature, constants, 4, steps, **limit)
 
 
 def spilled_bytes(compiled: Any) -> int:

@@ -43,6 +43,8 @@ def test_what_is_declined() -> None:
     factor = make_case(gate="token", gate_fn="factor", key_dim=128, value_dim=128, length=70).with_options(chunk_size=0)
     left = "a factor's gradient divides by it: left to the emitted kernels"
     assert HopperGradients().declines(call_of(factor.to(torch.bfloat16))) == left
+    for scale in (0.0, 2.0**70, float("nan")):
+        assert "scale" in str(HopperGradients().declines(call_of(case.with_options(scale=scale))))
 
 
 class Counted(Scratch):
@@ -85,9 +87,10 @@ def test_buffers_of_long_sequences(execution: type[Backward], length: int, heads
         ("scan", 1, 0, {"forward": 1}),
         ("scan", 1, 0, {"packed": True}),
         ("scan", 1, 0, {"early": "end"}),
-        ("scan", 1, 0, {"block": 32, "ahead": True}),
-        ("scan", 1, 0, {"block": 16, "early": "middle"}),
-        ("scan", 1, 0, {"block": 32, "scalar": True, "values": 64}),
+        ("scan", 1, 0, {"ahead": True}),
+        ("scan", 1, 0, {"delta": False, "early": "middle"}),
+        ("scan", 1, 0, {"scalar": True, "values": 64, "delta": False}),
+        ("scan", 1, 0, {"scalar": True, "packed": True}),
         ("gradients", 2, 160, {"gate": "fp32", "packed": True, "gate_fn": "sigmoid"}),
         ("gradients", 1, 208, {"gate": "fp32", "packed": True}),
         ("gradients", 2, 80, {"delta": False}),
