@@ -38,6 +38,15 @@ from kdacompile.patterns.engine.reduced import (
     view_sizes,
     whole,
 )
+from kdacompile.patterns.engine.rounded import (
+    ROUNDINGS,
+    are_same,
+    float64,
+    keeps_numbers,
+    settled,
+    widened,
+    widened_all,
+)
 from kdacompile.patterns.engine.vocabulary import ELEMENTWISE
 
 Step = Callable[[list[Tensor]], list[Tensor]]
@@ -58,10 +67,6 @@ class Planned:
     @property
     def outs(self) -> list[Value]:
         return self.op.outs
-
-
-def _float64(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype.is_floating_point else dtype
 
 
 class Region:
@@ -97,7 +102,7 @@ class Region:
             if value not in keep and not value.const:
                 self.dead[index].append(value)
         self.twice: dict[Value, tuple[Tensor, Tensor]] = {}
-        """Constants as the model computes them, and in float64."""
+        """Constants as the model computes them, and in float64, or the same tensor twice where these are one."""
         self.constants: dict[Value, Operand] = {}
         """What stands for them in a run."""
         self.moving = set(self.inputs)
@@ -116,7 +121,7 @@ class Region:
         ``factors``: dimensions of inputs that are products, only some of whose factors are reduced. They are the same
         in every run of these sizes.
         """
-        tensors = [tensor.to(_float64(tensor.dtype)) for tensor in tensors]
+        tensors = [tensor.to(float64(tensor.dtype)) for tensor in tensors]
         sizes = tuple(tensor.shape for tensor in tensors)
         with torch.no_grad():
             if sizes in self.plans:
@@ -138,17 +143,17 @@ class Region:
             self.step(op, env, dead, plan)
             for value in dead:
                 env.pop(value, None)
-        return [self.load(value, env).tensor for value in self.outputs]
+        return [widened(self.load(value, env).tensor) for value in self.outputs]
 
     def again(self, plan: list[Planned], tensors: Sequence[Tensor]) -> list[Tensor]:
         env = dict(zip(self.inputs, tensors, strict=True))
         for item in plan:
             operands = [x if isinstance(x, Tensor) else env[x] for x in item.sources]
-            results = item.step(cut(operands, item.where) if item.where else operands)
+            results = item.step(widened_all(cut(operands, item.where)) if item.where else operands)
             env.update(zip(item.outs, results, strict=False))
             for value in item.dead:
                 env.pop(value, None)
-        return [env[value] if value in env else self.load(value, {}).tensor for value in self.outputs]
+        return [env[value] if value in env else widened(self.load(value, {}).tensor) for value in self.outputs]
 
     def load(self, value: Value, env: dict[Value, Operand]) -> Operand:
         if value in env:
@@ -168,8 +173,8 @@ class Region:
             if value.payload is None:
                 raise EvaluationError(f"{value} is neither an input nor computed in the region")
             own = value.payload.detach().cpu()
-            exact = self.instead.get(value, own).to(_float64(own.dtype))
-            self.twice[value] = own, exact
+            other = self.instead.get(value)
+            self.twice[value] = own, own if other is None else other.to(float64(own.dtype))
         return self.twice[value]
 
     def rounding(self) -> float:
@@ -177,9 +182,14 @@ class Region:
         units = [0.0]
         for value, operand in self.constants.items():
             own = self.both(value)[0]
-            if own.is_floating_point() and not torch.equal(own.double(), operand.tensor.double()):
+            differs = own.is_floating_point() and own is not operand.tensor
+            if differs and not torch.equal(own.double(), operand.tensor.double()):
                 units.append(torch.finfo(own.dtype).eps)
         return max(units)
+
+    def run_constants(self) -> None:
+        for op in self.ops:
+            self.compute(op)
 
     def step(self, op: Op, env: dict[Value, Operand], dead: list[Value], plan: list[Planned]) -> None:
         if op.out.const and self.moving.isdisjoint(op.outs):
@@ -188,8 +198,10 @@ class Region:
         operands = [self.load(value, env) for value in op.reads]
         reduced = any(operand.reduced for operand in operands)
         step, where = _reduced(op, operands, self.tails) if reduced else (_call(op), [])
-        results = step(cut([operand.tensor for operand in operands], where))
-        sources = [value if value in env else operand.tensor for value, operand in zip(op.reads, operands, strict=True)]
+        tensors = widened_all(cut([operand.tensor for operand in operands], where))
+        results = step(tensors)
+        given = [operand.tensor for operand in operands] if where else tensors
+        sources = [value if value in env else tensor for value, tensor in zip(op.reads, given, strict=True)]
         viewed = regrouped(operands[0].dims, op.args[1]) if op.name in SIZED and operands[0].reduced else None
         for value, result in zip(op.outs, results, strict=False):
             env[value] = Operand(result, out_dims(value, result, operands) if viewed is None else viewed)
@@ -200,42 +212,26 @@ class Region:
         if op.out in self.twice:
             return
         operands = [self.both(value) for value in op.reads]
-        exact = _call(op)([pair[1] for pair in operands])
-        same = all(own is data for own, data in operands) and all(out.dtype == _float64(out.dtype) for out in op.outs)
-        own = exact if same else _call(op, own=True)([pair[0] for pair in operands])
-        self.twice.update(zip(op.outs, zip(own, exact, strict=True), strict=False))
-
-
-ROUNDINGS = 4
-"""Units of rounding by which a constant may be off, for each e-fold of its exponent."""
-
-SINGLE = 1e-5
-"""The same in float32, where constants are made in several steps, each of which rounds."""
-
-
-def settled(own: Tensor, exact: Tensor, roundings: int) -> Tensor:
-    """The constant in float64, or the model's own numbers where they are something else than that, rounded."""
-    if not own.is_floating_point():
-        return own
-    wide, true = own, exact
-    for dim in range(own.dim()):
-        if own.shape[dim] and own.stride(dim) == 0 == exact.stride(dim):  # one number stands all along it
-            wide, true = wide.narrow(dim, 0, 1), true.narrow(dim, 0, 1)
-    wide = wide.double()
-    if torch.equal(wide, true):  # as masks are, which may have many entries
-        return exact
-    facts = torch.finfo(own.dtype)
-    size = true.abs()
-    exponent = torch.where(size > 0, size.clamp_min(1e-300).log().abs(), 0.0)
-    least = SINGLE if own.dtype == torch.float32 else 0.0
-    bound = least * size + roundings * facts.eps / 2 * size * (1 + exponent) + facts.tiny
-    alike = (wide == true) | ((wide - true).abs() <= bound) | (wide.isnan() & true.isnan())
-    return exact if bool(alike.all()) else wide.expand(own.shape)
+        same = all(own is exact for own, exact in operands)
+        narrow = any(out.dtype != float64(out.dtype) for out in op.outs)
+        if same and narrow and keeps_numbers(op):  # masks, which may have many
+            exact = own = _call(op, own=True)([pair[0] for pair in operands])
+        else:
+            exact = _call(op)(widened_all([pair[1] for pair in operands]))
+            own = _call(op, own=True)([pair[0] for pair in operands]) if narrow or not same else exact
+        pairs = [(a, a if a is b or are_same(a, b) else b) for a, b in zip(own, exact, strict=True)]
+        self.twice.update(zip(op.outs, pairs, strict=False))
 
 
 def constant(value: Value) -> Tensor:
-    """The data of a value no input reaches; EvaluationError if it cannot be computed here."""
-    return Region(list(ancestors([value], lambda _: False)), [], [value])([])[0]
+    """The data of a value no input reaches; EvaluationError if it cannot be computed here.
+
+    In the model's dtype where that holds them as they are, else in float64.
+    """
+    region = Region(list(ancestors([value], lambda _: False)), [], [])
+    with torch.no_grad():
+        region.run_constants()
+        return region.load(value, {}).tensor
 
 
 _FILLERS = {"zeros": 0.0, "ones": 1.0, "zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0}
@@ -244,7 +240,7 @@ _FILLERS = {"zeros": 0.0, "ones": 1.0, "zeros_like": 0.0, "ones_like": 1.0, "new
 def _call(op: Op, *, own: bool = False) -> Step:
     """The operator itself; devices are the CPU and floating dtypes float64, or with ``own`` the model's."""
     if op.name in _FILLERS or op.name in ("full", "full_like", "new_full", "empty", "empty_like", "new_empty"):
-        filled = _filled(op, op.out.dtype if own else _float64(op.out.dtype))
+        filled = _filled(op, op.out.dtype if own else float64(op.out.dtype))
         return lambda _: [filled]
     kwargs = {
         name: item
@@ -254,7 +250,7 @@ def _call(op: Op, *, own: bool = False) -> Step:
     if own:
         pass
     elif isinstance(kwargs.get("dtype"), torch.dtype):
-        kwargs["dtype"] = _float64(kwargs["dtype"])
+        kwargs["dtype"] = float64(kwargs["dtype"])
     elif op.name in ("arange", "eye", "linspace", "scalar_tensor") and op.out.dtype.is_floating_point:
         kwargs["dtype"] = torch.float64
     if op.name in SIZED:

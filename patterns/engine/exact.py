@@ -18,6 +18,7 @@ from kdacompile.patterns.engine.evaluate import Planned
 from kdacompile.patterns.engine.field import GONE, Numbers, P, R, Silent, unreached
 from kdacompile.patterns.engine.meanings import Field, Residues, raised_to
 from kdacompile.patterns.engine.reduced import cut
+from kdacompile.patterns.engine.rounded import widened, widened_all
 from kdacompile.patterns.engine.traits import TRAITS, Trait
 from kdacompile.patterns.engine.vocabulary import ADDING
 
@@ -137,7 +138,7 @@ class Evaluation:
         if not all(isinstance(given, Tensor) or given in self.raw for given in item.sources):
             raise SilentAt(item.op, "a choice that depends on numbers")
         given = [source if isinstance(source, Tensor) else self.raw[source] for source in item.sources]
-        self.raw.update(zip(item.op.outs, item.step(cut(given, item.where)), strict=False))
+        self.raw.update(zip(item.op.outs, item.step(widened_all(cut(given, item.where))), strict=False))
 
     def compute(self, item: Planned, trait: Trait, field: Field) -> list[Residues]:
         operands = self.operands(item, trait, field)
@@ -195,7 +196,7 @@ class Evaluation:
                     gone = cut(only, places)[index]
                 found[index] = Residues(narrow[index], gone, before.fill)
             elif value not in raw:
-                found[index] = self.constant(value, narrow[index], field)
+                found[index] = self.constant(value, widened(narrow[index]), field)
             else:
                 found[index] = narrow[index]
         return found
