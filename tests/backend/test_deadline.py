@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import pytest
@@ -30,8 +31,25 @@ def test_a_search_that_finds_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
     report = explain(gated_linear_parallel, options={"kda.deadline": 7})(*args)
     (told,) = report.rejections
     assert told.code == "deadline"
-    assert "gave up after 7 s without a match (kda.deadline)" in told.reason
+    assert "gave up after 7 s of processor time without a match (kda.deadline)" in told.reason
     assert torch.equal(report.result, gated_linear_parallel(*args))
+
+
+def test_cycles_are_not_looked_for_meanwhile() -> None:
+    assert gc.isenabled()
+    with deadline.within(10.0):
+        assert not gc.isenabled()
+        with deadline.within(1.0):
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with deadline.within(10.0):
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_time_begins_anew_with_every_match(monkeypatch: pytest.MonkeyPatch) -> None:
