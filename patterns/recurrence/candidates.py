@@ -21,8 +21,9 @@ from kdacompile.patterns.engine.match import Candidate, Obstacle, rounding
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, DATA_MOVEMENT, is_float8
 from kdacompile.patterns.recurrence.bindings import Bindings
 from kdacompile.patterns.recurrence.cuts import NoCut, Surroundings
-from kdacompile.patterns.recurrence.regions import Exit, Group, is_soft, keeps_tokens_apart
+from kdacompile.patterns.recurrence.regions import Exit, Group, is_soft
 from kdacompile.patterns.recurrence.roles import RecurrenceCandidate, frames, role_test, writes_of
+from kdacompile.patterns.recurrence.streams import keeps_tokens_apart
 
 SMALLEST_VISIBLE = 1e-2
 """Additive constants below this could hide from random probes (an eps), so a region may not hold one."""

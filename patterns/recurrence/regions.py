@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from functools import partial
 
 from kdacompile.graph.ir import Graph, Op, Value, ancestors, reach
 from kdacompile.patterns.engine.match import Obstacle
@@ -120,42 +119,12 @@ class Group:
     exits: list[Exit] = field(default_factory=list)
     masks: dict[Op, int] = field(default_factory=dict)
     """For each operator of the graph, the anchors it depends on, as bits."""
-
-
-MAX_STREAMS = 16
-
-
-JOINS = frozenset("stack cat select_scatter slice_scatter".split())
-
-
-def keeps_tokens_apart(group: Group) -> bool:
-    """True if every anchor works within one token, so that nothing of the group can be a recurrence: streams of a token
-    that are mixed and put back (hyper-connections). Streams are few: more rows than ``MAX_STREAMS`` are tokens
-    with heads in front of them.
-    """
-    if not group.exits or not group.exits[0].chain or any(map(partial(_joins_turns, group.masks), group.ops)):
-        return False
-    lead = group.exits[0].chain[-1].shape[:2]
-    for op in group.anchors:
-        shape = op.out.shape
-        merged = op.name in CONTRACTIONS and len(shape) == 3 and shape[0] == math.prod(lead)
-        if not merged and (op.name in SCANS or op.name in SOLVES or len(shape) < 3 or shape[:2] != lead):
-            return False
-        if shape[1 if merged else 2] > MAX_STREAMS:
-            return False
-    return True
-
-
-def _joins_turns(masks: dict[Op, int], op: Op) -> bool:
-    """True if the operator puts results of two turns of a loop beside each other: each has read the state, and for
-    itself.
-    """
-    made = [masks[value.op] for value in op.reads if value.op in masks] if op.name in JOINS else []
-    return any(one & other and one & ~other and other & ~one for one in made for other in made)
+    beyond: dict[Op, int] = field(default_factory=dict)
+    """Those it depends on by way of operators that no region has: projections, norms, activations."""
 
 
 def find_groups(graph: Graph) -> list[Group]:
-    """Groups of at least two anchors, one of them a contraction, in graph order."""
+    """Groups of at least two anchors that a region may have, one of them a contraction, in graph order."""
     masks: dict[Op, int] = {}
     bit = 0
     order: list[Op] = []
@@ -195,9 +164,52 @@ def find_groups(graph: Graph) -> list[Group]:
         for g in groups.values()
         if len(g.anchors) >= 2 and any(a.name in CONTRACTIONS or a.name == "sum" for a in g.anchors)
     ]
+    beyond = by_way_of_others(graph, masks) if found else {}
     for group in found:
-        group.masks = masks
+        group.masks, group.beyond = masks, beyond
+    found = [group for group in found if may_have_a_region(group)]
+    for group in found:
         group.exits = exits_of(graph, group)
+    return found
+
+
+def by_way_of_others(graph: Graph, masks: dict[Op, int]) -> dict[Op, int]:
+    """For each operator the anchors from which a way leads to it through operators that are in no group."""
+    found: dict[Op, int] = {}
+    for op in graph.ops:
+        mask = 0
+        for above in (value.op for value in op.reads if value.op is not None):
+            mask |= found.get(above, 0) | (0 if op in masks else masks.get(above, 0))
+        if mask:
+            found[op] = mask
+    return found
+
+
+CHAIN = 4
+"""Anchors of two hyper-connections."""
+
+
+def may_have_a_region(group: Group) -> bool:
+    """Whether two anchors may be in one region, which an op can stand for only if no way leads out of it and back.
+
+    They may not where all of them are steps of one chain, each computed from the last by a layer of the model: streams
+    that hyper-connections mix and put back. What is wrong with a chain of few is told as usual.
+    """
+    if len(group.anchors) < CHAIN:
+        return True
+    before = 0
+    for op in sorted(group.anchors, key=lambda op: op.out.index):
+        if before & ~group.beyond.get(op, 0):
+            return True
+        before |= group.masks[op] & ~_above(group, op)
+    return False
+
+
+def _above(group: Group, op: Op) -> int:
+    """The anchors above an operator: all that it depends on but itself."""
+    found = 0
+    for value in op.reads:
+        found |= group.masks.get(value.op, 0) if value.op is not None else 0
     return found
 
 
