@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kdacompile.capture.bytecode import goes_straight
+from kdacompile.capture.bytecode import taker, takers
 from kdacompile.capture.formulas import OPAQUE, Formula, Size, formula_of, is_opaque, plain
 from kdacompile.capture.identity import LONGEST_TABLE, Identity, is_trusted
 from kdacompile.compat.operators import tree_map_only
@@ -67,8 +67,9 @@ class Concolic:
         self.runs: list[Run] = []
         self.now = Run((0, 0))
         self.codes: dict[int, types.CodeType] = {}
-        self.straight: dict[tuple[int, int, int], bool] = {}
-        """What ``goes_straight`` said of two places in a code object."""
+        self.taker = functools.cache(lambda code, made: taker(self.codes[code], made))
+        self.operators: set[Place] = set()
+        """Places at which operators ran while some answer about a device was kept."""
         self.itself = fn
         """The function, not its copy."""
         self.fn = _Copies(self, identity).of(fn)
@@ -142,19 +143,24 @@ class Concolic:
 
     def takes(self, dtype: torch.dtype | None) -> None:
         """An operator runs. What was asked for in its own arguments, a device or this dtype, went nowhere else."""
-        code, taken = self.place()
+        code, taken = place = self.place()
+        self.operators |= {place} if self.now.devices else set()
         for asked in self.now.asked:
             (other, made), answer = asked
-            if answer in ("", str(dtype)) and other == code and self.goes_straight(code, made, taken):
+            if answer in ("", str(dtype)) and other == code and self.taker(code, made) == taken:
                 self.now.devices.discard(asked[0])
                 self.now.answers.discard(asked)
         self.now.asked.clear()
 
-    def goes_straight(self, code: int, made: int, taken: int) -> bool:
-        key = (code, made, taken)
-        if key not in self.straight:
-            self.straight[key] = goes_straight(self.codes[code], made, taken)
-        return self.straight[key]
+    def looks_at_devices(self) -> bool:
+        """Whether the function does anything with a device but hand it on to operators, be it by a variable."""
+        asked = set[Place]().union(*(run.devices for run in self.runs))
+        return any(
+            code not in self.codes
+            or (calls := takers(self.codes[code], made)) is None
+            or not all((code, call) in self.operators for call in calls)
+            for code, made in asked
+        )
 
     def refuse(self, reason: str) -> None:
         self.now.refused.add(reason)
@@ -203,7 +209,8 @@ class _Operators(TorchFunctionMode):
         args = self.unwrapped(args)
         out = func(*args, **{key: self.unwrapped(item) for key, item in kwargs.items()}) if kwargs else func(*args)
         if isinstance(out, Tensor) or not self.concolic.is_asking():
-            if self.concolic.now.asked and self.concolic.is_asking():
+            now = self.concolic.now
+            if (now.asked or now.devices) and isinstance(out, Tensor) and self.concolic.is_asking():
                 self.concolic.takes(out.dtype if _only_rounds(func, args) else None)
             return out
         if func in (_SHAPE, _SIZE):

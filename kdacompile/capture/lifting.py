@@ -39,6 +39,7 @@ from kdacompile.capture.probes import roles, weakened
 from kdacompile.capture.store import Verdict
 from kdacompile.lowering.cpu import left_uncompiled
 from kdacompile.patterns.engine import deadline
+from kdacompile.patterns.engine.evaluate import one_thread
 from kdacompile.report.findings import Match
 from kdacompile.report.report import match_from_dict
 from kdacompile.report.source import LIFT
@@ -271,11 +272,12 @@ def _compared(
     narrow = _fewer_heads(call)
     for given in (narrow, call) if _on_host(call) != call else ():
         try:
-            concolic, agreed = comparison.of(fn, identity, _on_host(given))
+            with one_thread():
+                concolic, agreed = comparison.of(fn, identity, _on_host(given))
         except (*compat.RUN_ERRORS, Unliftable) as error:
             log.info("%s does not run on the CPU as it would elsewhere: %s", fn.__qualname__, error)
             continue
-        if not any(run.devices for run in concolic.runs):
+        if not concolic.looks_at_devices():
             return given, concolic, agreed
         log.info("%s looks at where its tensors are, and is compared there", fn.__qualname__)
         break

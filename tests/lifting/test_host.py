@@ -51,9 +51,39 @@ def only_there_and_if_long(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor
 
 
 def keeps_the_answer(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    """Nothing comes of it, but that is not seen."""
+    """A device goes by a variable into several calls, of a function and of a method."""
     device = q.device
-    return recurrent_gla(q, k, v, g) * torch.ones((), device=device)
+    ones = torch.ones(v.shape[3] + 0, device=device, dtype=torch.float32)
+    out = recurrent_gla(q, k, v, g)
+    return out * ones * torch.ones(()).to(device)
+
+
+def keeps_the_answer_and_looks(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    device = q.device
+    out = recurrent_gla(q, k, v, g) * torch.ones((), device=device)
+    for _ in range(1):
+        out = out * 2 if device.type != "cpu" else out
+    return out
+
+
+def hands_the_answer_on(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """Beside what an operator makes, which does not get it."""
+    out = recurrent_gla(q, k, v, g)
+    for _ in range(1):
+        out = out * _doubled_there(q.device, torch.ones(()))
+    return out
+
+
+def hands_on_what_it_keeps(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    device = q.device
+    out = recurrent_gla(q, k, v, g)
+    for _ in range(1):
+        out = out * _doubled_there(device, torch.ones((), device=device))
+    return out
+
+
+def _doubled_there(device: torch.device, one: Tensor) -> Tensor:
+    return one * 2 if device.type != "cpu" else one
 
 
 def asks_by_number(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
@@ -73,7 +103,7 @@ def proven(fn: Any, device: str) -> Verdict:
     return lifting.prove(fn, identify(fn), call_on(device), Settings())
 
 
-@pytest.mark.parametrize("fn", [chunked_gla, recurrent_gla, where_its_tensors_are])
+@pytest.mark.parametrize("fn", [chunked_gla, recurrent_gla, where_its_tensors_are, keeps_the_answer])
 def test_compared_on_the_cpu(fn: Any) -> None:
     there, here = proven(fn, "meta"), proven(fn, "cpu")
     assert there.text == here.text
@@ -84,7 +114,17 @@ def test_compared_on_the_cpu(fn: Any) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fn", [only_there, only_there_and_if_long, keeps_the_answer, asks_by_number])
+LOOKING = (
+    only_there,
+    only_there_and_if_long,
+    keeps_the_answer_and_looks,
+    hands_the_answer_on,
+    hands_on_what_it_keeps,
+    asks_by_number,
+)
+
+
+@pytest.mark.parametrize("fn", LOOKING)
 def test_compared_where_the_tensors_are(fn: Any) -> None:
     """There nothing can be compared on "meta", so that nothing is proven."""
     with pytest.raises((Unliftable, NotImplementedError)):
