@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kdacompile import compat
-from kdacompile.capture import autocast, library, open_lengths
+from kdacompile.capture import autocast, experts, library, loop, open_lengths
 from kdacompile.capture.calls import MIN_TENSORS, Call, TensorArg, describe
 from kdacompile.capture.documented import Documented
 from kdacompile.capture.errors import Unliftable
@@ -52,6 +52,7 @@ def install(backend: Callable[..., Any]) -> None:
     if not _backends:
         dynamo.on_function_call(consult)
         dynamo.on_disabled_call(consult_library)
+        dynamo.on_module_call(consult_module)
     _backends.append(backend)
 
 
@@ -66,6 +67,25 @@ def consult(fn: Any, site: dynamo.CallSite) -> Any:
 def consult_library(fn: Any, site: dynamo.CallSite) -> Any:
     """The same for a function that a library keeps torch.compile out of."""
     return _contained(fn, site, _library_replacement)
+
+
+def consult_module(module: Any, site: dynamo.CallSite) -> Any:
+    """The result of a module that is called as it is, from within the graph; None to let Dynamo inline it."""
+    fn: Any = getattr(type(module), "forward", None)
+    if loop.read(fn) is None or refusals.is_left(fn):
+        return None
+    variables: list[Any] = []
+
+    def attempt() -> Any:
+        settings = _settings(site)
+        return None if settings is None or not settings.lift else experts.replaced(module, site, variables)
+
+    def leave(reason: str) -> None:
+        refusals.leave(fn, reason)
+        postpone(reason, library.source_of(fn))
+
+    run = contain("looking at a module", attempt, leave)
+    return None if run is None else site.call(run, variables)
 
 
 def _contained(fn: Any, site: dynamo.CallSite, look: Look) -> Any:

@@ -9,7 +9,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,9 +83,38 @@ class CallSite:
         """What the region is called with, and the dimensions of it that have this size, captured as a number."""
         return sizes.of_size(self.tx.output.tracers[0].graph, {size})
 
-    def widen_region(self, cause: Callable[..., Any]) -> None:
+    def widen_region(self, cause: Callable[..., Any], *, holds: bool = False) -> None:
         """Capture the region past operators whose result's size depends on data (see ``region.widen``)."""
-        region.widen(self.tx, cause)
+        region.widen(self.tx, cause, holds=holds)
+
+    def is_left_as_ever(self, cause: Callable[..., Any]) -> bool:
+        return region.is_left_as_ever(self.tx, cause)
+
+    def held(self, names: Sequence[str]) -> list[Any]:
+        """Dynamo's variables for tensors that the called module holds."""
+        return [self.variable.var_getattr(self.tx, name) for name in names]
+
+    def guard_module(self, forward: Any, plain: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Recapture once the called module has another ``forward``, other values under these names, or in its parts."""
+        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.source import AttrSource, TypeSource
+
+        source = self.variable.source
+        absent = functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr="forward")
+        install_guard(source.make_guard(GuardBuilder.TYPE_MATCH), source.make_guard(absent))
+        self._build(forward, AttrSource(TypeSource(source), "forward"))
+        for name, value in plain.items():
+            self._build(value, AttrSource(source, name))
+        for name, values in parts.items():
+            part = AttrSource(source, name)
+            install_guard(part.make_guard(GuardBuilder.TYPE_MATCH))
+            for inner, value in values.items():
+                self._build(value, AttrSource(part, inner))
+
+    def is_changed(self, module: torch.nn.Module) -> bool:
+        """True if Dynamo has put off changes of the called module, or may not guard it."""
+        changed = self.tx.output.side_effects.store_attr_mutations
+        return self.variable.source is None or any(getattr(each, "value", None) is module for each in changed)
 
     def guard_global(self, namespace: dict[str, Any], name: str, attributes: Sequence[str]) -> bool:
         """Recapture once a global (or what attributes lead to) is another object; False if Dynamo cannot look at it."""
@@ -167,6 +196,13 @@ def on_function_call(consult: Callable[[types.FunctionType, CallSite], Any]) -> 
         return variable.fn if type(variable) is UserFunctionVariable else None
 
     _before_calls(UserFunctionVariable, plain_function, consult)
+
+
+def on_module_call(consult: Callable[[torch.nn.Module, CallSite], Any]) -> None:
+    """Have ``consult`` see calls of modules, as ``on_function_call`` does calls of functions."""
+    from torch._dynamo.variables import UnspecializedNNModuleVariable
+
+    _before_calls(UnspecializedNNModuleVariable, lambda variable: variable.value, consult)
 
 
 def _before_calls(kind: Any, function_of: Callable[[Any], Any], consult: Callable[[Any, CallSite], Any]) -> None:

@@ -26,33 +26,41 @@ from kdacompile.compat import sizes
 
 _left_as_ever: WeakKeyDictionary[types.CodeType, WeakSet[Callable[..., Any]]] = WeakKeyDictionary()
 """Regions in which the limits turned out to be better kept: the code of their outermost frame, which models may share,
-and the function for whose sake they had been lifted.
+and the functions for whose sake they had been lifted.
 """
 
 _thread = threading.local()
 """``told_apart``: the compilation that this thread captures again with counts told apart."""
 
 
-def widen(tx: Any, cause: Callable[..., Any]) -> None:
+def widen(tx: Any, cause: Callable[..., Any], *, holds: bool = False) -> None:
     """From here on the region is captured through operators whose result's size depends on data, as
     ``torch._dynamo.config.capture_dynamic_output_shape_ops`` does for a process: Dynamo would cut the graph there. And
     counts of chunks or pools (divisions of sizes, rounded) are not told apart by whether they are one, wherever torch
     only asks in order to choose strides or a faster way, as it does not for sizes that depend on data.
 
-    ``tx``: the frame that Dynamo is at. ``cause``: the function it is done for.
+    ``tx``: the frame that Dynamo is at. ``cause``: the function it is done for. ``holds``: an operator stands in its
+    place, at which Dynamo would have cut the graph.
     """
     output = tx.output
     env: Any = output.shape_env
-    if cause in _left_as_ever.get(output.root_tx.f_code, ()):
+    if is_left_as_ever(tx, cause):
         return
     _be_careful(tx)
     if isinstance(env, _wide()):
+        env.causes.add(cause)
+        env.holds |= holds
         return
     capturing = env.settings.allow_dynamic_output_shape_ops
     env.settings = dataclasses.replace(env.settings, allow_dynamic_output_shape_ops=True)
     env.__class__ = _wide()
-    env.cause, env.captured_further, env.counts_left_open = cause, not capturing, False
+    env.causes, env.holds = {cause}, holds
+    env.captured_further, env.counts_left_open = not capturing, False
     env.tells_counts = getattr(_thread, "told_apart", None) == CompileContext.current_compile_id()
+
+
+def is_left_as_ever(tx: Any, cause: Callable[..., Any]) -> bool:
+    return cause in _left_as_ever.get(tx.output.root_tx.f_code, ())
 
 
 @contextlib.contextmanager
@@ -78,7 +86,9 @@ def _be_careful(tx: Any) -> None:
 def is_used() -> bool:
     """True if the region this thread captures is what it is because of ``widen``."""
     env = _own()
-    return env is not None and (env.counts_left_open or (env.captured_further and env.unbacked_symint_counter > 0))
+    if env is None:
+        return False
+    return env.holds or env.counts_left_open or (env.captured_further and env.unbacked_symint_counter > 0)
 
 
 def leaves_counts_open() -> bool:
@@ -120,7 +130,7 @@ def capture_as_ever() -> Exception:
     """What to raise for the region this thread captures to be captured again with the limits."""
     frame = sizes.frame()
     assert frame is not None
-    _left_as_ever.setdefault(frame.output.root_tx.f_code, WeakSet()).add(frame.output.shape_env.cause)
+    _left_as_ever.setdefault(frame.output.root_tx.f_code, WeakSet()).update(frame.output.shape_env.causes)
     return sizes.capture_again("kdacompile: nothing is gained by capturing more than torch.compile does")
 
 
@@ -131,7 +141,8 @@ def _wide() -> Any:
     class Wide(ShapeEnv):
         """Symbols of a region; questions that have a fallback are those whose answer changes no result."""
 
-        cause: Callable[..., Any]
+        causes: set[Callable[..., Any]]
+        holds: bool
         counts_left_open: bool
         captured_further: bool
         tells_counts: bool

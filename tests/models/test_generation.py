@@ -29,6 +29,13 @@ def test_a_mask_of_pools_does_not_cut_a_step() -> None:
     assert row.matched == (2, 2)
 
 
+@pytest.mark.parametrize(("way", "graphs"), [("greedy", 2), ("static", 2), ("assisted", 3)])
+def test_a_loop_over_experts_does_not_cut_the_graph(way: str, graphs: int) -> None:
+    row = measure(Cell("longcat_flash", way))
+    assert not row.problems
+    assert row.matched == (2,) * graphs
+
+
 def test_any_number_of_logits_over_any_cache() -> None:
     """The number is opened, and what a cache was cut from is not guarded: results are eager's all the same."""
     model, _ = build("youtu")
