@@ -178,8 +178,7 @@ def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, ten
     if len(tensors) < MIN_TENSORS:
         raise Unliftable("it takes fewer than three tensors")
     _refuse_nothing(tensors, site)
-    if _lengths_vary():
-        site.widen_region(fn)
+    site.widen_region(fn)
     identity = _identity(fn)
     found = lifts.find(fn, identity, call, settings, lengths_vary=_lengths_vary())
     _check_length(found, tensors, site)
@@ -195,8 +194,7 @@ def _find_library(
     found = lifts.find_library(fn, documented, call, settings)
     if not found.matches:  # a convolution: whether linear attention follows is not known yet
         return found
-    if _lengths_vary():
-        site.widen_region(fn)
+    site.widen_region(fn)
     _open_length(found, tensors, site, settings)
     return found
 

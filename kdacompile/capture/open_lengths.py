@@ -6,8 +6,8 @@ cache. Where the graph is one that is rewritten, the length is opened at once: o
 steps. Of prompts, those through attention over a latent are looked for here; what recurrences do to theirs is the
 business of ``lift``.
 
-Where a function that may be linear attention is called in inference, the region is captured further than torch.compile
-captures it: past operators whose result's size depends on data, and for any count of chunks or pools
+Where a function that may be linear attention is called, the region is captured further than torch.compile captures it:
+past operators whose result's size depends on data, and for any count of chunks or pools
 (``compat.region``). Its layers are one graph then, which serves every length. A graph with nothing to rewrite is
 captured again as torch.compile does it, and so is one that the compiler behind this backend refuses. glm5_next keeps
 rows by a boolean mask, at which its first prompt would be cut into ten graphs, and from the ninth prompt on its layers
@@ -124,7 +124,8 @@ def give_up() -> None:
 def given_up_where_refused() -> Generator[None]:
     """Errors of the compiler about a graph that was captured further have it captured again."""
     try:
-        yield
+        with region.with_its_backward():
+            yield
     except region.refusals() as error:
         if not region.is_used():
             raise

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import sympy
 from torch._guards import CompileContext
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import FloorDiv, Max
 
 from kdacompile.compat import sizes
 
@@ -112,6 +112,15 @@ def refusals() -> tuple[type[Exception], ...]:
     return BackendCompilerFailed, GuardOnDataDependentSymNode
 
 
+def with_its_backward() -> contextlib.AbstractContextManager[Any]:
+    """What differentiates a widened region is compiled at once: of open sizes torch leaves errors to the first backward
+    pass, when it is too late to capture the region again.
+    """
+    import torch._functorch.config as aot
+
+    return aot.patch(force_non_lazy_backward_lowering=True) if is_used() else contextlib.nullcontext()
+
+
 def _failures() -> tuple[type[Exception], ...]:
     """What Dynamo raises for code that it takes for wrong; where it merely cuts the graph it raises something else."""
     from torch._dynamo.exc import TorchRuntimeError, UserError
@@ -156,6 +165,9 @@ def _wide() -> Any:
             fallback_value: bool | None = None,
             **more: Any,
         ) -> Any:
+            known = _of_a_maximum(orig_expr)
+            if known is not None:
+                return known
             if fallback_value is not None and self._is_open_count(orig_expr):
                 self.counts_left_open = True
                 return fallback_value
@@ -167,3 +179,16 @@ def _wide() -> Any:
             return not known and self._maybe_evaluate_static(expr) is None
 
     return Wide
+
+
+def _of_a_maximum(expr: Any) -> Any:
+    """True or false where a maximum is compared with one of what it is the largest of; None for any other question.
+    Inductor asks whether a stride, which is ``Max(1, u0)``, is at least a size.
+    """
+    if isinstance(expr, (sympy.GreaterThan, sympy.StrictLessThan)):
+        largest, one, answer = expr.lhs, expr.rhs, isinstance(expr, sympy.GreaterThan)
+    elif isinstance(expr, (sympy.LessThan, sympy.StrictGreaterThan)):
+        largest, one, answer = expr.rhs, expr.lhs, isinstance(expr, sympy.LessThan)
+    else:
+        return None
+    return sympy.sympify(answer) if isinstance(largest, (Max, sympy.Max)) and one in largest.args else None

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch._functorch import config as aot
+from torch.utils._sympy.functions import Max
 
 from kdacompile import backend
-from kdacompile.compat import graph_breaks
+from kdacompile.compat import graph_breaks, region
 from tests.compare import relative_error
 from tests.lifting import functions
 from tests.lifting.test_lift import LENGTHS, arguments
@@ -77,11 +80,43 @@ def test_other_backends_cut_the_graph() -> None:
     assert counted(lifted, (18,), backend="eager")[1] > 0
 
 
-def test_in_training_the_graph_is_cut() -> None:
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_gradients_of_one_graph(inner: str) -> None:
+    plain: Callable[..., Tensor] = lifted
+    run = torch.compile(lambda *args: plain(*args), backend="kda", options={"kda.inner": inner})
+    weights = torch.linspace(-1, 1, 80 * 2 * functions.VALUE).view(1, 80, 2, functions.VALUE)
+    found: list[tuple[Tensor, ...]] = []
+    for fn in (run, plain):
+        args = [x.requires_grad_() for x in arguments(80)]
+        found.append(torch.autograd.grad((fn(*args) * weights).sum(), args))
+    assert max(map(relative_error, *found)) < 1e-5
+    assert not graph_breaks() or (inner == "inductor" and torch.__version__ < "2.12")
+
+
+def test_a_backward_that_is_refused_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the first backward pass runs."""
+    at_once: list[bool] = []
+
+    def compile_it(gm: torch.fx.GraphModule, inputs: Any, settings: Any) -> Any:
+        at_once.append(aot.force_non_lazy_backward_lowering)
+        return gm.forward
+
+    monkeypatch.setitem(backend._INNER, "eager", compile_it)
+    plain: Callable[..., Tensor] = lifted
     args = [x.requires_grad_() for x in arguments(80)]
-    run = torch.compile(lifted, **KDA)
-    run(*args).sum().backward()
-    assert graph_breaks()
+    torch.compile(lambda *args: plain(*args), backend="kda", options={"kda.inner": "eager"})(*args)
+    torch.compile(lambda x: (x @ x.mT).sum(), backend="kda", options={"kda.inner": "eager"})(args[0])
+    assert at_once == [True, False]
+
+
+def test_a_maximum_is_at_least_what_it_is_of() -> None:
+    """Inductor asks that of a stride of an open size, and torch does not know."""
+    size, other = sympy.symbols("u0 u1", integer=True, nonnegative=True)
+    largest: Any = Max(1, size)  # type: ignore[call-arg]
+    known = {largest >= size: True, size <= largest: True, largest < size: False, size > largest: False}
+    assert {question: region._of_a_maximum(question) for question in known} == known
+    for question in (largest >= other, largest > size, sympy.Eq(largest, size), size < largest, size):
+        assert region._of_a_maximum(question) is None
 
 
 def test_a_compiler_that_refuses_gets_what_torch_compile_captures(monkeypatch: pytest.MonkeyPatch) -> None:
