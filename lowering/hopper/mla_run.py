@@ -76,11 +76,14 @@ def _attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
     half, rope = (1, ROWS, RANK // 2), (1, ROWS, ROPE)
     values: dict[str, Any] = {
         "d_q": described(_flat(call.q, scratch), half), "d_q_rope": described(_flat(call.q_rope, scratch), rope),
-        "d_c": described(call.latent, half), "d_r": described(call.k_rope, rope), **results.arguments(),
+        "d_c": described(call.latent, half), "d_r": described(call.k_rope, rope),
+        "k_rope": call.k_rope, "rope_sp": call.k_rope.stride(0), "rope_sr": call.k_rope.stride(1),
+        "d_o": described(results.o.flatten(1, 2), half), **results.arguments(),
         "scale": call.scale * LOG2E, "PAGE": 0 if call.block_table is None else call.page,
         "CAUSAL": call.causal and call.q.shape[1] > 1, "MASK": call.mask is not None,
         **_mask(call, results.lse, scratch),
     }  # fmt: skip
+    values["d_part"] = described(results.part_o, half) if results.split.partial else values["d_o"]
     with on(call.q.device):
         results.schedule()
         arguments = {name: values[name] for name in kernels.attend.arg_names}

@@ -132,6 +132,7 @@ def _init(bar: Barriers, count: int) -> None:
 class Descriptor:
     def __init__(self, x: Tensor, block: tuple[int, ...]) -> None:
         self.x, self.dtype = x, x.dtype
+        self.layout = types.SimpleNamespace(element_bitwidth=8 * x.dtype.itemsize)
 
 
 def _copy_in(source: Descriptor, at: list[Any], bar: Barriers, to: Memory) -> None:
@@ -148,6 +149,13 @@ def _copy_in(source: Descriptor, at: list[Any], bar: Barriers, to: Memory) -> No
         bar.change(0, -tile.numel() * tile.itemsize)
 
     threading.Thread(target=land).start()
+
+
+def _copy_out(target: Descriptor, at: list[Any], source: Memory) -> None:
+    outer, row, column = (int(x) for x in at)
+    _, rows, columns = source.shape
+    place = target.x[outer, row : row + rows, column : column + columns]
+    place.copy_(source.tile[: place.shape[0]])
 
 
 def _product(a: Any, b: Memory, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
@@ -235,7 +243,9 @@ def _install() -> None:
         arrive=lambda bar, count: bar.change(count),
         expect=lambda bar, size, pred=True: bar.change(1, size) if pred else None,
     )
-    hopper.tma = types.SimpleNamespace(async_copy_global_to_shared=_copy_in)
+    hopper.tma = types.SimpleNamespace(
+        async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=lambda count: None
+    )
     hopper.warpgroup_mma = _product
     cuda: Any = types.ModuleType("triton.language.extra.cuda")
     cuda.gdc_launch_dependents = cuda.gdc_wait = lambda: None
