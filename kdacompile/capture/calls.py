@@ -110,8 +110,9 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return () if order == tuple(range(tensor.dim())) else order
 
 
-def open_dimensions(call: Call) -> Iterator[Call]:
-    """``call`` with batch and tokens opened: one guess per layout that fits.
+def open_dimensions(call: Call, *, fix: bool = False) -> Iterator[Call]:
+    """``call`` with batch and tokens opened: one guess per layout that fits. ``fix``: heads and widths that are open
+    are taken for what they are now, for the caller to guard.
 
     Tokens are dimension 1 ([B, T, H, D]) or 2 ([B, H, T, D]) of most tensors; the guess is checked by running the
     function, since the roles its region turns out to have say where tokens really are.
@@ -136,8 +137,21 @@ def open_dimensions(call: Call) -> Iterator[Call]:
         return
     for tokens, position in sorted(guesses, key=lambda guess: isinstance(guess[0], int)):
         opened = _opened(call, batch, tokens, position)
-        if all(isinstance(dim, int) or dim in ("B", "T") for _, tensor in opened.tensors() for dim in tensor.dims):
+        # A width, or the heads, may be as many as there are tokens now: what is theirs cannot be told then.
+        alike = any(dim == tokens for tensor in ranked for at, dim in enumerate(tensor.dims) if at not in (0, position))
+        if fix and not _is_settled(opened) and not alike:
+            opened = opened.map_tensors(_fixed)
+        if _is_settled(opened):
             yield opened
+
+
+def _is_settled(opened: Call) -> bool:
+    return all(isinstance(dim, int) or dim in ("B", "T") for _, tensor in opened.tensors() for dim in tensor.dims)
+
+
+def _fixed(_: str, tensor: TensorArg) -> TensorArg:
+    dims = (dim if dim in ("B", "T") else int(str(dim).removeprefix("~")) for dim in tensor.dims)
+    return replace(tensor, dims=tuple(dims))
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,10 @@ def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, ten
     _refuse_nothing(tensors, site)
     site.widen_region(fn)
     identity = _identity(fn)
-    found = lifts.find(fn, identity, call, settings, lengths_vary=_lengths_vary())
+    may_fix = compat.times_captured() is not None
+    found, opened = lifts.find(fn, identity, call, settings, lengths_vary=_lengths_vary(), fix=may_fix)
     _check_length(found, tensors, site)
+    _guard_widths(opened, tensors, site)
     _open_length(found, tensors, site, settings)
     _guard(identity, site)
     return found
@@ -266,6 +268,15 @@ def _check_length(found: Lifted, tensors: list[Any], site: dynamo.CallSite) -> N
     modulus = found.verdict.modulus
     if modulus and compat.size_hint(site.example(tensors[index]).shape[dim]) % modulus:  # type: ignore[union-attr]
         raise Unliftable("it does not take this length")
+
+
+def _guard_widths(opened: Call, tensors: list[Any], site: dynamo.CallSite) -> None:
+    """Guard the heads and widths that the caller has left open (``dynamic=True``) and the replacement has not."""
+    for variable, (_, axes) in zip(tensors, opened.tensors(), strict=True):
+        example = site.example(variable)
+        for size, axis in zip([] if example is None else example.shape, axes.dims, strict=False):
+            if isinstance(axis, int) and size != axis:
+                raise Unliftable("a size is not what it was")
 
 
 def _lengths_vary() -> bool:

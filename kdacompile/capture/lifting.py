@@ -71,21 +71,30 @@ class Lifts:
         self.known: dict[str, Lifted | Verdict] = {}
 
     def find(
-        self, fn: types.FunctionType, identity: Identity, call: Call, settings: Settings, *, lengths_vary: bool
-    ) -> Lifted:
-        """The replacement for ``fn`` under ``call``; raises ``Unliftable`` where there is none.
+        self,
+        fn: types.FunctionType,
+        identity: Identity,
+        call: Call,
+        settings: Settings,
+        *,
+        lengths_vary: bool,
+        fix: bool = False,
+    ) -> tuple[Lifted, Call]:
+        """The replacement for ``fn`` under ``call``, and which dimensions it leaves open; raises ``Unliftable`` where
+        there is none.
 
-        ``lengths_vary``: calls of other lengths will follow, so that it is worth proving for a short one, too.
+        ``lengths_vary``: calls of other lengths will follow, so that it is worth proving for a short one, too. ``fix``:
+        see ``open_dimensions``.
         """
         reason = "no layout of its arguments fits"
-        for opened in open_dimensions(call):
+        for opened in open_dimensions(call, fix=fix):
             key = _key(identity, opened, settings)
             if not (key in self.known or lengths_vary or store.has(key) or _pays(call, opened, identity)):
                 raise Unliftable("a length this short is captured faster")
             attempt = functools.partial(prove, fn, identity, opened, settings)
             found = self.settled(key, fn.__qualname__, source_of(fn), settings.deadline, attempt)
             if isinstance(found, Lifted):
-                return found
+                return found, opened
             reason = found.reason
             if not found.wrong_layout:
                 break

@@ -42,6 +42,32 @@ def test_one_graph_in_inference(lengths: tuple[int, ...]) -> None:
     assert graphs() == 1
 
 
+def test_open_heads_and_widths_are_guarded() -> None:
+    """``dynamic=True`` opens them too, and no layout fitted; 64 rows were unrolled with open sizes."""
+    run = compiled(functions.chunked_gla, dynamic=True)
+    with torch.no_grad():
+        for length in LENGTHS:
+            args = arguments(length)
+            assert relative_error(run(*args)[0], functions.chunked_gla(*args)[0]) < 1e-5, length
+        assert graphs() == 1
+        args = [x[..., : KEY // 2].contiguous() for x in arguments(80)]
+        assert relative_error(run(*args)[0], functions.chunked_gla(*args)[0]) < 1e-5
+    assert graphs() == 2
+    assert (
+        len({known.verdict.function for known in hook.lifts.known.values() if isinstance(known, lifting.Lifted)}) == 1
+    )
+
+
+@pytest.mark.parametrize("now", [KEY, HEADS])
+def test_as_many_tokens_as_something_else(now: int) -> None:
+    """Which of the open sizes is the length cannot be told."""
+    run = compiled(functions.chunked_gla, dynamic=True)
+    with torch.no_grad():
+        for length in (now, 80, 9):
+            args = arguments(length)
+            assert relative_error(run(*args)[0], functions.chunked_gla(*args)[0]) < 1e-5, length
+
+
 def test_static_shapes_stay_static() -> None:
     run = compiled(functions.chunked_gla, dynamic=False)
     with torch.inference_mode():
