@@ -161,7 +161,7 @@ _OWN_OPTIONS: dict[str, Callable[[str, object], Any]] = {
     "kda.disable": _pattern_names,  # patterns never to rewrite
     "kda.deadline": _seconds,  # processor time to search a graph without a match; 30 s unless told
     "kda.context_parallel": _context,  # the model sees a rank's tokens of longer sequences
-    "kda.cost_model": _boolean,  # leave MLA to Inductor where an op is estimated to take longer
+    "kda.cost_model": _boolean,  # leave to Inductor where an op is estimated to take longer
     "kda.lift": _boolean,  # replace proven functions before they are captured, so that one graph serves all lengths
 }
 

@@ -149,8 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         setting = {"torch": torch.__version__, "threads": 1, "rows": [asdict(row) for row in rows]}
         args.json.write_text(json.dumps(setting, indent=1) + "\n", encoding="utf-8")
-    for name, train in (("FORWARD", False), ("TRAINING", True)):
-        print(name, "=", fitted([(row.prompt, row.inductor, row.kda) for row in rows if row.prompt.train is train]))
+    print("TRAINING =", fitted([(row.prompt, row.inductor, row.kda) for row in rows if row.prompt.train]))
     return 0
 
 

@@ -36,14 +36,18 @@ class MlaSplice(Splice[LatentAttention]):
         if self.stops_gradients and added:
             raise CannotSplice("grad", "rows may be hidden by several masks, some of which stop a gradient")
 
-    def check_cost(self) -> None:
-        """Prompts of fixed sizes in fp32 on a CPU are what was measured."""
+    def check_cost(self, *, inductor: bool) -> None:
+        """Calls of fixed sizes in fp32 on a CPU are what was measured."""
         prompt = self._measured()
-        ratio = None if prompt is None else cost.loses(prompt)
-        if prompt is not None and ratio is not None:
-            what = "training on" if prompt.train else "a prompt of"
+        if prompt is None:
+            return
+        ratio = cost.loses(prompt)
+        if ratio is not None and self._form() == "expanded":
             took = f"is estimated to take {ratio:.1f} times as long as an op"
-            raise CannotSplice("cost", f"{what} {prompt.tokens} tokens in fp32 on a CPU {took}")
+            raise CannotSplice("cost", f"training on {prompt.tokens} tokens in fp32 on a CPU {took}")
+        if inductor and cost.is_too_small(prompt):
+            what = f"{prompt.tokens} tokens over {prompt.cached}, {prompt.operations / 1e6:.2g} million operations"
+            raise CannotSplice("cost", f"{what} in fp32 on a CPU: less than the call of an op takes")
 
     def _measured(self) -> cost.Prompt | None:
         """The match as the cost model takes it; None where it was fitted to nothing alike."""
@@ -55,9 +59,11 @@ class MlaSplice(Splice[LatentAttention]):
         if not (alike and fixed and q.dtype is torch.float32 and q.device.type == "cpu") or holds_dtensors(examples):
             return None
         sizes = [binding.sizes[axis] for axis in "BTSHNDVR"]
-        prompt = cost.Prompt(*sizes, causal=binding.causal, train=self.records_gradient())
-        form = choose_form(*(binding.sizes[axis] for axis in "BTSHNDRV"), causal=binding.causal)
-        return prompt if form == "expanded" else None
+        return cost.Prompt(*sizes, causal=binding.causal, train=self.records_gradient())
+
+    def _form(self) -> str:
+        binding = self.match.binding
+        return choose_form(*(binding.sizes[axis] for axis in "BTSHNDRV"), causal=binding.causal)
 
     def collect_stores(self, ready: int) -> None:
         """lse is no state: whoever stores it early uses it."""

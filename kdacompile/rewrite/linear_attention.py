@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph import gradient
+from kdacompile.lowering.cpu.step_cost import is_too_small
+from kdacompile.ops.dtensor import holds_dtensors
 from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.roles import AXES, Recurrence
@@ -23,6 +26,21 @@ class LinearAttentionSplice(Splice[Recurrence]):
         if self.match.mode == "step" and "u" in self.match.inputs:  # 50 us as it is, 290 us as two tokens of the op
             raise CannotSplice("cost", "one token that reads the state before its own write is faster as it is")
         return super().check()
+
+    def check_cost(self, *, inductor: bool) -> None:
+        """Steps of fixed sizes in fp32 on a CPU are what was measured."""
+        binding, sizes = self.match.binding, self.match.sizes
+        if not inductor or self.match.mode != "step" or self.records_gradient():
+            return
+        examples = [compat.example_value(placement.value.node) for placement in binding.inputs.values()]
+        q = compat.example_value(binding.inputs["q"].value.node)
+        fixed = all(isinstance(size, int) for x in examples for size in x.shape)
+        if not fixed or q.dtype is not torch.float32 or q.device.type != "cpu" or holds_dtensors(examples):
+            return
+        numbers = math.prod(sizes[axis] for axis in "BHKV")
+        if is_too_small(binding.gate, binding.delta, numbers):
+            what = f"one token over {numbers} numbers of state in fp32 on a CPU"
+            raise CannotSplice("cost", f"{what}: less than the call of an op takes")
 
     def apply(self, before: fx.Node) -> str:
         """Insert the op before ``before``, redirect the outputs, erase the region. Returns the op's name."""

@@ -203,8 +203,11 @@ class Splice(Generic[B]):
                 if any(user not in self.dying and self.place[copy] < self.place[user] < before for user in node.users):
                     raise CannotSplice("order", "the stored state is read before all inputs of the region exist")
 
-    def check_cost(self) -> None:
-        """Refuse where the op would take longer than what Inductor makes of the region, by a measured model."""
+    def check_cost(self, *, inductor: bool) -> None:
+        """Refuse where the op would take longer than what Inductor makes of the region, by a measured model.
+
+        ``inductor``: whether it compiles the rest. What a small call costs is measured beside its code alone.
+        """
 
     def check_grad(self) -> None:
         """Gradients must get through the region everywhere or nowhere; then ``detached`` says which."""

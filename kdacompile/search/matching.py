@@ -292,7 +292,7 @@ class Matching(Generic[R, B]):
                 )
                 before = splice.check()
                 if self.settings.cost_model:
-                    splice.check_cost()
+                    splice.check_cost(inductor=self.settings.inner == "inductor")
                 op = splice.apply(before)
             except CannotSplice as error:
                 return Rejection(name, error.reason, source, error.code)

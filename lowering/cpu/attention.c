@@ -9,7 +9,10 @@
  *     absorbed   keys [R + D, S] are the latent, turned, for all heads; values are the latent itself
  */
 
-enum { TILE = 8 /* queries at a time, at most */ };
+enum {
+    TILE = 8, /* queries at a time, at most */
+    FEW = 2,  /* tokens whose keys and values are made row by row of the weights */
+};
 
 /* Packed by small_attention.py in this order. */
 struct problem {
@@ -44,7 +47,7 @@ INLINE void tile(
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < columns; c++)
-                sums[r][c] += a[r * a_row + i] * *(const vector *)(b + i * b_row + c * LANES);
+                sums[r][c] += a[r * a_row + i] * *(const loose *)(b + i * b_row + c * LANES);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++)
             *(vector *)(to + r * row + c * LANES) = sums[r][c];
@@ -145,8 +148,73 @@ static void soften(float *scores, int64_t count, int64_t padded, float *largest,
     *sum_of = sum(total);
 }
 
+INLINE void dots_of(
+    const int rows, const int columns, int64_t depth, const float *a, int64_t a_row, const float *b, int64_t b_row,
+    float *to, int64_t row, int64_t column)
+{
+    vector sums[4][4];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++)
+            sums[r][c] = (vector){0};
+    for (int64_t i = 0; i < depth; i += LANES)
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) {
+            const vector x = *(const loose *)(b + c * b_row + i);
+            for (int r = 0; r < rows; r++)
+                sums[r][c] += *(const loose *)(a + r * a_row + i) * x;
+        }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++)
+            to[r * row + c * column] = sum(sums[r][c]);
+}
+
+/* to[r, c] = the dot product of rows r of A and c of B, whose ``depth`` is whole vectors. */
+static void dots(
+    int64_t rows, int64_t columns, int64_t depth, const float *a, int64_t a_row, const float *b, int64_t b_row, float *to,
+    int64_t row, int64_t column)
+{
+    for (int64_t c = 0; c < columns; c += 4) {
+        const float *some = b + c * b_row;
+        float *here = to + c * column;
+        int64_t r = 0;
+        if (c + 4 > columns) {
+            for (; r < rows; r++)
+                for (int64_t rest = c; rest < columns; rest++)
+                    dots_of(1, 1, depth, a + r * a_row, a_row, b + rest * b_row, b_row, to + r * row + rest * column, row, column);
+            return;
+        }
+        for (; r + 4 <= rows; r += 4)
+            dots_of(4, 4, depth, a + r * a_row, a_row, some, b_row, here + r * row, row, column);
+        for (; r < rows; r++)
+            dots_of(1, 4, depth, a + r * a_row, a_row, some, b_row, here + r * row, row, column);
+    }
+}
+
+/* [rows, columns], padded to whole vectors, turned. */
+static void turned_to(const float *from, int64_t from_row, int64_t rows, int64_t columns, float *to, int64_t to_row)
+{
+    transpose(from, from_row, in_vectors(rows), in_vectors(columns), to, to_row);
+}
+
+/* Rows of whole vectors: a tensor's own where they lie so. */
+struct matrix_of {
+    const float *data;
+    int64_t row;
+};
+
+static struct matrix_of rows_of(
+    const struct operand *x, int64_t place, int64_t row, int64_t column, int64_t rows, int64_t columns, float *memory)
+{
+    const int64_t padded = in_vectors(columns);
+    if (x->kind == FLOAT && column == 1 && padded == columns)
+        return (struct matrix_of){(const float *)x->data + place, row};
+    read_all(x, place, row, column, rows, columns, memory, padded);
+    return (struct matrix_of){memory, padded};
+}
+
 struct places {
-    float *keys, *turned, *values, *latent, *weight_k, *weight_v, *q, *queries, *scores, *context, *out;
+    float *keys, *turned, *values, *columns, *latent, *weight_k, *weight_v, *q, *queries, *scores, *context, *out;
+    struct matrix_of tokens, w_uk, w_uv; /* the latent, and a head's weights */
 };
 
 /* Where everything lies behind ``memory``, and how many elements that is. */
@@ -159,10 +227,11 @@ static int64_t places(const struct problem *p, float *memory, struct places *of)
 #define PLACE(name, elements) of->name = at, at += (elements)
     PLACE(keys, (p->rank + p->nope + p->rope) * cached);
     PLACE(turned, p->absorbed ? 0 : p->rank * cached);
-    PLACE(values, p->absorbed ? 0 : p->cached * value);
-    PLACE(latent, p->cached * rank);
+    PLACE(values, p->absorbed ? 0 : cached * value);
+    PLACE(columns, p->absorbed ? 0 : cached * value);
+    PLACE(latent, cached * rank);
     PLACE(weight_k, p->nope * rank);
-    PLACE(weight_v, p->rank * value);
+    PLACE(weight_v, p->value * rank);
     PLACE(q, p->tokens * nope);
     PLACE(queries, p->tokens * (depth + rank));
     PLACE(scores, TILE * cached);
@@ -172,16 +241,35 @@ static int64_t places(const struct problem *p, float *memory, struct places *of)
     return at - memory;
 }
 
-/* A head's weights: w_uk [N, R], and w_uv turned, [R, V]. */
-static void read_weights(const struct problem *p, int64_t head, const struct places *at)
+/* A head's weights: w_uk [N, R] and w_uv [V, R]. */
+static void read_weights(const struct problem *p, int64_t head, struct places *at)
 {
     const struct operand *k = &p->w_uk, *v = &p->w_uv;
     if (!k->data)
         return;
-    read_all(
-        k, head * k->stride[0], k->stride[1], k->stride[2], p->nope, p->rank, at->weight_k, in_vectors(p->rank));
-    read_all(
-        v, head * v->stride[0], v->stride[2], v->stride[1], p->rank, p->value, at->weight_v, in_vectors(p->value));
+    at->w_uk = rows_of(k, head * k->stride[0], k->stride[1], k->stride[2], p->nope, p->rank, at->weight_k);
+    at->w_uv = rows_of(v, head * v->stride[0], v->stride[1], v->stride[2], p->value, p->rank, at->weight_v);
+}
+
+/* Keys [N, S] and values [S, V] of a head: products with the latent, row by row for a few tokens. */
+static void expand(const struct problem *p, const struct places *at)
+{
+    const int64_t rank = in_vectors(p->rank), value = in_vectors(p->value), cached = in_vectors(p->cached);
+    const struct matrix_of *k = &at->w_uk, *v = &at->w_uv, *x = &at->tokens;
+    if (p->cached <= FEW) {
+        dots(p->nope, p->cached, rank, k->data, k->row, x->data, x->row, at->keys, cached, 1);
+        dots(p->cached, p->value, rank, x->data, x->row, v->data, v->row, at->values, value, 1);
+        for (int64_t s = 0; s < p->cached; s++)
+            for (int64_t i = p->value; i < value; i++)
+                at->values[s * value + i] = 0;
+        for (int64_t i = 0; i < p->nope; i++)
+            for (int64_t s = p->cached; s < cached; s++)
+                at->keys[i * cached + s] = 0;
+        return;
+    }
+    multiply(p->nope, cached, p->rank, k->data, k->row, at->turned, cached, at->keys, cached);
+    multiply(p->value, cached, p->rank, v->data, v->row, at->turned, cached, at->columns, cached);
+    turned_to(at->columns, cached, p->value, p->cached, at->values, value);
 }
 
 /* A head's queries, scaled, in rows of the keys' depth. */
@@ -193,8 +281,7 @@ static void read_queries(const struct problem *p, int64_t b, int64_t head, int64
     const float scale = (float)p->scale;
     if (p->absorbed && p->w_uk.data) {
         read_all(q, place, q->stride[1], q->stride[3], p->tokens, p->nope, at->q, nope);
-        multiply(
-            p->tokens, in_vectors(p->rank), p->nope, at->q, nope, at->weight_k, in_vectors(p->rank), at->queries, depth);
+        multiply(p->tokens, in_vectors(p->rank), p->nope, at->q, nope, at->w_uk.data, at->w_uk.row, at->queries, depth);
     } else {
         read_all(q, place, q->stride[1], q->stride[3], p->tokens, width, at->queries, depth);
     }
@@ -211,11 +298,11 @@ static void read_queries(const struct problem *p, int64_t b, int64_t head, int64
 
 /* Queries ``first`` to ``last`` of a head, at most TILE: they see keys up to the last one's own. */
 static void attend(
-    const struct problem *p, int64_t b, int64_t head, int64_t first, int64_t last, int64_t width, const float *values,
-    int64_t values_width, const struct places *at)
+    const struct problem *p, int64_t b, int64_t head, int64_t first, int64_t last, int64_t width,
+    struct matrix_of values, const struct places *at)
 {
     const int64_t depth = in_vectors(width + p->rope) + in_vectors(p->rank), cached = in_vectors(p->cached);
-    const int64_t rows = last - first, value = in_vectors(p->value);
+    const int64_t rows = last - first, value = in_vectors(p->value), wide = in_vectors(p->rank);
     const struct operand *mask = &p->mask;
     const int through = p->absorbed && p->w_uv.data != 0; /* the result is of the latent's width */
     int64_t reach = p->causal ? p->cached - p->tokens + last : p->cached;
@@ -243,10 +330,10 @@ static void attend(
             total == 0 ? __builtin_inff() : total == total ? largest + (float)precise_logarithm(total) : total;
     }
     if (through) {
-        multiply(rows, values_width, reach, at->scores, cached, values, values_width, at->context, values_width);
-        multiply(rows, value, p->rank, at->context, values_width, at->weight_v, value, at->out, value);
+        multiply(rows, wide, reach, at->scores, cached, values.data, values.row, at->context, wide);
+        dots(rows, p->value, wide, at->context, wide, at->w_uv.data, at->w_uv.row, at->out, value, 1);
     } else {
-        multiply(rows, value, reach, at->scores, cached, values, values_width, at->out, value);
+        multiply(rows, value, reach, at->scores, cached, values.data, values.row, at->out, value);
     }
     for (int64_t r = 0; r < rows; r++) {
         const int64_t place = ((b * p->tokens + first + r) * p->heads + head) * p->value;
@@ -254,31 +341,49 @@ static void attend(
     }
 }
 
-static void run_heads(const struct problem *p, int64_t b, int64_t head, int64_t end, const struct places *at)
+/* The latent as columns, zeros behind the last token. */
+static void turn_latent(const struct problem *p, const struct places *at, float *turned)
 {
-    const int64_t rank = in_vectors(p->rank), value = in_vectors(p->value), cached = in_vectors(p->cached);
+    const int64_t cached = in_vectors(p->cached);
+    int64_t s = 0;
+    for (; s + LANES <= p->cached; s += LANES)
+        for (int64_t r = 0; r < in_vectors(p->rank); r += LANES) {
+            vector square[LANES];
+            for (int i = 0; i < LANES; i++)
+                square[i] = *(const loose *)(at->tokens.data + (s + i) * at->tokens.row + r);
+            turn(square);
+            for (int i = 0; i < LANES && r + i < p->rank; i++)
+                *(vector *)(turned + (r + i) * cached + s) = square[i];
+        }
+    for (int64_t r = 0; s < cached && r < p->rank; r++)
+        for (int64_t i = s; i < cached; i++)
+            turned[r * cached + i] = i < p->cached ? at->tokens.data[i * at->tokens.row + r] : 0;
+}
+
+static void run_heads(const struct problem *p, int64_t b, int64_t head, int64_t end, struct places *at)
+{
+    const int64_t value = in_vectors(p->value), cached = in_vectors(p->cached);
     const int64_t width = p->absorbed ? p->rank : p->nope;
     const struct operand *latent = &p->latent, *rope = &p->k_rope;
     float *turned = p->absorbed ? at->keys : at->turned;
 
-    read_all(latent, b * latent->stride[0], latent->stride[1], latent->stride[2], p->cached, p->rank, at->latent, rank);
-    for (int64_t r = 0; r < p->rank; r++)
-        for (int64_t s = 0; s < cached; s++)
-            turned[r * cached + s] = s < p->cached ? at->latent[s * rank + r] : 0;
+    at->tokens = rows_of(
+        latent, b * latent->stride[0], latent->stride[1], latent->stride[2], p->cached, p->rank, at->latent);
+    if (p->absorbed || p->cached > FEW)
+        turn_latent(p, at, turned);
     if (rope->data)
         read_all(
             rope, b * rope->stride[0], rope->stride[2], rope->stride[1], p->rope, p->cached, at->keys + width * cached,
             cached);
     for (; head < end; head++) {
         read_weights(p, head, at);
-        if (!p->absorbed) {
-            multiply(p->nope, cached, p->rank, at->weight_k, rank, turned, cached, at->keys, cached);
-            multiply(p->cached, value, p->rank, at->latent, rank, at->weight_v, value, at->values, value);
-        }
+        if (!p->absorbed)
+            expand(p, at);
         read_queries(p, b, head, width, at);
         for (int64_t t = 0; t < p->tokens; t += TILE) {
             const int64_t last = t + TILE < p->tokens ? t + TILE : p->tokens;
-            attend(p, b, head, t, last, width, p->absorbed ? at->latent : at->values, p->absorbed ? rank : value, at);
+            const struct matrix_of own = {at->values, value};
+            attend(p, b, head, t, last, width, p->absorbed ? at->tokens : own, at);
         }
     }
 }

@@ -1,13 +1,16 @@
-"""What a prompt of MLA costs on a CPU, as Inductor compiles the model's own code and as the op runs it: an estimate.
+"""What MLA costs on a CPU, as Inductor compiles the model's own code and as the op runs it: an estimate.
 
-Both are matrix products, passes over the scores, and a part of their own for every call::
+In training both are matrix products, passes over the scores, and a part of their own for every call::
 
-    Inductor:  expand + scores + values                       in training:  3 expand + 3 scores + 3 values
-    the op:    expand + scores + values of what may be seen   in training:  4 expand + 4 scores + 3 values
+    Inductor:  3 expand + 3 scores + 3 values
+    the op:    4 expand + 4 scores + 3 values of what may be seen
 
 The op keeps neither keys and values nor scores for the backward, and computes them again; it skips what causality
 hides. The constants are fitted to what ``python -m kdacompile.bench.latent_prompts`` measured, which is in
 ``docs/results/fits/mla-cpu.json``. They are of one machine; a decision rests on a quotient of two such estimates.
+
+Without gradients the op took 0.2 to 0.5 times as long as Inductor's code in every case there. What it loses at is calls
+so small that it costs more to make them than to compute: ``WORTH``.
 """
 
 from __future__ import annotations
@@ -46,13 +49,18 @@ class Prompt:
             seen -= hidden * min(ROWS, self.tokens)
         return float(self.batch * self.heads * seen)
 
+    @property
+    def operations(self) -> float:
+        """Of the products of the model's own code, forward."""
+        return self.expand + 2.0 * self.pairs(blocks=False) * (self.nope + self.rope + self.value)
+
     def terms(self, *, op: bool) -> tuple[float, float, float, float, float]:
-        """What the constants multiply: operations of products, Inductor's scores, the op's, its numbers in keys and
-        values, and 1 for the op.
+        """What the constants multiply, forward and backward: operations of products, Inductor's scores, the op's, its
+        numbers in keys and values, and 1 for the op.
         """
         pairs = self.pairs(blocks=op)
         scores, values = 2.0 * pairs * (self.nope + self.rope), 2.0 * pairs * self.value
-        times = (1.0, 1.0, 1.0) if not self.train else (4.0, 4.0, 3.0) if op else (3.0, 3.0, 3.0)
+        times = (4.0, 4.0, 3.0) if op else (3.0, 3.0, 3.0)
         products = sum(x * y for x, y in zip(times, (self.expand, scores, values), strict=True))
         numbers = float(self.batch * self.cached * self.heads * (self.nope + self.rope + self.value))
         return (products, 0.0, pairs, numbers, 1.0) if op else (products, pairs, 0.0, 0.0, 0.0)
@@ -60,30 +68,36 @@ class Prompt:
 
 Constants = tuple[float, ...]
 
-FORWARD: Constants = (1.42e-11, 3.64e-09, 1.26e-09, 3.62e-09, 7.69e-05)
-TRAINING: Constants = (1.47e-11, 3.82e-09, 2.09e-09, 9.4e-09, 0.00101)
+TRAINING: Constants = (1.09e-11, 5.02e-09, 3.22e-10, 1.33e-09, 0.00126)
 """Seconds for each of the terms."""
 
 LEAST = 4.4e7
-"""Operations in the smallest case that was measured: nothing is estimated below."""
+"""Operations, forward, in the smallest case that was measured in training: nothing is estimated below."""
 
 MARGIN = 1.1
 """The quotient of two estimates from which on the op is left out: the fit is no closer."""
 
+WORTH = 2e6
+"""Operations of the model's own code below which it is faster than an op, without gradients. Layers of small models
+(``python -m tests.models.small_layers``) took 1.02 to 1.20 times as long with it at up to 1.7 million, and attention
+of other sizes (4 heads of 32, R = 64) 0.7 to 0.8 times at 2.1 and 4.7 million.
+"""
+
 
 def loses(prompt: Prompt) -> float | None:
-    """How many times as long as Inductor's own code the op takes, where that is too long; None where it is not."""
-    if prompt.terms(op=False)[0] < LEAST:
+    """How many times as long as Inductor's own code the op takes in training, where that is too long; else None."""
+    if not prompt.train or prompt.operations < LEAST:
         return None
     ratio = estimated_ratio(prompt)
     return ratio if ratio > MARGIN else None
 
 
+def is_too_small(prompt: Prompt) -> bool:
+    """Whether making the call of an op takes longer than it saves."""
+    return not prompt.train and prompt.operations < WORTH
+
+
 def estimated_ratio(prompt: Prompt) -> float:
-    """The op's time over that of Inductor's own code."""
-    ours, theirs = (_seconds(prompt.terms(op=op), TRAINING if prompt.train else FORWARD) for op in (True, False))
+    """The op's time over that of Inductor's own code, in training."""
+    ours, theirs = (sum(x * y for x, y in zip(TRAINING, prompt.terms(op=op), strict=True)) for op in (True, False))
     return ours / theirs
-
-
-def _seconds(terms: Constants, constants: Constants) -> float:
-    return sum(x * y for x, y in zip(constants, terms, strict=True))

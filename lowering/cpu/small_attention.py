@@ -25,13 +25,13 @@ from .backward import is_memory_filled
 from .compiler import Call, loaded, may_run
 from .operands import KINDS, contiguous, described, laid_out
 
-MOST = {"expanded": 12_000_000, "absorbed": 1_500_000}
+MOST = {"expanded": 16_000_000_000, "absorbed": 1_500_000}
 """Operations of the products, two for a multiply-add, up to which the C kernel took at most half the time of torch's
-operators on one thread; absorbed calls read weights and cache for a few queries only.
+operators on one thread; absorbed calls read weights and cache for a few queries only, and every head turns the cache.
 """
 TASK = 400_000
 """Operations that are worth a thread of their own, some 20 us."""
-SCRATCH = 1 << 20
+SCRATCH = 1 << 22
 """Numbers that a task may keep."""
 
 # struct problem of the source: operands (pointer, kind, strides), results, sizes, scale, a function, tasks

@@ -24,6 +24,9 @@ from tests.ops.mla_cases import MlaCase, make_mla
 
 CASES: dict[str, dict[str, Any]] = {
     "one token": {"tokens": 1, "cached": 1},
+    "two tokens": {"tokens": 2, "cached": 2, "causal": True},
+    "three tokens": {"tokens": 3, "cached": 3, "causal": True},
+    "one token, whole vectors": {"tokens": 1, "cached": 1, "nope": 32, "rope": 16, "rank": 64, "value": 32},
     "step": {"tokens": 1},
     "steps of four": {"tokens": 4, "causal": True},
     "prompt": {"tokens": 40, "cached": 40, "causal": True},
@@ -86,6 +89,13 @@ def test_results(label: str, form: str) -> None:
         form = "auto"
     with filled_memory():
         check(call_of(make_mla(**case, form=form)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_long_prompt(causal: bool) -> None:
+    sizes: dict[str, Any] = {"nope": 32, "rope": 16, "rank": 64, "value": 40}
+    with filled_memory():
+        check(call_of(make_mla(tokens=300, cached=300, causal=causal, form="expanded", **sizes)))
 
 
 @pytest.mark.parametrize("label", CASES)
@@ -185,7 +195,7 @@ def test_same_bits_on_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> 
         ({"lengths": (3, 40)}, {}, "every time"),
         ({"lengths": (3, 40), "page": 10}, {}, "every time"),
         ({"cached": 4000}, {}, "not a small call"),
-        ({"tokens": 300, "cached": 300, "form": "expanded", "heads": 16}, {}, "not a small call"),
+        ({"tokens": 3000, "cached": 3000, "form": "expanded", "heads": 2, "rank": 512}, {}, "not a small call"),
     ],
 )
 def test_declines(case: dict[str, Any], changes: dict[str, Any], reason: str) -> None:

@@ -1,10 +1,12 @@
 """One attention layer of every small model beside Inductor alone, on one thread of a CPU: what a call costs there.
 
-    python -m tests.models.small_layers [--layers qwen3_next,deepseek_v3-mla] [--tokens 1,16,64] [--rounds 40]
+    python -m tests.models.small_layers [--layers qwen3_next,deepseek_v3-mla] [--tokens 1,16] [--rounds 40] [--rewrite]
+    python -m tests.models.small_layers --states [--layers qwen3_next,mamba2,kimi_linear,minimax]
 
 Both compilers compile the same layer in this process and take turns, a block of calls at a time; times are of the
 processor. The table has the medians in us and the median of the turns' ratios, kda over Inductor, with quartiles. One
-token is a step over a cache for linear attention, a prompt of one token without a cache for MLA.
+token is a step over a cache for linear attention, a prompt of one token without a cache for MLA. ``--rewrite``: also
+where the op is estimated to take longer. ``--states``: one token with states of several sizes, rewritten all of them.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -109,6 +112,49 @@ def measure(name: str, tokens: int, rounds: int, options: dict[str, Any] | None 
     return Row(inductor, kda, low, ratio, high, ", ".join(found) or "nothing")
 
 
+STATES = ((4, 32), (8, 32), (4, 64), (8, 64), (16, 64), (8, 128), (16, 128))
+"""Heads, and the width of keys and values."""
+
+
+def sized(name: str, heads: int, width: int) -> zoo.ModelCase:
+    """A model of the zoo with these heads; Mamba-2 with states of twice the width, from 64 on."""
+    case = zoo.CASES[name]
+    changes: dict[str, dict[str, int]] = {
+        "kimi_linear": {"linear_num_heads": heads, "linear_head_dim": width},
+        "qwen3_next": {
+            "linear_num_key_heads": heads // 2,
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": width,
+            "linear_value_head_dim": width,
+        },
+        "mamba2": {
+            "hidden_size": heads * width // 2,
+            "num_heads": heads,
+            "head_dim": width,
+            "state_size": width * (1 + (width >= 64)),
+        },
+        "minimax": {"num_attention_heads": heads, "head_dim": width},
+    }
+
+    def config() -> Any:
+        made = case.config()
+        for key, value in changes[name].items():
+            setattr(made, key, value)
+        return made
+
+    return replace(case, config=config)
+
+
+def states(names: Sequence[str], rounds: int) -> None:
+    print(f"{'layer':<14}{'heads':>6}{'width':>6}  inductor    kda  ratio")
+    for name in names:
+        for heads, width in STATES:
+            case = sized(name, heads, width)
+            with patch.dict(zoo.CASES, {name: case}):
+                row = measure(name, 1, rounds, {"kda.cost_model": False})
+            print(f"{name:<14}{heads:>6}{width:>6}  {row}", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.models.small_layers",
@@ -119,8 +165,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", default="1", help="comma-separated; default: 1")
     parser.add_argument("--rounds", type=int, default=40, help="turns of each compiler; default: 40")
     parser.add_argument("--rewrite", action="store_true", help="also where the op is estimated to take longer")
+    parser.add_argument("--states", action="store_true", help="one token with states of several sizes")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    if args.states:
+        given = args.layers.split(",")
+        states([name for name in given if name in ("qwen3_next", "mamba2", "kimi_linear", "minimax")], args.rounds)
+        return 0
     print(f"{'layer':<22}{'tokens':>7}{'inductor':>9}{'kda':>7}{'ratio':>7}")
     for name in args.layers.split(","):
         for tokens in map(int, args.tokens.split(",")):

@@ -1,0 +1,75 @@
+"""Calls so small that making them takes longer than they save are left to Inductor, as matches, where it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kdacompile.bench.latent_prompts import Layer
+from kdacompile.explainer import explain
+from kdacompile.lowering.cpu.attention_cost import Prompt
+from kdacompile.lowering.cpu.step_cost import OTHERS, WORTH, is_too_small
+from kdacompile.report.report import Report
+
+INDUCTOR: dict[str, Any] = {"kda.inner": "inductor"}
+
+
+class Step(nn.Module):
+    """One token of the gated delta rule, the state written back."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+        decayed = state * g.exp()[:, :, None, None]
+        delta = (v - (decayed * k[..., None]).sum(-2)) * beta[..., None]
+        new = decayed + k[..., None] * delta[..., None, :]
+        state.copy_(new)
+        return (new * q[..., None]).sum(-2)
+
+
+def step(width: int, options: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32) -> Report:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, width, dtype=dtype) for _ in range(3))
+    g, beta = -torch.rand(1, 2), torch.rand(1, 2)
+    state = torch.zeros(1, 2, width, width)
+    with torch.no_grad():
+        return explain(Step(), options=options)(q, k, v, g.to(dtype), beta.to(dtype), state)
+
+
+def test_a_step_over_a_small_state_is_left_to_inductor() -> None:
+    report = step(16, {**INDUCTOR, "kda.strict": True, "kda.expect": {"gated_delta_rule": 1}})
+    (declined,) = report.declined
+    assert (declined.pattern, declined.code) == ("gated_delta_rule", "cost")
+    assert "one token over 512 numbers" in declined.reason
+    assert not report.matches and not report.rejections
+
+
+@pytest.mark.parametrize(
+    ("width", "how"),
+    [(256, INDUCTOR), (16, {**INDUCTOR, "kda.cost_model": False}), (16, {"kda.inner": "eager"})],
+    ids=["a large one", "switched off", "eager runs the rest"],
+)
+def test_others_are_rewritten(width: int, how: dict[str, Any]) -> None:
+    report = step(width, how)
+    assert report.counts == {"gated_delta_rule": 1} and not report.declined, str(report)
+
+
+def test_the_size_that_decides() -> None:
+    assert is_too_small("token", False, WORTH["token", False] - 1)
+    assert not is_too_small("token", False, WORTH["token", False])
+    assert is_too_small("channel", True, OTHERS - 1) and not is_too_small("channel", True, OTHERS)
+
+
+@pytest.mark.parametrize(("tokens", "left"), [(1, True), (16, True), (256, False)])
+def test_small_prompts_of_mla(tokens: int, left: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    case = Prompt(1, tokens, tokens, 4, 12, 8, 20, 24, causal=True)
+    layer = Layer(case)
+    sizes = (1, case.heads, tokens, case.nope + case.rope), (1, tokens, case.rank), (1, tokens, case.rope)
+    with torch.no_grad():
+        report = explain(layer, dynamic=False, options=INDUCTOR)(*(torch.randn(size) for size in sizes), None)
+    assert [found.code for found in report.declined] == ["cost"] * left, str(report)
+    assert report.counts == ({} if left else {"mla": 1})
