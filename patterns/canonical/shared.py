@@ -3,7 +3,8 @@
     f(x), .., f(x)    becomes    y, .., y    with y = f(x)
 
 RWKV-7's decay is computed by whoever calls the recurrence, for the keys it erases, and again within it. A region has no
-role for both, and none for what both are made of.
+role for both, and none for what both are made of. Nor has it one for the tokens of all heads, where a loop over heads
+writes ``x[b][head][t]``: the pieces that its turns have in common are what enters it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def apply(edit: Edit) -> None:
     """Let readers of a value that was computed before read the earlier one."""
     functional = edit.functional
     repeated = _repeated(functional)
-    if not any(op.name in NONLINEAR for op in repeated):
+    if not any(op.name in NONLINEAR or _is_cut_again(op) for op in repeated):
         return
     for later, first in repeated.items():
         for old, new in zip(later.outs, first.outs, strict=True):
@@ -37,6 +38,11 @@ def apply(edit: Edit) -> None:
             old.users = []
             functional.names.setdefault(new, []).extend(functional.names.pop(old, []))
     edit.changed = True
+
+
+def _is_cut_again(op: Op) -> bool:
+    """True for a piece that is taken apart further."""
+    return op.name == "select" and any(user.name == "select" for user in op.out.users)
 
 
 def _repeated(graph: Graph) -> dict[Op, Op]:

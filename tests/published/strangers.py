@@ -222,7 +222,7 @@ def bluebaum_parallel(m: Any) -> Program:
 _SCAN = ("mlstm_scan_pytorch", "scan_op_python", "stabilization_scan_op_python")
 
 
-@case(BLUEBAUM, "mlstm_scan.py", *("simple_gla",) * 2, only=_SCAN)
+@case(BLUEBAUM, "mlstm_scan.py", *("simple_gla",) * 4, only=_SCAN)
 def bluebaum_scan(m: Any) -> Program:
     """Requests, heads and tokens one by one, as a scan over pairs, with the largest exponent so far."""
     q, k, v = (normal(1, 2, 6, K) for _ in range(3))
