@@ -125,3 +125,30 @@ def test_one_graph_with_every_layer(kind: str, monkeypatch: pytest.MonkeyPatch) 
         again, after = graphs(model, tokens)
     assert broken == again > 2
     assert all(torch.equal(x, y) for x, y in zip(alone, after, strict=True))
+
+
+@pytest.mark.parametrize("name", ["chunk_kda", "chunk_gla"])
+def test_training_under_autocast(name: str) -> None:
+    """Projections in bfloat16, gates in float32, weights too."""
+    fla_ops = importlib.import_module("fla.ops")
+    heads, size = 4, 64
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, TOKENS, 128, device="cuda")
+    w_in = (torch.randn(4, heads * size, 128, device="cuda") * 0.1).requires_grad_()
+
+    def model(x: Tensor, w_in: Tensor) -> Tensor:
+        q, k, v, g = ((x @ w.mT).unflatten(-1, (heads, size)) for w in w_in)
+        g = torch.nn.functional.logsigmoid(g.float())
+        k = torch.nn.functional.normalize(k.float(), dim=-1).to(q.dtype)
+        given = {} if name == "chunk_gla" else {"beta": q.float().mean(-1).sigmoid().to(q.dtype)}
+        return getattr(fla_ops, name)(q, k, v, g=g, **given)[0]
+
+    found: list[list[Tensor]] = []
+    with collecting() as report:
+        for run in (torch.compile(model, backend="kda", fullgraph=True), model):
+            with torch.autocast("cuda", torch.bfloat16):
+                out = run(x, w_in)
+            found.append([out, *torch.autograd.grad(out.float().square().mean(), w_in)])
+    assert [match.lifted for match in report.matches] == [name]
+    assert found[0][0].dtype == found[1][0].dtype == torch.bfloat16
+    assert max(map(relative_error, *found)) < 1e-2
