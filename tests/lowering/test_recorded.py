@@ -223,10 +223,18 @@ def test_the_emitted_step_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_kernels_of_hopper_gpus(monkeypatch: pytest.MonkeyPatch, heads: int, gate_fn: str) -> None:
     """With the delta rule, or without it with log gates of a shape."""
-    from kdacompile.lowering.hopper import combine, linear, prepare, prepare_scalar, prepare_unbounded, scan
+    from kdacompile.lowering.hopper import (
+        combine,
+        linear,
+        prepare,
+        prepare_scalar,
+        prepare_unbounded,
+        scan,
+        scan_channel,
+    )
 
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)  # pyright: ignore[reportUnknownLambdaType]
-    for module in (combine, linear, prepare, prepare_scalar, prepare_unbounded, scan):
+    for module in (combine, linear, prepare, prepare_scalar, prepare_unbounded, scan, scan_channel):
         stand_in(monkeypatch, module)
 
     def run(call: Any, scratch: Scratch) -> tuple[Tensor, ...]:
