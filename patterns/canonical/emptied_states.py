@@ -163,7 +163,7 @@ def _rewrite(edit: Edit, chain: Chain, *, given: bool) -> None:
     if last.out.node in edit.fixed:
         return
     factors = [_number(edit, step.factor, last.out.dtype, like) for step in chain if not step.is_mask]
-    exponents = [exponent for factor in factors if (exponent := _exponent(edit, factor, like)) is not None]
+    exponents = [found for factor in factors if (found := exponent(edit, factor, like)) is not None]
     logs = len(exponents) == len(factors) > 0
     gate: Value | float = 1.0
     for term in exponents if logs else sorted(factors, key=lambda factor: not isinstance(factor, Value)):
@@ -208,7 +208,7 @@ def _spread(edit: Edit, gate: Value, mask: Value, like: fx.Node) -> Value:
     return edit.call(torch.add, gate, edit.call(torch.mul, mask, 0.0, like=like), like=like)
 
 
-def _exponent(edit: Edit, factor: Value | float, like: fx.Node) -> Value | None:
+def exponent(edit: Edit, factor: Value | float, like: fx.Node) -> Value | None:
     """What the factor is the exponential of, laid out like it."""
     steps: list[Op] = []
     op = factor.op if isinstance(factor, Value) else None
