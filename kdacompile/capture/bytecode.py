@@ -8,6 +8,7 @@ from __future__ import annotations
 import dis
 import types
 from collections.abc import Iterator
+from typing import Any
 
 _PUSHES = frozenset(
     "LOAD_FAST LOAD_FAST_CHECK LOAD_FAST_BORROW LOAD_FAST_LOAD_FAST LOAD_FAST_BORROW_LOAD_FAST_BORROW LOAD_CONST "
@@ -65,7 +66,7 @@ def _readers(code: types.CodeType, name: str, stored: int) -> Iterator[int | Non
     """The calls that take a variable; None for whatever else is done with it, but at ``stored``."""
     fixed = frozenset(_calls_of_fixed_functions(code))
     for at in dis.get_instructions(code):
-        names = at.argval if isinstance(at.argval, tuple) else (at.argval,)
+        names: tuple[Any, ...] = at.argval if isinstance(at.argval, tuple) else (at.argval,)
         if "FAST" not in at.opname or name not in names or at.offset == stored:
             continue
         call = None

@@ -243,7 +243,7 @@ class Search:
     @property
     def wanting(self) -> bool:
         """True if something that looks like linear attention was left alone."""
-        return bool(self.recurrence.rejections or self.recurrence.missed)
+        return self.recurrence.missed or any(not rejection.declined for rejection in self.recurrence.rejections)
 
     def reject(self, reason: str, source: str, code: Code) -> None:
         self.recurrence.rejections = [Rejection("linear_attention", reason, source, code)]
@@ -254,6 +254,7 @@ class Search:
             return
         if self.has_attention and not self.context.tables:
             self.attention.run(functional)
+            self.recurrence.taken = self.attention.declined
         if not self.has_recurrence:
             return
         if self.attention.matches:

@@ -110,6 +110,10 @@ class Matching(Generic[R, B]):
         """Something that looks like the pattern was left alone, be it without a word."""
         self.rewritten: set[Op] = set()
         """Operators that ops have taken the place of."""
+        self.declined: set[Op] = set()
+        """Operators of what was shown to be the pattern and is left to Inductor, which is estimated to be faster."""
+        self.taken: set[Op] = set()
+        """Those that another pattern has declined: what they are is known."""
         self.matches: list[findings.Match] = []
         self.rejections: list[Rejection] = []
 
@@ -137,6 +141,8 @@ class Matching(Generic[R, B]):
     def visit_whole(self, graph: Graph, region: R) -> bool:
         """Visit a region, unless an earlier search came to nothing there."""
         ops = frozenset(region.ops)
+        if not self.taken.isdisjoint(ops):
+            return False
         if ops in self.context.rejected:
             self.rejections += self.context.rejected[ops]
         else:
@@ -144,7 +150,7 @@ class Matching(Generic[R, B]):
             if self.visit(graph, Inner(region, lambda candidate, binding: True)):
                 return True
             self.context.rejected[ops] = self.rejections[told:]
-        self.missed |= self.spec.is_near(region)
+        self.missed |= self.declined.isdisjoint(ops) and self.spec.is_near(region)
         return False
 
     def visit_inside(self, graph: Graph, region: R) -> bool:
@@ -178,6 +184,7 @@ class Matching(Generic[R, B]):
                     return True
                 failures.append(failure)
                 if failure.code == "cost":
+                    self.declined |= found.ops
                     break
             if len(refused) + len(failures) >= MAX_CANDIDATES:
                 break

@@ -13,6 +13,7 @@ from kdacompile.explainer import explain
 from kdacompile.lowering.cpu.attention_cost import Prompt
 from kdacompile.lowering.cpu.step_cost import OTHERS, WORTH, is_too_small
 from kdacompile.report.report import Report
+from tests.mla.spellings import RANK, ROPE, WIDTH, Naive
 
 INDUCTOR: dict[str, Any] = {"kda.inner": "inductor"}
 
@@ -73,3 +74,13 @@ def test_small_prompts_of_mla(tokens: int, left: bool) -> None:
         report = explain(layer, dynamic=False, options=INDUCTOR)(*(torch.randn(size) for size in sizes), None)
     assert [found.code for found in report.declined] == ["cost"] * left, str(report)
     assert report.counts == ({} if left else {"mla": 1})
+
+
+def test_what_is_left_is_no_near_miss_of_another_pattern() -> None:
+    """The scores and values of latent attention look like a recurrence without its roles, until they are known."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, args = Naive(), [torch.randn(2, 6, size) for size in (WIDTH, RANK, ROPE)]
+    with torch.no_grad():
+        report = explain(model, options={**INDUCTOR, "kda.strict": True})(*args)
+    assert [found.code for found in report.declined] == ["cost"] and not report.rejections, str(report)

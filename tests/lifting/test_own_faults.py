@@ -84,7 +84,9 @@ def test_memory_that_runs_out_is_a_reason_and_no_trait_of_the_function(
     given = [torch.randn(2, 40, 2, 4) for _ in range(3)] + [-torch.rand(2, 40, 2, 4)]
     torch._dynamo.reset()
     with torch.no_grad(), collecting() as report:
-        compiled = torch.compile(lambda *x: recurrent_gla(*x), backend="kda", options={"kda.inner": "eager"})
+        compiled = torch.compile(
+            lambda q, k, v, g: recurrent_gla(q, k, v, g), backend="kda", options={"kda.inner": "eager"}
+        )
         torch.testing.assert_close(compiled(*given), recurrent_gla(*given))
     assert struck
     assert not kept
