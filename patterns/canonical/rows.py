@@ -8,6 +8,7 @@ can be one for all rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -204,10 +205,11 @@ class Loops:
                 continue
             pointwise = rules.is_pointwise(op) or op.name == "_to_copy"
             below = not (active | spread).isdisjoint(rows.parts.values())
-            if below and op.name == "expand":
+            if below and op.name in LAYOUT:
                 spread.add(rows)
             gated = (self.across and _takes_in(rows, op)) or (pointwise and self.is_new(op))
-            if (below and pointwise) or rules.is_activation(op) or rules.is_offset(op) or gated:
+            alone = rules.is_activation(op) or rules.is_offset(op) or (rules.is_factor(op) and self.is_small(rows))
+            if (below and pointwise) or alone or gated:
                 active.add(rows)
             if op.name in rules.EXPONENTIALS:
                 exponentials.add(rows)
@@ -215,6 +217,11 @@ class Loops:
             active |= exponentials
         active |= {rows for sink in self.sinks for rows in sink.rows.walk() if rows.early}
         return set(reach(active, lambda rows: rows.parts.values()))
+
+    def is_small(self, rows: Rows) -> bool:
+        """Whether others have several numbers where these have one: they are gates, and no queries or keys."""
+        size = math.prod(rows.members[0].shape)
+        return any(math.prod(value.shape) > size for each in self.early.values() for value in each.members.values())
 
     def is_new(self, op: Op) -> bool:
         """Whether a rule has made the call."""

@@ -63,6 +63,11 @@ def is_offset(op: Op) -> bool:
     return op.name in ("add", "sub", "rsub") and len(op.reads) == 1 and len(op.args) > 1
 
 
+def is_factor(op: Op) -> bool:
+    """``2 * x``, ``x / 2``, ``-x``: of one tensor and a number."""
+    return op.name in ("mul", "div", "neg") and len(op.reads) == 1
+
+
 def batched(op: Op, pieces: Sequence[Value]) -> list[Step] | None:
     """The calls for all pieces at once, which the first of each stands for; None if there are no such calls."""
     first, rank = pieces[0], max(len(each.shape) for each in pieces)
