@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from kdacompile import compat
+from kdacompile.graph import gradient
 from kdacompile.graph.build import drop_unread, mark_uniform
 from kdacompile.graph.ir import Graph, Op, Value, ancestors, map_values, walk_values
 from kdacompile.graph.recorder import Recorder
@@ -215,6 +216,18 @@ class Edit:
         del self.functional.names[new]
         self.made[op.node] = self.taken[new] = old
         self.changed = True
+
+    def redefine_whole(self, old: Value, new: Value) -> None:
+        """The same; ``CannotEdit`` where a gradient is cut in what computed it."""
+        self.refuse_cuts(self.replaced(old, new))
+        self.redefine(old, new)
+
+    def refuse_cuts(self, made: Collection[Op]) -> None:
+        """``CannotEdit`` where these operators let a gradient through that ends within them: ``detach`` is no more than
+        a copy to who reads what they compute.
+        """
+        if gradient.is_cut(made, {value for op in made for value in op.reads}, self.functional.names):
+            raise CannotEdit("a gradient is cut within what would be made anew")
 
     def replaced(self, old: Value, new: Value) -> set[Op]:
         """What made a value, from where the new calls in its place begin."""

@@ -192,13 +192,14 @@ class Padding:
         if given.dtype != torch.bool:
             given = self.call("ne", given, 0)
         mask = self.masks.of(given if self.choice.inverted else self.call("logical_not", given))
-        state = self.choice.state
-        self.new[root(state, AS_IS)] = state
-        self.depends = self._below(root(state, AS_IS))
+        state, origin = self.choice.state, root(self.choice.state, AS_IS)
+        self.edit.refuse_cuts(ancestors([state], lambda value: value is origin))
+        self.new[origin] = state
+        self.depends = self._below(origin)
         for link in links:
             state = self.linked(state, link, mask)
             self.new[link.op.out] = state
-        self.edit.redefine(self.choice.op.out, state)
+        self.edit.redefine_whole(self.choice.op.out, state)
 
     def linked(self, state: Value, link: Link, mask: Mask) -> Value:
         if link.sign == 0:

@@ -13,6 +13,9 @@ from tests.compare import worst_error
 from tests.soundness.programs import BOUND, explained, tokens
 
 T = 12
+RESET = (torch.arange(T).view(1, T, 1, 1, 1) % 5) == 2
+REAL = ~RESET
+"""Inputs of the graph, as tensors of a module are."""
 Cut = Callable[[int, Tensor], Tensor]
 
 
@@ -114,6 +117,52 @@ def test_gradients_that_are_cut(name: str) -> None:
 
 def test_gradients_that_are_not() -> None:
     assert check(lambda *x: loop(*x, before=keep, key=keep, out=keep)) == ["simple_gla"]
+
+
+def emptied(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, *, cut: Cut) -> Tensor:
+    """The state is emptied at some tokens; a gradient of it may be cut before that."""
+    outputs: list[Tensor] = []
+    for t in range(q.shape[1]):
+        state = torch.where(RESET[:, t], 0.0, cut(t, state)) * g[:, t, :, None, None].exp()
+        state = state + k[:, t, :, :, None] * v[:, t, :, None]
+        outputs.append((q[:, t, :, None] @ state)[:, :, 0])
+    return torch.stack(outputs, 1)
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, *, cut: Cut) -> Tensor:
+    """The state is kept at some tokens; the gradient of the next one may be cut."""
+    outputs: list[Tensor] = []
+    for t in range(q.shape[1]):
+        after = cut(t, state) * g[:, t, :, None, None].exp() + k[:, t, :, :, None] * v[:, t, :, None]
+        state = torch.where(REAL[:, t], after, state)
+        outputs.append((q[:, t, :, None] @ state)[:, :, 0])
+    return torch.stack(outputs, 1)
+
+
+def padded_as_cut(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, *, cut: Cut) -> Tensor:
+    """The gradient of the one that is kept may be."""
+    outputs: list[Tensor] = []
+    for t in range(q.shape[1]):
+        after = state * g[:, t, :, None, None].exp() + k[:, t, :, :, None] * v[:, t, :, None]
+        state = torch.where(REAL[:, t], after, cut(t, state))
+        outputs.append((q[:, t, :, None] @ state)[:, :, 0])
+    return torch.stack(outputs, 1)
+
+
+OF_STATES: dict[str, Cut] = {
+    name: CUTS[name]["before"] for name in CUTS if "before" in CUTS[name] and "that came in" not in name
+}
+
+
+@pytest.mark.parametrize("name", OF_STATES)
+@pytest.mark.parametrize("program", [emptied, padded, padded_as_cut])
+def test_gradients_of_chosen_states_that_are_cut(program: Callable[..., Tensor], name: str) -> None:
+    check(lambda *x: program(*x, cut=OF_STATES[name]))
+
+
+@pytest.mark.parametrize("program", [emptied, padded])
+def test_gradients_of_chosen_states_that_are_not(program: Callable[..., Tensor]) -> None:
+    assert check(lambda *x: program(*x, cut=keep)) == ["simple_gla"]
 
 
 def closed(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
