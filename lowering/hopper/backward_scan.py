@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .backward_early import rounds_of
 from .backward_states import forward_warps, reverse_warps
-from .common import TILE, TILE4, barrier, next_may_start, previous_is_over
+from .common import TILE, TILE4, barrier, barriers, next_may_start, previous_is_over
 
 LINE = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 
@@ -107,14 +107,6 @@ def _tiles(STAGES: gl.constexpr, WIDTH: gl.constexpr):
     return gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, WIDTH], TILE)
 
 
-@gluon.jit
-def _barriers(STAGES: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(STAGES):
-        mbarrier.init(bars.index(n), count=1)
-    return bars
-
-
 @gluon.jit(do_not_specialize=["T", "N", "first_head", "state_sn", "final_sn"])
 def scan(
     d_v, d_do, d_p, d_x, d_kg, d_keys, d_queries, d_beta, d_gates, d_rates, d_s, d_d, d_y, d_z,
@@ -165,7 +157,7 @@ def scan(
     beta_s = gl.allocate_shared_memory(gl.float32, [3, 64], LINE)
     gates_s = gl.allocate_shared_memory(gl.float32, [3, GATES], LINE)
     rates_s = gl.allocate_shared_memory(gl.float32, [3, 128], LINE)
-    full, empty, late, used = _barriers(3), _barriers(3), _barriers(3), _barriers(3)
+    full, empty, late, used = barriers(3), barriers(3), barriers(3), barriers(3)
     fence_async_shared()
     barrier()
     if EARLY != "":

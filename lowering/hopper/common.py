@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..triton.load import load_source
 from .gates import source
@@ -186,6 +186,15 @@ def stores_done(READY: gl.constexpr):
         gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; // $0", "=r", [], gl.int32, False, 1)
     else:
         tma.store_wait(0)
+
+
+@gluon.jit
+def barriers(N: gl.constexpr):
+    """To be told that one of N tiles is full, or empty."""
+    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(N):
+        mbarrier.init(bars.index(n), count=1)
+    return bars
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .chunks import LINE, await_known, first_state, leave_last, locate_chunks
-from .common import TILE, TILE4, barrier, next_may_start, previous_is_over, tf32
+from .common import TILE, TILE4, barrier, barriers, next_may_start, previous_is_over, tf32
 
 HERE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, HERE.value, 2))
@@ -177,15 +177,6 @@ def _state_warps(
         previous_is_over()
 
 
-@gluon.jit
-def _barriers(N: gl.constexpr):
-    """To be told that one of N tiles is full, or empty."""
-    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(N):
-        mbarrier.init(bars.index(s), count=1)
-    return bars
-
-
 @gluon.jit(do_not_specialize=["T", "first", "chunks", "length"])  # they change from run to run
 def scan_channel(
     d_buffer, d_squares, d_v, d_decay, announced, d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final,
@@ -211,12 +202,12 @@ def scan_channel(
     queries = gl.allocate_shared_memory(gl.bfloat16, [STAGES if OUTPUT else 1, 64 if OUTPUT else 8, 128], TILE)
     squares = gl.allocate_shared_memory(gl.bfloat16, [STAGES if OUTPUT else 1, 64 if OUTPUT else 8, 64], TILE)
     out = gl.allocate_shared_memory(gl.bfloat16, [64 if OUTPUT else 8, 64], TILE)
-    full_early = _barriers(EARLY)
-    full = _barriers(STAGES)
-    empty = _barriers(STAGES)
+    full_early = barriers(EARLY)
+    full = barriers(STAGES)
+    empty = barriers(STAGES)
     empty_early = empty
     if OUTPUT:
-        empty_early = _barriers(EARLY)
+        empty_early = barriers(EARLY)
     fence_async_shared()
     barrier()
     if not READY:
