@@ -15,7 +15,7 @@ from kdacompile.containment import contain
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.cpu import Prepared, reads
 from kdacompile.lowering.cpu.attention import choose_attention
-from kdacompile.lowering.cpu.operands import overlaps_itself
+from kdacompile.lowering.cpu.operands import addresses_of, overlaps_itself
 from kdacompile.lowering.cpu.recurrence import OPERANDS
 from kdacompile.lowering.cpu.small_attention import SMALL, PreparedAttention
 from kdacompile.lowering.operands import operands as operands_of
@@ -59,10 +59,6 @@ class CpuRecurrence:
         o, final = Prepared(call).run(operands, addresses)
         assert state is not None
         return o, state.copy_(final)
-
-
-def addresses_of(operands: Operands) -> list[int]:
-    return [0 if x is None else x.data_ptr() for x in operands]
 
 
 def prepared_call(call: Call, options: Mapping[str, Any], inside: bool) -> Prepared | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..calls import Call
 from .compiler import Loop, loaded, may_run
+from .operands import addresses_of
 from .recurrence import bounds_of, runs_recurrence
 
 # struct problem of the source: operands (pointer and strides), pointers, sizes, scale, eps, and what became of it
@@ -92,7 +93,7 @@ def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> tuple
     dinitial = q.new_empty(sequences, heads, key_width, value_width)
     problem = _PROBLEM.pack(
         *(number for x in (q, k, v, decay, beta, grad_o) for number in operand(x)),
-        *(address(x) for x in (initial_state, grad_state, dq, dk, dv, ddecay, dbeta, dinitial, bounds)),
+        *addresses_of((initial_state, grad_state, dq, dk, dv, ddecay, dbeta, dinitial, bounds)),
         *(batch, length, heads, heads // key_heads, key_width, value_width, parts),
         *(gate == "channel", call.gate_fn == "log", call.delta),
         *(HISTORY, is_memory_filled()),
@@ -118,10 +119,6 @@ def decay_of(call: Call) -> Tensor | None:
 def in_rows(x: Tensor) -> Tensor:
     """``x`` with its last dimension contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def operand(x: Tensor | None) -> tuple[int, ...]:

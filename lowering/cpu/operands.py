@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,14 @@ NOTHING = (0,) * FIELDS
 def described(x: Tensor | None) -> tuple[int, ...]:
     """The fields of a tensor, room for its address first; all 0 without one."""
     return NOTHING if x is None else laid_out(x.dtype, x.stride())
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def addresses_of(operands: Iterable[Tensor | None]) -> list[int]:
+    return [address(x) for x in operands]
 
 
 def laid_out(dtype: torch.dtype, strides: Sequence[int]) -> tuple[int, ...]:

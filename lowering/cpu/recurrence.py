@@ -17,7 +17,7 @@ from ..layout import sequence_bounds
 from ..scratch import shares_memory
 from . import gates
 from .compiler import Call, loaded, may_run
-from .operands import KINDS, contiguous, described, laid_out, overlaps_itself
+from .operands import KINDS, address, addresses_of, contiguous, described, laid_out, overlaps_itself
 
 MAX_KEY_WIDTH = 512
 """A strip of the state lives on the thread's stack."""
@@ -146,7 +146,7 @@ def prepare_recurrence(call: calls.Call, bounds: Tensor | None, *, overwrite: bo
     if not reads(call):
         return None
     operands = [getattr(call, name) for name in OPERANDS]
-    addresses = [0 if x is None else x.data_ptr() for x in operands]
+    addresses = addresses_of(operands)
     state = call.initial_state
     inside = overwrite and state is not None and state.dtype is call.state_dtype and not overlaps_itself(state)
     inside = inside and not shares_memory(state, addresses)
@@ -157,8 +157,7 @@ def prepare_recurrence(call: calls.Call, bounds: Tensor | None, *, overwrite: bo
     prepared = Prepared(call.having({"out_dtype": call.q.dtype}), sequences=sequences, inside=inside)
 
     def launch() -> tuple[Tensor, Tensor]:
-        read = (0 if x is None else x.data_ptr() for x in (bounds, slots))
-        return prepared.run_on(state, addresses, *read)
+        return prepared.run_on(state, addresses, address(bounds), address(slots))
 
     return launch
 

@@ -23,7 +23,7 @@ from kdacompile.lowering.scratch import Scratch
 
 from .backward import is_memory_filled
 from .compiler import Call, loaded, may_run
-from .operands import KINDS, contiguous, described, laid_out
+from .operands import KINDS, addresses_of, contiguous, described, laid_out
 
 MOST = {"expanded": 16_000_000_000, "absorbed": 1_500_000}
 """Operations of the products, two for a multiply-add, up to which the C kernel took at most half the time of torch's
@@ -81,7 +81,7 @@ class SmallAttention:
     def run(self, call: Attention, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         """o ``[B, T, H, V]`` in the call's ``out_dtype`` and lse ``[B, H, T]`` in fp32."""
         operands = [getattr(call, name) for name in _READ]
-        return PreparedAttention(call).run(operands, [0 if x is None else x.data_ptr() for x in operands])
+        return PreparedAttention(call).run(operands, addresses_of(operands))
 
 
 SMALL = SmallAttention()
