@@ -20,6 +20,7 @@ from kdacompile.ops.signature import MLA
 from kdacompile.patterns.engine.field import unreached
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.mla.definition import Hiding, LatentAttention
+from kdacompile.rewrite.measured import is_as_measured
 from kdacompile.rewrite.splice import CannotSplice, Splice
 
 
@@ -53,10 +54,7 @@ class MlaSplice(Splice[LatentAttention]):
         """The match as the cost model takes it; None where it was fitted to nothing alike."""
         binding = self.match.binding
         alike = binding.weights and not {"sinks", "lengths", "block_table"} & binding.inputs.keys()
-        examples = [compat.example_value(placement.value.node) for placement in binding.inputs.values()]
-        q = compat.example_value(binding.inputs["q"].value.node)
-        fixed = all(isinstance(size, int) for x in examples for size in x.shape)
-        if not (alike and fixed and q.dtype is torch.float32 and q.device.type == "cpu") or holds_dtensors(examples):
+        if not (alike and is_as_measured(binding.inputs)):
             return None
         sizes = [binding.sizes[axis] for axis in "BTSHNDVR"]
         return cost.Prompt(*sizes, causal=binding.causal, train=self.records_gradient())

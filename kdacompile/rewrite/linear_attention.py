@@ -12,10 +12,10 @@ from torch import fx
 from kdacompile import compat
 from kdacompile.graph import gradient
 from kdacompile.lowering.cpu.step_cost import is_too_small
-from kdacompile.ops.dtensor import holds_dtensors
 from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.roles import AXES, Recurrence
+from kdacompile.rewrite.measured import is_as_measured
 from kdacompile.rewrite.splice import CannotSplice, Splice
 
 
@@ -30,12 +30,8 @@ class LinearAttentionSplice(Splice[Recurrence]):
     def check_cost(self, *, inductor: bool) -> None:
         """Steps of fixed sizes in fp32 on a CPU are what was measured."""
         binding, sizes = self.match.binding, self.match.sizes
-        if not inductor or self.match.mode != "step" or self.records_gradient():
-            return
-        examples = [compat.example_value(placement.value.node) for placement in binding.inputs.values()]
-        q = compat.example_value(binding.inputs["q"].value.node)
-        fixed = all(isinstance(size, int) for x in examples for size in x.shape)
-        if not fixed or q.dtype is not torch.float32 or q.device.type != "cpu" or holds_dtensors(examples):
+        unfit = not inductor or self.match.mode != "step" or self.records_gradient()
+        if unfit or not is_as_measured(binding.inputs):
             return
         numbers = math.prod(sizes[axis] for axis in "BHKV")
         if is_too_small(binding.gate, binding.delta, numbers):
