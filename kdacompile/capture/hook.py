@@ -80,12 +80,14 @@ def consult_module(module: Any, site: dynamo.CallSite) -> Any:
         settings = _settings(site)
         return None if settings is None or not settings.lift else experts.replaced(module, site, variables)
 
-    def leave(reason: str) -> None:
-        refusals.leave(fn, reason)
-        postpone(reason, library.source_of(fn))
-
-    run = contain("looking at a module", attempt, leave)
+    run = contain("looking at a module", attempt, functools.partial(_leave, fn))
     return None if run is None else site.call(run, variables)
+
+
+def _leave(fn: Any, reason: str) -> None:
+    """Have Dynamo capture calls of ``fn`` from here on: an error of ours is why."""
+    refusals.leave(fn, reason)
+    postpone(reason, library.source_of(fn))
 
 
 def _contained(fn: Any, site: dynamo.CallSite, look: Look) -> Any:
@@ -93,12 +95,8 @@ def _contained(fn: Any, site: dynamo.CallSite, look: Look) -> Any:
     where it had begun to capture the replacement, it captures the region once more.
     """
 
-    def leave(reason: str) -> None:
-        refusals.leave(fn, reason)
-        postpone(reason, library.source_of(fn))
-
     def again(reason: str) -> Any:
-        leave(reason)
+        _leave(fn, reason)
         raise sizes.capture_again("kdacompile: a replacement cannot be captured")
 
     def strict() -> bool:
@@ -108,7 +106,7 @@ def _contained(fn: Any, site: dynamo.CallSite, look: Look) -> Any:
     def attempt() -> Replacement | None:
         return None if refusals.is_left(fn) else look(fn, site)
 
-    found = contain("looking at a call", attempt, leave, strict=strict)
+    found = contain("looking at a call", attempt, functools.partial(_leave, fn), strict=strict)
     if found is None:
         return None
     lifted, tensors = found

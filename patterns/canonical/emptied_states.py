@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -59,16 +60,17 @@ Chain = list[Step]
 
 def apply(edit: Edit) -> None:
     """Redefine what is left of every state that a loop may empty."""
-    for place, chain in _loops(edit.functional):
-        if any(step.is_whole or (step.is_mask and len(chain) > 1) for step in chain):
-            with contextlib.suppress(CannotEdit):
-                _rewrite(edit, chain, given=place == 0)
+    _apply(edit, lambda chain: any(step.is_whole or (step.is_mask and len(chain) > 1) for step in chain))
 
 
 def apply_all(edit: Edit) -> None:
     """The same for every state with several factors of any kind."""
+    _apply(edit, lambda chain: len(chain) > 1 or chain[0].is_whole)
+
+
+def _apply(edit: Edit, wanted: Callable[[Chain], bool]) -> None:
     for place, chain in _loops(edit.functional):
-        if len(chain) > 1 or chain[0].is_whole:
+        if wanted(chain):
             with contextlib.suppress(CannotEdit):
                 _rewrite(edit, chain, given=place == 0)
 

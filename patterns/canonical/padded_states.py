@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from kdacompile.graph.edit import CannotEdit, Edit
-from kdacompile.graph.ir import Graph, Op, Value, ancestors
+from kdacompile.graph.ir import Graph, Op, Value, ancestors, reach
 from kdacompile.patterns.canonical.emptied_states import exponent
 from kdacompile.patterns.canonical.masks import Mask, Masks
 from kdacompile.patterns.engine.values import Numbering, moves, number, root
@@ -215,13 +215,7 @@ class Padding:
     def _below(self, state: Value) -> set[Value]:
         """What follows from the state within the step."""
         step = _step(self.choice)
-        found, waiting = {state}, [state]
-        while waiting:
-            for user in waiting.pop().users:
-                if user in step and found.isdisjoint(user.outs):
-                    found.update(user.outs)
-                    waiting += user.outs
-        return found
+        return set(reach([state], lambda value: [out for user in value.users if user in step for out in user.outs]))
 
     def gate(self, factor: Value | float, mask: Mask) -> Value:
         if not isinstance(factor, Value):
