@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kdacompile.bench import cuda_models
-from kdacompile.bench.parallel import Figures, interleaved, slowest
+from kdacompile.bench.ranks import interleaved, slowest
+from kdacompile.bench.record import Figures
 
 LENGTH = 16384
 

@@ -125,6 +125,9 @@ class Concolic:
     def compare(self, relation: str, gap: Formula, value: float) -> None:
         self.now.comparisons.add((self.place(), relation, gap, value))
 
+    def divide(self, formula: Formula, divisor: int) -> None:
+        self.now.quotients.add((formula, divisor))
+
     def use(self, number: Size, what: str) -> None:
         """A number goes where its formula is lost."""
         self.now.uses.add((self.place(), what, number.formula, number.plain()))

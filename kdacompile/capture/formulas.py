@@ -1,15 +1,12 @@
-"""Numbers that know the formula that made them (``concolic.py``)."""
+"""Numbers that know the formula that made them, and tell who runs them what is done with them."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from kdacompile.capture.concolic import Concolic
 
 Formula = Any
 """A number; ("read", place, dim, turn) for a size that was asked for; (operator, formula, formula); or OPAQUE."""
@@ -22,28 +19,45 @@ def is_opaque(formula: Formula) -> bool:
     return formula is OPAQUE or (isinstance(formula, tuple) and formula[0] == OPAQUE)
 
 
+class Listener(Protocol):
+    """What a number tells (``concolic.Concolic``)."""
+
+    def is_asking(self) -> bool:
+        """True if the function's own code made this call, and not a library's."""
+        ...
+
+    def compare(self, relation: str, gap: Formula, value: float) -> None:
+        """Two numbers are compared; ``gap`` is the formula of their difference and ``value`` its value."""
+
+    def divide(self, formula: Formula, divisor: int) -> None:
+        """A number is divided and rounded down, or the remainder taken."""
+
+    def use(self, number: Size, what: str) -> None:
+        """A number goes where its formula is lost."""
+
+
 class Size(int):
     """A whole number and the formula that made it."""
 
     formula: Formula
-    concolic: Concolic
+    listener: Listener
 
     @staticmethod
-    def of(value: int, formula: Formula, concolic: Concolic) -> Size:
+    def of(value: int, formula: Formula, listener: Listener) -> Size:
         number = Size(value)
-        number.formula, number.concolic = formula, concolic
+        number.formula, number.listener = formula, listener
         return number
 
     def plain(self) -> int:
         return int.__int__(self)
 
     def __hash__(self) -> int:
-        if self.concolic.is_asking():
-            self.concolic.use(self, "looks a size up")
+        if self.listener.is_asking():
+            self.listener.use(self, "looks a size up")
         return int.__hash__(self)
 
     def __bool__(self) -> bool:
-        self.concolic.compare("ne", self.formula, self.plain())
+        self.listener.compare("ne", self.formula, self.plain())
         return self.plain() != 0
 
     def __divmod__(self, other: Any) -> Any:
@@ -58,7 +72,7 @@ def plain(number: Any) -> Any:
     return number.plain() if isinstance(number, Size) else number
 
 
-def _combined(name: str, left: Any, right: Any, concolic: Concolic) -> Formula:
+def _combined(name: str, left: Any, right: Any, listener: Listener) -> Formula:
     """The formula of ``left name right``; constants are worked out, and what is opaque stays so.
 
     What is opaque remembers the product of its divisors: ("opaque", 31 * 31) for ``t // 31 // 31``.
@@ -70,9 +84,9 @@ def _combined(name: str, left: Any, right: Any, concolic: Concolic) -> Formula:
         divisor = abs(plain(right))
         inner = one[1] if isinstance(one, tuple) and one[0] == OPAQUE else 1
         if opaque is not None or constant:
-            concolic.now.quotients.add((OPAQUE, inner * divisor))
+            listener.divide(OPAQUE, inner * divisor)
             return (OPAQUE, inner * divisor) if opaque is not None else _value(name, left, right)
-        concolic.now.quotients.add((one, divisor))
+        listener.divide(one, divisor)
     if constant:
         return _value(name, left, right)
     return opaque if opaque is not None else (name, one, other)
@@ -87,12 +101,12 @@ def _arithmetic(name: str, *, reflected: bool = False) -> Callable[[Size, Any], 
         if isinstance(other, Tensor):
             return NotImplemented
         if not isinstance(other, int):
-            self.concolic.use(self, "computes with fractions" if isinstance(other, float) else "repeats a list")
+            self.listener.use(self, "computes with fractions" if isinstance(other, float) else "repeats a list")
             plain = self.plain()
             return _value(name, other, plain) if reflected else _value(name, plain, other)
         left, right = (other, self) if reflected else (self, other)
         value = _value(name, left, right)
-        return Size.of(value, _combined(name, left, right, self.concolic), self.concolic)
+        return Size.of(value, _combined(name, left, right, self.listener), self.listener)
 
     return arithmetic
 
@@ -101,8 +115,8 @@ def _comparison(relation: str) -> Callable[[Size, Any], Any]:
     def compare(self: Size, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        gap = _combined("sub", self, other, self.concolic)
-        self.concolic.compare(relation, gap, self.plain() - plain(other))
+        gap = _combined("sub", self, other, self.listener)
+        self.listener.compare(relation, gap, self.plain() - plain(other))
         return _value(relation, self, other)
 
     return compare
@@ -113,17 +127,17 @@ def _lost(name: str, what: str) -> Callable[..., Any]:
     compute = getattr(int, name)
 
     def lost(self: Size, *others: Any) -> Any:
-        self.concolic.use(self, what)
+        self.listener.use(self, what)
         for other in others:
             if isinstance(other, Size):
-                self.concolic.use(other, what)
+                self.listener.use(other, what)
         return compute(self.plain(), *map(plain, others))
 
     return lost
 
 
 def _negated(self: Size) -> Size:
-    return Size.of(-self.plain(), _combined("sub", 0, self, self.concolic), self.concolic)
+    return Size.of(-self.plain(), _combined("sub", 0, self, self.listener), self.listener)
 
 
 _LOST = {

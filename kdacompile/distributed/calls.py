@@ -11,6 +11,7 @@ from torch import Tensor
 from kdacompile.distributed import linear_attention as parallel
 from kdacompile.distributed.collectives import exchange, gather, sum_over_ranks
 from kdacompile.distributed.fragments import ContextParallel
+from kdacompile.distributed.parallel_call import heads_of
 from kdacompile.lowering.operands import Operand, dimensions
 from kdacompile.ops import definitions
 from kdacompile.ops.errors import ContextParallelError
@@ -57,7 +58,7 @@ def _by_heads(
 def _of_these_heads(operand: Operand, call: Any, context: ContextParallel) -> Tensor | None:
     """This rank's heads of an operand: of all tokens, or of what all ranks hold."""
     x, layout, ranks = getattr(call, operand.name), operand.text(call), context.ranks
-    dim = parallel.heads_of(layout)
+    dim = heads_of(layout)
     if x is None or dim is None:
         return x
     if "T" not in dimensions(layout):

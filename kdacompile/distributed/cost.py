@@ -122,7 +122,7 @@ class Direction:
     with the maps and, if the ranks divide the heads, over heads.
 
     ``beside_flops``: of half a call, which run while maps of the other half of the heads are on their way
-    (:attr:`.linear_attention.ParallelCall.turns`). Over heads a rank waits.
+    (:attr:`.parallel_call.ParallelCall.turns`). Over heads a rank waits.
     """
 
     rank_flops: int

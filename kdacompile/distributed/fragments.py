@@ -238,7 +238,7 @@ class ContextParallel:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the op, :class:`kdacompile.distributed.linear_attention.ParallelCall`."""
+        """Of the op, :class:`kdacompile.distributed.parallel_call.ParallelCall`."""
         name, order, total, _, steps, overlap = self.key
         return {
             "group": name, "ranks": self.ranks, "order": order, "total": total, "steps": steps, "overlap": overlap

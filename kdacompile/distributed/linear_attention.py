@@ -18,91 +18,22 @@ differentiated through the maps. The op keeps its operands, the entering states 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kdacompile.distributed import collectives, maps
-from kdacompile.distributed.fragments import Fragments, take_turns
 from kdacompile.distributed.local import Local, Readers
 from kdacompile.distributed.maps import entering_by_steps, leaving_by_steps
+from kdacompile.distributed.parallel_call import ParallelCall, check_parallel, halves, heads_of
 from kdacompile.distributed.two_passes import TwoPasses
-from kdacompile.lowering import cuda as kernels
-from kdacompile.lowering.calls import Call
-from kdacompile.lowering.operands import Result, dimensions, tensors
+from kdacompile.lowering.operands import tensors
 from kdacompile.ops import definitions
-from kdacompile.ops.checks import check_sequence
 from kdacompile.ops.signature import LINEAR_ATTENTION
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ParallelCall(Call):
-    """The operand table of the op: a rank's tokens, the bounds and states of whole sequences.
-
-    ``total``: T of all ranks together, or 0 where it need not be known. ``steps``: see
-    :func:`.maps.entering_by_steps`. ``overlap``: see :attr:`turns`. The final state is this rank's part: the sum over
-    ranks is the state.
-    """
-
-    _: KW_ONLY
-    group: str
-    ranks: int
-    order: str
-    total: int = 0
-    steps: bool = False
-    overlap: bool = False
-
-    @cached_property
-    def fragments(self) -> Fragments:
-        return Fragments(self.order, self.ranks)
-
-    @cached_property
-    def turns(self) -> tuple[ParallelCall, ...]:
-        """The calls that take turns: of each half of the heads, or this one. An odd number of key heads is not cut."""
-        if not take_turns(self.overlap, self.ranks, self.q.shape[2]):
-            return (self,)
-        cut = [(o.name, _halves(getattr(self, o.name), o.text(self))) for o in LINEAR_ATTENTION.operands]
-        return tuple(replace(self, **{name: x[half] for name, x in cut}, overlap=False) for half in range(2))
-
-    @cached_property
-    def cuts(self) -> int:
-        """In how many runs each fragment is cut where kernels find the maps, see :mod:`.two_passes`; else 0."""
-        return kernels.cuts_in_two_passes(self.turns[0], self.fragments.per_rank)
-
-    @property
-    def results(self) -> tuple[Result, ...]:  # type: ignore[override]
-        """Of o, the final state, and what the backward op keeps:
-
-        the states that enter this rank's runs, A of every fragment (with ``steps``, of this rank's), A of what enters
-        this rank's runs up to its own last token there, and the readers P.
-        """
-        o, (state, dtype) = super().results
-        runs, (heads, keys, values) = 1 if self.cu_seqlens is not None else self.q.shape[0], state[1:]
-        held, width = self.fragments.per_rank, keys if self.delta else 1
-        mine, every = held * max(self.cuts, 1), held if self.steps else self.fragments.count
-        entering, own, every = ((n, runs, heads, keys, w) for n, w in ((mine, values), (mine, width), (every, width)))
-        readers = (0,) if self.cuts else (*self.v.shape[:3], keys)
-        return o, (state, dtype), (entering, dtype), (every, dtype), (own, dtype), (readers, self.passing_dtype)
-
-    @property
-    def passing_dtype(self) -> torch.dtype:
-        """The dtype of the first pass' outputs, which are added to what the entering state makes of them.
-
-        On a CPU that of states: the kernels there compute in it. Elsewhere that of v, in which kernels round their
-        operands as well, but for fp16: the states that enter may be beyond its range.
-        """
-        return self.state_dtype if self.v.device.type == "cpu" or self.v.dtype is torch.float16 else self.v.dtype
-
-
-def check_parallel(call: ParallelCall, *, symbolic: bool = False) -> None:
-    check_sequence(call, symbolic=symbolic)
-    if not symbolic:
-        call.fragments.check_halves(call.q.shape[1])
 
 
 Waiting = Generator[None, None, T]
@@ -141,7 +72,7 @@ def backward(*arguments: Tensor | None, wanted: list[bool], **options: Any) -> l
     grad_o, grad_final, *_, entering, a, own, readers = grads
     call: ParallelCall = PARALLEL.call(*(None if x is None else x.detach() for x in inputs), **options)
     given = (torch.zeros_like(call.v) if grad_o is None else grad_o, grad_final, entering.detach(), a, own, readers)
-    cut = [_halves(x, layout) for x, layout in zip(given, _LAYOUTS, strict=True)] if len(call.turns) > 1 else []
+    cut = [halves(x, layout) for x, layout in zip(given, _LAYOUTS, strict=True)] if len(call.turns) > 1 else []
     each = zip(*cut, strict=True) if cut else (given,)
     found = _in_turn(_backward(turn, *some, wanted=wanted) for turn, some in zip(call.turns, each, strict=True))
     operands = zip(LINEAR_ATTENTION.operands, inputs, wanted, strict=False)
@@ -189,21 +120,9 @@ def _in_turn(calls: Iterable[Waiting[T]]) -> list[T]:
     return [made[place] for place in sorted(made)]
 
 
-def _halves(x: Tensor | None, layout: str) -> Sequence[Tensor | None]:
-    """Of the heads, or what has none twice."""
-    dim = heads_of(layout)
-    return (x, x) if x is None or dim is None or x.dim() != len(dimensions(layout)) else x.tensor_split(2, dim)
-
-
 def _joined(halves: Sequence[Tensor], layout: str) -> Tensor:
     dim = heads_of(layout)
     return halves[0] if len(halves) == 1 or dim is None or halves[0].dim() <= dim else torch.cat(list(halves), dim)
-
-
-def heads_of(layout: str) -> int | None:
-    """The dimension of the heads in a layout."""
-    found = [i for i, name in enumerate(dimensions(layout)) if LINEAR_ATTENTION.axes.get(name) == "heads"]
-    return found[0] if found else None
 
 
 def _local(call: ParallelCall) -> Local:

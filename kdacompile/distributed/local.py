@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,12 @@ from torch import Tensor
 from kdacompile.compat.groups import group_of
 from kdacompile.distributed import maps
 from kdacompile.distributed.fragments import Sequences, packed, rows
+from kdacompile.distributed.parallel_call import ParallelCall
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.run import l2norm
 from kdacompile.ops import definitions
 from kdacompile.ops.kernels import prepared_gate
 from kdacompile.ops.signature import LINEAR_ATTENTION
-
-if TYPE_CHECKING:
-    from kdacompile.distributed.linear_attention import ParallelCall
-
 
 _WITH_TOKENS = ("q", "k", "v", "beta")
 

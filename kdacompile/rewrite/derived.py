@@ -8,31 +8,26 @@ from it are computed after the op, and their readers read them there.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph.edit import NewCalls
 from kdacompile.graph.ir import Value, reach
-
-if TYPE_CHECKING:
-    from kdacompile.rewrite.splice import Splice
+from kdacompile.rewrite.site import Site
 
 
 class Derived:
-    """The results of one splice, and what follows from each of them."""
+    """The results of one match, and what follows from each of them."""
 
-    def __init__(self, splice: Splice[Any], results: list[Value]) -> None:
-        self.splice = splice
-        self.calls: NewCalls = splice.functional.calls or NewCalls()
+    def __init__(self, site: Site[Any], results: list[Value]) -> None:
+        self.site = site
+        self.calls: NewCalls = site.functional.calls or NewCalls()
         self.copies: dict[fx.Node, fx.Node] = {}
         """Nodes of ``calls`` -> what stands for them in the model's graph."""
         self.made = {
-            node: value
-            for value, names in splice.functional.names.items()
-            for node, _ in names
-            if self.calls.owns(node)
+            node: value for value, names in site.functional.names.items() for node, _ in names if self.calls.owns(node)
         }
         self.of = {result: self._follows(result) for result in results}
         self.values = [value for values in self.of.values() for value in values]
@@ -42,13 +37,13 @@ class Derived:
         """The result itself, if the model's graph has it; else what it has in its place, first things first."""
         if not self.calls.owns(result.node):
             return [result]
-        inside = self.splice.match.candidate.ops
+        inside = self.site.match.candidate.ops
 
         def onward(value: Value) -> Iterator[Value]:
             return (out for op in value.users if op not in inside and self.calls.owns(op.node) for out in op.outs)
 
         # The result itself may have a name too: an earlier splice has made it.
-        return sorted(filter(self.splice.names, reach([result], onward)), key=lambda value: value.index)
+        return sorted(filter(self.site.names, reach([result], onward)), key=lambda value: value.index)
 
     def node(self, node: fx.Node) -> fx.Node:
         """A node that the op reads, made at the graph's insertion point if only the canonical graph has it.
@@ -58,33 +53,30 @@ class Derived:
         if not self.calls.owns(node):
             return node
         before = set(self.copies)
-        made = self.calls.copy_into(self.splice.graph, node, self.copies)
+        made = self.calls.copy_into(self.site.graph, node, self.copies)
         for each in self.copies.keys() - before:
             if each in self.made:
-                self.splice.functional.names[self.made[each]].append((self.copies[each], -1))
+                self.site.functional.names[self.made[each]].append((self.copies[each], -1))
         return made
 
     def replaced(self) -> set[fx.Node]:
         """Nodes that compute what is defined otherwise now, and that nothing else reads; writes to such a buffer."""
-        splice, names = self.splice, self.names()
+        site, names = self.site, self.names()
         values = [value for value in self.values if self.definition(value) is not None]
         if not values:
             return set()
-        read = [placement.value.node for placement in splice.match.inputs.values()]
+        read = [placement.value.node for placement in site.match.inputs.values()]
         kept = {source for node in read for source in self.calls.sources(node)}
         kept |= {source for value in values for source in self.sources(value)}
         dying = {node for node in names if names[node] in values}
         last = {
-            splice.storages[node]: since
-            for value in values
-            for node, since in splice.names(value)
-            if node in splice.storages
+            site.storages[node]: since for value in values for node, since in site.names(value) if node in site.storages
         }
-        writes = splice.mutations
-        dying |= {m.node for m in writes if m.position <= last.get(m.storage, -1) and m.node in splice.place}
-        for node in reversed(splice.graph.nodes):
+        writes = site.mutations
+        dying |= {m.node for m in writes if m.position <= last.get(m.storage, -1) and m.node in site.place}
+        for node in reversed(site.graph.nodes):
             pure = node.users and not compat.writes_first_argument(node)
-            if pure and node not in kept and all(user in dying or user in splice.dying for user in node.users):
+            if pure and node not in kept and all(user in dying or user in site.dying for user in node.users):
                 dying.add(node)
         return {node for node in dying if node.op in ("call_function", "call_method")}
 
@@ -94,7 +86,7 @@ class Derived:
 
     def names(self) -> dict[fx.Node, Value]:
         """Nodes of the model's graph that stand for one of the values."""
-        return {node: value for value in self.values for node, _ in self.splice.names(value)}
+        return {node: value for value in self.values for node, _ in self.site.names(value)}
 
     def sources(self, value: Value) -> set[fx.Node]:
         """Nodes of the model's graph that a value is computed from after the op, less those that are redefined."""
@@ -107,35 +99,33 @@ class Derived:
         names = self.names()
         first: dict[Value, int] = {}
         for value in reversed(values):
-            uses = [self.splice.place[user] for _, user in self.splice.later_users(value)]
-            first[value] = min([*uses, first.get(value, len(self.splice.place))])
+            uses = [self.site.place[user] for _, user in self.site.later_users(value)]
+            first[value] = min([*uses, first.get(value, len(self.site.place))])
             node = self.definition(value)
             for source in self.calls.sources(node, {result.node for result in self.of}) if node else ():
                 if source in names and names[source] is not value:
                     other = names[source]
-                    first[other] = min(first[value], first.get(other, len(self.splice.place)))
+                    first[other] = min(first[value], first.get(other, len(self.site.place)))
         return first
 
     def overwritten(self) -> bool:
         """True if one of several values is written to later: what the others are computed from may share its memory."""
         defined = [value for value in self.values if self.definition(value) is not None]
-        storages = {self.splice.storages.get(node) for value in defined for node, _ in self.splice.names(value)}
-        writes = [m for m in self.splice.mutations if m.node not in self.splice.dying]
+        storages = {self.site.storages.get(node) for value in defined for node, _ in self.site.names(value)}
+        writes = [m for m in self.site.mutations if m.node not in self.site.dying]
         return len(defined) > 1 and any(m.storage in storages for m in writes)
 
     def too_late(self) -> bool:
         """True if something that a value is computed from is not there when the value is read."""
-        end = len(self.splice.place)
+        end = len(self.site.place)
         first = self.first_uses(self.values)
         return any(
-            self.splice.place.get(source, end) >= first[value]
-            for value in self.values
-            for source in self.sources(value)
+            self.site.place.get(source, end) >= first[value] for value in self.values for source in self.sources(value)
         )
 
     def define(self, result: Value, node: fx.Node) -> None:
         """Compute what follows from a result of the op, ``node``, and let its readers read that."""
-        splice, order, end = self.splice, list(self.splice.place), len(self.splice.place)
+        site, order, end = self.site, list(self.site.place), len(self.site.place)
         self.copies[result.node] = node
         first = self.first_uses(self.of[result])
         for value in sorted(self.of[result], key=lambda value: (first[value], value.index)):
@@ -143,12 +133,12 @@ class Derived:
             if first[value] == end or definition is None:
                 continue
             if value is result:
-                for name, user in splice.later_users(value):
+                for name, user in site.later_users(value):
                     user.replace_input_with(name, node)
                 continue
-            with splice.graph.inserting_before(order[first[value]]):
-                new = splice.as_it_was(self.node(definition), value.node)
+            with site.graph.inserting_before(order[first[value]]):
+                new = site.as_it_was(self.node(definition), value.node)
             if value.node in self.calls.stand_ins:
                 self.copies[self.calls.stand_ins[value.node]] = new
-            for name, user in splice.later_users(value):
+            for name, user in site.later_users(value):
                 user.replace_input_with(name, new)

@@ -7,25 +7,23 @@ of what disappears is still read. ``linear_attention.py`` and ``attention.py`` s
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph import gradient
-from kdacompile.graph.ir import Graph, Value, ancestors, reach
+from kdacompile.graph.ir import Graph, ancestors
 from kdacompile.ops import definitions
 from kdacompile.ops.signature import Signature
 from kdacompile.patterns.engine.match import B, Code, Match
 from kdacompile.patterns.engine.placement import Placement
-from kdacompile.rewrite import strides
 from kdacompile.rewrite.derived import Derived
+from kdacompile.rewrite.site import Site
 
 
 class CannotSplice(Exception):
@@ -37,7 +35,7 @@ class CannotSplice(Exception):
         self.reason = reason
 
 
-class Splice(Generic[B]):
+class Splice(Site[B]):
     """One rewrite: ``check`` everything, then (in a subclass) insert the op, ``redirect`` its results and ``erase``."""
 
     def __init__(
@@ -52,14 +50,8 @@ class Splice(Generic[B]):
         """``writes_views``: whether ops may write to a view of an input. Where nothing but AOTAutograd compiles the
         graph, such a view is made again at the offset that the first call's input had in its storage.
         """
-        self.keep_strides, self.writes_views = keep_strides, writes_views
-        self.graph = graph
-        self.functional = functional
-        self.storages, self.mutations = functional.storages, functional.mutations
-        self.match = match
-        self.place = {node: index for index, node in enumerate(self.graph.nodes)}
-        self.timeline = _timeline(functional, self.place)
-        self.dying = self.region_nodes()
+        super().__init__(graph, functional, match, keep_strides=keep_strides)
+        self.writes_views = writes_views
         self.zones = _zones(graph)
         self.detached = False
         """No result of the region wants a gradient although an input does: the op gets its inputs detached."""
@@ -76,22 +68,6 @@ class Splice(Generic[B]):
         self.dying -= self.staying
         self.stores: list[tuple[fx.Node, fx.Node]] = []
         """Copies of the final state into a buffer that are made again after the op: (copy, buffer)."""
-
-    def region_nodes(self) -> set[fx.Node]:
-        """Nodes whose work the op takes over, with those that only pass a value of the region on (a cast to its own
-        dtype).
-        """
-        ops = self.match.candidate.ops
-        nodes = {op.node for op in ops}
-        writes = {mutation.node for mutation in self.mutations}
-        names = {node for op in ops for value in op.outs for node, _ in self.functional.names.get(value, [])}
-        nodes |= (names - writes) | self.functional.dead
-        nodes = {node for node in nodes if node in self.place and node.op in ("call_function", "call_method")}
-        # A dead value may live on as a buffer: zeros_like(state), overwritten by a copy, stays and reads a shape.
-        for node in sorted(nodes & self.functional.dead, key=self.place.__getitem__, reverse=True):
-            if any(user not in nodes and compat.writes_first_argument(user) for user in node.users):
-                nodes.discard(node)
-        return nodes
 
     def writes_that_stay(self) -> set[fx.Node]:
         """Writes to what is read once more by nodes of the region that live on, since something outside it follows from
@@ -118,11 +94,6 @@ class Splice(Generic[B]):
                 stack += found - alive
                 alive |= found
         return kept
-
-    def now(self, position: int) -> int:
-        """Where a position of the graph that was captured is in the graph as it is now."""
-        index = bisect_right(self.timeline, (position, len(self.place)))
-        return self.timeline[index - 1][1] if index else -1
 
     # -- checks ---------------------------------------------------------------------------------------------------
     def apply(self, before: fx.Node) -> str:
@@ -234,35 +205,6 @@ class Splice(Generic[B]):
                 return self.place[node]
         raise CannotSplice("grad", "gradients are switched off where all inputs of the region exist")
 
-    def names(self, value: Value) -> list[tuple[fx.Node, int]]:
-        """The nodes through which a value of the region is read, with the position from which they stand for it."""
-        names = self.functional.names.get(value, [])
-        return [(node, self.now(since)) for node, since in names if node in self.place]
-
-    def later_users(self, value: Value) -> list[tuple[fx.Node, fx.Node]]:
-        """Uses of an output outside the region: (name, user)."""
-        return [
-            (name, user)
-            for name, since in self.names(value)
-            for user in name.users
-            if user not in self.dying
-            and self.place.get(user, -1) > since
-            and not self.is_copy_apart(value, name, since, user)
-        ]
-
-    def is_copy_apart(self, value: Value, name: fx.Node, since: int, user: fx.Node) -> bool:
-        """True if ``name`` is a copy of the output (a cache it was stored in) and, when ``user`` comes, either was
-        written to: from then on ``user`` must read the copy itself.
-        """
-        storages = self.storages
-        ends = {storages.get(name), storages.get(value.node)}
-        return len(ends) == 2 and any(
-            mutation.storage in ends
-            and mutation.node not in self.dying
-            and since < self.now(mutation.position) <= self.place[user]
-            for mutation in self.mutations
-        )
-
     def check_inputs(self, before: int) -> None:
         """Every input must still hold, where the op is inserted, what it held when the region read it."""
         for placement in self.match.inputs.values():
@@ -316,14 +258,6 @@ class Splice(Generic[B]):
         return found
 
     # -- the new nodes --------------------------------------------------------------------------------------------
-    def method(self, node: fx.Node, name: str, *args: Any, **kwargs: Any) -> fx.Node:
-        new = self.graph.call_method(name, (node, *args), kwargs)
-        return self.with_meta(new, self.match.output.value.node)
-
-    def with_meta(self, new: fx.Node, like: fx.Node) -> fx.Node:
-        compat.propagate_fake(new, like)
-        return new
-
     def canonical(self, placement: Placement) -> fx.Node:
         node = self.derived.node(placement.value.node)
         if self.detached and gradient.wants_gradient(node):
@@ -333,11 +267,6 @@ class Splice(Generic[B]):
         for name, args in placement.steps(self.match.sizes):
             node = self.method(node, name, *args)
         return node
-
-    def size(self, node: fx.Node, dim: int) -> Any:
-        """A size of ``node``: a number if it is fixed, else a node that asks for it."""
-        size = compat.example_value(node).shape[dim]
-        return size if isinstance(size, int) else self.with_meta(self.graph.call_method("size", (node, dim)), node)
 
     def is_overwritten(self, node: fx.Node) -> bool:
         storage = self.storages.get(node)
@@ -370,9 +299,6 @@ class Splice(Generic[B]):
         call.meta[compat.ABSORBED] = self.match.absorbed
         return self.with_meta(call, like)
 
-    def getitem(self, call: fx.Node, index: int, like: fx.Node) -> fx.Node:
-        return self.with_meta(self.graph.call_function(operator.getitem, (call, index)), like)
-
     def memory_order(self, placement: Placement, want: torch.Tensor) -> str:
         """The op's own dimensions in the order in which ``want`` has them in memory."""
         steps = dict(zip(placement.axes, map(_hint, want.stride()), strict=True))
@@ -387,51 +313,6 @@ class Splice(Generic[B]):
         for name, args in placement.back_steps():
             node = self.method(node, name, *args)
         return self.as_it_was(node, like)
-
-    def as_it_was(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        """``node`` in the dtype and strides of the value it stands for."""
-        want = compat.example_value(like)
-        if compat.example_value(node).dtype != want.dtype:
-            node = self.method(node, "to", want.dtype)
-        have = compat.example_value(node)
-        if not self.keep_strides or want.numel() == 0:
-            return node
-        same, format = strides.same(have, want), strides.like_channels(want)
-        if same and strides.like_channels(have) == format:
-            return node
-        gaps = strides.has_gaps(want) and self.is_returned(like)
-        if same or gaps or strides.like_channels(want, strides.packed(want)) != format:
-            with contextlib.suppress(compat.NoHint):
-                return self.with_gaps(node, want)
-        order = strides.order(want)
-        node = self.method(node, "permute", *order)
-        node = self.method(node, "contiguous")
-        return self.method(node, "permute", *(order.index(d) for d in range(want.dim())))
-
-    def is_returned(self, node: fx.Node) -> bool:
-        """Whether the graph's caller gets ``node``, or a view of it."""
-        storages = self.storages
-        own = storages.get(node)
-        views = reach(
-            [node], lambda view: [user for user in view.users if own is not None and storages.get(user) == own]
-        )
-        return any(user.op == "output" for view in views for user in view.users)
-
-    def with_gaps(self, node: fx.Node, want: torch.Tensor) -> fx.Node:
-        """``node`` in memory that holds more than it (a slice of something padded), or less (expanded). Raises
-        ``NoHint`` where the graph cannot compute the strides.
-        """
-        shape, steps = (
-            [compat.number_in(self.graph, number, node) for number in numbers]
-            for numbers in (want.shape, want.stride())
-        )
-        once = [1 if step == 0 else size for size, step in zip(shape, steps, strict=True)]
-        for dim in (dim for dim, step in enumerate(steps) if step == 0):
-            node = self.method(node, "narrow", dim, 0, 1)
-        options: dict[str, Any] = {"dtype": want.dtype, "device": want.device}
-        made = self.graph.call_function(torch.empty_strided, (once, steps), options)
-        node = self.method(self.with_meta(made, node), "copy_", node)
-        return self.method(node, "expand", *shape) if once != shape else node
 
     def redirect(self, placement: Placement, node: fx.Node, like: fx.Node) -> None:
         if self.derived.of[placement.value] != [placement.value]:
@@ -465,13 +346,6 @@ class Splice(Generic[B]):
                 removable = not node.users and (node in writes or not compat.writes_first_argument(node))
                 if removable:
                     self.graph.erase_node(node)
-
-
-def _timeline(functional: Graph, place: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
-    """(position in the functional graph, place now) of the nodes that earlier rewrites left standing, in order."""
-    known: dict[fx.Node, int] = {op.node: op.position for op in functional.ops}
-    known |= {mutation.node: mutation.position for mutation in functional.mutations}
-    return sorted((position, place[node]) for node, position in known.items() if node in place)
 
 
 def _zones(graph: fx.Graph) -> dict[fx.Node, tuple[bool, int]]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from kdacompile.distributed import ContextParallel, causal_conv1d
-from kdacompile.distributed.linear_attention import ParallelCall
+from kdacompile.distributed.parallel_call import ParallelCall
 from kdacompile.ops import mla
 from kdacompile.ops.errors import ContextParallelError, OpError
 from tests.distributed.processes import in_processes, one_rank
