@@ -8,7 +8,7 @@ numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import count, groupby, islice
@@ -67,6 +67,7 @@ class Bindings:
         equal = groupby(found, key=lambda binding: binding.penalty)
         self.coming = (h for _, group in equal for h in sorted(group, key=lambda binding: binding.permuted))
         self.known: list[Recurrence] = []
+        self.dead_ends: set[Hashable] = set()
 
     def __bool__(self) -> bool:
         return any(self._leads_on(partial, cost) for cost, partial in self.readings)
@@ -80,10 +81,18 @@ class Bindings:
             yield self.known[known]
 
     def _leads_on(self, partial: _Partial | Recurrence, penalty: int) -> bool:
-        """True if there is a binding beyond this one: whichever is met first will do."""
-        return isinstance(partial, Recurrence) or any(
-            self._leads_on(further, total) for total, further in self._onward(partial, penalty)
-        )
+        """True if there is a binding beyond this one: whichever is met first will do.
+
+        What can follow depends on the roles that are taken and the sizes that are known, however they came to be. Where
+        all sizes are equal, ways that lead nowhere are many, and their kinds are few.
+        """
+        if isinstance(partial, Recurrence):
+            return True
+        if partial.kind not in self.dead_ends:
+            if any(self._leads_on(further, total) for total, further in self._onward(partial, penalty)):
+                return True
+            self.dead_ends.add(partial.kind)
+        return False
 
     def _by_penalty(self) -> Iterator[Recurrence]:
         """Cheapest first: where all sizes are equal there are millions of assignments, and the first are wanted."""
@@ -120,6 +129,11 @@ class _Partial(NamedTuple):
     sizes: dict[str, int]
     seen: int = 0
     """Tensors of the cut that have a role."""
+
+    @property
+    def kind(self) -> Hashable:
+        roles = frozenset(placement.role for placement in self.inputs)
+        return self.seen, roles, frozenset(self.sizes.items())
 
 
 def _readings(output: Value, state: Value | None, writes: int) -> Iterator[tuple[int, _Partial]]:

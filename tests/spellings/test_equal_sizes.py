@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import kdacompile
-from kdacompile.patterns.recurrence import first_tokens
+from kdacompile.patterns.recurrence import bindings, first_tokens
 
 SIZES = [(1, 20, 2, 16), (1, 20, 1, 4), (3, 20, 1, 4), (1, 6, 2, 4), (1, 16, 16, 16), (2, 20, 2, 8)]
 
@@ -71,3 +73,40 @@ def test_wrong_readings_are_refuted_on_a_corner(pattern: str, monkeypatch: pytes
     report = kdacompile.explain(PROGRAMS[pattern], options={"kda.lift": False})(q, k, v, alpha, torch.rand(2, 12, 8))
     assert [match.pattern for match in report.matches] == [pattern], report.rejections
     assert whole.count(tuple(v.shape)) == 1 and len(set(whole)) == len(whole), whole  # once at every size
+
+
+def squared_weights(x: Tensor, c: Tensor, k_rope: Tensor, w: Tensor) -> Tensor:
+    """No attention, since its weights are squared: what it is made of could be much, as far as sizes tell."""
+    q = torch.cat(x.view(4, 4, 4, 8).split([4, 4], -1), -1).transpose(1, 2)
+    k_nope, v = (c @ w.mT).view(4, 8, 4, 8).split([4, 4], -1)
+    k = torch.cat([k_nope, k_rope[:, :, None].expand(-1, -1, 4, -1)], -1)
+    scores = q @ k.transpose(1, 2).mT
+    weights = (scores - scores.logsumexp(-1, keepdim=True)).exp()
+    return ((weights**2) @ v.transpose(1, 2)).transpose(1, 2)
+
+
+def test_ways_that_lead_nowhere_are_gone_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    leads_on = bindings.Bindings._leads_on  # pyright: ignore[reportPrivateUsage]
+    onward = bindings.Bindings._onward  # pyright: ignore[reportPrivateUsage]
+    looking = False
+
+    def asked(self: bindings.Bindings) -> bool:
+        nonlocal looking
+        steps.append(0)
+        looking = True
+        found = any(leads_on(self, partial, cost) for cost, partial in self.readings)
+        looking = False
+        return found
+
+    def counted(*args: Any) -> Any:
+        steps[-1] += looking
+        return onward(*args)
+
+    monkeypatch.setattr(bindings.Bindings, "__bool__", asked)
+    monkeypatch.setattr(bindings.Bindings, "_onward", counted)
+    torch.manual_seed(0)
+    args = torch.randn(4, 4, 32), torch.randn(4, 8, 4), torch.randn(4, 8, 4), torch.randn(32, 4)
+    report = kdacompile.explain(squared_weights)(*args)
+    assert not report.matches
+    assert 0 < max(steps) < 200, steps  # 65,000 where each way is gone
