@@ -11,9 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from kdacompile.graph.ir import Op, Value
+from kdacompile.patterns.engine.traits import of_kind
 from kdacompile.patterns.engine.values import Numbering, first_column, operand, root, turn
 from kdacompile.patterns.engine.values import is_weight as is_given_weight
-from kdacompile.patterns.engine.vocabulary import ADDED_PRODUCTS, CONTRACTIONS, INDEXED, LAYOUT, PICKING, TURNS
+from kdacompile.patterns.engine.vocabulary import (
+    ADDED_PRODUCTS,
+    CONTRACTIONS,
+    ELEMENTWISE,
+    INDEXED,
+    LAYOUT,
+    PICKING,
+    TURNS,
+)
 
 REARRANGEMENTS = LAYOUT | frozenset(
     "slice split split_with_sizes select unbind cat slice_scatter select_scatter repeat constant_pad_nd".split()
@@ -34,6 +43,9 @@ FAR = 24
 
 COMPUTED = LAYOUT | PICKING | CONTRACTIONS | {"add", "sub", "mul", "div", "cat"}
 """How weights are made of others: an adapter's product is added, 8-bit numbers are scaled, heads put together."""
+
+DERIVED = ELEMENTWISE | of_kind("reduction") | {"linalg_vector_norm", "_weight_norm_interface"}
+"""How weights are made of parameters: rows of one length, values that are rounded, hidden or squashed."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +81,12 @@ class Made:
 
 
 def is_weight(value: Value) -> bool:
-    """A weight that the graph is given, or that is computed from such weights alone: ``W + B A``, ``scale * W8``. Of
-    products and gathered rows those of parameters: others may be tokens.
+    """A weight that the graph is given, or that is computed from such weights alone: ``W + B A``, ``scale * W8``,
+    ``W / |W|``. Of products, gathered rows and functions those of parameters: others may be tokens.
     """
     if is_given_weight(value):
         return True
-    stack, seen, weights = [value], set[Value](), 0
+    stack, seen, given, derived = [value], set[Value](), list[Value](), False
     while stack:
         step = stack.pop()
         if step in seen or step.const:
@@ -82,17 +94,18 @@ def is_weight(value: Value) -> bool:
         seen.add(step)
         op = step.op
         if is_given_weight(step):
-            weights += 1
+            given.append(step)
         elif op is not None and _computes_weights(op) and len(seen) <= FAR:
+            derived = derived or op.name not in COMPUTED
             stack += op.reads
         else:
             return False
-    return weights > 0
+    return bool(given) and not (derived and any(map(is_matrix, given)))
 
 
 def _computes_weights(op: Op) -> bool:
     of_tokens = op.name in CONTRACTIONS | INDEXED and any(is_matrix(read) for read in op.reads)
-    return op.name in COMPUTED and not of_tokens
+    return op.name in COMPUTED | DERIVED and not of_tokens
 
 
 def is_matrix(value: Value) -> bool:

@@ -60,6 +60,38 @@ class EightBits(Computed):
         return self.numbers.float() * self.scales
 
 
+class Decomposed(Merged):
+    """DoRA: rows of the merged weight, at lengths of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths = nn.Parameter(torch.rand(HEADS * (NOPE + VALUE), 1))
+
+    def weight(self) -> Tensor:
+        merged = super().weight()
+        return merged / merged.norm(dim=-1, keepdim=True) * self.lengths
+
+
+class Rounded(Computed):
+    """Quantised as it will be, with gradients as if it were not."""
+
+    def weight(self) -> Tensor:
+        whole = self.kv_b_proj.weight
+        step = whole.abs().amax(dim=-1, keepdim=True) / 7
+        return whole + ((whole / step).round().clamp(-8, 7) * step - whole).detach()
+
+
+class RowsOfTokens(Computed):
+    """Rows whose length is told by a token are no weight."""
+
+    def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
+        self.gain = x[:, :1].mean((0, 1)).norm()
+        return super().forward(x, latent, rope)
+
+    def weight(self) -> Tensor:
+        return self.kv_b_proj.weight / self.gain
+
+
 class Beside(Merged):
     """An adapter that has products of its own, whose results are added."""
 
@@ -150,7 +182,17 @@ class ReadBack(Computed):
         return (weights @ v_cache[:, :, :tokens]).transpose(1, 2).flatten(2)
 
 
-MATCHED: tuple[type[nn.Module], ...] = (Merged, Beside, Two, EightBits, LayerPerHead, OneRequest, ReadBack)
+MATCHED: tuple[type[nn.Module], ...] = (
+    Merged,
+    Decomposed,
+    Rounded,
+    Beside,
+    Two,
+    EightBits,
+    LayerPerHead,
+    OneRequest,
+    ReadBack,
+)
 
 
 def inputs(cls: type[nn.Module]) -> list[Tensor]:
@@ -159,7 +201,9 @@ def inputs(cls: type[nn.Module]) -> list[Tensor]:
     return [torch.randn(2, many, width) for many, width in ((5, WIDTH), (CACHED, RANK), (CACHED, ROPE))]
 
 
-@pytest.mark.parametrize("cls", [*MATCHED, OfOthers, Bent, OfTheQueries, OneHeadApart], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [*MATCHED, OfOthers, Bent, OfTheQueries, RowsOfTokens, OneHeadApart], ids=lambda cls: cls.__name__
+)
 def test_numbers_and_gradients(cls: type[nn.Module]) -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
