@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LEVELS: tl.constexpr = tl.constexpr(16)  # of sizes that items are ordered by
+SHORT: tl.constexpr = tl.constexpr(4)  # blocks, at least, of a part of a request that is left over
 
 
 @triton.jit
@@ -27,10 +28,11 @@ def schedule(
     """One program. lengths ``[B]``; items ``[ITEMS + B, 4]``: the table, then of each request its first slot and the
     number of its parts, the plan.
 
-    Three cuts are weighed: *whole*, where only requests longer than a worker's share are cut (evenly), *even*, where
-    every request is cut into as many parts as there are workers for it, and *ranges*, where the requests in a row are
-    cut into shares of equal work, however a request lies across them. The first leaves the fewest partial results, the
-    second the shortest parts, the third the last round full.
+    Four cuts are weighed: *whole*, where only requests longer than a worker's share are cut (evenly), *even*, where
+    every request is cut into as many parts as there are workers for it, *rest*, where every worker has as many whole
+    requests and those left over are cut for all of them, and *ranges*, where the requests in a row are cut into shares
+    of equal work, however a request lies across them. The first leaves the fewest partial results, the second the
+    shortest parts, the last the last round full, with two partial results a worker.
     """
     if CHAINED:
         gdc_launch_dependents()
@@ -49,6 +51,14 @@ def schedule(
     if even_cost < cost:
         parts = even
         cost = even_cost
+    rounds, over = B // WORKERS, B % WORKERS
+    longest = tl.max(blocks, 0)
+    pieces = tl.minimum(WORKERS // tl.maximum(over, 1), longest // SHORT)
+    piece = (longest + pieces - 1) // tl.maximum(pieces, 1)
+    rest_cost = rounds * (longest + OVERHEAD) + piece + OVERHEAD + PARTIAL
+    if (rounds > 0) & (over > 0) & (pieces > 1) & (rest_cost < cost):
+        parts = tl.where(real, tl.where(b < B - over, 1, pieces), 0)
+        cost = rest_cost
     step = tl.maximum((blocks + parts - 1) // tl.maximum(parts, 1), 1)
     parts = tl.where(real, tl.maximum((blocks + step - 1) // step, 1), 0)  # none of them empty
     offset = tl.zeros([BP], tl.int32)
@@ -56,7 +66,7 @@ def schedule(
     work = tl.where(real, blocks + OVERHEAD, 0)
     start = tl.cumsum(work, 0) - work + OVERHEAD
     range_share = (tl.sum(work, 0) + WORKERS - 1) // WORKERS
-    if range_share + OVERHEAD + PARTIAL < cost:
+    if range_share + OVERHEAD + 2 * PARTIAL < cost:
         first = (start + OVERHEAD + range_share - 1) // range_share  # no cut closer to an end than OVERHEAD blocks
         last = (start + blocks - OVERHEAD) // range_share
         parts = tl.where(real, tl.maximum(last - first + 1, 0) + 1, 0)

@@ -86,16 +86,16 @@ def cuts() -> None:
         for x in (lengths, torch.full_like(lengths, 64 * longest), torch.where(lengths > 100, 0, lengths)):
             _check_cut(x, workers, 64 * longest)
 
-    for batch, cached, workers, longest in (
-        (16, 1000, 66, 4),
-        (3, 50000, 132, 18),
-        (67, 4096, 66, 66),
-        (200, 700, 132, 11),
+    for batch, cached, workers, longest, most in (
+        (16, 1000, 66, 4, 64),
+        (3, 50000, 132, 18, 132),
+        (67, 4096, 66, 64, 66 + 16),  # the one that is left over, in parts of four blocks
+        (200, 700, 132, 11, 200),
     ):
         made = torch.empty(2 * batch + workers, 4, dtype=torch.int32)
         cut(torch.full((batch,), cached, dtype=torch.int32), made, cached, workers, Scratch(), chained=False)
         sizes = [high - low for request, low, high, _ in made[: batch + workers].tolist() if request >= 0]
-        assert max(sizes) <= longest
+        assert max(sizes) <= longest and len(sizes) <= most
 
 
 def _check_cut(lengths: Tensor, workers: int, width: int) -> None:
