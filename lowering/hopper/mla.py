@@ -11,8 +11,8 @@ The tensor cores take the scores of block i + 1, then the values of block i whil
 wait for the scores after theirs. For that a block must be there while the one before is still read, and another on its
 way: the ring has three. All but 64 of Q's 512 columns live in registers, which pays for it. Blocks of 64 tokens arrive
 in halves, 64 x 256; in the ring, the left ones come first. Two slots hold the rope of a block and then, once its
-scores are done, its P. The running maximum follows the scores lazily: only when they outgrow it by 2^8 is the
-accumulator rescaled.
+scores are done, its P. The accumulator is rescaled in every block, while the tensor cores have the next scores: the
+largest weight of a row is then exactly 1, which 16 bits keep, and not some number near it.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -43,7 +43,6 @@ ROPES = gl.constexpr(2)  # slots of a block's rope, then its P
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)  # below any score, and far enough from -inf for differences to be numbers
-LAZY = gl.constexpr(8.0)  # binary orders by which scores may outgrow the maximum
 
 
 @gluon.jit
@@ -158,7 +157,7 @@ def _score_warps(
         if token + 64 > seen_first:
             s = gl.where((token + column)[None, :] < seen[:, None], s, float("-inf"))
         largest = gl.max(s, 1)
-        larger = gl.where((largest - m) * scale > LAZY, largest, m)
+        larger = gl.maximum(m, largest)
         alpha = gl.exp2((m - larger) * scale)
         p = gl.exp2(s * scale - (larger * scale)[:, None])
         ropes.index(rope).store(p.to(d_c.dtype))
@@ -203,15 +202,13 @@ def _value_warps(
     HALF: gl.constexpr, PAGE: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
-    FLAT: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     acc = gl.full([64, 256], 0.0, gl.float32, VALUES)
     for i in range(blocks):
         rope, rope_phase = i % ROPES, (i // ROPES) & 1
         entry = i % BLOCKS + BLOCKS * HALF
         mbarrier.wait(half_full.index(entry), (i // BLOCKS) & 1)
         mbarrier.wait(p_full.index(rope), rope_phase)
-        if gl.max((alphas.index(rope).load(FLAT) != 1.0).to(gl.int32), 0) != 0:
-            acc = acc * alphas.index(rope).load(ROW)[:, None]
+        acc = acc * alphas.index(rope).load(ROW)[:, None]
         if i + 1 < blocks:  # the next scores go first: their softmax then runs beside this product
             mbarrier.wait(scored.index((i + 1) % ROPES), ((i + 1) // ROPES) & 1)
         product = warpgroup_mma(ropes.index(rope), halves.index(entry), acc, is_async=True)
