@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from kdacompile.lowering.linear_attention import ROWS
-from tests.lowering.differentiated import KERNELS, call_of, check, in_runs, later_is_ignored, plain, weights
+from tests.lowering.differentiated import (
+    KERNELS,
+    SIXTEEN,
+    a_long_sequence,
+    call_of,
+    check,
+    in_runs,
+    later_is_ignored,
+    packed,
+    plain,
+    weights,
+)
 from tests.ops.cases import GATE_FNS, Case, make_case
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -32,9 +43,19 @@ def test_every_row(row: tuple[str, bool], dtype: torch.dtype) -> None:
         check(rounded(given, dtype), TOLERANCES[dtype], device="cuda")
     if gate == "head":  # with the final state's gradient as well, that of the gate is next to nothing
         check(rounded(case, dtype), max(TOLERANCES[dtype], 5e-3), ("o",), device="cuda")  # it cancels there too
-    packed = make_case(gate=gate, delta=delta, batch=1, length=140, sequences=4, heads=1, key_dim=64, value_dim=96)
-    packed = replace(packed.with_options(chunk_size=0), cu_seqlens=torch.tensor([0, 33, 33, 139, 140]))
-    check(rounded(packed, dtype), TOLERANCES[dtype], device="cuda")
+    four = make_case(gate=gate, delta=delta, batch=1, length=140, sequences=4, heads=1, key_dim=64, value_dim=96)
+    four = replace(four.with_options(chunk_size=0), cu_seqlens=torch.tensor([0, 33, 33, 139, 140]))
+    check(rounded(four, dtype), TOLERANCES[dtype], device="cuda")
+
+
+@pytest.mark.parametrize("gate", ["none", "token", "channel"])
+def test_sixteen_packed_sequences(gate: str) -> None:
+    case = make_case(gate=gate, batch=1, length=sum(SIXTEEN), sequences=len(SIXTEEN), heads=1, key_dim=64, value_dim=96)
+    check(rounded(packed(case.with_options(chunk_size=0)), torch.bfloat16), 8e-3, device="cuda")
+
+
+def test_65536_tokens() -> None:
+    a_long_sequence(KERNELS, 8e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

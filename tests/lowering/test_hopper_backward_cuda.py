@@ -12,7 +12,18 @@ from kdacompile.lowering.hopper import HopperGradients
 from kdacompile.lowering.hopper.backward_run import HopperBackward
 from kdacompile.lowering.linear_attention import ROWS
 from kdacompile.lowering.scratch import Scratch
-from tests.lowering.differentiated import BOTH, call_of, check, in_runs, later_is_ignored, plain, weights
+from tests.lowering.differentiated import (
+    BOTH,
+    SIXTEEN,
+    a_long_sequence,
+    call_of,
+    check,
+    in_runs,
+    later_is_ignored,
+    packed,
+    plain,
+    weights,
+)
 from tests.lowering.test_backward_cuda import rounded
 from tests.ops.cases import Case, make_case
 
@@ -74,9 +85,14 @@ def test_mamba_s_widths(delta: bool) -> None:
 
 @pytest.mark.parametrize("gate", ["channel", "token"])
 def test_packed_sequences_and_grouped_heads(gate: str) -> None:
-    packed = case_of(length=340, batch=1, sequences=4, gate=gate)
-    compare(replace(packed, cu_seqlens=torch.tensor([0, 33, 33, 162, 340])))
+    four = case_of(length=340, batch=1, sequences=4, gate=gate)
+    compare(replace(four, cu_seqlens=torch.tensor([0, 33, 33, 162, 340])))
+    compare(packed(case_of(length=sum(SIXTEEN), batch=1, sequences=len(SIXTEEN), gate=gate)))
     compare(case_of(heads=2, groups=2, gate=gate))
+
+
+def test_65536_tokens() -> None:
+    a_long_sequence(KERNELS, TOLERANCE)
 
 
 @pytest.mark.parametrize("gate", ["channel", "token"])
