@@ -1,9 +1,10 @@
 """The training suite: forward and backward of the family's rows, ours beside FLA and torch, and whole models.
 
-A contender of a row is a process of its own; they get ready side by side and are timed one after the other
-(``relay``). The table and the JSON file have the device time of both passes, of the backward alone and of a forward
-without gradients (a call that the device comes to late, so that the host does not show), the host's time, the bytes
-saved between the passes, the most memory the backward holds, and every gradient's error against the fp64 recurrence.
+A contender is a process of its own for all rows of the same kernels; they get ready side by side and are timed one
+after the other (``relay``). The table and the JSON file have the device time of both passes, of the backward alone and
+of a forward without gradients (a call that the device comes to late, so that the host does not show), the host's time,
+the bytes saved between the passes, the most memory the backward holds, and every gradient's error against the fp64
+recurrence.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _STEPS = {  # of models: who is asked for a step of training; FLA refuses Qwen3-
 }  # fmt: skip
 MODELS = tuple(_STEPS)
 CHECKED = 256  # tokens: the fp64 recurrence goes token by token
-READY_SECONDS, SAMPLES, AT_ONCE = 240.0, 7, 8
-_LONGEST = {"eager": 4096}  # tokens up to which torch's operators are asked
+READY_SECONDS, SAMPLES, AT_ONCE = 240.0, 7, 16
+_LONGEST = {"eager": 4096}  # tokens up to which torch's operators are asked for a row
 _UNROLLED = (256, 512)  # those of Inductor, which unrolls loops: a process for each, since they take minutes to compile
 
 
@@ -42,10 +43,10 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float | None) -> 
 
     def done(job: Job, outcome: Outcome) -> None:
         who, asked = _asked(job.group, job.contender)
-        missing = {str(length): {"failure": outcome.reason} for length in asked if str(length) not in outcome.found}
-        for length, figures in (outcome.found | missing).items():
-            put(cases, job.group, int(length), who, figures)
-            print(f"{job.group}-t{length:<14s} {who:8s} {line(figures)}", flush=True)
+        for name, length in ((name, length) for name, lengths in asked.items() for length in lengths):
+            figures = outcome.found.get(_key(name, length), {"failure": outcome.reason})
+            put(cases, name, length, who, figures)
+            print(f"{name}-t{length:<14d} {who:8s} {line(figures)}", flush=True)
         title = TITLES.get(chosen[0]) if len(chosen) == 1 else None
         record.write(json_path, "train", list(cases.values()), device=device, title=title)
 
@@ -56,10 +57,20 @@ def main(only: Sequence[str] | None, json_path: Path, timeout: float | None) -> 
 
 def waves(chosen: Sequence[str]) -> list[list[Job]]:
     """Rows, some workers at a time, then a model at a time: what they keep on the device does not fit it at once."""
-    jobs = {name: [Job(f"{name}, {who}", __name__, name, who) for who in contenders(name)] for name in chosen}
-    of_rows = [job for name in chosen if name not in MODELS for job in jobs[name]]
+    alike: dict[object, list[str]] = {}
+    for name in chosen:
+        if name not in MODELS:
+            alike.setdefault(ROWS[name].kernels, []).append(name)
+    of_rows = [job for names in alike.values() for job in _jobs(names)]
     starts = range(0, len(of_rows), AT_ONCE)
-    return [of_rows[start : start + AT_ONCE] for start in starts] + [jobs[name] for name in chosen if name in MODELS]
+    of_models = [_jobs([name]) for name in chosen if name in MODELS]
+    return [of_rows[start : start + AT_ONCE] for start in starts] + of_models
+
+
+def _jobs(names: Sequence[str]) -> list[Job]:
+    """One for each contender of some rows; it measures those that it is asked for."""
+    everyone = dict.fromkeys(who for name in names for who in contenders(name))
+    return [Job(f"{names[0]}, {who}", __name__, ",".join(names), who) for who in everyone]
 
 
 def put(cases: dict[str, Figures], name: str, length: int, who: str, figures: Figures) -> None:
@@ -79,13 +90,24 @@ def contenders(name: str) -> tuple[str, ...]:
     return ("ours", *ROWS[name].peers, *unrolled)
 
 
-def _asked(name: str, contender: str) -> tuple[str, tuple[int, ...]]:
-    """A worker's contender, and the tokens it is asked for: one length if that is in its name."""
+def _asked(group: str, contender: str) -> tuple[str, dict[str, tuple[int, ...]]]:
+    """A worker's contender, and by row or model the tokens it is asked for: one length if that is in its name."""
     who, _, length = contender.partition("-")
+    return who, {name: _lengths(name, who, length) for name in group.split(",") if contender in contenders(name)}
+
+
+def _lengths(name: str, who: str, length: str) -> tuple[int, ...]:
     if length:
-        return who, (int(length),)
-    everyone = LENGTHS if name == "kda" else (MEASURED if name in MODELS else ROWS[name].length,)
-    return who, tuple(n for n in everyone if n <= _LONGEST.get(who, n))
+        return (int(length),)
+    if name in MODELS:
+        return (MEASURED,)
+    everyone = LENGTHS if name == "kda" else (ROWS[name].length,)
+    return tuple(n for n in everyone if n <= _LONGEST.get(who, n))
+
+
+def _key(name: str, length: int) -> str:
+    """Of a worker's figures."""
+    return f"{name} {length}"
 
 
 def line(figures: Figures) -> str:
@@ -107,28 +129,35 @@ def line(figures: Figures) -> str:
 # ---- a worker
 
 
-def measured(name: str, contender: str) -> Steps:
-    """A row or a model by one contender, at all its lengths."""
-    who, lengths = _asked(name, contender)
-    if name in MODELS:
-        step = _model_step(name, who)
+def measured(group: str, contender: str) -> Steps:
+    """Rows of the same kernels, or a model, by one contender, at all its lengths."""
+    who, asked = _asked(group, contender)
+    if group in MODELS:
+        step = _model_step(group, who)
         step()
+        torch.cuda.empty_cache()  # others may be on the device
         yield None
-        yield str(MEASURED), _model_figures(step)
+        yield _key(group, MEASURED), _model_figures(step)
         return
-    checked = lengths[0] if who == "inductor" else CHECKED
     if who == "portable":
         _leave_emitted_kernels_alone()
+    errors = {name: _prepared(name, who, lengths) for name, lengths in asked.items()}
+    torch.cuda.empty_cache()
+    yield None
+    for name, length in ((name, length) for name, lengths in asked.items() for length in lengths):
+        yield _key(name, length), _figures(name, who, arguments(name, length)) | {"errors": errors[name]}
+
+
+def _prepared(name: str, who: str, lengths: Sequence[int]) -> dict[str, float]:
+    """First calls of a row, and its gradients' errors."""
+    checked = lengths[0] if who == "inductor" else CHECKED
     for length in dict.fromkeys((checked, lengths[-1])):
         given = arguments(name, length)
         if who != "cudnn":
             _both(name, who, given)()
             torch.no_grad()(_forward(who, given))()
     torch.cuda.synchronize()
-    errors = _errors(name, who, checked)
-    yield None
-    for length in lengths:
-        yield str(length), _figures(name, who, arguments(name, length)) | {"errors": errors}
+    return _errors(name, who, checked)
 
 
 def _leave_emitted_kernels_alone() -> None:

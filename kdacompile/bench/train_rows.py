@@ -36,6 +36,11 @@ class Row:
     packed: bool = False
     peers: tuple[str, ...] = ()
 
+    @property
+    def kernels(self) -> object:
+        """Equal in rows whose kernels are the same: who has compiled them for one has most of them for all."""
+        return self.kind, self.gate_fn, self.delta, self.norm, self.value_width
+
     def of(self, heads: int, length: int = MEASURED) -> Row:
         return replace(self, heads=heads, value_heads=heads, length=length)
 

@@ -39,11 +39,22 @@ def test_nobody_is_asked_for_what_he_refuses() -> None:
 
 
 def test_few_workers_are_on_the_device_at_once_and_models_alone() -> None:
-    names = [*train.ROWS, *train.MODELS]
-    waves = train.waves(names)
-    assert [job for wave in waves for job in wave] == [job for name in names for job in train.waves([name])[0]]
+    waves = train.waves([*train.ROWS, *train.MODELS])
     assert max(map(len, waves)) == train.AT_ONCE
     assert [{job.group for job in wave} for wave in waves[-len(train.MODELS) :]] == [{name} for name in train.MODELS]
+    assert all(wave == train.waves([name])[0] for wave, name in zip(waves[-3:], train.MODELS, strict=True))
+
+
+def test_every_contender_measures_every_row_it_is_asked_for_in_one_process_for_all_that_share_kernels() -> None:
+    jobs = [job for wave in train.waves([*train.ROWS, *train.MODELS]) for job in wave]
+    asked = [(name, job.contender) for job in jobs for name in train._asked(job.group, job.contender)[1]]
+    expected = [(name, who) for name in (*train.ROWS, *train.MODELS) for who in train.contenders(name)]
+    assert sorted(asked) == sorted(expected) and len({job.name for job in jobs}) == len(jobs)
+    [kda] = [job for job in jobs if job.name == "kda, ours"]
+    assert {"kda", "kda-h1", "kda-packed", "kda-state"} <= set(kda.group.split(",")) < {"gdn", *train.ROWS}
+    assert train._asked(kda.group, "inductor-256") == ("inductor", {"kda": (256,)})
+    assert train._asked(kda.group, "fla")[1] == {"kda": train.LENGTHS}
+    assert train._asked("deepseek_v3", "eager") == ("eager", {"deepseek_v3": (8192,)})
 
 
 def test_forward_and_training_of_one_row_are_drawn_from_one_run() -> None:
@@ -51,7 +62,7 @@ def test_forward_and_training_of_one_row_are_drawn_from_one_run() -> None:
     for length in train.LENGTHS:
         for contender in train.contenders("kda"):
             who, asked = train._asked("kda", contender)
-            if length in asked:
+            if length in asked["kda"]:
                 train.put(cases, "kda", length, who, figures(1e3 * length))
     train.put(cases, "kda", 1024, "fla", {"failure": "no memory"})
     assert charts._missing(cases) == ["Without a time: flash-linear-attention, kda-t1024 (no memory)."]
