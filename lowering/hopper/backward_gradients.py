@@ -252,7 +252,7 @@ def gradients(
     pid, chunk, head = own_chunk(first_head, HP)
     if EARLY != "":
         await_states(done_buffer, T, HP * 2, HP, EARLY)
-        next_may_start()  # the first phase of other heads, once the scan is over
+        next_may_start()  # the first phase of other heads, or sums over chunks, once the scan is over
         pid, chunk, head = early_tile(T, first_head, HP, EARLY)
     runs = True
     if PACKED:

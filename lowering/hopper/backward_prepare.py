@@ -1,9 +1,10 @@
 """Gluon: what a chunk computes for its gradients without any state, with a gate per channel, K = 128, bf16.
 
 What is left is that of ``lowering/triton/backward_prepare.py``: q and k decayed to the chunk's ends, the Gram matrices
-P and L, beta behind its sigmoid, the rates of the norms. By blocks of 16 tokens (``backward_blocks.py``): columns are
-decayed to the end of their block, and rows from the start of their own. For the columns of the block before, then of
-the one before that, rows are decayed over one block more; at the chunk's start they are what leaves.
+P and L, beta behind its sigmoid, the rates of the norms; SOLVED, X in place of L, which is in shared memory here. By
+blocks of 16 tokens (``backward_blocks.py``): columns are decayed to the end of their block, and rows from the start of
+their own. For the columns of the block before, then of the one before that, rows are decayed over one block more; at
+the chunk's start they are what leaves.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -57,6 +58,8 @@ from .backward_blocks import (
 from .backward_bounded import grams, lowered
 from .backward_early import nothing_done, outlast_the_scan
 from .common import QUARTER, barrier, exp2, given_beta, given_rate, log2_gate, pinned
+from .common import TILE as WHOLE
+from .inverse import solved
 
 LINE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))  # [4, PART]
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # rows of PART
@@ -104,6 +107,22 @@ def _columns(own, one, at: gl.constexpr, row, STRICT: gl.constexpr):
     else:
         below = row >= column
     return gl.where(below, gl.where((row >> 4) == at, own, one), 0.0)
+
+
+@gluon.jit
+def _put_gram(tile, x0, x1, x2, own, STRICT: gl.constexpr, BOUNDED: gl.constexpr):
+    """A Gram matrix: its columns in the rows of later blocks, and in a block's own, which are apart if not BOUNDED."""
+    i = gl.arange(0, 64, layout=DOWN)[:, None]
+    if BOUNDED:
+        x0, x1, x2 = gl.convert_layout(x0, FLAT), gl.convert_layout(x1, FLAT), gl.convert_layout(x2, FLAT)
+        own0, own1, own2, own3 = x0, x1, x2, gl.convert_layout(own, FLAT)
+    else:
+        own3 = flat(own)
+        own0, own1, own2 = own3, own3, own3
+    tile.slice(0, 16, 1).store(_columns(own0, x0, 0, i, STRICT).to(tile.dtype))
+    tile.slice(16, 16, 1).store(_columns(own1, x1, 1, i, STRICT).to(tile.dtype))
+    tile.slice(32, 16, 1).store(_columns(own2, x2, 2, i, STRICT).to(tile.dtype))
+    tile.slice(48, 16, 1).store(_columns(own3, own3, 3, i, STRICT).to(tile.dtype))
 
 
 @gluon.jit
@@ -179,12 +198,16 @@ def prepare(
     q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, g_ptr, g_sb, g_st, g_sh,
     beta_ptr, beta_sb, beta_st, beta_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T,
     gate_scale, l2norm_eps, first_head,
-    qg_buffer, kg_buffer, kd_buffer, total_buffer, lines_buffer, p_buffer, a_buffer, beta_buffer, rate_buffer,
-    done_buffer, HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr,
+    qg_buffer, kg_buffer, kd_buffer, total_buffer, lines_buffer, p_buffer, a_buffer, x_buffer, beta_buffer,
+    rate_buffer, done_buffer,
+    HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr,
     SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr, PACKED: gl.constexpr,
-    BOUNDED: gl.constexpr, EARLY: gl.constexpr, BESIDE: gl.constexpr,
+    BOUNDED: gl.constexpr, SOLVED: gl.constexpr, EARLY: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
-    """A block has one chunk of one head, and takes a few channels at a time. Rows of q, k and g are contiguous."""
+    """A block has one chunk of one head, and takes a few channels at a time. Rows of q, k and g are contiguous.
+
+    SOLVED: (I + L diag(beta))^-1 L leaves in place of L, of keys and betas with which nothing in it can grow.
+    """
     pid, chunk, head = own_chunk(first_head, HP)
     if EARLY != "":
         nothing_done(done_buffer, pid, T)
@@ -235,35 +258,25 @@ def prepare(
                 FN, DELTA, RATE, BIAS, BOUNDED,
             )  # fmt: skip
         async_copy.wait_group(0)
-        i = gl.arange(0, 64, layout=DOWN)[:, None]
-        if BOUNDED:
-            p0, p1, p2 = gl.convert_layout(p0, FLAT), gl.convert_layout(p1, FLAT), gl.convert_layout(p2, FLAT)
-            p_own0, p_own1, p_own2, p_own3 = p0, p1, p2, gl.convert_layout(p_own, FLAT)
-        else:
-            p_own3 = flat(p_own)
-            p_own0, p_own1, p_own2 = p_own3, p_own3, p_own3
         square = pid * (64 * 64)
         barrier()
         p_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-        p_t.slice(0, 16, 1).store(_columns(p_own0, p0, 0, i, False).to(gl.bfloat16))
-        p_t.slice(16, 16, 1).store(_columns(p_own1, p1, 1, i, False).to(gl.bfloat16))
-        p_t.slice(32, 16, 1).store(_columns(p_own2, p2, 2, i, False).to(gl.bfloat16))
-        p_t.slice(48, 16, 1).store(_columns(p_own3, p_own3, 3, i, False).to(gl.bfloat16))
+        _put_gram(p_t, p0, p1, p2, p_own, False, BOUNDED)
         if DELTA:
-            if BOUNDED:
-                l0, l1, l2 = gl.convert_layout(l0, FLAT), gl.convert_layout(l1, FLAT), gl.convert_layout(l2, FLAT)
-                l_own0, l_own1, l_own2, l_own3 = l0, l1, l2, gl.convert_layout(l_own, FLAT)
+            if SOLVED:
+                l_t = gl.allocate_shared_memory(gl.float16, [64, 64], WHOLE)
             else:
-                l_own3 = flat(l_own)
-                l_own0, l_own1, l_own2 = l_own3, l_own3, l_own3
-            l_t = gl.allocate_shared_memory(a_buffer.dtype.element_ty, [64, 64], TILE)
-            l_t.slice(0, 16, 1).store(_columns(l_own0, l0, 0, i, True).to(l_t.dtype))
-            l_t.slice(16, 16, 1).store(_columns(l_own1, l1, 1, i, True).to(l_t.dtype))
-            l_t.slice(32, 16, 1).store(_columns(l_own2, l2, 2, i, True).to(l_t.dtype))
-            l_t.slice(48, 16, 1).store(_columns(l_own3, l_own3, 3, i, True).to(l_t.dtype))
+                l_t = gl.allocate_shared_memory(a_buffer.dtype.element_ty, [64, 64], TILE)
+            _put_gram(l_t, l0, l1, l2, l_own, True, BOUNDED)
         barrier()
         store_rows(p_buffer + square, p_t.load(ROWS), 64, 64)
         if DELTA:
-            store_rows(a_buffer + square, l_t.load(ROWS), 64, 64)
+            if SOLVED:
+                x = solved(l_t, beta_buffer + pid * 64, BETA)
+                p_t.store(x.to(gl.bfloat16))
+                barrier()
+                store_rows(x_buffer + square, p_t.load(ROWS), 64, 64)
+            else:
+                store_rows(a_buffer + square, l_t.load(ROWS), 64, 64)
     if BESIDE:
         outlast_the_scan(pid)

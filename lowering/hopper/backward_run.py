@@ -80,6 +80,13 @@ class HopperBackward(Backward):
         lowest = GATE_FUNCTIONS[self._call.gate_fn].lower_bound(self._call.gate_scale)
         return self._call.gate == "channel" and lowest >= LOWEST
 
+    @property
+    def _solved(self) -> bool:
+        """Where no product of the inverse can grow."""
+        call = self._call
+        steady = call.qk_l2norm_eps > 0.0 and (call.beta is None or call.sigmoid_beta)
+        return (self._by_blocks or self._by_token_gates) and call.delta and steady
+
     def _normed_apart(self, call: Call) -> bool:
         return call.qk_l2norm_eps > 0.0 and not self._by_blocks and not self._by_token_gates
 
@@ -88,6 +95,7 @@ class HopperBackward(Backward):
 
     def _operands(self, grad_state: Tensor | None) -> dict[str, Any]:
         values = super()._operands(grad_state) | {"SCALAR": self._by_token_gates, "BOUNDED": self._bounded, "EARLY": ""}
+        values["SOLVED"] = self._solved
         values |= {"over": self._call.scale, "times": self._call.scale}
         for name, x in (("q", self._call.q), ("k", self._call.k), ("v", self._call.v), ("do", self._grad_o)):
             values |= tensor_arguments(name, "bthd", self._rows(self._scratch.cast(x, torch.bfloat16)))
@@ -103,6 +111,8 @@ class HopperBackward(Backward):
     def _kept(self, wanted: Buffers, tiles: int) -> Buffers:
         if self._early(tiles // self._chunks):
             wanted["done"] = ((2 * -(-self._chunks // EVERY),), torch.int32)
+        if self._solved:
+            wanted.pop("a")
         if self._by_blocks:
             wanted = {name: buffer for name, buffer in wanted.items() if name not in ("l", "own", "factors", "masks")}
             return wanted | {"lines": ((tiles, 4, WIDTH), torch.float32)}
@@ -233,6 +243,10 @@ class HopperBackward(Backward):
 
     def _beside(self) -> dict[str, bool]:
         return {"launch_pdl": True} if self._values["EARLY"] else {}
+
+    @property
+    def _chained(self) -> bool:
+        return self._values["EARLY"] != "" and not self._gathered
 
     def _tuned(self, name: str, grid: tuple[int, ...], warps: int, **options: int) -> None:
         kernel = _kernels()[name]

@@ -34,6 +34,7 @@ from .backward_blocks import (
 )
 from .backward_early import await_states, early_tile, nothing_done, outlast_the_scan
 from .common import ACROSS, DOWN, SQUARE, TILE, barrier, exp2, gate_slopes, given_beta, given_rate, log2_gate, pinned
+from .inverse import solved
 
 
 @gluon.jit
@@ -61,12 +62,16 @@ def _row_rates(tile, rates, eps):
 def prepare_scalar(
     q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, g_ptr, g_sb, g_st, g_sh,
     beta_ptr, beta_sb, beta_st, beta_sh, A_log_ptr, dt_bias_ptr, cu_seqlens, chunk_offsets, N, T,
-    gate_scale, l2norm_eps, first_head, p_buffer, l_buffer, a_buffer, sums_buffer, beta_buffer, rate_buffer,
-    done_buffer, HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr,
+    gate_scale, l2norm_eps, first_head, p_buffer, l_buffer, a_buffer, x_buffer, sums_buffer, beta_buffer,
+    rate_buffer, done_buffer,
+    HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr,
     BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr,
-    PACKED: gl.constexpr, EARLY: gl.constexpr, BESIDE: gl.constexpr,
+    PACKED: gl.constexpr, SOLVED: gl.constexpr, EARLY: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
-    """A block has one chunk of one head. q and k have contiguous rows that begin at multiples of 16 bytes."""
+    """A block has one chunk of one head. q and k have contiguous rows that begin at multiples of 16 bytes.
+
+    SOLVED: as in ``backward_prepare.py``.
+    """
     pid, chunk, head = own_chunk(first_head, HP)
     if EARLY != "":
         nothing_done(done_buffer, pid, T)
@@ -122,7 +127,12 @@ def prepare_scalar(
             l = gl.where(i > j, l, 0.0)
             if GATED:
                 store_rows(l_buffer + square, l, 64, 64)
-            store_rows(a_buffer + square, l, 64, 64)
+            if SOLVED:
+                l_t = gl.allocate_shared_memory(gl.float16, [64, 64], TILE)
+                l_t.store(l.to(gl.float16))
+                store_rows(x_buffer + square, solved(l_t, beta_buffer + pid * 64, BETA), 64, 64)
+            else:
+                store_rows(a_buffer + square, l, 64, 64)
     if BESIDE:
         outlast_the_scan(pid)
 

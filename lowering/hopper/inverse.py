@@ -247,6 +247,26 @@ def leave_inverse(
 
 
 @gluon.jit
+def solved(tile, beta, BETA: gl.constexpr):
+    """(I + L diag(beta))^-1 L, in registers, of contractions (see ``first_steep``); L in ``tile``, fp16."""
+    i = gl.arange(0, 64, layout=DOWN)[:, None]
+    j = gl.arange(0, 64, layout=ACROSS)[None, :]
+    A = tile.load(SQUARE).to(gl.float32)
+    if BETA:
+        A = A * gl.load(beta + j)
+    a = gl.allocate_shared_memory(gl.float16, [64, 64], TILE)
+    tile_n = gl.allocate_shared_memory(gl.float16, [64, 64], TILE)
+    tile_x = gl.allocate_shared_memory(gl.float16, [64, 64], TILE)
+    tile_p = gl.allocate_shared_memory(gl.float16, [64, 64], TILE)
+    a.store(A.to(gl.float16))
+    fence_async_shared()
+    barrier()
+    z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
+    x = _invert(A, a, z, i, j, tile_n, tile_x, tile_p)
+    return warpgroup_mma(gl.convert_layout(x.to(gl.float16), LEFT), tile, z, use_acc=False)
+
+
+@gluon.jit
 def unknown_zero(n):
     """0 for a loop's n-th turn, which the compiler does not know.
 

@@ -10,6 +10,7 @@ Then, where keys are shared by heads or normalised, the sums over the heads of a
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .backward_blocks import LIMIT, blocks_adjoint, leave_masks, load_factors, load_inside
 from .backward_load import chunk_place, gate_floor, gate_gradient, load_rows
@@ -326,9 +327,14 @@ def gather(
 @triton.jit
 def add_chunks(
     parts_ptr, total_ptr, rows, width, others_ptr, other_total_ptr, other_rows, other_width,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Two sums ``[width]`` of what every chunk has, ``[rows, width]``: gradients of A_log, dt_bias, a head's gate."""
+    """Two sums ``[width]`` of what every chunk has, ``[rows, width]``: gradients of A_log, dt_bias, a head's gate.
+
+    CHAINED: it is launched before the kernel ahead of it is over, and waits for that.
+    """
+    if CHAINED:
+        gdc_wait()
     block = tl.program_id(0)
     blocks = (width + BLOCK - 1) // BLOCK
     if block < blocks:

@@ -97,6 +97,11 @@ class Backward:
         """Whether decays of a gate per channel are made by blocks of tokens."""
         return self._call.gate == "channel" and not self._exact()
 
+    @property
+    def _solved(self) -> bool:
+        """Whether the first kernel leaves X, and not what X is made from."""
+        return False
+
     def run(self) -> Gradients:
         call, plan = self._call, self._plan
         if call.cu_seqlens is not None:
@@ -236,7 +241,7 @@ class Backward:
     def _make_ready(self, tiles: int) -> None:
         """The first phase."""
         self._prepare(tiles)
-        if self._call.delta:
+        if self._call.delta and not self._solved:
             self._run(_kernels().inverse, (tiles,), {}, num_warps=1)
 
     def _prepare(self, tiles: int) -> None:
@@ -438,8 +443,15 @@ class Backward:
                 values |= {f"{prefix}total_ptr": total, f"{prefix}rows": part.shape[0], f"{prefix}width": width}
                 values["others_ptr" if prefix else "parts_ptr"] = part
             blocks = sum(-(-width // 32) for width in widths[:2])
-            launch(self._scratch, _kernels().add_chunks, blocks, values, num_warps=4)
+            values["CHAINED"] = chained = n == 0 and self._chained
+            options = {"launch_pdl": True} if chained else {}
+            launch(self._scratch, _kernels().add_chunks, blocks, values, num_warps=4, **options)
         return totals
+
+    @property
+    def _chained(self) -> bool:
+        """Whether these sums are launched before what they sum is there, and wait for it."""
+        return False
 
     def _gather(self, name: str, x: Tensor) -> Tensor:
         """The gradient of q or k from those of the value heads."""

@@ -227,6 +227,7 @@ class Language(types.ModuleType):
         self.convert_layout = lambda x, layout: x
         self.reshape = lambda x, shape: x.reshape(shape)
         self.permute = lambda x, order: x.permute(order)
+        self.join = lambda x, y: torch.stack((x, y), -1)
         self.sum = lambda x, axis: x.sum(axis)
         self.exp2 = lambda x: torch.exp2(_tile(x))
         self.abs, self.rsqrt = torch.abs, torch.rsqrt

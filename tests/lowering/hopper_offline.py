@@ -165,6 +165,7 @@ def compile_backward(
     gate_fn: str = "softplus",
     early: str = "",
     ahead: bool = False,
+    solved: bool = True,
 ) -> Any:
     """A kernel of the backward pass, by its name; ``scalar``: of the scan with a gate per token."""
     kernels = {"prepare": backward_prepare.prepare, "prepare_scalar": backward_scalar.prepare_scalar}
@@ -179,6 +180,7 @@ def compile_backward(
         "BESIDE": ahead,
         "BOUNDED": gate_fn == "sigmoid",
         "EARLY": early,
+        "SOLVED": solved,
     }
     constants |= {argument: 1 for argument in kernel.arg_names if argument.endswith(("_sd", "_sv"))}
     signature = dict.fromkeys(kernel.arg_names, "i32") | {"cu_seqlens": "*i64", "chunk_offsets": "*i32"}
