@@ -16,6 +16,7 @@ from .capacity import Chip, needs
 from .drawn import Plan
 from .fold import Folded, fold, step
 from .hazards import Order
+from .legalise import legalise
 from .model import NAIVE, WIDTHS, Options
 from .split import (
     Graph,
@@ -30,7 +31,7 @@ from .split import (
     move_ahead,
     place,
 )
-from .units import joined, legalise, tasks
+from .units import joined, tasks
 
 _NARROWEST = 16  # columns of a value tile: one fractal of the Cube
 DEFAULTS = {"B": 1, "T": 4096, "H": 16, "K": 128, "V": 128, "C": 64}

@@ -15,9 +15,10 @@ from kdacompile.lowering.errors import ArgumentError
 from kdacompile.lowering.ir import OpKind, Program, TileType, Value
 from kdacompile.lowering.linear_attention import ROWS, linear_attention_program
 from kdacompile.lowering.plan import NAIVE, Options, Plan, gdn_state_program, naive_program, plan
+from kdacompile.lowering.plan.legalise import legalise
 from kdacompile.lowering.plan.split import Graph, arrange, circuit_bound, hand_overs
 from kdacompile.lowering.plan.timeline import timeline
-from kdacompile.lowering.plan.units import legalise, tasks
+from kdacompile.lowering.plan.units import tasks
 from kdacompile.lowering.stages import Scope, Section, Task
 from kdacompile.lowering.target import ASCEND910_95, ASCEND910B, Unit
 from tests.lowering.test_program import check_golden
