@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor
 from kdacompile import lowering
 from kdacompile.lowering import pools
 from kdacompile.lowering.attention_rows import run_attention_backward
-from kdacompile.lowering.calls import RECURRENT, Call
-from kdacompile.lowering.gates import FORMS, log_decay
+from kdacompile.lowering.calls import Call
+from kdacompile.lowering.gates import FORMS, log_decay, slopes
 from kdacompile.lowering.operands import given, operands, tensors
 from kdacompile.lowering.run_attention import Attention, run_attention
 from kdacompile.ops.checks import check_layout
@@ -106,31 +105,19 @@ def backward_kernel_of(signature: Signature) -> Kernel:
 def gradients(grads: OptionalTensors, call: Call, wanted: Sequence[bool], *, step: bool) -> list[Tensor]:
     """Gradients of the wanted operands, in their order; a gradient that is None stands for zeros.
 
-    Those of the recurrence are the lowering's business. Casts and gate functions in front of it are differentiated by
-    ``torch.func.vjp``, not ``autograd.grad``: inside an op's kernel the autograd keys may be off, and functorch's
-    transforms bring their own.
+    Those of the recurrence are the lowering's business, those of casts and gates are written down: ``torch.func.vjp``
+    takes the host longer than the kernels take for a short prompt.
     """
     asked = {operand.name for operand, want in zip(operands(Call), wanted, strict=False) if want}
     primals = {name: x for name, x in given(call).items() if name in asked}
     if all(grad is None for grad in grads):
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in primals.values()]
-
-    def front(*values: Tensor) -> tuple[Tensor, ...]:
-        changed = replace(call, **dict(zip(primals, values, strict=True)))
-        return tuple(x for x in prepared_operands(changed).values() if x is not None)
-
-    names = [name for name in RECURRENT if getattr(call, name) is not None]
     asked |= {"g"} if asked & {"A_log", "dt_bias"} else set()
-    with differentiation():
-        values, pull_back, *_ = torch.func.vjp(front, *primals.values())
-        inputs = dict(zip(names, values, strict=True))
-        with torch.no_grad():
-            alone = recurrence(call, inputs).with_bounds_at_hand()
-            found = lowering.run_linear_attention_backward(grads, alone, asked, step=step)
-            pulled = pull_back(
-                tuple(found[name] if name in found else x.new_zeros(x.shape) for name, x in inputs.items())
-            )
-    return _fresh(pulled, (*grads, *tensors(call)))
+    with differentiation(), torch.no_grad():
+        alone = prepared(call).with_bounds_at_hand()
+        found = in_front(call, lowering.run_linear_attention_backward(grads, alone, asked, step=step))
+        cast = [found[name].to(x.dtype) if name in found else torch.zeros_like(x) for name, x in primals.items()]
+    return _fresh(cast, (*grads, *tensors(call)))
 
 
 def _fresh(outputs: Sequence[Tensor], inputs: OptionalTensors) -> list[Tensor]:
@@ -181,7 +168,7 @@ def gradients_of(
 # The op takes tensors as a model has them. What follows brings them into the form the lowering runs, in this order: one
 # compute dtype (float64 if q, k or v is float64, else float32), gate activation, sigmoid of beta. l2norm of q and k and
 # the recurrence itself are :mod:`kdacompile.lowering`'s. Nothing here is in place, and nothing reads a value on the
-# host, so ``torch.func.vjp`` differentiates it (the backward ops do) and CUDA graphs capture it.
+# host, so CUDA graphs capture it. Its derivative is ``in_front``.
 # The gate functions are those of the table in :mod:`kdacompile.lowering.gates`.
 
 
@@ -191,12 +178,15 @@ def log_gate(
     """The log decay that g stands for; a factor passes through, its logarithm is the lowering's business."""
     if gate_fn in FORMS:
         return g
-    rate: Tensor | float = 1.0
-    if A_log is not None:
-        rate = A_log.exp()
-        if gate == "channel":
-            rate = rate.unsqueeze(-1)  # [HV] against g's [B, T, HV, K]
-    return log_decay(g if dt_bias is None else g + dt_bias, rate, gate_fn, gate_scale)
+    return log_decay(g if dt_bias is None else g + dt_bias, rate_of(A_log, g.dtype, gate), gate_fn, gate_scale)
+
+
+def rate_of(A_log: Tensor | None, dtype: torch.dtype, gate: str) -> Tensor | float:
+    """What A_log stands for, as it broadcasts to the gates."""
+    if A_log is None:
+        return 1.0
+    rate = _cast(A_log, dtype).exp()
+    return rate.unsqueeze(-1) if gate == "channel" else rate  # [HV] against g's [B, T, HV, K]
 
 
 def prepared(call: Call) -> Call:
@@ -237,6 +227,27 @@ def prepared_gate(call: Call, dtype: torch.dtype) -> Tensor | None:
     return log_gate(
         _cast(call.g, dtype), A_log, dt_bias, gate=call.gate, gate_fn=call.gate_fn, gate_scale=call.gate_scale
     )  # fmt: skip
+
+
+def in_front(call: Call, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of a call's own operands, in the compute dtype, of those of the prepared ones."""
+    found, dtype = dict(grads), call.state_dtype
+    if call.sigmoid_beta and call.beta is not None and "beta" in grads:
+        beta = torch.sigmoid(_cast(call.beta, dtype))
+        found["beta"] = grads["beta"] * (beta * (1 - beta))
+    if call.gate_fn in FORMS or call.g is None or "g" not in grads:
+        return found
+    x = _cast(call.g, dtype)
+    x = x if call.dt_bias is None else x + _cast(call.dt_bias, dtype)
+    by_x, by_rate = slopes(x, rate_of(call.A_log, dtype, call.gate), call.gate_fn, call.gate_scale)
+    found["g"] = grads["g"] * by_x
+    if call.dt_bias is not None:
+        found["dt_bias"] = found["g"].sum_to_size(call.dt_bias.shape)
+    if call.A_log is not None:
+        by_rate = grads["g"] * by_rate
+        by_rate = by_rate.sum(-1) if call.gate == "channel" else by_rate
+        found["A_log"] = by_rate.sum_to_size(call.A_log.shape)
+    return found
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
