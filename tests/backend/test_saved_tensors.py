@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import kdacompile
 from tests.compare import copies, worst_error
@@ -45,6 +46,32 @@ def test_checkpointing_around_a_compiled_function(fn: Any, inner: str) -> None:
     assert worst_error(have, want) < 1e-6
     gradients = (torch.autograd.grad(out.square().sum(), leaves) for out, leaves in ((have, ours), (want, theirs)))
     assert worst_error(*gradients) < 1e-5
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("saved", [True, False])
+def test_selective_checkpointing(saved: bool, inner: str) -> None:
+    """By our op's name: where its result is saved it runs once, else again in the backward."""
+    torch._dynamo.reset()
+    op = torch.ops.kdacompile.linear_attention.default
+    contexts = partial(create_selective_checkpoint_contexts, [op] if saved else [])
+
+    def around(*x: Tensor) -> Tensor:
+        result: Any = checkpoint(mixer, *x, use_reentrant=False, context_fn=contexts)
+        return result.sin()
+
+    ours = inputs()
+    theirs = copies(ours)
+    compiled = torch.compile(around, backend="kda", options={"kda.inner": inner})
+    with kdacompile.collecting() as report:
+        have = torch.autograd.grad(compiled(*ours).square().sum(), ours)
+    assert report.counts == {"simple_gla": 1}
+    want = torch.autograd.grad(mixer(*theirs).sin().square().sum(), theirs)
+    assert worst_error(have, want) < 1e-5
+    profile = torch.autograd.profiler.profile()
+    with profile:
+        torch.autograd.grad(compiled(*ours).square().sum(), ours)
+    assert sum(event.name == op.name() for event in profile.function_events or ()) == (1 if saved else 2)
 
 
 def test_nothing_of_compiling_is_shown() -> None:
