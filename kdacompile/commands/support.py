@@ -43,5 +43,5 @@ def _rows(code: str) -> list[tuple[str, ...]]:
 
 def _row(code: str, title: str, names: tuple[str, ...], equation: str, rows: list[Pattern]) -> tuple[str, ...]:
     gates = dict.fromkeys(_GATES[gate] for row in rows for gate in row.gates)
-    delta = "yes" if rows[0].delta else "no"
-    return title, ", ".join(code.format(name) for name in names), code.format(equation), ", or ".join(gates), delta
+    delta = dict.fromkeys("yes" if row.delta else "no" for row in rows)
+    return title, ", ".join(map(code.format, names)), code.format(equation), ", or ".join(gates), " or ".join(delta)

@@ -54,6 +54,9 @@ class LinearAttentionSplice(Splice[Recurrence]):
                 args[role] = None if given is None else self.expanded(given, v, AXES[role])
             args.update(self.gate_parameters(args))
             bonus = self.bonus(args.pop("u"), args) if "u" in args else None
+            decay = self.own_decay(args) if match.binding.reads == "between" else None
+            if match.binding.reads != "after":
+                self.shift(args)
             if self.overwrites_cache(before):
                 call = self.call(LINEAR_ATTENTION_STEP_, args, v)
                 self.redirect(match.output, call, like)
@@ -61,15 +64,18 @@ class LinearAttentionSplice(Splice[Recurrence]):
                 if match.mode == "step":
                     call = self.call(LINEAR_ATTENTION_STEP, args, v)
                 else:
-                    wide = None if bonus is None else compat.example_value(bonus).dtype  # rounded once, as the sum
+                    beside = decay if bonus is None else bonus
+                    wide = None if beside is None else compat.example_value(beside).dtype  # rounded once, as the sum
                     call = self.call(LINEAR_ATTENTION, args, v, wide, chunk_size=0, **self.layout())
                 result = self.getitem(call, 0, like)
                 if match.binding.writes > 1:
                     each = self.method(result, "unflatten", 1, (-1, match.binding.writes))
                     result = self.method(each, "select", 2, -1)
-                if bonus is not None:
-                    read = self.method(result, "narrow", 1, 0, self.size(v, 1))
-                    result = self.with_meta(self.graph.call_function(operator.add, (read, bonus)), like)
+                if match.binding.reads != "after":
+                    result = self.method(result, "narrow", 1, 0, self.size(v, 1))
+                for function, other in ((operator.mul, decay), (operator.add, bonus)):
+                    if other is not None:
+                        result = self.with_meta(self.graph.call_function(function, (result, other)), like)
                 self.redirect(match.output, result, like)
                 if self.final is not None:
                     self.place_state(self.getitem(call, 1, like), self.final)
@@ -112,22 +118,45 @@ class LinearAttentionSplice(Splice[Recurrence]):
         return self.method(node, "squeeze", 3) if match.binding.gate == "token" and _rank(node) == 4 else node
 
     def bonus(self, bonus: fx.Node | None, args: dict[str, fx.Node | None]) -> fx.Node:
-        """``scale (q_t u k_t) v_t``, ``[B, T, H, V]``: what a token reads of its own write. The op gets the keys,
-        values and gates of the token before each query, so that it reads the state before that write::
-
-            q_1 .. q_T  0        0  k_1 .. k_T        0  v_1 .. v_T        1  exp(g_1) .. exp(g_T)
-        """
-        q, k, v, g = (args[role] for role in ("q", "k", "v", "g"))
+        """``scale (q_t u k_t) v_t``, ``[B, T, H, V]``: what a token reads of its own write."""
+        q, k, v = (args[role] for role in ("q", "k", "v"))
         assert bonus is not None and q is not None and k is not None and v is not None
         wide = torch.promote_types(compat.example_value(q).dtype, torch.float32)
         weights = self.method(self.method(q, "to", wide), "mul", k)
         weights = self.method(self.method(self.method(weights, "mul", bonus), "sum", -1), "unsqueeze", -1)
         own = self.method(weights, "mul", v)
-        args["q"] = self.padded(q, 0, 1)
-        args["k"], args["v"] = self.padded(k, 1, 0), self.padded(v, 1, 0)
-        if g is not None:
-            args["g"] = self.padded(g, 1, 0, self.no_decay)
         return own if self.match.binding.scale == 1.0 else self.method(own, "mul", self.match.binding.scale)
+
+    def own_decay(self, args: dict[str, fx.Node | None]) -> fx.Node | None:
+        """What the op's result is multiplied with where a token reads the state with its own decay; of a decay per
+        channel, its query is, which is not rounded again.
+        """
+        q, g = args["q"], args["g"]
+        assert q is not None and g is not None
+        wide = torch.promote_types(compat.example_value(q).dtype, torch.float32)
+        factor = self.method(g, "to", wide)
+        factor = factor if self.match.binding.gate_fn == "factor" else self.method(factor, "exp")
+        if self.match.binding.gate != "channel":
+            return self.method(factor, "unsqueeze", -1)
+        for role in "qkv":
+            given = args[role]
+            assert given is not None
+            args[role] = self.method(given, "to", wide)
+        args["q"] = self.method(factor, "mul", args["q"])
+        return None
+
+    def shift(self, args: dict[str, fx.Node | None]) -> None:
+        """The op gets the keys, values and gates of the token before each query, and reads the state before a write::
+
+        q_1 .. q_T  0        0  k_1 .. k_T        0  v_1 .. v_T        1  exp(g_1) .. exp(g_T)
+        """
+        for role, filler in (("k", 0.0), ("v", 0.0), ("beta", 0.0), ("g", self.no_decay)):
+            given = args.get(role)
+            if given is not None and (role != "g" or _rank(given) > 1):
+                args[role] = self.padded(given, 1, 0, filler)
+        q = args["q"]
+        assert q is not None
+        args["q"] = self.padded(q, 0, 1)
 
     @property
     def no_decay(self) -> float:

@@ -1,10 +1,10 @@
 """Gluon: the gradients of chunks whose states are known begin while the scan goes on, if there is one sequence.
 
 The scan takes one chunk after another, in both directions, and the forward half is over first: its multiprocessors
-would wait for the other half. So both say which chunks are done, every few of them, and the kernel behind it starts
-once all of the scan's blocks are at work. It takes chunks in the order in which both directions are through with them,
-from the "middle" outwards where the scan leaves multiprocessors idle, else from the "end", where the reverse half
-began.
+would wait for the other half. So both say which chunks are done, every few of them where they are many, and the kernel
+behind it starts once all of the scan's blocks are at work. It takes chunks in the order in which both directions are
+through with them, from the "middle" outwards where the scan leaves multiprocessors idle, else from the "end", where the
+reverse half began.
 
 What it writes may lie where the scan still reads, see ``HopperBackward._made``. So a chunk waits for all heads, and
 from the "end" for more of the reverse half: P lies, at half the size, in the gradients of gates.
@@ -23,27 +23,37 @@ from . import backward_run
 from .common import barrier, pinned, previous_is_over
 
 EVERY = gl.constexpr(backward_run.EVERY)
+SHORT = gl.constexpr(backward_run.SHORT)
+
+
+@gluon.jit
+def _every(chunks):
+    """After how many chunks each direction says so: the power of two."""
+    return gl.where(chunks > SHORT, EVERY, 0)
 
 
 @gluon.jit
 def rounds_of(T):
     """How often each direction does."""
-    return ((T + 63) // 64 + EVERY - 1) // EVERY
+    chunks = (T + 63) // 64
+    return ((chunks - 1) >> _every(chunks)) + 1
 
 
 @gluon.jit
 def say_done(done, n, count, EARLY: gl.constexpr):
     """That a block's first ``n`` chunks of ``count`` are in memory, behind a barrier after the last store."""
     if EARLY != "":
-        if (n > 0) & ((n % EVERY == 0) | (n == count)):
-            gl.atomic_add(done + (n - 1) // EVERY, 1, sem="release", scope="gpu")
+        every = _every(count)
+        if (n > 0) & (((n >> every) << every == n) | (n == count)):
+            gl.atomic_add(done + ((n - 1) >> every), 1, sem="release", scope="gpu")
 
 
 @gluon.jit
 def nothing_done(done, pid, T):
     """Of every block of the kernel before the scan."""
     rounds = rounds_of(T)
-    gl.store(done + pid, 0, mask=pid < 2 * rounds)
+    gl.store(done + 2 * pid, 0, mask=pid < rounds)
+    gl.store(done + 2 * pid + 1, 0, mask=pid < rounds)
 
 
 @gluon.jit
@@ -70,6 +80,7 @@ def _in_turn(n, chunks, EARLY: gl.constexpr):
 def _await(flag, count):
     seen = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
     while seen < count:
+        gl.inline_asm_elementwise("nanosleep.u32 500; // $0", "=r", [], gl.int32, False, 1)
         seen = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
 
 
@@ -97,8 +108,9 @@ def await_states(done, T, blocks, HP: gl.constexpr, EARLY: gl.constexpr):
         if EARLY == "end":
             forward = chunks - 1 + 0 * chunk
             reverse = gl.maximum(2 * chunk - chunks, 0)
-        _await(done + forward // EVERY, blocks)
-        _await(done + rounds_of(T) + (chunks - 1 - reverse) // EVERY, blocks)
+        every = _every(chunks)
+        _await(done + (forward >> every), blocks)
+        _await(done + rounds_of(T) + ((chunks - 1 - reverse) >> every), blocks)
         barrier()
     else:
         previous_is_over()

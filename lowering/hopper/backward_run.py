@@ -23,7 +23,8 @@ from .run import machine
 WIDTH, CHUNK = 128, 64
 COLUMNS = 64  # of V, in a block of the scan
 LOWEST = -5.0  # of log gates, for the kernels of ``backward_bounded.py``
-EVERY = 8  # chunks: how often the scan says what is done
+EVERY, SHORT = 3, 64  # the scan says what is done every 2^3 chunks, or after each one of 64 or fewer
+FEWEST = 16  # chunks of a sequence whose gradients begin beside the scan
 FEW = 48  # blocks of the scan in each direction, that leave many multiprocessors idle
 APART = 16  # elements: what copies to shared memory ask of strides
 MOST_SCALE = 2.0**60  # the scan works on gradients over the scale
@@ -110,7 +111,8 @@ class HopperBackward(Backward):
 
     def _kept(self, wanted: Buffers, tiles: int) -> Buffers:
         if self._early(tiles // self._chunks):
-            wanted["done"] = ((2 * -(-self._chunks // EVERY),), torch.int32)
+            every = EVERY if self._chunks > SHORT else 0
+            wanted["done"] = ((2 * (((self._chunks - 1) >> every) + 1),), torch.int32)
         if self._solved:
             wanted.pop("a")
         if self._by_blocks:
@@ -146,7 +148,7 @@ class HopperBackward(Backward):
     def _early(self, heads: int) -> str:
         """Where the gradients begin beside the scan of so many heads, see ``backward_early.py``; "": behind it."""
         narrow = all(self._found[name].dtype.itemsize == 2 for name in ("dq", "dk", "dv"))
-        alone = self._call.cu_seqlens is None and self._call.q.shape[0] == 1 and self._chunks >= 2 * EVERY
+        alone = self._call.cu_seqlens is None and self._call.q.shape[0] == 1 and self._chunks >= FEWEST
         if not (narrow and alone and (self._by_blocks or self._by_token_gates)):
             return ""
         return "middle" if heads * (self._columns // COLUMNS) < FEW else "end"

@@ -2,7 +2,7 @@
 
 As ``lowering/triton/backward_scan.py``: neither direction reads the other, so they are the two halves of the grid, and
 a block has 64 columns of V of one head of one sequence. One warp has the copy engine fetch what chunks need, two or
-three of them ahead; four do the rest (``backward_states.py``).
+three of them ahead, another has it take what they leave; four do the rest (``backward_states.py``).
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .backward_early import rounds_of
-from .backward_states import forward_warps, reverse_warps
+from .backward_states import forward_warps, leave_warp, reverse_warps
 from .common import TILE, TILE4, barrier, barriers, next_may_start, previous_is_over
 
 LINE = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
@@ -153,11 +153,12 @@ def scan(
     first = chunk * HP + own
     key_head = head // GROUP
     state = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 64], TILE)
-    solved = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    solved = _tiles(2, 64)
     beta_s = gl.allocate_shared_memory(gl.float32, [3, 64], LINE)
     gates_s = gl.allocate_shared_memory(gl.float32, [3, GATES], LINE)
     rates_s = gl.allocate_shared_memory(gl.float32, [3, 128], LINE)
     full, empty, late, used = barriers(3), barriers(3), barriers(3), barriers(3)
+    left, freed = barriers(2), barriers(2)
     fence_async_shared()
     barrier()
     if EARLY != "":
@@ -175,17 +176,21 @@ def scan(
         gl.warp_specialize(
             [
                 (forward_warps, (
-                    given, state_sk, state_sv, last, column, count, length, first, HP, d_s, d_y,
-                    done_buffer, v_s, x_s, kg_s, kd_s, beta_s, gates_s, rates_s, state, solved, full, empty,
-                    V, GATED, DELTA, BETA, SCALAR, L2NORM, STATE, not AHEAD, EARLY, PACKED,
+                    given, state_sk, state_sv, last, count, length, v_s, x_s, kg_s, kd_s, beta_s, gates_s, rates_s,
+                    state, solved, full, empty, left, freed,
+                    V, GATED, DELTA, BETA, SCALAR, L2NORM, STATE, not AHEAD, PACKED,
                 )),
                 (_fetch_forward, (
                     d_v, d_x, d_kg, d_keys, d_beta, d_gates, d_rates, batch, start, head, key_head, column, first, HP,
                     count, v_s, x_s, kg_s, kd_s, beta_s, gates_s, rates_s, full, empty,
                     GATED, DELTA, BETA, SCALAR, RATES, BYTES,
                 )),
+                (leave_warp, (
+                    d_s, d_y, column, count, first, HP, done_buffer, state, solved, left, freed,
+                    DELTA, not AHEAD, EARLY,
+                )),
             ],
-            [1], [40],
+            [1, 1], [40, 40],
         )  # fmt: skip
     else:
         behind = final_ptr + sequence.to(gl.int64) * final_sn + head.to(gl.int64) * final_sh + column * final_sv
@@ -199,16 +204,20 @@ def scan(
         gl.warp_specialize(
             [
                 (reverse_warps, (
-                    behind, final_sk, final_sv, asked, column, count, length, first, HP, scale, over, times, d_d, d_z,
-                    done, do_s, p_s, x_t, kg_t, kd_t, qg_s, beta_s, gates_s,
-                    rates_s, state, solved, full, empty, late, used,
-                    V, GATED, DELTA, BETA, SCALAR, L2NORM, STATE, FINAL, FORWARD == 0, EARLY, PACKED,
+                    behind, final_sk, final_sv, asked, count, length, scale, over, times,
+                    do_s, p_s, x_t, kg_t, kd_t, qg_s, beta_s, gates_s, rates_s, state, solved,
+                    full, empty, late, used, left, freed,
+                    V, GATED, DELTA, BETA, SCALAR, L2NORM, STATE, FINAL, FORWARD == 0, PACKED,
                 )),
                 (_fetch_reverse, (
                     d_do, d_p, d_x, d_kg, d_keys, d_queries, d_beta, d_gates, d_rates, batch, start, head, key_head,
                     column, first, HP, count, do_s, p_s, x_t, kg_t, kd_t, qg_s, beta_s, gates_s, rates_s, full, empty,
                     late, used, GATED, DELTA, BETA, SCALAR, RATES, SIZE,
                 )),
+                (leave_warp, (
+                    d_d, d_z, column, count, first + (count - 1) * HP, -HP, done, state, solved, left, freed,
+                    True, FORWARD == 0, EARLY,
+                )),
             ],
-            [1], [40],
+            [1, 1], [40, 40],
         )  # fmt: skip

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .backward_early import say_done
 from .chunks import LINE, clear_beyond
-from .common import ACROSS, LEFT, SQUARE, barrier, exp2
+from .common import ACROSS, LEFT, SQUARE, barrier, exp2, stores_done
 
 KEYS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # [columns of V, K]; of tokens: SQUARE
 LEFT_KEYS = gl.constexpr(gl.DotOperandLayout(0, KEYS.value, 2))
@@ -75,39 +75,54 @@ def _put(tile, x):
 
 
 @gluon.jit
-def _leave(d_solved, d_state, solved, state, tile, before, column, n, SOLVED: gl.constexpr):
-    """Send off a state that is in shared memory and, SOLVED, what the chunk before has left there, if there is one."""
-    fence_async_shared()
-    barrier()
-    if SOLVED:
-        if n > 0:
-            tma.async_copy_shared_to_global(d_solved, [before * 64, column], solved)
-    tma.async_copy_shared_to_global(d_state, [tile * 128, column], state.index(n & 1))
+def leave_warp(
+    d_state, d_solved, column, count, first, step, done, state, solved, left, freed,
+    SOLVED: gl.constexpr, KEEP: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """One warp, which has the copy engine take what the four leave: ``step`` tiles on from one to the next.
+
+    With a state goes what the chunk before has solved. To say what is done takes a while, for which the four do not
+    wait: it is the chunks but for the last two.
+    """
+    if KEEP:
+        for n in range(count + 1):
+            place = n & 1
+            mbarrier.wait(left.index(place), (n >> 1) & 1)
+            tile = first + n * step
+            if SOLVED:
+                if n > 0:
+                    tma.async_copy_shared_to_global(d_solved, [(tile - step) * 64, column], solved.index(place))
+            if n < count:
+                tma.async_copy_shared_to_global(d_state, [tile * 128, column], state.index(place))
+            tma.store_wait(2 if SOLVED else 1)
+            barrier()
+            mbarrier.arrive(freed.index(1 - place), count=1, pred=n > 0)
+            if EARLY != "":
+                if SOLVED:
+                    gl.inline_asm_elementwise("cp.async.bulk.wait_group 2; // $0", "=r", [], gl.int32, False, 1)
+                else:
+                    gl.inline_asm_elementwise("cp.async.bulk.wait_group 1; // $0", "=r", [], gl.int32, False, 1)
+                barrier()
+                say_done(done, n - 1, count, EARLY)
+        stores_done(True)
+        barrier()
+        say_done(done, count, count, EARLY)
 
 
 @gluon.jit
-def _left_all_but_the_last(SOLVED: gl.constexpr, EARLY: gl.constexpr):
-    """Wait until only the state that was sent off last may still be in shared memory; EARLY: and until all of the
-    chunks before the one before is in memory."""
-    tma.store_wait(1)
-    if EARLY != "":
-        if SOLVED:
-            gl.inline_asm_elementwise("cp.async.bulk.wait_group 3; // $0", "=r", [], gl.int32, False, 1)
-        else:
-            gl.inline_asm_elementwise("cp.async.bulk.wait_group 2; // $0", "=r", [], gl.int32, False, 1)
+def _all_here(left, n, KEEP: gl.constexpr):
+    """What was in shared memory for the chunk before may be written over; what is to leave can."""
+    if KEEP:
+        fence_async_shared()
+    barrier()
+    if KEEP:
+        mbarrier.arrive(left.index(n & 1), count=1)
 
 
 @gluon.jit
-def _leave_last(d_solved, solved, tile, column, count, done, SOLVED: gl.constexpr, EARLY: gl.constexpr):
-    fence_async_shared()
-    barrier()
-    if SOLVED:
-        if count > 0:
-            tma.async_copy_shared_to_global(d_solved, [tile * 64, column], solved)
-    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; // $0", "=r", [], gl.int32, False, 1)
-    barrier()
-    say_done(done, count - 1, count, EARLY)
-    say_done(done, count, count, EARLY)
+def _await_place(freed, n):
+    """Until what leaves with the state before the n-th chunk may be put in its place."""
+    mbarrier.wait(freed.index(n & 1), ((n >> 1) & 1) ^ 1, pred=n > 1)
 
 
 @gluon.jit
@@ -193,10 +208,10 @@ def _open_forward(
 
 @gluon.jit
 def forward_warps(
-    given, g_sk, g_sv, last, column, count, length, first, step, d_s, d_y, done, v_s, x_s, kg_s, kd_s, beta_s, gates_s,
-    rates_s, state, solved, full, empty,
+    given, g_sk, g_sv, last, count, length, v_s, x_s, kg_s, kd_s, beta_s, gates_s,
+    rates_s, state, solved, full, empty, left, freed,
     V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr,
-    L2NORM: gl.constexpr, STATE: gl.constexpr, KEEP: gl.constexpr, EARLY: gl.constexpr, PACKED: gl.constexpr,
+    L2NORM: gl.constexpr, STATE: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The states before every chunk, and with the delta rule Y; or, without KEEP, the last states."""
     STAGES: gl.constexpr = v_s.shape[0]
@@ -206,16 +221,11 @@ def forward_warps(
     s, r = _open_forward(s, 0, count, length, met_s, gates_s, state, full, GATED, DELTA, SCALAR, KEEP, PACKED)
     for n in range(count):
         stage = n % STAGES
-        tile = first + n * step
         b = _beta(beta_s, stage, BETA)
         y = v_s.index(stage).permute((1, 0)).load(SQUARE).to(gl.float32)
         if PACKED:
             y = gl.where(token < length - n * 64, y, 0.0)
-        if KEEP:
-            _leave(d_y, d_s, solved, state, tile, tile - step, column, n, DELTA)
-        else:
-            barrier()
-        # The chunk before is done with.
+        _all_here(left, n, KEEP)
         mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > 0)
         if DELTA:
             r = warpgroup_mma_wait(0, [r])
@@ -226,16 +236,14 @@ def forward_warps(
         b = b * _factor(gates_s, rates_s, stage, True, GATED, SCALAR, L2NORM)
         s = warpgroup_mma(_left_of_keys(y * b), kd_s.index(stage), s, is_async=True)
         if KEEP:
-            _left_all_but_the_last(DELTA, EARLY)
-            barrier()
-            say_done(done, n - 1, count, EARLY)
+            _await_place(freed, n + 1)
             if DELTA:
-                _put(solved, y)
+                _put(solved.index((n + 1) & 1), y)
         s, r = _open_forward(s, n + 1, count, length, met_s, gates_s, state, full, GATED, DELTA, SCALAR, KEEP, PACKED)
     if DELTA:
         warpgroup_mma_wait(0, [r])
     if KEEP:
-        _leave_last(d_y, solved, first + (count - 1) * step, column, count, done, DELTA, EARLY)
+        _all_here(left, count, KEEP)
     else:
         _leave_state(last, s, V)
 
@@ -275,11 +283,10 @@ def _open_reverse(
 
 @gluon.jit
 def reverse_warps(
-    given, g_sk, g_sv, last, column, count, length, first, step, scale, over, times, d_d, d_z, done,
-    do_s, p_s, x_s, kg_s, kd_s, qg_s, beta_s, gates_s, rates_s, state, solved, full, empty, late, used,
+    given, g_sk, g_sv, last, count, length, scale, over, times,
+    do_s, p_s, x_s, kg_s, kd_s, qg_s, beta_s, gates_s, rates_s, state, solved, full, empty, late, used, left, freed,
     V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr,
-    L2NORM: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr, KEEP: gl.constexpr, EARLY: gl.constexpr,
-    PACKED: gl.constexpr,
+    L2NORM: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The gradients of the states behind every chunk, and Z; KEEP: whether they are kept, or the last state alone.
 
@@ -296,14 +303,10 @@ def reverse_warps(
     )  # fmt: skip
     for n in range(count):
         stage = n % STAGES
-        tile = first + (count - 1 - n) * step
         do = do_s.index(stage).permute((1, 0))
         b = _beta(beta_s, stage, BETA)
-        if KEEP:
-            _leave(d_z, d_d, solved, state, tile, tile + step, column, n, True)
-        else:
-            barrier()
-        before = (n + STAGES - 1) % STAGES  # is done with
+        _all_here(left, n, KEEP)
+        before = (n + STAGES - 1) % STAGES
         mbarrier.arrive(used.index(before) if APART else empty.index(before), count=1, pred=n > 0)
         if APART:
             mbarrier.wait(late.index(stage), (n // STAGES) & 1)
@@ -323,20 +326,18 @@ def reverse_warps(
             lost = _left_of_keys(z * -b)
             s = warpgroup_mma(lost, kg_s.index(stage) if APART else kd_s.index(stage), s, is_async=True)
             s = warpgroup_mma_wait(1, [s])
-        if KEEP:
-            _left_all_but_the_last(True, EARLY)
-        barrier()
         if APART:
+            barrier()
             mbarrier.arrive(empty.index(stage), count=1)
         if KEEP:
-            say_done(done, n - 1, count, EARLY)
-            _put(solved, z * scale)
+            _await_place(freed, n + 1)
+            _put(solved.index((n + 1) & 1), z * scale)
         s, z, more = _open_reverse(
             s, n + 1, count, length, scale, do_s, p_s, kd_s, qg_s, gates_s, state, full, GATED, SCALAR, STATE, KEEP,
             PACKED,
         )  # fmt: skip
     warpgroup_mma_wait(0, [z])
     if KEEP:
-        _leave_last(d_z, solved, first, column, count, done, True, EARLY)
+        _all_here(left, count, KEEP)
     if STATE:
         _leave_state(last, s * times, V)

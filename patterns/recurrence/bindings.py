@@ -241,6 +241,7 @@ def _complete(
                 gate="token" if (bonus or several) and kind == "head" else kind,
                 gate_fn=form,
                 delta=delta,
+                reads="before" if bonus else "after",
                 gate_rate=rate,
                 penalty=penalty + turn,
             )

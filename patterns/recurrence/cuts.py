@@ -7,13 +7,16 @@ the region must not look behind and the region itself; of several minimum cuts t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 
 import torch
 
 from kdacompile.graph.ir import Op, Value, reach
-from kdacompile.patterns.engine.vocabulary import is_float8
+from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.values import root
+from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, is_float8
 from kdacompile.patterns.recurrence.regions import is_soft
 from kdacompile.patterns.recurrence.roles import INPUTS
 
@@ -31,7 +34,23 @@ def _rounds(op: Op) -> bool:
     source, target = op.reads[0].dtype, op.out.dtype
     if is_float8(source) or is_float8(target):  # torch has no rules for what these promote to
         return source != target and not (is_float8(source) and target in _HOLD_FLOAT8)
-    return torch.promote_types(source, target) != target
+    return torch.promote_types(source, target) != target and not _is_nothing(op.reads[0])
+
+
+def _is_nothing(value: Value) -> bool:
+    """True for what is read of a state that is empty yet: there is nothing to round."""
+    op = root(value).op
+    while op is not None and op.name in ("sum", "mul", "div", "neg") and sum(not read.const for read in op.reads) == 1:
+        if op.name == "mul" and _has_zeros(op):
+            return True
+        op = root(next(read for read in op.reads if not read.const)).op
+    return op is not None and op.name in CONTRACTIONS and _has_zeros(op)
+
+
+def _has_zeros(op: Op) -> bool:
+    with contextlib.suppress(EvaluationError):
+        return any(read.const and not constant(read).any() for read in op.reads)
+    return False
 
 
 _HOLD_FLOAT8 = (torch.bfloat16, torch.float32, torch.float64)

@@ -6,8 +6,10 @@ Per head, with state ``S`` in R^{K x V} and rows ``q_t, k_t`` in R^K, ``v_t`` in
     o_t = scale * S_t^T q_t
 
 Without the delta term the factor ``(I - b_t k_t k_t^T)`` is dropped: ``S_t = diag(exp g_t) S_{t-1} + b_t k_t v_t^T``.
-With a bonus u in R^K (RWKV-5 and 6) each token reads the state before its own update, and its own write apart::
+A token may read the state ``before`` its own decay and write, or ``between`` the two; with a bonus u in R^K (RWKV-5 and
+6) it reads its own write apart::
 
+    o_t = scale * S_{t-1}^T q_t        o_t = scale * (diag(exp g_t) S_{t-1})^T q_t
     o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t
 
 With n writes a token (gated DeltaProduct) the state decays before the first of them and is read after the last::
@@ -23,8 +25,13 @@ This file is the oracle of every proof, kernel and test.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+Reads = Literal["after", "before", "between"]
+"""When a token reads the state: after its own decay and write, before both, or between them."""
 
 
 def token_recurrence(
@@ -38,6 +45,7 @@ def token_recurrence(
     bonus: Tensor | None = None,
     delta: bool,
     scale: float = 1.0,
+    reads: Reads = "after",
     writes: int = 1,
     steps: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -45,9 +53,9 @@ def token_recurrence(
 
     Shapes: q, k ``[B, T, H, K]``; v ``[B, T, HV, V]`` with HV a multiple of H (value head ``h`` reads key head
     ``h // (HV // H)``); decay, the *factor* ``exp(g)`` in [0, 1], any shape that broadcasts to ``[B, T, HV, K]``;
-    beta broadcasts to ``[B, T, HV]``; initial_state ``[B, HV, K, V]``; bonus broadcasts to ``[HV, K]``. With ``writes``
-    per token, k, v and beta have ``writes * T`` rows, a token's one after the other. ``steps`` stops after that many
-    tokens.
+    beta broadcasts to ``[B, T, HV]``; initial_state ``[B, HV, K, V]``; bonus broadcasts to ``[HV, K]`` (with
+    reads "before"). With ``writes`` per token, k, v and beta have ``writes * T`` rows, those of a token one after the
+    other. ``steps`` stops after that many tokens.
     Returns o ``[B, steps, HV, V]`` and the state after the last token, both float64.
     """
     batch, length, _, width = q.shape
@@ -73,16 +81,20 @@ def token_recurrence(
     outputs = []
     for row, (key, write) in enumerate(zip(keys, values, strict=True)):
         t, turn = divmod(row, writes)
+        if reads == "before":
+            outputs.append(queries[t] @ state)
         if own is not None:
-            outputs.append(queries[t] @ state + (queries[t] * own * key).sum(-1, keepdim=True) * write)
+            outputs[-1] = outputs[-1] + (queries[t] * own * key).sum(-1, keepdim=True) * write
         if factors is not None and turn == 0:
             state = state * factors[t].mT
+        if reads == "between":
+            outputs.append(queries[t] @ state)
         if delta:
             write = write - key @ state
         if weights is not None:
             write = write * weights[row]
         state = torch.addcmul(state, key.mT, write)  # the outer product of key and write
-        if own is None and turn == writes - 1:
+        if reads == "after" and turn == writes - 1:
             outputs.append(queries[t] @ state)
     o = torch.stack(outputs).view(-1, batch, value_heads, v.shape[3]).transpose(0, 1) if outputs else v[:, :0].double()
     return o, state.unflatten(0, (batch, value_heads))

@@ -8,9 +8,11 @@ rational function as the recurrence token by token, and nothing can overflow her
     a_t = exp(g_1 + .. + g_t) in the chunk       u = (I + tril(b (k a) (k / a)^T, -1))^-1 b (v - (k a) S)
     o = (q a) S + tril((q a) (k / a)^T) u        S' = a_C (S + (k / a)^T u)
 
-Without the delta term u = b v. With a bonus r (RWKV-6) a token reads what was there before it::
+Without the delta term u = b v. A token that reads what was there before it, with a bonus r for its own write (RWKV-6)::
 
-    o = (q a / d) S + (tril((q a / d) (k / a)^T, -1) + diag(q r k)) v      d_t = exp(g_t)
+    o = (q a / d) S + (tril((q a / d) (k / a)^T, -1) + diag(q r k)) u      d_t = exp(g_t)
+
+and without ``/ d`` where it reads between its own decay and write.
 
 A factor on the whole output is measured (``scale``), so the output is compared up to one number.
 """
@@ -28,6 +30,7 @@ from kdacompile.patterns.engine.field import P, R, Silent, matmul
 from kdacompile.patterns.engine.meanings import Field, Residues, cumprod, powers
 from kdacompile.patterns.engine.types import FREE, LINEAR, Typing
 from kdacompile.patterns.recurrence import tables
+from kdacompile.patterns.recurrence.definition import Reads
 from kdacompile.patterns.recurrence.roles import Recurrence, rows
 
 CHUNK = 64
@@ -46,6 +49,7 @@ def recurrence(
     *,
     delta: bool,
     bonus: Tensor | None = None,
+    reads: Reads = "after",
 ) -> tuple[Tensor, Tensor]:
     """o ``[N, T, V]`` and the final state ``[N, K, V]`` modulo P.
 
@@ -60,11 +64,11 @@ def recurrence(
     numbers = Field(P, field.Numbers())
     for start in range(0, q.shape[1], CHUNK):
         here = slice(start, start + CHUNK)
-        reads, keys, divided, write = q[:, here], k[:, here], k[:, here], v[:, here]
+        queries, keys, divided, write = q[:, here], k[:, here], k[:, here], v[:, here]
         last = torch.ones((), dtype=torch.int64)
         if decay is not None:
             a = cumprod(numbers, Residues(decay[:, here]), 1).x
-            reads, keys, divided = reads * a % P, keys * a % P, divided * field.inverse(a, P) % P
+            queries, keys, divided = queries * a % P, keys * a % P, divided * field.inverse(a, P) % P
             last = a[:, -1:].mT
         if delta:
             write = (write - matmul(keys, state, P)) % P
@@ -74,13 +78,13 @@ def recurrence(
             erased = matmul(keys, divided.mT, P).tril(-1)
             erased = erased if beta is None else erased * beta[:, here] % P
             write = matmul(field.unit_lower_inverse(erased, P), write, P)
-        if bonus is not None and decay is not None:
-            reads = reads * field.inverse(decay[:, here], P) % P  # as it was before the token
-        seen = matmul(reads, divided.mT, P).tril(0 if bonus is None else -1)
+        if reads == "before" and decay is not None:
+            queries = queries * field.inverse(decay[:, here], P) % P
+        seen = matmul(queries, divided.mT, P).tril(0 if reads == "after" else -1)
         if bonus is not None:
             own = q[:, here] * bonus % P * k[:, here] % P
             seen = seen + torch.diag_embed(own.sum(-1) % P)
-        outputs.append((matmul(reads, state, P) + matmul(seen, write, P)) % P)
+        outputs.append((matmul(queries, state, P) + matmul(seen, write, P)) % P)
         state = (state + matmul(divided.mT, write, P)) % P * last % P
     return torch.cat(outputs, 1)[:, writes - 1 :: writes], state
 
@@ -184,6 +188,7 @@ class Check:
             None if beta is None else per_head(beta),
             state,
             delta=binding.delta,
+            reads=binding.reads,
             bonus=given["u"][P].expand(heads, sizes["K"]).repeat(batch, 1)[:, None] if "u" in given else None,
         )
         return o.view(batch, heads, binding.tokens, -1).transpose(1, 2), last.view(batch, heads, sizes["K"], -1)

@@ -112,6 +112,12 @@ FORMS: tuple[Form, ...] = (
         equation="o_t = (S_{t-1} + diag(u) k_t v_t^T)^T q_t,  S_t as in its row",
         source="RWKV-5 and 6, arXiv 2404.05892, eq. 16 to 19",
     ),
+    Form(  # the same, with nothing beside the op but the decay
+        title="A state read before the token's own write",
+        names=tuple(row.name for row in FAMILY),
+        equation="o_t = S_{t-1}^T q_t,  or o_t = (diag(exp g_t) S_{t-1})^T q_t,  S_t as in its row",
+        source="those of its rows",
+    ),
 )
 
 

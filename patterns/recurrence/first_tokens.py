@@ -96,7 +96,7 @@ class Runner:
 class FirstRun:
     inputs: dict[Value, Tensor]
     results: list[Tensor]
-    errors: dict[tuple[frozenset[Placement], Placement, bool], float] = field(default_factory=dict)
+    errors: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float])
     """Of the first token, by what it depends on."""
     laid: dict[Placement, Tensor] = field(default_factory=dict[Placement, Tensor])
     """Inputs in their roles' own order, which readings share, as they do the corners."""
@@ -157,6 +157,7 @@ def recurrence(binding: Recurrence, given: dict[str, Tensor], steps: int | None 
         given.get("beta"),
         given.get("initial_state"),
         bonus=given.get("u"),
+        reads=binding.reads,
         writes=binding.writes,
         delta=binding.delta,
         scale=binding.scale,
@@ -185,6 +186,8 @@ def first_token_error(binding: Recurrence, first: FirstRun) -> float:
     among the inputs; 0 with one.
     """
     state = binding.inputs.get("initial_state")
+    if binding.reads != "after" and "u" not in binding.inputs:
+        return _error_before_any_write(binding, first)
     if state is not None and binding.gate != "none":
         return 0.0
     read = {role: placement for role, placement in binding.inputs.items() if role not in ("g", "rate")}
@@ -199,6 +202,23 @@ def first_token_error(binding: Recurrence, first: FirstRun) -> float:
             written, _ = _corner(own, FirstRun(empty, first.results), 1)
             want = _fitted_per_head(have, written, want - written)
         first.errors[key] = token_error(have, want)
+    return first.errors[key]
+
+
+def _error_before_any_write(binding: Recurrence, first: FirstRun) -> float:
+    """The same where a token does not read its own write: there is nothing to be read, or the state that is given."""
+    key = frozenset(binding.inputs.values()), binding.output, binding.reads
+    if key not in first.errors and "initial_state" not in binding.inputs:
+        have = first.corner(
+            binding.output,
+            _forwards(binding.output).to_canonical(first.results[0]),
+            1,
+            backwards=binding.output.backwards,
+        )
+        first.errors[key] = float(have.norm() / first.results[0].norm())
+    elif key not in first.errors:
+        want, have = _corner(binding, first, 1)
+        first.errors[key] = token_error(have, _fitted_per_head(have, want))
     return first.errors[key]
 
 

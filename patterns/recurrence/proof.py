@@ -114,13 +114,14 @@ def _judge(
     first = first_run(candidate, binding, runner, drawn)
     least = float("inf")
     several = binding.writes > 1
-    for turned in (binding, binding.backwards()) if binding.sizes["T"] > 1 and not several else (binding,):
-        start = first_token_error(turned, first)
-        fitted, error = fit(turned, first) if start < ALIKE else (None, start)
+    turns = (binding, binding.backwards()) if binding.sizes["T"] > 1 and not several else (binding,)
+    for ordered in (ordered for turned in turns for ordered in turned.in_other_orders()):
+        start = first_token_error(ordered, first)
+        fitted, error = fit(ordered, first) if start < ALIKE else (None, start)
         least = min(least, error)
-        constant = turned.gate == "none" and "u" not in turned.inputs and not several
+        constant = ordered.gate == "none" and "u" not in ordered.inputs and not several
         if fitted is None and constant and start < ALIKE:
-            fitted, runner = _with_constant_decay(turned, runner)
+            fitted, runner = _with_constant_decay(ordered, runner)
         if fitted is not None:
             return _probe_fully(fitted, runner, wide=wide)
     return Verdict(None, least)
@@ -161,8 +162,8 @@ def _response(binding: Recurrence, runner: Runner) -> Tensor | None:
         runner.responses[key] = runner(drawn)
     results = runner.responses[key]
     if sizes["T"] > 1:
-        output = binding.output.to_canonical(results[0])
-        return output[0, 1:, :, 0] / output[0, :1, :, 0]
+        output = binding.output.to_canonical(results[0])[0, int(binding.reads != "after") :, :, 0]
+        return output[1:] / output[:1]
     if binding.final_state is not None and "initial_state" in binding.inputs:
         return binding.final_state.to_canonical(results[1])[:1, :, 0, 0]
     return None

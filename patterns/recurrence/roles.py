@@ -13,6 +13,7 @@ from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.evaluate import PRECISE
 from kdacompile.patterns.engine.match import Binding, Candidate, Match
 from kdacompile.patterns.engine.placement import Placement, Sizes, labelings, oddity
+from kdacompile.patterns.recurrence.definition import Reads
 from kdacompile.patterns.recurrence.family import pattern_of
 
 AXES = {
@@ -69,6 +70,7 @@ class Recurrence(Binding):
     gate: str
     """none, head, token or channel."""
     delta: bool
+    reads: Reads = "after"
     gate_rate: float = 1.0
     """The log gate as a multiple of the tensor in role g (log 2 for a gate that goes through ``exp2``)."""
     decay: tuple[float, ...] = ()
@@ -102,13 +104,22 @@ class Recurrence(Binding):
     def tokens(self) -> int:
         return self.sizes["T"] // self.writes
 
+    def in_other_orders(self) -> list[Recurrence]:
+        """This, and with tokens that read the state earlier; between decay and write where the op's result, or its
+        query, can be decayed for that.
+        """
+        if self.reads != "after" or self.tokens == 1 or self.writes > 1:
+            return [self]
+        between = self.gate != "channel" or self.sizes["G"] == self.sizes["H"]
+        return [self, self.with_(reads="before"), *([self.with_(reads="between")] if between else [])]
+
     def backwards(self) -> Recurrence:
         """The same binding with the last token first."""
         inputs = {role: replace(placement, backwards=True) for role, placement in self.inputs.items()}
         return self.with_(inputs=inputs, output=replace(self.output, backwards=True))
 
     def assignment(self) -> tuple[object, ...]:
-        return super().assignment(), self.delta, self.gate_fn, self.gate_rate
+        return super().assignment(), self.delta, self.reads, self.gate_fn, self.gate_rate
 
     def key(self) -> tuple[object, ...]:
         gate = self.gate, self.gate_scale, self.sigmoid_beta, len(self.decay) if self.rounded else self.decay

@@ -237,7 +237,7 @@ ENGINE_SSD = (*ENGINE_PARTS, "_mamba2_recurrent_step_torch", "_mamba2_chunk_scan
 
 @case(LM_ENGINE, ENGINE + "linear_attention/op.py", "linear_attention", only=("linear_attention_torch",))
 def engine_linear(m: Any) -> Program:
-    """Not matched: a token reads the state before its own write, without a bonus."""
+    """A token reads the state before its own write, without a bonus."""
     vars(m)["divide_if_divisible"] = lambda a, b: a // b
     inputs = (normal(B, TOKENS, 4, K), normal(B, TOKENS, 2, K), normal(B, TOKENS, 4, V), normal(B, 4, K, V))
     return lambda *given: m.linear_attention_torch(*given, 0.3), inputs

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdacompile.patterns.recurrence.definition import token_recurrence
+from kdacompile.patterns.recurrence.definition import Reads, token_recurrence
 
 PATTERNS = ("kda", "gated_delta_rule", "delta_rule", "gla", "simple_gla", "retention", "linear_attention")
 DELTA = frozenset({"kda", "gated_delta_rule", "delta_rule"})
@@ -51,6 +51,7 @@ class Spelling:
     strongest_gate: float = -3.0  # log gate drawn from (strongest, 0); factored forms need a mild one
     groups: int = 1  # value heads per key head
     writes: int = 1  # writes a token: k, v and beta have so many rows for each
+    reads: Reads = "after"  # when a token reads the state: after its own write (with a bonus, before it)
     apart: bool = False  # those in a dimension of their own, after the tokens
     returns_state: bool = False
     in_place: bool = False  # the state argument is overwritten and not returned
@@ -101,7 +102,8 @@ class Spelling:
             q, k, v = q.flip(1), k.flip(1), v.flip(1)
             decay, beta = (x if x is None or x.dim() < 2 else x.flip(1) for x in (decay, beta))
         bonus, state = given.get("u"), given.get("state")
-        options: dict[str, Any] = {"delta": self.delta, "scale": scale, "writes": self.writes}
+        reads = "before" if bonus is not None else self.reads
+        options: dict[str, Any] = {"delta": self.delta, "scale": scale, "writes": self.writes, "reads": reads}
         o, state = token_recurrence(q, k, v, decay, beta, state, bonus=bonus, **options)
         return self._lay_out("o", o.flip(1) if self.backwards else o), state
 

@@ -57,7 +57,8 @@ def test_gates_of_minus_1000_and_causality() -> None:
     assert torch.equal(compiled(q, k, v, g, beta)[:, :25], whole[:, :25])
 
 
-def test_the_support_table_names_the_rows_that_products_and_bonuses_have() -> None:
-    products, bonuses = FORMS
+def test_the_support_table_names_the_rows_that_other_forms_have() -> None:
+    products, bonuses, early = FORMS
     assert {spelling.pattern for spelling in REGISTRY.values() if spelling.writes > 1} == set(products.names)
     assert {spelling.pattern for spelling in REGISTRY.values() if "u" in spelling.takes} == set(bonuses.names)
+    assert {spelling.pattern for spelling in REGISTRY.values() if spelling.reads != "after"} == set(early.names)

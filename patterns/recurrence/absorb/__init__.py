@@ -31,11 +31,15 @@ RULES: tuple[Rule, ...] = (
 WITH_BONUS: tuple[Rule, ...] = (absorb_casts, absorb_scale)
 """Beside the op stands a product of q, k and v as the region has them."""
 
+BETWEEN: tuple[Rule, ...] = (absorb_casts, absorb_scale, absorb_sigmoid_beta)
+"""The op gets queries that are decayed, for as many heads as there are decays."""
+
 
 def absorb(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch:
     """The match with everything upstream taken over that the op can do itself, as far as ``scope`` goes."""
-    rules = RULES if "u" not in match.inputs else WITH_BONUS
-    if match.binding.writes > 1:  # a filler in the place of a logit would decay
+    rules = RULES if match.binding.reads != "between" else BETWEEN
+    rules = rules if "u" not in match.inputs else WITH_BONUS
+    if match.binding.writes > 1 or match.binding.reads != "after":  # a filler in the place of a logit would decay
         rules = tuple(rule for rule in rules if rule is not absorb_gate)
     applied = True
     while applied:
