@@ -18,6 +18,7 @@ from kdacompile.graph.ir import Op, Value, ancestors
 from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.match import Candidate, Obstacle, rounding
+from kdacompile.patterns.engine.values import root
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, DATA_MOVEMENT, is_float8
 from kdacompile.patterns.recurrence.bindings import Bindings
 from kdacompile.patterns.recurrence.cuts import NoCut, Surroundings
@@ -98,13 +99,17 @@ def _exit_pairs(exits: list[Exit]) -> Iterator[tuple[Exit, Exit | None]]:
 
 
 def _carried_on(exit_: Exit, *, last_first: bool) -> list[Value]:
-    """Separators in the order to try: runs of layouts, casts and constant factors, each from its latest value."""
+    """Separators in the order to try: runs of layouts, casts, constant factors and sums with what an empty state gives,
+    each from its latest value.
+    """
     runs: list[list[Value]] = []
     for value in exit_.chain:
         op = value.op
         assert op is not None
         data = [read for read in op.reads if not read.const]
         moves = op.name in DATA_MOVEMENT or op.name in ("mul", "div", "neg")
+        if op.name == "add" and len(data) == 2:
+            data, moves = [read for read in data if not _is_zero(read)], True
         simple = moves and len(data) == 1
         if runs and simple and data[0] is runs[-1][-1]:
             runs[-1].append(value)
@@ -112,6 +117,16 @@ def _carried_on(exit_: Exit, *, last_first: bool) -> list[Value]:
             runs.append([value])
     order = runs[::-1][:MAX_RUNS] if last_first else runs[:MAX_RUNS]
     return [value for run in order for value in reversed(run) if value.node is not None]
+
+
+def _is_zero(value: Value) -> bool:
+    """A product with zeros: what the first chunk reads of the state that it begins with."""
+    op = root(value).op
+    factors = [read for read in op.reads if read.const] if op is not None and op.name in CONTRACTIONS else []
+    try:
+        return any(not constant(factor).any() for factor in factors)
+    except EvaluationError:
+        return False
 
 
 def _sizes(value: Value) -> Counter[int]:

@@ -19,6 +19,7 @@ from kdacompile.patterns.engine.values import is_weight, root
 from kdacompile.patterns.engine.vocabulary import (
     CONTRACTIONS,
     INDEXED,
+    LAYOUT,
     REGION,
     SCANS,
     SELECTIONS,
@@ -164,12 +165,38 @@ def find_groups(graph: Graph) -> list[Group]:
         for g in groups.values()
         if len(g.anchors) >= 2 and any(a.name in CONTRACTIONS or a.name == "sum" for a in g.anchors)
     ]
+    for alone in [g for g in groups.values() if len(g.anchors) == 1 and g.anchors[0].name in CONTRACTIONS]:
+        take_in_state(found, alone)
     beyond = by_way_of_others(graph, masks) if found else {}
     for group in found:
         group.masks, group.beyond = masks, beyond
     found = [group for group in found if may_have_a_region(group)]
     for group in found:
         group.exits = exits_of(graph, group)
+    return found
+
+
+def take_in_state(groups: list[Group], alone: Group) -> None:
+    """Put a product of what a group reads, ``k^T v``, into it: the state after a first chunk, which reaches nothing."""
+    keys = _sources(alone)
+    for group in groups:
+        if len(keys) == 2 and keys <= _sources(group):
+            group.anchors += alone.anchors
+            group.ops |= alone.ops
+            return
+
+
+def _sources(group: Group) -> set[Value]:
+    """What the anchors of a group read that no operator of it makes, layouts and constant factors aside."""
+    found: set[Value] = set()
+    for value in (value for anchor in group.anchors for value in _activations(anchor.reads)):
+        while value.op is not None and value.op.name in ("mul", "div", "neg", *LAYOUT):
+            data = [read for read in value.op.reads if not read.const]
+            if len(data) != 1:
+                break
+            value = data[0]
+        if value.op not in group.ops:
+            found.add(value)
     return found
 
 
