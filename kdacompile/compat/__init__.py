@@ -105,6 +105,7 @@ from kdacompile.compat.symbols import (
     shape_env,
     size_at,
     size_hint,
+    stays_below,
     symbolic_sizes,
     tie,
     times_captured,

@@ -121,6 +121,15 @@ def settle(env: Any, symbol: Any) -> None:
     env.evaluate_expr(sympy.Eq(symbol, env.backed_var_to_val[symbol]))
 
 
+def stays_below(size: Any, limit: int) -> bool:
+    """Whether a size is below a number. Where it is open that is guarded: beyond, the graph is captured again; where it
+    may not be, and where the size is not below at first, nothing is guarded, and the answer is no.
+    """
+    if isinstance(size, int):
+        return size < limit
+    return times_captured() is not None and size_hint(size) < limit and bool(size < limit)
+
+
 def times_captured() -> int | None:
     """How often the code that is being compiled was captured before; None where it will not be captured again for other
     sizes, or where its caller has demanded that sizes stay open.

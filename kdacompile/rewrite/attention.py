@@ -13,7 +13,8 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.lowering.attention import choose_form
-from kdacompile.lowering.cpu import attention_cost as cost
+from kdacompile.lowering.cpu import costs
+from kdacompile.lowering.cpu.attention_cost import Prompt, is_too_small
 from kdacompile.ops import definitions
 from kdacompile.ops.dtensor import holds_dtensors
 from kdacompile.ops.signature import MLA
@@ -38,26 +39,27 @@ class MlaSplice(Splice[LatentAttention]):
             raise CannotSplice("grad", "rows may be hidden by several masks, some of which stop a gradient")
 
     def check_cost(self, *, inductor: bool) -> None:
-        """Calls of fixed sizes in fp32 on a CPU are what was measured."""
+        """Calls of fixed sizes in fp32 and bf16 on a CPU are what was measured."""
         prompt = self._measured()
         if prompt is None:
             return
-        ratio = cost.loses(prompt)
+        ratio = costs.loses(prompt) if inductor or prompt.train else None
         if ratio is not None and self._form() == "expanded":
-            took = f"is estimated to take {ratio:.1f} times as long as an op"
-            raise CannotSplice("cost", f"training on {prompt.tokens} tokens in fp32 on a CPU {took}")
-        if inductor and cost.is_too_small(prompt):
+            what = f"training on {prompt.tokens} tokens" if prompt.train else f"a prompt of {prompt.tokens} tokens"
+            raise CannotSplice("cost", f"{what} on a CPU is estimated to take {ratio:.1f} times as long as an op")
+        if inductor and is_too_small(prompt):
             what = f"{prompt.tokens} tokens over {prompt.cached}, {prompt.operations / 1e6:.2g} million operations"
-            raise CannotSplice("cost", f"{what} in fp32 on a CPU: less than the call of an op takes")
+            raise CannotSplice("cost", f"{what} on a CPU: less than the call of an op takes")
 
-    def _measured(self) -> cost.Prompt | None:
+    def _measured(self) -> Prompt | None:
         """The match as the cost model takes it; None where it was fitted to nothing alike."""
         binding = self.match.binding
         alike = binding.weights and not {"sinks", "lengths", "block_table"} & binding.inputs.keys()
         if not (alike and is_as_measured(binding.inputs)):
             return None
-        sizes = [binding.sizes[axis] for axis in "BTSHNDVR"]
-        return cost.Prompt(*sizes, causal=binding.causal, train=self.records_gradient())
+        sizes, q = [binding.sizes[axis] for axis in "BTSHNDVR"], binding.inputs["q"].value.node
+        half = compat.example_value(q).dtype is not torch.float32
+        return Prompt(*sizes, causal=binding.causal, train=self.records_gradient(), half=half)
 
     def _form(self) -> str:
         binding = self.match.binding

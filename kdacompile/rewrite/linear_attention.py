@@ -11,11 +11,13 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph import gradient
-from kdacompile.lowering.cpu.step_cost import is_too_small
+from kdacompile.lowering.cpu import costs
+from kdacompile.lowering.cpu.recurrence_cost import Region, is_estimated
+from kdacompile.lowering.cpu.step_cost import least_states
 from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.roles import AXES, Recurrence
-from kdacompile.rewrite.measured import is_as_measured
+from kdacompile.rewrite.measured import Work, is_as_measured, open_batch, work_of
 from kdacompile.rewrite.splice import CannotSplice, Splice
 
 
@@ -28,15 +30,36 @@ class LinearAttentionSplice(Splice[Recurrence]):
         return super().check()
 
     def check_cost(self, *, inductor: bool) -> None:
-        """Steps of fixed sizes in fp32 on a CPU are what was measured."""
-        binding, sizes = self.match.binding, self.match.sizes
-        unfit = not inductor or self.match.mode != "step" or self.records_gradient()
-        if unfit or not is_as_measured(binding.inputs):
+        """Calls on a CPU are what was measured, beside what Inductor makes of the code."""
+        if not inductor:
             return
-        numbers = math.prod(sizes[axis] for axis in "BHKV")
-        if is_too_small(binding.gate, binding.delta, numbers):
-            what = f"one token over {numbers} numbers of state in fp32 on a CPU"
+        if self.match.mode == "step" and not self.records_gradient():
+            self._check_step()
+        elif is_as_measured(self.match.binding.inputs):
+            tokens, work = self.match.sizes["T"], work_of(self.match.candidate.ops)
+            ratio = costs.loses(self._region(work)) if is_estimated(work.operators, tokens) else None
+            if ratio is not None:
+                what = f"training on {tokens} tokens" if self.records_gradient() else f"a prompt of {tokens} tokens"
+                raise CannotSplice("cost", f"{what} on a CPU is estimated to take {ratio:.1f} times as long as an op")
+
+    def _check_step(self) -> None:
+        """Steps of a batch of any size up to which they are faster as they are, which is guarded."""
+        binding, sizes = self.match.binding, self.match.sizes
+        if not is_as_measured(binding.inputs, batch=True):
+            return
+        alone = math.prod(sizes[axis] for axis in "HKV")
+        limit = -(-least_states(binding.gate, binding.delta) // alone)
+        if compat.stays_below(open_batch(binding.inputs), limit):
+            what = f"one token over {sizes['B'] * alone} numbers of state on a CPU"
             raise CannotSplice("cost", f"{what}: less than the call of an op takes")
+
+    def _region(self, work: Work) -> Region:
+        """The model's own code, as the cost model takes it."""
+        binding = self.match.checked
+        rows, state = (math.prod(binding.sizes[axis] for axis in axes) for axes in ("BTH", "KV"))
+        half = compat.example_value(binding.inputs["q"].value.node).dtype is not torch.float32
+        how = {"delta": binding.delta, "train": self.records_gradient(), "half": half}
+        return Region(*work[1:], rows * binding.writes, state, **how)
 
     def apply(self, before: fx.Node) -> str:
         """Insert the op before ``before``, redirect the outputs, erase the region. Returns the op's name."""

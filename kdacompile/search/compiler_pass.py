@@ -316,8 +316,10 @@ class Search:
         without = self.recurrence.rejections
         matched = len(self.recurrence.matches)
         self.context.rely_on(self.tables)
+        self.recurrence.missed = False
         self.search()
-        if len(self.recurrence.matches) == matched:
+        declined = any(rejection.declined for rejection in self.recurrence.rejections)
+        if len(self.recurrence.matches) == matched and not declined:
             self.recurrence.rejections = without
             self.context.inside = False
 

@@ -1,29 +1,32 @@
-"""What MLA costs on a CPU, as Inductor compiles the model's own code and as the op runs it: an estimate.
+"""What MLA whose keys and values are expanded costs on a CPU, with Inductor and as the op.
 
-In training both are matrix products, passes over the scores, and a part of their own for every call::
+Both are matrix products, passes over the scores and over what is read, and a part of their own for every call. In
+training::
 
     Inductor:  3 expand + 3 scores + 3 values
     the op:    4 expand + 4 scores + 3 values of what may be seen
 
 The op keeps neither keys and values nor scores for the backward, and computes them again; it skips what causality
-hides. The constants are fitted to what ``python -m kdacompile.bench.latent_prompts`` measured, which is in
-``docs/results/fits/mla-cpu.json``. They are of one machine; a decision rests on a quotient of two such estimates.
+hides. ``python -m kdacompile.bench.latent_prompts`` measured what the constants are fitted to
+(``docs/results/fits/mla-cpu.json``).
 
-Without gradients the op took 0.2 to 0.5 times as long as Inductor's code in every case there. What it loses at is calls
-so small that it costs more to make them than to compute: ``WORTH``.
+Without gradients the op took 0.2 to 0.7 times as long as Inductor's code in every case there in fp32. What it loses at
+is calls so small that it costs more to make them than to compute: ``WORTH``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..attention_rows import ROWS
+from .costs import Constants, Kind, Priced
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Sizes of a call whose keys and values are expanded: batch, queries, cached tokens, heads; widths of keys without
-    the rotated part, of that part, of values, of the latent. ``train``: forward and backward.
+class Prompt(Priced):
+    """Sizes of a call: batch, queries, cached tokens, heads; widths of keys without the rotated part, of that part, of
+    values, of the latent.
     """
 
     batch: int
@@ -35,7 +38,12 @@ class Prompt:
     value: int
     rank: int
     causal: bool = False
-    train: bool = False
+
+    seconds: ClassVar[dict[Kind, Constants]] = {
+        (False, True): (6.06e-12, 1.18e-09, 2.72e-11, 6.1e-05, 4.82e-12, 4.94e-10, 1.88e-10, 4.83e-05, 0.0),
+        (True, False): (1.11e-11, 2.81e-09, 6.39e-10, 0.000229, 7.29e-12, 4.25e-09, 1.73e-09, 0.000486, 9.67e-09),
+        (True, True): (6.05e-12, 4.85e-09, 0.0, 0.000468, 9.43e-12, 4.29e-09, 2.03e-09, 0.000587, 4.72e-09),
+    }
 
     @property
     def expand(self) -> float:
@@ -54,28 +62,19 @@ class Prompt:
         """Of the products of the model's own code, forward."""
         return self.expand + 2.0 * self.pairs(blocks=False) * (self.nope + self.rope + self.value)
 
-    def terms(self, *, op: bool) -> tuple[float, float, float, float, float]:
-        """What the constants multiply, forward and backward: operations of products, Inductor's scores, the op's, its
-        numbers in keys and values, and 1 for the op.
+    def terms(self, *, op: bool) -> tuple[float, ...]:
+        """Operations of products, scores, numbers in weights, and 1, of Inductor and of the op, and the op's numbers in
+        keys and values.
         """
         pairs = self.pairs(blocks=op)
         scores, values = 2.0 * pairs * (self.nope + self.rope), 2.0 * pairs * self.value
-        times = (4.0, 4.0, 3.0) if op else (3.0, 3.0, 3.0)
+        times = (1.0, 1.0, 1.0) if not self.train else (4.0, 4.0, 3.0) if op else (3.0, 3.0, 3.0)
         products = sum(x * y for x, y in zip(times, (self.expand, scores, values), strict=True))
         numbers = float(self.batch * self.cached * self.heads * (self.nope + self.rope + self.value))
-        return (products, 0.0, pairs, numbers, 1.0) if op else (products, pairs, 0.0, 0.0, 0.0)
+        weights = float(self.heads * (self.nope + self.value) * self.rank)
+        own, none = (products, pairs, weights, 1.0), (0.0, 0.0, 0.0, 0.0)
+        return (*none, *own, numbers) if op else (*own, *none, 0.0)
 
-
-Constants = tuple[float, ...]
-
-TRAINING: Constants = (1.09e-11, 5.02e-09, 3.22e-10, 1.33e-09, 0.00126)
-"""Seconds for each of the terms."""
-
-LEAST = 4.4e7
-"""Operations, forward, in the smallest case that was measured in training: nothing is estimated below."""
-
-MARGIN = 1.1
-"""The quotient of two estimates from which on the op is left out: the fit is no closer."""
 
 WORTH = 2e6
 """Operations of the model's own code below which it is faster than an op, without gradients. Layers of small models
@@ -84,20 +83,6 @@ of other sizes (4 heads of 32, R = 64) 0.7 to 0.8 times at 2.1 and 4.7 million.
 """
 
 
-def loses(prompt: Prompt) -> float | None:
-    """How many times as long as Inductor's own code the op takes in training, where that is too long; else None."""
-    if not prompt.train or prompt.operations < LEAST:
-        return None
-    ratio = estimated_ratio(prompt)
-    return ratio if ratio > MARGIN else None
-
-
 def is_too_small(prompt: Prompt) -> bool:
     """Whether making the call of an op takes longer than it saves."""
     return not prompt.train and prompt.operations < WORTH
-
-
-def estimated_ratio(prompt: Prompt) -> float:
-    """The op's time over that of Inductor's own code, in training."""
-    ours, theirs = (sum(x * y for x, y in zip(TRAINING, prompt.terms(op=op), strict=True)) for op in (True, False))
-    return ours / theirs

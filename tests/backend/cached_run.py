@@ -35,7 +35,7 @@ def main(variant: str) -> None:
     if variant == "changed":
         fingerprint = backend.source_fingerprint()
         backend.source_fingerprint = lambda: f"{fingerprint} edited"  # type: ignore[assignment]
-    options: Any = {"kda.expect": {"gated_delta_rule": 1}, "kda.lift": False}
+    options: Any = {"kda.expect": {"gated_delta_rule": 1}, "kda.lift": False, "kda.cost_model": False}
     arguments = [x.requires_grad_() for x in delta_arguments()]
     with collecting() as report:
         run = torch.compile(gated_delta_loop, backend="kda", fullgraph=True, options=options)

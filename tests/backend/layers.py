@@ -89,8 +89,9 @@ def step_arguments(seed: int = 0) -> tuple[Tensor, ...]:
 def compiled(fn: Function, inner: str = "eager", **keywords: Any) -> Function:
     """``torch.compile(fn, backend="kda")`` in a process that has forgotten everything compiled before."""
     torch._dynamo.reset()
-    # Functions are not lifted here (tests/lifting does that): what is tested is the captured graph.
-    options: Any = {"kda.inner": inner, "kda.lift": False, **keywords.pop("options", {})}
+    # Functions are not lifted here (tests/lifting does that): what is tested is the captured graph, however small.
+    how = {"kda.inner": inner, "kda.lift": False, "kda.cost_model": False}
+    options: Any = {**how, **keywords.pop("options", {})}
     keywords = {"fullgraph": True, "dynamic": False, **keywords}
     return torch.compile(fn, backend="kda", options=options, **keywords)
 

@@ -27,6 +27,8 @@ from kdacompile.settings import Settings
 from tests.backend.layers import compiled, delta_arguments, gated_delta_loop, patterns
 
 ROOT = Path(__file__).parents[2]
+REWRITES = Settings(cost_model=False)
+"""However small a loop is."""
 LATE_PASSES = not torch.__version__.startswith("2.11.")  # later versions ask the cache first
 
 
@@ -167,7 +169,7 @@ def test_a_report_is_kept_and_recalled(tmp_path: Path, monkeypatch: pytest.Monke
     gm = graph_of(gated_delta_loop, *delta_arguments())
     memory = on_disk.KeptReport(gm, "v1")
     with collecting() as report:
-        kept = backend.compiler_pass.run(gm, Settings())
+        kept = backend.compiler_pass.run(gm, REWRITES)
     with inductor_config.patch(force_disable_caches=False):
         memory.keep([kept])
     assert memory.recall() == [kept]
@@ -230,7 +232,7 @@ def test_a_recalled_report_names_the_lines_of_this_checkout(tmp_path: Path, monk
     one = graph_of(imported_from(tmp_path / "one" / "model.py", TEXT), *arguments)
     memory = on_disk.KeptReport(one, "v1")
     with inductor_config.patch(force_disable_caches=False):
-        memory.keep([backend.compiler_pass.run(one, Settings())])
+        memory.keep([backend.compiler_pass.run(one, REWRITES)])
     other = graph_of(imported_from(tmp_path / "other" / "model.py", "# edited" + 6 * "\n" + TEXT), *arguments)
     (before,), (after,) = memory.recall(), on_disk.KeptReport(other, "v1").recall()
     with collecting() as told:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from kdacompile.bench.latent_prompts import Layer
 from kdacompile.explainer import explain
 from kdacompile.lowering.cpu.attention_cost import Prompt
-from kdacompile.lowering.cpu.step_cost import OTHERS, WORTH, is_too_small
+from kdacompile.lowering.cpu.step_cost import OTHERS, WORTH, least_states
+from kdacompile.report.collect import collecting
 from kdacompile.report.report import Report
 from tests.mla.spellings import RANK, ROPE, WIDTH, Naive
 
@@ -58,9 +59,26 @@ def test_others_are_rewritten(width: int, how: dict[str, Any]) -> None:
 
 
 def test_the_size_that_decides() -> None:
-    assert is_too_small("token", False, WORTH["token", False] - 1)
-    assert not is_too_small("token", False, WORTH["token", False])
-    assert is_too_small("channel", True, OTHERS - 1) and not is_too_small("channel", True, OTHERS)
+    assert least_states("token", False) == WORTH["token", False]
+    assert least_states("channel", True) == OTHERS
+
+
+def test_of_an_open_batch_what_is_small_is_guarded() -> None:
+    """The first batch is fixed; of others, one from which on the op is worth its call is captured once more."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    compiled = torch.compile(Step(), backend="kda", options=INDUCTOR)
+    limit = OTHERS // (2 * 64 * 64)
+    with torch.no_grad(), collecting() as report:
+        for batch in (3, 4, limit - 1, limit, limit + 3):
+            q, k, v = (torch.randn(batch, 2, 64) for _ in range(3))
+            state = torch.zeros(batch, 2, 64, 64)
+            inputs = q, k, v, -torch.rand(batch, 2), torch.rand(batch, 2)
+            other = state.clone()
+            torch.testing.assert_close(compiled(*inputs, state), Step()(*inputs, other), atol=1e-3, rtol=1e-3)
+            torch.testing.assert_close(state, other, atol=1e-5, rtol=1e-5)
+    assert [found.code for found in report.declined] == ["cost", "cost"]
+    assert report.counts == {"gated_delta_rule": 1}
 
 
 @pytest.mark.parametrize(("tokens", "left"), [(1, True), (16, True), (256, False)])

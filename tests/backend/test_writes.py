@@ -39,7 +39,7 @@ def test_a_buffer_is_overwritten(in_place: bool, inner: str) -> None:
     ours, plain = Cached(in_place=in_place), Cached(in_place=in_place)
     arguments = step_arguments()[:4]
     with torch.no_grad(), collecting() as report:
-        run = compiled(ours, inner, options={"kda.cost_model": False})
+        run = compiled(ours, inner)
         for _ in range(3):
             assert relative_error(run(*arguments), plain(*arguments)) < 1e-5
             assert relative_error(ours.state, plain.state) < 1e-5
@@ -80,7 +80,7 @@ def test_a_step_in_inference_overwrites_its_buffer(
     ours, plain = layer(), layer()
     arguments = step_arguments()[:4]
     with mode(), collecting() as report:
-        run = compiled(ours, inner, options={"kda.cost_model": False})
+        run = compiled(ours, inner)
         for _ in range(3):
             assert relative_error(run(*arguments), plain(*arguments)) < 1e-5
             assert relative_error(ours.state, plain.state) < 1e-5

@@ -1,0 +1,93 @@
+"""Prompts and training steps so short that the model's own products are faster are left to Inductor, as matches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kdacompile.explainer import explain
+from kdacompile.report.report import Report
+
+INDUCTOR: dict[str, Any] = {"kda.inner": "inductor"}
+
+
+def parallel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).tril() @ v
+
+
+def by_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    state, outs = torch.zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=k.dtype), []
+    for t in range(q.shape[2]):
+        state = state + k[:, :, t, :, None] * v[:, :, t, None, :]
+        outs.append((q[:, :, t, :, None] * state).sum(-2))
+    return torch.stack(outs, 2)
+
+
+def explained(
+    tokens: int,
+    options: dict[str, Any] = INDUCTOR,
+    dtype: torch.dtype = torch.float32,
+    *,
+    train: bool = False,
+    dynamic: bool = False,
+    function: Any = parallel,
+) -> Report:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 16, tokens, 128, dtype=dtype, requires_grad=train) for _ in range(3)]
+    return explain(function, dynamic=dynamic, options=options)(*inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("train", [False, True])
+def test_a_short_one_is_left_to_inductor(dtype: torch.dtype, train: bool) -> None:
+    options = {**INDUCTOR, "kda.strict": True, "kda.expect": {"linear_attention": 1}}
+    report = explained(16, options, dtype, train=train)
+    (declined,) = report.declined
+    assert (declined.pattern, declined.code) == ("linear_attention", "cost")
+    assert ("training on 16 tokens" if train else "a prompt of 16 tokens") in declined.reason
+    assert not report.matches and not report.rejections
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"tokens": 1024},
+        {"tokens": 16, "options": {**INDUCTOR, "kda.cost_model": False}},
+        {"tokens": 16, "options": {"kda.inner": "eager"}},
+        {"tokens": 16, "dtype": torch.float16},
+        {"tokens": 16, "dynamic": True},
+        {"tokens": 16, "function": by_token},
+    ],
+    ids=["a long one", "switched off", "eager runs the rest", "not measured", "one graph for every length", "a loop"],
+)
+def test_others_are_rewritten(how: dict[str, Any]) -> None:
+    report = explained(**how)
+    assert report.counts == {"linear_attention": 1} and not report.declined, str(report)
+
+
+class Lightning(nn.Module):
+    """Retention whose decays are a buffer, which a match takes for constants."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        n = torch.arange(tokens)
+        since = n[:, None] - n
+        rates = torch.tensor([0.1, 0.2])[:, None, None]
+        self.within = nn.Buffer(torch.where(since >= 0, torch.exp(-rates * since), 0.0))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * self.within) @ v
+
+
+def test_what_holds_by_the_values_of_a_buffer_is_told_too() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 2, 16, 32) for _ in range(3)]
+    with torch.no_grad():
+        report = explain(Lightning(16), options={**INDUCTOR, "kda.expect": {"retention": 1}})(*inputs)
+    assert [(found.pattern, found.code) for found in report.declined] == [("retention", "cost")], str(report)
+    assert not report.rejections
