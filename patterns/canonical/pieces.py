@@ -71,8 +71,11 @@ def in_whole(piece: Piece) -> Piece:
 
 
 def _piece(source: Value, dim: int, start: int, width: int) -> Piece | None:
+    """Of an open size entries alone are pieces: a loop that reads each of them has counted them, and the match is for
+    that number.
+    """
     size, step = source.shape[dim], max(1, width)
-    if not _is_fixed(source, dim) or size % step or start % step or not -size <= start < size:
+    if (width and not _is_fixed(source, dim)) or size % step or start % step or not -size <= start < size:
         return None
     return Piece(source, dim, start % size // step, size // step, width)
 

@@ -209,6 +209,38 @@ def test_a_loop_that_counts_one_argument_counts_them_all() -> None:
     assert not any("alone" in match.checked for match in report.matches)
 
 
+def gates_made_in_the_loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    rows: list[Tensor] = []
+    for t in range(q.shape[1]):
+        state = state * torch.exp(-torch.nn.functional.softplus(g[:, t]))[..., None, None]
+        told = (k[:, t, :, :, None] * state).sum(-2)
+        new = torch.sigmoid(beta[:, t])[..., None] * (v[:, t] - told)
+        state = state + k[:, t, :, :, None] * new[:, :, None]
+        rows.append((q[:, t, :, :, None] * state).sum(-2))
+    return torch.stack(rows, 1)
+
+
+def test_what_a_loop_makes_of_every_token_is_made_of_a_counted_length_too() -> None:
+    """Activations are taken in front of a loop that reads all tokens of a length that is open, and then guarded. From
+    the second length on such a loop had no match. Where some tokens are left over, the function is another.
+    """
+    run = compiled(gates_made_in_the_loop, dynamic=None)
+    with collecting() as report:
+        for batch, length in [(2, 5), (2, 7), (3, 6)]:
+            arguments = delta_arguments(batch, length)
+            assert close(run(*arguments), gates_made_in_the_loop(*arguments)), (batch, length)
+    assert patterns(report) == ["gated_delta_rule"] * 3, str(report)
+    q, *others = delta_arguments(3, 6)
+    for more in (9, 6, 7):
+        arguments = (q, *delta_arguments(3, more)[1:])
+        assert close(run(*arguments), gates_made_in_the_loop(*arguments)), more
+    q, *others = (x.requires_grad_() for x in delta_arguments(2, 6))
+    found = torch.autograd.grad(run(q, *others).sum(), [q, *others])
+    wanted = torch.autograd.grad(gates_made_in_the_loop(q, *others).sum(), [q, *others])
+    assert all(close(x, y) for x, y in zip(found, wanted, strict=True))
+
+
 def test_the_reason_is_what_stands_in_the_way_at_fixed_sizes() -> None:
     """One over the root of a width is known at that width alone. What was told was that, not the view of a buffer."""
 
