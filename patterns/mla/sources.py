@@ -81,14 +81,16 @@ class Made:
 
 
 def is_weight(value: Value) -> bool:
-    """A weight that the graph is given, or that is computed from such weights alone: ``W + B A``, ``scale * W8``,
-    ``W / |W|``. Of products, gathered rows and functions those of parameters: others may be tokens.
+    """A weight that the graph is given, or that is computed from such weights, and a number for each row or for all:
+    ``W + B A``, ``scale * W8``, ``W / |W|``. Of products, gathered rows and functions those of parameters: others may
+    be tokens. So may a vector be, but not one that scales a matrix.
     """
     if is_given_weight(value):
         return True
-    stack, seen, given, derived = [value], set[Value](), list[Value](), False
+    stack, seen, given = [(value, False)], set[Value](), list[Value]()
+    derived = scaled = False
     while stack:
-        step = stack.pop()
+        step, multiplied = stack.pop()
         if step in seen or step.const:
             continue
         seen.add(step)
@@ -97,10 +99,13 @@ def is_weight(value: Value) -> bool:
             given.append(step)
         elif op is not None and _computes_weights(op) and len(seen) <= FAR:
             derived = derived or op.name not in COMPUTED
-            stack += op.reads
+            stack += [(read, multiplied or op.name in CONTRACTIONS) for read in op.reads]
+        elif op is None and len(step.shape) < 2 and not multiplied:
+            scaled = True
         else:
             return False
-    return bool(given) and not (derived and any(map(is_matrix, given)))
+    of_tokens = (derived and any(map(is_matrix, given))) or (scaled and all(len(each.shape) < 2 for each in given))
+    return bool(given) and not of_tokens
 
 
 def _computes_weights(op: Op) -> bool:

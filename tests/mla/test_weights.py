@@ -92,6 +92,31 @@ class RowsOfTokens(Computed):
         return self.kv_b_proj.weight / self.gain
 
 
+class RowByRow(Computed):
+    """8-bit numbers with a scale and a zero for each row, as buffers of one dimension."""
+
+    numbers: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = HEADS * (NOPE + VALUE)
+        self.register_buffer("numbers", torch.randint(-128, 128, (rows, RANK), dtype=torch.int8))
+        self.register_buffer("scales", torch.rand(rows) / 128)
+        self.register_buffer("zeros", torch.randint(-8, 8, (rows,), dtype=torch.int8))
+
+    def weight(self) -> Tensor:
+        return (self.numbers.float() - self.zeros[:, None].float()) * self.scales[:, None]
+
+
+class OneScale(RowByRow):
+    """8-bit numbers and one scale for all of them."""
+
+    def weight(self) -> Tensor:
+        return self.numbers.float() * self.scales[0]
+
+
 class Beside(Merged):
     """An adapter that has products of its own, whose results are added."""
 
@@ -186,6 +211,8 @@ MATCHED: tuple[type[nn.Module], ...] = (
     Merged,
     Decomposed,
     Rounded,
+    RowByRow,
+    OneScale,
     Beside,
     Two,
     EightBits,
