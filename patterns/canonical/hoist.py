@@ -42,12 +42,15 @@ def apply_across(edit: Edit) -> None:
 
 def apply(edit: Edit, *, across: bool = False) -> None:
     """Bring together what is wanted in front of loops and behind them; nothing, if a call does not take all pieces at
-    once or if the graph cannot be shown to compute what it did.
+    once, if a gradient is cut within (``detach_`` leaves no operator), or if the graph cannot be shown to compute what
+    it did.
     """
     found = Loops(edit.functional, edit.fixed, across=across)
     if found.worth_it:
         with contextlib.suppress(CannotEdit):
             pairs = Hoist(edit, found).pairs()
+            for new, old in pairs:
+                edit.refuse_cuts(edit.replaced(old, new))
             if agrees(edit, pairs, found.inside()):
                 for new, old in pairs:
                     edit.redefine(old, new)

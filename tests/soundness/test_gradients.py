@@ -165,6 +165,59 @@ def test_gradients_of_chosen_states_that_are_not(program: Callable[..., Tensor])
     assert check(lambda *x: program(*x, cut=keep)) == ["simple_gla"]
 
 
+Part = Callable[[Tensor], Tensor]
+
+
+def hoisted(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, *, key: Part, gate: Part, write: Part, out: Part
+) -> Tensor:
+    """What a loop does to each token alike, in front of it and behind it, is done at once: cut or not."""
+    outputs: list[Tensor] = []
+    for t in range(q.shape[1]):
+        state = state * gate(g[:, t])[..., None, None].exp()
+        value = write(g[:, t])[..., None] * v[:, t]
+        state = state + key(k[:, t])[..., None] * value[..., None, :]
+        outputs.append(out((q[:, t, :, None] @ state)[:, :, 0]))
+    return torch.stack(outputs, 1)
+
+
+def at_its_place(x: Tensor) -> Tensor:
+    return (x * 1).detach_()
+
+
+OF_ROWS: dict[str, dict[str, Part]] = {
+    "an activation of keys": {"key": lambda x: at_its_place(x.tanh())},
+    "keys before one": {"key": lambda x: at_its_place(x).tanh()},
+    "a factor": {"write": lambda x: at_its_place(2 * x)},
+    "a square": {"write": lambda x: at_its_place(x * x)},
+    "one of two factors": {"write": lambda x: x * at_its_place(x)},
+    "a gate": {"gate": lambda x: at_its_place(-x.sigmoid())},
+    "a power": {"gate": lambda x: at_its_place(0.5**x)},
+    "what is read": {"out": lambda x: at_its_place(x).tanh()},
+    "a function of it": {"out": lambda x: at_its_place(x.tanh())},
+    "a factor of it": {"out": lambda x: x * at_its_place(x.sigmoid())},
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+@pytest.mark.parametrize("inside", [False, True])
+def test_gradients_of_rows_that_are_cut(name: str, inside: bool) -> None:
+    """``detach_`` leaves no operator behind, ``detach`` a copy."""
+    same: dict[str, Part] = {
+        "key": torch.tanh,
+        "gate": lambda x: -x.sigmoid(),
+        "write": torch.sigmoid,
+        "out": torch.tanh,
+    }
+    parts = {**same, **OF_ROWS[name]}
+    if inside:
+        parts = {
+            role: (lambda x, part=part: part(x).detach()) if role in OF_ROWS[name] else part
+            for role, part in parts.items()
+        }
+    check(lambda *x: hoisted(*x, **parts))
+
+
 def closed(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
     """The same in closed form, with the gradient of the weights cut."""
     q, k, v, total = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), g.transpose(1, 2).cumsum(-1)
