@@ -12,7 +12,7 @@ from kdacompile import compat
 from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.operands import operands as operands_of
-from kdacompile.patterns.engine.match import Candidate, Obstacle, Verdict
+from kdacompile.patterns.engine.match import Candidate, Obstacle, Verdict, rounding
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.engine.spec import Inner, Spec
 from kdacompile.patterns.recurrence import regions
@@ -40,7 +40,9 @@ class RecurrenceSpec(Spec[Group, Recurrence]):
         return candidates(region, effort)
 
     def check(self, candidate: RecurrenceCandidate, *, wide: bool) -> Verdict[Recurrence]:
-        return prove(candidate, wide=wide)
+        verdict = prove(candidate, wide=wide)
+        rounds = _rounds_a_state(candidate, verdict.binding) if verdict.binding else None
+        return verdict if rounds is None else Verdict(None, verdict.max_error, rounds.reason, code=rounds.code)
 
     def forms(self, graph: Graph, match: RecurrenceMatch, *, keep_upcasts: bool) -> Iterator[RecurrenceMatch]:
         """With everything upstream that the op does itself; where the graph forbids that, without."""
@@ -101,6 +103,12 @@ class RecurrenceSpec(Spec[Group, Recurrence]):
         lengths = [compat.example_value(end.value.node).shape[end.axes.index("T")] for end in ends]
         still_open = [length for length in lengths if not isinstance(length, int)]
         return still_open if len(still_open) < len(lengths) else []
+
+
+def _rounds_a_state(candidate: RecurrenceCandidate, binding: Recurrence) -> Obstacle | None:
+    """A cast to fewer bits than queries, keys and values have: a state or a gate may be given in fewer."""
+    inputs = [binding.inputs[role].value for role in ("q", "k", "v")]
+    return rounding(candidate.core, candidate.ops, inputs, candidate.outputs)
 
 
 def _versions(graph: Graph) -> dict[Any, list[Value]]:
