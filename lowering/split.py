@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 BLOCK = 64  # tokens: what items are made of
-OVERHEAD = 5  # blocks that a program could have done in the time of its start and end
-PARTIAL = 3  # the same for writing a partial result and reading it again
+OVERHEAD = 4  # blocks that a program could have done in the time of its start and end
+PARTIAL = 5  # the same for writing a partial result and reading it again
 MANY = 4  # rounds of programs after which the lengths even out on their own
 
 

@@ -19,7 +19,7 @@ from .device import device_of, on, precision, unsupported
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_RANK, MAX_ROPE = 1024, 256
-COMBINING = 16  # programs a multiprocessor that merge partial results
+COMBINING = 32  # programs a multiprocessor that merge partial results
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LEVELS: tl.constexpr = tl.constexpr(16)  # of sizes that items are ordered by
+MANY: tl.constexpr = tl.constexpr(8)  # partial results that are merged at once where there are that many
 SHORT: tl.constexpr = tl.constexpr(4)  # blocks, at least, of a part of a request that is left over
 
 
@@ -152,11 +153,28 @@ def combine(
         first = tl.load(plan + request * 4)
         parts = tl.load(plan + request * 4 + 1)
         rows = tl.where(parts > 1, ROWS, 0)
+    request, first = tl.cast(request, tl.int64), tl.cast(first, tl.int64)
+    if SCHEDULED and BS < MANY:
+        if parts > BS:
+            _combine_rows(
+                part_o, part_lse, o, lse, sinks, request, first, parts, rows, T, H, ROWS, R, BC, MANY, HAS_SINKS
+            )
+        else:
+            _combine_rows(
+                part_o, part_lse, o, lse, sinks, request, first, parts, rows, T, H, ROWS, R, BC, BS, HAS_SINKS
+            )
+    else:
+        _combine_rows(part_o, part_lse, o, lse, sinks, request, first, parts, rows, T, H, ROWS, R, BC, BS, HAS_SINKS)
+
+
+@triton.jit
+def _combine_rows(
+    part_o, part_lse, o, lse, sinks, request, first, parts, rows, T, H, ROWS,
+    R: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """This program's share of a request's rows, BS partial results at a time, one such after the other."""
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        _combine_row(
-            part_o, part_lse, o, lse, sinks, tl.cast(request, tl.int64), tl.cast(first, tl.int64), parts, row, T, H,
-            ROWS, R, BC, BS, HAS_SINKS,
-        )  # fmt: skip
+        _combine_row(part_o, part_lse, o, lse, sinks, request, first, parts, row, T, H, ROWS, R, BC, BS, HAS_SINKS)
 
 
 @triton.jit
