@@ -163,7 +163,7 @@ def _response(binding: Recurrence, runner: Runner) -> Tensor | None:
     results = runner.responses[key]
     if sizes["T"] > 1:
         output = binding.output.to_canonical(results[0])[0, int(binding.reads != "after") :, :, 0]
-        return output[1:] / output[:1]
+        return output[1:] / output[:1] if len(output) > 1 else None
     if binding.final_state is not None and "initial_state" in binding.inputs:
         return binding.final_state.to_canonical(results[1])[:1, :, 0, 0]
     return None
