@@ -19,11 +19,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from . import backward_run
+from . import progress
 from .common import barrier, pinned, previous_is_over
 
-EVERY = gl.constexpr(backward_run.EVERY)
-SHORT = gl.constexpr(backward_run.SHORT)
+EVERY = gl.constexpr(progress.EVERY)
+SHORT = gl.constexpr(progress.SHORT)
 
 
 @gluon.jit

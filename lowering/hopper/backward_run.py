@@ -17,13 +17,13 @@ from ..gates import GATE_FUNCTIONS
 from ..triton.backward_run import Backward, Buffers, TritonGradients, bytes_of
 from ..triton.backward_schedule import schedule
 from ..triton.run import tensor_arguments
+from . import progress
 from .descriptors import aligned, described, line
 from .run import machine
 
 WIDTH, CHUNK = 128, 64
 COLUMNS = 64  # of V, in a block of the scan
 LOWEST = -5.0  # of log gates, for the kernels of ``backward_bounded.py``
-EVERY, SHORT = 3, 64  # the scan says what is done every 2^3 chunks, or after each one of 64 or fewer
 FEWEST = 16  # chunks of a sequence whose gradients begin beside the scan
 FEW = 48  # blocks of the scan in each direction, that leave many multiprocessors idle
 APART = 16  # elements: what copies to shared memory ask of strides
@@ -111,8 +111,7 @@ class HopperBackward(Backward):
 
     def _kept(self, wanted: Buffers, tiles: int) -> Buffers:
         if self._early(tiles // self._chunks):
-            every = EVERY if self._chunks > SHORT else 0
-            wanted["done"] = ((2 * (((self._chunks - 1) >> every) + 1),), torch.int32)
+            wanted["done"] = ((2 * progress.rounds(self._chunks),), torch.int32)
         if self._solved:
             wanted.pop("a")
         if self._by_blocks:
