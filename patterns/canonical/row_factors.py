@@ -163,6 +163,7 @@ def _follows(edit: Edit, site: Site) -> bool:
 
 def _rewrite(edit: Edit, site: Site) -> None:
     op, other, like = site.product, site.other, site.product.node
+    edit.refuse_cuts({op, *site.steps, *site.below, *site.beside, *site.sums})
     width, place = other.shape[site.column], len(op.out.shape) + site.along
     if site.sums:
         ones = edit.call(torch.ones_like, edit.call("narrow", other, site.column, 0, 1, like=like), like=like)

@@ -218,6 +218,20 @@ def test_gradients_of_rows_that_are_cut(name: str, inside: bool) -> None:
     check(lambda *x: hoisted(*x, **parts))
 
 
+def normalised(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, *, before: Part, after: Part) -> Tensor:
+    """Scores over their own row sums, cut on one side of the division."""
+    q, k, v = (x.transpose(1, 2) for x in (q.exp(), k.exp(), v))
+    scores = (q @ k.mT).tril()
+    return (after(before(scores) / scores.sum(-1, keepdim=True)) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", ["before", "after"])
+@pytest.mark.parametrize("part", [torch.detach, at_its_place, lambda x: x])
+def test_gradients_of_normalised_scores_that_are_cut(name: str, part: Part) -> None:
+    same: dict[str, Part] = {"before": lambda x: x, "after": lambda x: x}
+    check(lambda *x: normalised(*x, **{**same, name: part}))
+
+
 def closed(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
     """The same in closed form, with the gradient of the weights cut."""
     q, k, v, total = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), g.transpose(1, 2).cumsum(-1)
