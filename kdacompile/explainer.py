@@ -171,9 +171,7 @@ def _use_own_names(report: Report, fn: Callable[..., Any]) -> None:
 
     for index, graph in enumerate(report.graphs):
         roles = ({role: _OF_THE_WRAPPER.sub(own, text) for role, text in m.roles.items()} for m in graph.matches)
-        told = [replace(m, roles=named) for m, named in zip(graph.matches, roles, strict=True)]
-        if inspect.isfunction(fn):  # the wrapper calls it, as a model would
-            told = [replace(m, called=True) if m.lifted == fn.__qualname__ else m for m in told]
+        told = (replace(m, roles=named) for m, named in zip(graph.matches, roles, strict=True))
         report.graphs[index] = replace(graph, matches=tuple(told))
 
 

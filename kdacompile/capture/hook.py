@@ -24,7 +24,7 @@ from kdacompile.capture.documented import Documented
 from kdacompile.capture.errors import Unliftable
 from kdacompile.capture.identity import Identity, has_loop, identify, is_trusted
 from kdacompile.capture.lifting import Lifted, Lifts
-from kdacompile.compat import dynamo, sizes
+from kdacompile.compat import dynamo, root, sizes
 from kdacompile.containment import contain
 from kdacompile.errors import KdaError
 from kdacompile.report import refusals
@@ -53,6 +53,7 @@ def install(backend: Callable[..., Any]) -> None:
         dynamo.on_function_call(consult)
         dynamo.on_disabled_call(consult_library)
         dynamo.on_module_call(consult_module)
+        root.on_compiled_function(consult_compiled)
     _backends.append(backend)
 
 
@@ -62,6 +63,13 @@ _backends: list[Callable[..., Any]] = []
 def consult(fn: Any, site: dynamo.CallSite) -> Any:
     """The replaced call's result, or None to let Dynamo inline the function."""
     return _contained(fn, site, _replacement)
+
+
+def consult_compiled(site: root.Root) -> Any:
+    """What the compiled function itself returns, or None to let Dynamo capture it."""
+    if not _plausible(site.function.__code__):
+        return None
+    return _contained(site.function, site, functools.partial(_replacement, find=_find_compiled))
 
 
 def consult_library(fn: Any, site: dynamo.CallSite) -> Any:
@@ -113,14 +121,14 @@ def _contained(fn: Any, site: dynamo.CallSite, look: Look) -> Any:
     return contain("capturing a replacement", lambda: site.call(lifted.run, tensors), again, strict=strict)
 
 
-def _replacement(fn: Any, site: dynamo.CallSite) -> Replacement | None:
+def _replacement(fn: Any, site: dynamo.CallSite, find: Find | None = None) -> Replacement | None:
     if site.begins_region() and (settings := _settings(site)) is not None:
         open_lengths.recall(settings)
     if library.of(fn) is not None:
         return _library_replacement(fn, site)
     if not isinstance(fn, types.FunctionType) or not _plausible(fn.__code__) or is_trusted(str(fn.__module__)):
         return None
-    return _attempt(fn, site, _find)
+    return _attempt(fn, site, find or _find)
 
 
 def _library_replacement(fn: Any, site: dynamo.CallSite) -> Replacement | None:
@@ -185,6 +193,14 @@ def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, ten
     _open_length(found, tensors, site, settings)
     _guard(identity, site)
     return found
+
+
+def _find_compiled(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, tensors: list[Any]) -> Lifted:
+    assert isinstance(site, root.Root)
+    for name, value in site.read_arguments().items():  # before Dynamo looks at one that it may not know
+        if not isinstance(value, (torch.Tensor, *_PLAIN)):
+            raise Unliftable(refusals.object_argument(name))
+    return _find(fn, site, settings, tensors)
 
 
 def _find_library(

@@ -9,6 +9,7 @@ need them. Each has one reason, and goes once its thread at pytorch/pytorch (or 
 - ``reporting``: errors that Dynamo hands on as they are, counts of graph breaks, artifacts for tlparse. No thread.
 - ``dynamo``: a function replaced by an op where it is called, if it is proven to be one. ``substitute_in_graph`` takes
   functions that are named beforehand, for every compiler. #111441 (loops are unrolled).
+- ``root``: the same for the compiled function itself, which nobody calls. #111441.
 - ``sizes``: sizes opened while a graph is captured; ``mark_dynamic`` needs the caller's tensors. No thread.
 - ``bases``: guards of tensors that inputs are slices of, left out. No thread.
 - ``region``: graphs captured past boolean masks, see there. #114220, #163123 (it is so for ``fullgraph=True``).

@@ -83,11 +83,11 @@ class CallSite:
         """What the region is called with, and the dimensions of it that have this size, captured as a number."""
         return sizes.of_size(self.tx.output.tracers[0].graph, {size})
 
-    def widen_region(self, cause: Callable[..., Any], *, holds: bool = False) -> None:
+    def widen_region(self, cause: object, *, holds: bool = False) -> None:
         """Capture the region past operators whose result's size depends on data (see ``region.widen``)."""
         region.widen(self.tx, cause, holds=holds)
 
-    def is_left_as_ever(self, cause: Callable[..., Any]) -> bool:
+    def is_left_as_ever(self, cause: object) -> bool:
         return region.is_left_as_ever(self.tx, cause)
 
     def held(self, names: Sequence[str]) -> list[Any]:
@@ -155,7 +155,7 @@ class CallSite:
         if isinstance(value, (bool, int, float, str)):  # numbers would be taken for inputs of the graph
             install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
         else:
-            VariableBuilder(self.tx, source)(value)
+            VariableBuilder(self.tx, source)(value).realize()  # a lazy one has no guards
         if isinstance(value, types.FunctionType):
             self._guard_defaults(value, source)
 

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import threading
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -24,7 +24,7 @@ from torch.utils._sympy.functions import FloorDiv, Max
 
 from kdacompile.compat import sizes
 
-_left_as_ever: WeakKeyDictionary[types.CodeType, WeakSet[Callable[..., Any]]] = WeakKeyDictionary()
+_left_as_ever: WeakKeyDictionary[types.CodeType, WeakSet[Any]] = WeakKeyDictionary()
 """Regions in which the limits turned out to be better kept: the code of their outermost frame, which models may share,
 and the functions for whose sake they had been lifted.
 """
@@ -33,7 +33,7 @@ _thread = threading.local()
 """``told_apart``: the compilation that this thread captures again with counts told apart."""
 
 
-def widen(tx: Any, cause: Callable[..., Any], *, holds: bool = False) -> None:
+def widen(tx: Any, cause: object, *, holds: bool = False) -> None:
     """From here on the region is captured through operators whose result's size depends on data, as
     ``torch._dynamo.config.capture_dynamic_output_shape_ops`` does for a process: Dynamo would cut the graph there. And
     counts of chunks or pools (divisions of sizes, rounded) are not told apart by whether they are one, wherever torch
@@ -59,7 +59,7 @@ def widen(tx: Any, cause: Callable[..., Any], *, holds: bool = False) -> None:
     env.tells_counts = getattr(_thread, "told_apart", None) == CompileContext.current_compile_id()
 
 
-def is_left_as_ever(tx: Any, cause: Callable[..., Any]) -> bool:
+def is_left_as_ever(tx: Any, cause: object) -> bool:
     return cause in _left_as_ever.get(tx.output.root_tx.f_code, ())
 
 
@@ -150,7 +150,7 @@ def _wide() -> Any:
     class Wide(ShapeEnv):
         """Symbols of a region; questions that have a fallback are those whose answer changes no result."""
 
-        causes: set[Callable[..., Any]]
+        causes: set[object]
         holds: bool
         counts_left_open: bool
         captured_further: bool

@@ -27,7 +27,6 @@ class Match:
     from_cache: bool = False  # the verdict was remembered, not proven anew
     holds: tuple[str, ...] = ()  # tensors of the model whose values are part of the proof; compared at every call
     lifted: str = ""  # the function that was replaced before it was captured, if one was
-    called: bool = False  # the lifted function is the explained one: compiled by itself it is captured as it is
     loop: str = ""  # "file:line" of the loop it was unrolled from, if it was
     checked: str = ""  # how it was shown to be the pattern: "exactly", or "by probes" and what stood in the way
     not_lifted: str = ""  # why that loop's function was not replaced before it was captured
@@ -45,10 +44,7 @@ class Match:
         cached = " (verdict from cache)" if self.from_cache else ""
         lines.append(f"    runs as {self.op}, max error {self.max_error:.1e}{checked}{cached}")
         if self.lifted:
-            where = ", where what is compiled calls it," if self.called else ""
-            lines.append(
-                f"    lifted: {self.lifted}{where} is replaced before capture, so one graph serves every length"
-            )
+            lines.append(f"    lifted: {self.lifted} is replaced before capture, so one graph serves every length")
         if self.loop:
             lines.append(f"    unrolled from the loop at {self.loop}, so other lengths may take other graphs")
             lines.append(f"    not lifted: {self.not_lifted}")

@@ -53,7 +53,7 @@ def reason(place: str) -> str:
         return f"{name}: {known}"
     if loop is not None and loop.method:
         return f"{name}: {object_argument('self')}"
-    return f"{name}: it is the compiled function itself, or takes fewer than three arguments"
+    return f"{name}: it takes fewer than three arguments"
 
 
 def _covers(code: types.CodeType, file: str, line: int) -> bool:
