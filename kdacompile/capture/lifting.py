@@ -38,6 +38,7 @@ from kdacompile.capture.identity import Identity
 from kdacompile.capture.probes import roles, weakened
 from kdacompile.capture.store import Verdict
 from kdacompile.lowering.cpu import left_uncompiled
+from kdacompile.ops.definitions import linear_attention
 from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.evaluate import one_thread
 from kdacompile.report.findings import Match
@@ -90,13 +91,14 @@ class Lifts:
         for opened in open_dimensions(call, fix=fix):
             key = _key(identity, opened, settings)
             if not (key in self.known or lengths_vary or store.has(key) or _pays(call, opened, identity)):
-                raise Unliftable("a length this short is captured faster")
+                reason = "a length this short is captured faster"
+                continue
             attempt = functools.partial(prove, fn, identity, opened, settings)
             found = self.settled(key, fn.__qualname__, source_of(fn), settings.deadline, attempt)
             if isinstance(found, Lifted):
                 return found, opened
-            reason = found.reason
             if not found.wrong_layout:
+                reason = found.reason
                 break
         raise Unliftable(reason)
 
@@ -366,9 +368,18 @@ def _alike(
         captured.append(known[length])
         if chunk and len({len(each.matches) for each in known.values() if each.sizes["T"] > chunk}) > 1:
             raise Unliftable("its loop is not one recurrence")
+        if len(captured) == 2 and _tokens_are_elsewhere(captured):
+            raise WrongLayout("its tokens are in another dimension")
         if len({len(each.graph.nodes) for each in captured}) > 1:
             break
     return captured
+
+
+def _tokens_are_elsewhere(captured: list[Captured]) -> bool:
+    """True if the ops have as many tokens at all of these sizes: what was opened are the heads, or the like."""
+    calls = [each.graph.find_nodes(op="call_function", target=linear_attention) for each in captured]
+    counts = [[compat.example_value(node.args[0]).shape[1] for node in nodes] for nodes in calls]
+    return bool(counts[0]) and all(count == counts[0] for count in counts)
 
 
 def _sizes(plan: tuple[int, ...]) -> Iterator[Sizes]:

@@ -124,6 +124,18 @@ def test_one_head(fn: Any, dim: int) -> None:
     assert graphs() == 2
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_heads_in_front_of_the_tokens(training: bool) -> None:
+    """A fixed length is told from a count of heads: it was the heads that were left open."""
+    run = compiled(heads_first)
+    with torch.set_grad_enabled(training):
+        for length in LENGTHS:
+            args = [x.transpose(1, 2) for x in arguments(length, 2)]
+            assert relative_error(run(*args), heads_first(*args)) < 1e-5, length
+    assert lifted_functions() == {"heads_first"}
+    assert graphs() == 1 + training
+
+
 def test_gradients() -> None:
     own, theirs = ([x.requires_grad_() for x in arguments(81)] for _ in range(2))
     run = compiled(functions.chunked_gla)
