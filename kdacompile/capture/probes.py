@@ -43,13 +43,16 @@ def weakened(graph: fx.Graph, found: dict[int, str], length: int) -> dict[int, s
     that may close a gate close next to none.
     """
     for call in graph.nodes:
-        for role, measure in _MEASURES.items() if compat.is_own_op(call) else ():
-            operand = call.args[_OPERANDS.index(role)] if len(call.args) > _OPERANDS.index(role) else None
-            if isinstance(operand, fx.Node) and role == "g":
-                found = _nowhere_closed(_Above(graph, operand, length), found, functools.partial(measure, call))
-            if isinstance(operand, fx.Node):
-                found = _nearest(_Above(graph, operand, length), found, lambda x, of=measure, by=call: of(by, x))
+        given = _operands(call) if compat.is_own_op(call) else {}
+        above = {role: _Above(graph, operand, length) for role, operand in given.items()}
+        found = _nowhere_closed(call, above, found)
+        for role in _MEASURES.keys() & given.keys():
+            found = _nearest(above[role], found, functools.partial(_MEASURES[role], call))
     return found
+
+
+def _operands(call: fx.Node) -> dict[str, fx.Node]:
+    return {role: node for role, node in zip(_OPERANDS, call.args, strict=False) if isinstance(node, fx.Node)}
 
 
 class _Above:
@@ -100,18 +103,27 @@ def _nearest(above: _Above, found: dict[int, str], measure: Callable[[Tensor], T
     return best
 
 
-def _nowhere_closed(above: _Above, found: dict[int, str], log_gate: Callable[[Tensor], Tensor]) -> dict[int, str]:
-    """Masks drawn so that the most gates are open. Raises ``Unliftable`` if no way is found that leaves most open."""
-    masks = above.read(masks=True)
+def _nowhere_closed(call: fx.Node, above: Mapping[str, _Above], found: dict[int, str]) -> dict[int, str]:
+    """Masks drawn so that the most gates are open, and the most is written and read. Raises ``Unliftable`` if no way is
+    found that leaves most of each.
+    """
+    read = {role: masks for role, each in above.items() if (masks := each.read(masks=True))}
+    masks = sorted({mask for each in read.values() for mask in each})
     best, most = found, 0.0
     with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, ValueError, KeyError):
         for forms in itertools.product(_MASKS, repeat=len(masks)) if 0 < len(masks) <= 3 else ():
             roles = found | dict(zip(masks, forms, strict=True))
-            open_ = float((log_gate(above(roles)) > -math.inf).double().mean())
-            best, most = (roles, open_) if open_ > most else (best, most)
+            least = min(_share_left(call, role, above[role](roles)) for role in read)
+            best, most = (roles, least) if least > most else (best, most)
     if masks and most < 0.5:
         raise Unliftable("what it takes for masks leaves nothing of the state")
     return best
+
+
+def _share_left(call: fx.Node, role: str, operand: Tensor) -> float:
+    """How much of a gate is open, or of another operand is not zero."""
+    measured = _MEASURES[role](call, operand) if role in _MEASURES else operand
+    return float((measured > -math.inf if role == "g" else measured != 0).double().mean())
 
 
 def _log_gate(call: fx.Node, g: Tensor) -> Tensor:

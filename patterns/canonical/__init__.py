@@ -46,7 +46,11 @@ FIRST: tuple[Rule, ...] = (emptied_states.apply, hoist.apply)
 into one step a token otherwise.
 """
 
-ON_TRIAL: tuple[tuple[Rule, ...], ...] = ((shared.apply,), (emptied_states.apply_all, hoist.apply))
+ON_TRIAL: tuple[tuple[Rule, ...], ...] = (
+    (shared.apply,),
+    (emptied_states.apply_all, hoist.apply),
+    (padded_states.apply, hoist.apply),
+)
 """Those for functions that may become one op, of which many more are looked at than are: what comes later in a row only
 where what is before it has changed something.
 """

@@ -8,6 +8,9 @@ A document that begins within a sequence leaves nothing of the state that the to
 Whether that is told by a boolean or by a number, a state has one gate a token, and what is chosen by data is chosen
 before the loop, where no region has to hold it. A state that comes from outside the loop may hold anything where it is
 emptied (a cache's memory): it is emptied there as the model does it, besides.
+
+A first token that is padding keeps a state of zeros: where(real_t, S + k_t v_t^T, 0) empties nothing
+(``padded_states``).
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from torch import fx
 
 from kdacompile.graph.edit import CannotEdit, Edit
 from kdacompile.graph.ir import Graph, Op, Value
+from kdacompile.patterns.canonical import padded_states
+from kdacompile.patterns.canonical.exponents import exponent
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
-from kdacompile.patterns.engine.values import moves, number, root
-from kdacompile.patterns.engine.vocabulary import AS_IS, TURNS, VIEWS
+from kdacompile.patterns.engine.values import number, root
+from kdacompile.patterns.engine.vocabulary import AS_IS
 
 SELECTIONS = frozenset("where masked_fill index_put".split())
 
@@ -83,7 +88,7 @@ def _loops(graph: Graph) -> list[tuple[int, Chain]]:
     passed: dict[Value, int] = {}
     starts: dict[Value, int] = {}
     for op in graph.ops:
-        step = _step(op)
+        step = None if padded_states.keeps(graph, op) else _step(op)
         before = max((passed.get(read, 0) for read in op.reads), default=0)
         if step is not None:
             chain = chains.pop(step.state, []) if _is_read_once(graph, step.state) else []
@@ -208,18 +213,3 @@ def _spread(edit: Edit, gate: Value, mask: Value, like: fx.Node) -> Value:
     if torch.broadcast_shapes(gate.shape, mask.shape) == gate.shape:
         return gate
     return edit.call(torch.add, gate, edit.call(torch.mul, mask, 0.0, like=like), like=like)
-
-
-def exponent(edit: Edit, factor: Value | float, like: fx.Node) -> Value | None:
-    """What the factor is the exponential of, laid out like it."""
-    steps: list[Op] = []
-    op = factor.op if isinstance(factor, Value) else None
-    while op is not None and op.name in VIEWS | TURNS:
-        steps.insert(0, op)
-        op = op.reads[0].op
-    if op is None or op.name != "exp" or not isinstance(factor, Value) or op.out.dtype != factor.dtype:
-        return None
-    value = op.reads[0]
-    for step in steps:
-        value = edit.moved(value, moves(step), like)
-    return value

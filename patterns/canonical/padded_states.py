@@ -19,7 +19,7 @@ from torch import fx
 
 from kdacompile.graph.edit import CannotEdit, Edit
 from kdacompile.graph.ir import Graph, Op, Value, ancestors, reach
-from kdacompile.patterns.canonical.emptied_states import exponent
+from kdacompile.patterns.canonical.exponents import exponent
 from kdacompile.patterns.canonical.masks import Mask, Masks
 from kdacompile.patterns.engine.values import Numbering, moves, number, root
 from kdacompile.patterns.engine.vocabulary import AS_IS, LAYOUT, ORDERED, PICKING
@@ -61,6 +61,14 @@ def apply(edit: Edit) -> None:
                 with contextlib.suppress(CannotEdit):
                     Padding(edit, choice, Masks(edit, op.node)).rewrite(links)
                 break
+
+
+def keeps(graph: Graph, op: Op) -> bool:
+    """True for a choice between a state and its next one, whatever the state is."""
+    if op.name != "where" or len(op.reads) != 3:
+        return False
+    found = ((choice, _links(choice)) for choice in _choices(op, Numbering()))
+    return any(bool(links) and _is_read_here_only(graph, choice, links) for choice, links in found)
 
 
 def _choices(op: Op, numbering: Numbering) -> list[Choice]:
