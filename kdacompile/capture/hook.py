@@ -30,6 +30,7 @@ from kdacompile.errors import KdaError
 from kdacompile.report import refusals
 from kdacompile.report.collect import lifting, postpone
 from kdacompile.report.source import LIFT
+from kdacompile.search.matching import FIXED_GRAPHS
 from kdacompile.settings import Settings, parse
 
 log = logging.getLogger(__name__)
@@ -190,6 +191,7 @@ def _find(fn: types.FunctionType, site: dynamo.CallSite, settings: Settings, ten
     found, opened = lifts.find(fn, identity, call, settings, lengths_vary=_lengths_vary(), fix=may_fix)
     _check_length(found, tensors, site)
     _guard_widths(opened, tensors, site)
+    _guard_numbers(site)
     _open_length(found, tensors, site, settings)
     _guard(identity, site)
     return found
@@ -234,6 +236,8 @@ def _call(fn: Any, site: dynamo.CallSite, tensors: list[Any], *, documented: boo
     except TypeError as error:  # a mistake of the user's, which the function itself will report
         raise Unliftable(str(error)) from error
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    captured = compat.times_captured()
+    may_fix = not documented and captured is not None and captured < FIXED_GRAPHS
 
     def read(name: str, variable: Any) -> Any:
         example = site.example(variable)
@@ -241,6 +245,9 @@ def _call(fn: Any, site: dynamo.CallSite, tensors: list[Any], *, documented: boo
             tensors.append(variable)
             return describe(example, documented=documented)
         value, known = site.constant(variable)
+        if not known and may_fix:
+            value = site.number_now(variable)
+            known = value is not None
         if not known or not (_is_plain(value) if documented else isinstance(value, _PLAIN)):
             raise Unliftable(refusals.object_argument(name))
         return value
@@ -291,6 +298,13 @@ def _guard_widths(opened: Call, tensors: list[Any], site: dynamo.CallSite) -> No
         for size, axis in zip([] if example is None else example.shape, axes.dims, strict=False):
             if isinstance(axis, int) and size != axis:
                 raise Unliftable("a size is not what it was")
+
+
+def _guard_numbers(site: dynamo.CallSite) -> None:
+    """Guard the whole numbers that the caller has left open and the verdict is for as they are."""
+    for number in site.open_numbers:
+        if number != compat.size_hint(number):
+            raise Unliftable("a number is not what it was")
 
 
 def _lengths_vary() -> bool:

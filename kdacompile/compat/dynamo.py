@@ -28,6 +28,8 @@ class CallSite:
 
     def __init__(self, variable: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.variable, self.tx, self.args, self.kwargs = variable, tx, args, kwargs
+        self.open_numbers: list[torch.SymInt] = []
+        """Those that ``number_now`` has told."""
 
     def backend(self) -> Generator[tuple[Any, dict[str, Any]]]:
         """The backend the region is captured for, from the outermost wrapper in, with torch.compile's own arguments."""
@@ -71,6 +73,16 @@ class CallSite:
         """(value, True) of an argument that is the same on every call of the captured region."""
         variable = variable.realize()
         return (variable.as_python_constant(), True) if variable.is_python_constant() else (None, False)
+
+    def number_now(self, variable: Any) -> int | None:
+        """What a whole number is in this call that may be another in the next; None for anything else."""
+        from torch._dynamo.variables import SymNodeVariable
+
+        number = variable.realize().sym_num if isinstance(variable.realize(), SymNodeVariable) else None
+        if not isinstance(number, torch.SymInt) or number.node.hint is None:
+            return None
+        self.open_numbers.append(number)
+        return number.node.hint
 
     def begins_region(self) -> bool:
         """True for the first call that is looked at in an attempt to capture a region."""

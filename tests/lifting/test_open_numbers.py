@@ -1,0 +1,74 @@
+"""Whole numbers that Dynamo leaves open, as under ``dynamic=True``, are fixed where a function is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.compare import relative_error
+from tests.lifting.test_lift import graphs, lifted_functions
+
+HEADS = 4
+
+
+def grouped(x: Tensor, b: Tensor, c: Tensor, g: Tensor, groups: int, heads: int) -> Tensor:
+    batch, length = x.shape[:2]
+    k, q = (y.view(batch, length, groups, -1).repeat_interleave(heads // groups, 2) for y in (b, c))
+    state = x.new_zeros(batch, heads, k.shape[-1], x.shape[-1])
+    out: list[Tensor] = []
+    for t in range(length):
+        state = state * g[:, t, :, None, None].exp() + k[:, t].unsqueeze(-1) * x[:, t].unsqueeze(-2)
+        out.append((state * q[:, t].unsqueeze(-1)).sum(-2))
+    return torch.stack(out, 1)
+
+
+def some(x: Tensor, b: Tensor, c: Tensor, g: Tensor, count: int) -> Tensor:
+    """Of the first tokens alone: a number of them is none of the function's own."""
+    out = x[:, :0]
+    for _ in range(1):
+        out = grouped(x[:, :count], b[:, :count], c[:, :count], g[:, :count], 2, HEADS)
+    return out
+
+
+def arguments(length: int) -> list[Any]:
+    b, c = torch.randn(2, 2, length, 16)
+    return [torch.randn(2, length, HEADS, 8), b, c, -torch.rand(2, length, HEADS)]
+
+
+def in_a_closure(groups: int) -> Callable[..., Tensor]:
+    return lambda *tensors: grouped(*tensors, groups=groups, heads=HEADS)
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(fn, backend="kda", dynamic=True, options={"kda.inner": "eager"})
+
+
+def test_in_a_closure() -> None:
+    run = compiled(in_a_closure(2))
+    with torch.no_grad():
+        for length in (12, 40, 7):
+            args = arguments(length)
+            assert relative_error(run(*args), grouped(*args, groups=2, heads=HEADS)) < 1e-5
+    assert graphs() == 1
+    assert lifted_functions() == {"grouped"}
+
+
+def test_other_numbers_are_other_graphs() -> None:
+    run = compiled(grouped)
+    with torch.no_grad():
+        for length, groups in ((12, 2), (40, 2), (33, 1), (20, 4), (50, 1), (9, 2)):
+            args: list[Any] = [*arguments(length), groups, HEADS]
+            assert relative_error(run(*args), grouped(*args)) < 1e-5
+    assert graphs() == 3
+    assert lifted_functions() == {"grouped"}
+
+
+def test_a_number_of_tokens() -> None:
+    run = compiled(some)
+    with torch.no_grad():
+        for length, count in ((12, 5), (20, 9), (33, 33), (40, 12)):
+            args: list[Any] = [*arguments(length), count]
+            assert relative_error(run(*args), some(*args)) < 1e-5
