@@ -9,30 +9,31 @@ from __future__ import annotations
 import contextlib
 import operator
 from bisect import bisect_right
-from collections.abc import Mapping
 from typing import Any, Generic
 
 import torch
 from torch import fx
 
 from kdacompile import compat
-from kdacompile.graph.ir import Graph, Value, reach
+from kdacompile.graph.ir import Graph, Mutation, Value, reach
 from kdacompile.patterns.engine.match import B, Match
 from kdacompile.rewrite import strides
 
 
 class Site(Generic[B]):
-    """Where one match stands in the model's graph. ``dying`` are the nodes that the rewrite will erase."""
+    """Where one match stands in the model's graph; :class:`.splice.Splice` is given the graphs."""
 
-    def __init__(self, graph: fx.Graph, functional: Graph, match: Match[B], *, keep_strides: bool = True) -> None:
-        self.keep_strides = keep_strides
-        self.graph = graph
-        self.functional = functional
-        self.storages, self.mutations = functional.storages, functional.mutations
-        self.match = match
-        self.place = {node: index for index, node in enumerate(self.graph.nodes)}
-        self.timeline = _timeline(functional, self.place)
-        self.dying: set[fx.Node] = self.region_nodes()
+    graph: fx.Graph
+    functional: Graph
+    match: Match[B]
+    storages: dict[Any, int]
+    mutations: list[Mutation]
+    keep_strides: bool
+    place: dict[fx.Node, int]
+    timeline: list[tuple[int, int]]
+    """(position in the functional graph, place now) of the nodes that earlier rewrites left standing, in order."""
+    dying: set[fx.Node]
+    """Nodes that the rewrite will erase."""
 
     def region_nodes(self) -> set[fx.Node]:
         """Nodes whose work the op takes over, with those that only pass a value of the region on (a cast to its own
@@ -49,6 +50,12 @@ class Site(Generic[B]):
             if any(user not in nodes and compat.writes_first_argument(user) for user in node.users):
                 nodes.discard(node)
         return nodes
+
+    def times(self) -> list[tuple[int, int]]:
+        """The timeline."""
+        known: dict[fx.Node, int] = {op.node: op.position for op in self.functional.ops}
+        known |= {mutation.node: mutation.position for mutation in self.mutations}
+        return sorted((position, self.place[node]) for node, position in known.items() if node in self.place)
 
     def now(self, position: int) -> int:
         """Where a position of the graph that was captured is in the graph as it is now."""
@@ -145,10 +152,3 @@ class Site(Generic[B]):
         made = self.graph.call_function(torch.empty_strided, (once, steps), options)
         node = self.method(self.with_meta(made, node), "copy_", node)
         return self.method(node, "expand", *shape) if once != shape else node
-
-
-def _timeline(functional: Graph, place: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
-    """(position in the functional graph, place now) of the nodes that earlier rewrites left standing, in order."""
-    known: dict[fx.Node, int] = {op.node: op.position for op in functional.ops}
-    known |= {mutation.node: mutation.position for mutation in functional.mutations}
-    return sorted((position, place[node]) for node, position in known.items() if node in place)

@@ -50,8 +50,12 @@ class Splice(Site[B]):
         """``writes_views``: whether ops may write to a view of an input. Where nothing but AOTAutograd compiles the
         graph, such a view is made again at the offset that the first call's input had in its storage.
         """
-        super().__init__(graph, functional, match, keep_strides=keep_strides)
-        self.writes_views = writes_views
+        self.graph, self.functional, self.match = graph, functional, match
+        self.keep_strides, self.writes_views = keep_strides, writes_views
+        self.storages, self.mutations = functional.storages, functional.mutations
+        self.place = {node: index for index, node in enumerate(self.graph.nodes)}
+        self.timeline = self.times()
+        self.dying = self.region_nodes()
         self.zones = _zones(graph)
         self.detached = False
         """No result of the region wants a gradient although an input does: the op gets its inputs detached."""
