@@ -109,8 +109,8 @@ class Edit:
         self.taken: dict[Value, Value] = {}
         """New values -> those of the model that are defined as them."""
         self.changed = False
-        grad = torch.is_grad_enabled()
-        self.apart = {op for op in functional.ops if op.grad != grad}
+        self.grad = torch.is_grad_enabled()
+        self.apart = {op for op in functional.ops if op.grad != self.grad}
         """Operators whose grad mode is another than the graph begins with: what they make is not made anew, since new
         calls run in that one.
         """
@@ -224,9 +224,9 @@ class Edit:
 
     def refuse_cuts(self, made: Collection[Op]) -> None:
         """``CannotEdit`` where these operators let a gradient through that ends within them: ``detach`` is no more than
-        a copy to who reads what they compute.
+        a copy to who reads what they compute. Without gradients none ends, though parameters want one.
         """
-        if gradient.is_cut(made, {value for op in made for value in op.reads}, self.functional.names):
+        if self.grad and gradient.is_cut(made, {value for op in made for value in op.reads}, self.functional.names):
             raise CannotEdit("a gradient is cut within what would be made anew")
 
     def replaced(self, old: Value, new: Value) -> set[Op]:

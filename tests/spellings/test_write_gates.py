@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,18 @@ def test_in_bfloat16(pattern: str, kind: str, delta: bool) -> None:
     assert patterns(report) == [pattern], str(report)
     want = fn(*[each.double() for each in args])
     assert worst_error(report.result, want) <= worst_error(fn(*args), want) + 1e-3
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_parameter_within_a_loop_that_wants_no_gradient(mode: Callable[[], Any], late: bool) -> None:
+    """Parameters want a gradient where none is recorded: nothing is cut there."""
+    bias = torch.nn.Parameter(torch.rand(H, 1) if late else torch.rand(H))
+    fn, args = loop("head", True, lambda b: (b + bias).sigmoid(), late), arguments("head")
+    with mode():
+        report = explained(fn, args)
+        assert patterns(report) == ["gated_delta_rule"], str(report)
+        assert worst_error(report.result, fn(*args)) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["twice", "twice an activation"])
