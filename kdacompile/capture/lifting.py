@@ -368,18 +368,21 @@ def _alike(
         captured.append(known[length])
         if chunk and len({len(each.matches) for each in known.values() if each.sizes["T"] > chunk}) > 1:
             raise Unliftable("its loop is not one recurrence")
-        if len(captured) == 2 and _tokens_are_elsewhere(captured):
+        if len(captured) == 2 and _tokens_are_elsewhere(call, captured):
             raise WrongLayout("its tokens are in another dimension")
         if len({len(each.graph.nodes) for each in captured}) > 1:
             break
     return captured
 
 
-def _tokens_are_elsewhere(captured: list[Captured]) -> bool:
-    """True if the ops have as many tokens at all of these sizes: what was opened are the heads, or the like."""
+def _tokens_are_elsewhere(call: Call, captured: list[Captured]) -> bool:
+    """True if the ops have all of another dimension's tokens at all of these sizes: what was opened are the heads, or
+    the like. Ops of a chunk each say nothing.
+    """
+    fixed = {dim for _, tensor in call.tensors() for dim in tensor.dims[1:-1] if isinstance(dim, int)}
     calls = [each.graph.find_nodes(op="call_function", target=linear_attention) for each in captured]
     counts = [[compat.example_value(node.args[0]).shape[1] for node in nodes] for nodes in calls]
-    return bool(counts[0]) and all(count == counts[0] for count in counts)
+    return bool(counts[0]) and fixed.issuperset(counts[0]) and all(count == counts[0] for count in counts)
 
 
 def _sizes(plan: tuple[int, ...]) -> Iterator[Sizes]:
