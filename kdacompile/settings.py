@@ -51,6 +51,13 @@ class Settings:
     context_parallel: tuple[Any, ...] | None = None
     inductor_options: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
 
+    @property
+    def judges_cost(self) -> bool:
+        """Whether a match may be left to Inductor since an op takes longer. Not over the tokens of several ranks: what
+        is left there would see its own rank's alone.
+        """
+        return self.cost_model and self.context_parallel is None
+
     def inductor_patches(self) -> dict[str, Any]:
         """The config patches to hand to Inductor: those of the mode, then the user's own."""
         return {**compat.inductor_modes()[self.mode], **dict(self.inductor_options)}

@@ -298,7 +298,7 @@ class Matching(Generic[R, B]):
                     writes_views=self.settings.inner != "aot_eager",
                 )
                 before = splice.check()
-                if self.settings.cost_model and not self.context.trial:  # a function is tried at sizes of its own
+                if self.settings.judges_cost and not self.context.trial:  # a function is tried at sizes of its own
                     splice.check_cost(inductor=self.settings.inner == "inductor")
                 op = splice.apply(before)
             except CannotSplice as error:

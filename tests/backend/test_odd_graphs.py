@@ -275,7 +275,7 @@ def test_numbers_made_by_a_tensor(sizes: bool) -> None:
             numbers = [batch] * 3 if sizes and node is made[0] else node.args[0]
             node.op, node.target, node.args, node.kwargs = "call_method", "new_tensor", (first, numbers), {}
         gm.recompile()
-        return backend.kda(gm, inputs)
+        return backend.kda(gm, inputs, options={"kda.cost_model": False})
 
     arguments = [torch.randn(2, 3, 6, 4) for _ in range(3)]
     torch._dynamo.reset()

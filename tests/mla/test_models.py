@@ -82,7 +82,7 @@ def test_under_autocast(name: str) -> None:
     """
     case = CASES[name]
     model, prompt, found = case.build(), tokens(9), []
-    compiled: Any = torch.compile(model, backend="kda", options={"kda.inner": "aot_eager"})
+    compiled: Any = torch.compile(model, backend="kda", options={"kda.inner": "aot_eager", "kda.cost_model": False})
     torch._dynamo.reset()
     for run, enabled in ((model, False), (model, True), (compiled, True)):
         model.zero_grad()

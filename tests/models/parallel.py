@@ -73,7 +73,7 @@ def block(
     model = nn.ModuleList([made() for _ in range(2)])
     prepare(model)
     for layer in model:
-        layer.compile(backend="kda", options=EAGER)
+        layer.compile(backend="kda", options={**EAGER, "kda.cost_model": False})
     x, cos = torch.randn(4, 8, 32), torch.randn(8, 1, 4)
 
     def run(layers: nn.ModuleList, given: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def transformers_plan(name: str, shared: Path) -> None:
     plan = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
     sharded = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan, attn_implementation="sdpa").eval()
     assert any(isinstance(x, DTensor) for x in sharded.parameters())
-    compiled = torch.compile(sharded, backend="kda", options=EAGER)
+    compiled = torch.compile(sharded, backend="kda", options={**EAGER, "kda.cost_model": False})
     caches = DynamicCache(config=model.config), DynamicCache(config=model.config)
     with torch.no_grad(), collecting() as report:
         for ids in (mla_zoo.tokens(17), mla_zoo.tokens(1, seed=1), mla_zoo.tokens(1, seed=2)):

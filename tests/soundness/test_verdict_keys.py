@@ -90,7 +90,7 @@ TABLES: dict[str, Callable[[], Tensor]] = {
     "one entry": lambda: powers() * (1 - 1e-3 * torch.eye(16)),
     "one entry, a little": lambda: powers() * torch.where((torch.arange(256) == 48).view(16, 16), 1 + 1e-6, 1.0),
     "the dtype of exponents": lambda: 0.75 ** (torch.arange(16)[:, None] - torch.arange(16)).to(torch.int8).tril(),
-    "the diagonal": lambda: powers().tril(-1),
+    "two diagonals": lambda: powers().tril(-2),
     "one diagonal more": lambda: powers() + 0.1 * torch.eye(16).roll(1, 1).triu(1),
     "a literal": lambda: powers() * (torch.arange(16)[:, None] - torch.arange(16) < 15),
     "both ways": lambda: powers() + powers().mT.triu(1),

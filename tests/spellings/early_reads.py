@@ -131,8 +131,8 @@ def sums_of_those_before(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tupl
 
 @spelling("retention", "q k v", constant_decay=(0.9, 0.8, 0.7), reads="between", layout="bhtd", lengths=(7, 19))
 def retention_below_the_diagonal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    place = torch.arange(q.shape[2], dtype=torch.float32)
-    gamma = torch.tensor([0.9, 0.8, 0.7]).view(-1, 1, 1)
+    place = torch.arange(q.shape[2], dtype=torch.float64)
+    gamma = torch.tensor([0.9, 0.8, 0.7], dtype=torch.float64).view(-1, 1, 1)
     decay = (gamma ** (place[:, None] - place).clamp_min(0.0)).tril(-1).to(q.dtype)
     return (q @ k.mT * q.shape[-1] ** -0.5 * decay) @ v
 
