@@ -21,7 +21,7 @@ from kdacompile.ops.signature import MLA
 from kdacompile.patterns.engine.field import unreached
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.mla.definition import Hiding, LatentAttention
-from kdacompile.rewrite.measured import is_as_measured
+from kdacompile.rewrite.measured import is_as_measured, is_half, takes_longer
 from kdacompile.rewrite.splice import CannotSplice, Splice
 
 
@@ -45,8 +45,7 @@ class MlaSplice(Splice[LatentAttention]):
             return
         ratio = costs.loses(prompt) if inductor or prompt.train else None
         if ratio is not None and self._form() == "expanded":
-            what = f"training on {prompt.tokens} tokens" if prompt.train else f"a prompt of {prompt.tokens} tokens"
-            raise CannotSplice("cost", f"{what} on a CPU is estimated to take {ratio:.1f} times as long as an op")
+            raise CannotSplice("cost", takes_longer(prompt.tokens, ratio, train=prompt.train))
         if inductor and is_too_small(prompt):
             what = f"{prompt.tokens} tokens over {prompt.cached}, {prompt.operations / 1e6:.2g} million operations"
             raise CannotSplice("cost", f"{what} on a CPU: less than the call of an op takes")
@@ -57,9 +56,8 @@ class MlaSplice(Splice[LatentAttention]):
         alike = binding.weights and not {"sinks", "lengths", "block_table"} & binding.inputs.keys()
         if not (alike and is_as_measured(binding.inputs)):
             return None
-        sizes, q = [binding.sizes[axis] for axis in "BTSHNDVR"], binding.inputs["q"].value.node
-        half = compat.example_value(q).dtype is not torch.float32
-        return Prompt(*sizes, causal=binding.causal, train=self.records_gradient(), half=half)
+        sizes = [binding.sizes[axis] for axis in "BTSHNDVR"]
+        return Prompt(*sizes, causal=binding.causal, train=self.records_gradient(), half=is_half(binding.inputs))
 
     def _form(self) -> str:
         binding = self.match.binding

@@ -17,7 +17,7 @@ from kdacompile.lowering.cpu.step_cost import least_states
 from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.roles import AXES, Recurrence
-from kdacompile.rewrite.measured import Work, is_as_measured, open_batch, work_of
+from kdacompile.rewrite.measured import Work, is_as_measured, is_half, open_batch, takes_longer, work_of
 from kdacompile.rewrite.splice import CannotSplice, Splice
 
 
@@ -39,8 +39,7 @@ class LinearAttentionSplice(Splice[Recurrence]):
             tokens, work = self.match.sizes["T"], work_of(self.match.candidate.ops)
             ratio = costs.loses(self._region(work)) if is_estimated(work.operators, tokens) else None
             if ratio is not None:
-                what = f"training on {tokens} tokens" if self.records_gradient() else f"a prompt of {tokens} tokens"
-                raise CannotSplice("cost", f"{what} on a CPU is estimated to take {ratio:.1f} times as long as an op")
+                raise CannotSplice("cost", takes_longer(tokens, ratio, train=self.records_gradient()))
 
     def _check_step(self) -> None:
         """Steps of a batch of any size up to which they are faster as they are, which is guarded."""
@@ -57,8 +56,7 @@ class LinearAttentionSplice(Splice[Recurrence]):
         """The model's own code, as the cost model takes it."""
         binding = self.match.checked
         rows, state = (math.prod(binding.sizes[axis] for axis in axes) for axes in ("BTH", "KV"))
-        half = compat.example_value(binding.inputs["q"].value.node).dtype is not torch.float32
-        how = {"delta": binding.delta, "train": self.records_gradient(), "half": half}
+        how = {"delta": binding.delta, "train": self.records_gradient(), "half": is_half(binding.inputs)}
         return Region(*work[1:], rows * binding.writes, state, **how)
 
     def apply(self, before: fx.Node) -> str:

@@ -29,6 +29,17 @@ def is_as_measured(inputs: Mapping[str, Placement], *, batch: bool = False) -> b
     return not still_open and q.dtype in DTYPES and q.device.type == "cpu" and not holds_dtensors(examples)
 
 
+def is_half(inputs: Mapping[str, Placement]) -> bool:
+    """Whether queries are in bf16, of the dtypes that were measured."""
+    return compat.example_value(inputs["q"].value.node).dtype is not torch.float32
+
+
+def takes_longer(tokens: int, ratio: float, *, train: bool) -> str:
+    """Why a sequence of so many tokens is left to Inductor."""
+    what = f"training on {tokens} tokens" if train else f"a prompt of {tokens} tokens"
+    return f"{what} on a CPU is estimated to take {ratio:.1f} times as long as an op"
+
+
 def open_batch(inputs: Mapping[str, Placement]) -> Any:
     """The number of requests, a number where it is fixed."""
     q = inputs["q"]
