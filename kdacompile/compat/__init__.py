@@ -71,6 +71,7 @@ from kdacompile.compat.nodes import (
     memory_of,
     owner,
     propagate_fake,
+    put_in_place,
     source_name,
     switches_modes,
     transforms,

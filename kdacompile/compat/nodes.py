@@ -202,9 +202,12 @@ _TRANSFORMS = frozenset(
 )
 
 
-def transforms(graph: fx.Graph) -> bool:
-    """True if the graph runs under a transform of torch.func, whose tensors are not what their shapes say."""
-    return any(getattr(node.target, "__name__", "") in _TRANSFORMS for node in graph.nodes)
+def transforms(graph: fx.Graph, *, vmap: bool = True) -> bool:
+    """True if the graph runs under a transform of torch.func, whose tensors are not what their shapes say; without
+    ``vmap``, under another than that.
+    """
+    names = _TRANSFORMS if vmap else _TRANSFORMS - {"_vmap_increment_nesting"}
+    return any(getattr(node.target, "__name__", "") in names for node in graph.nodes)
 
 
 def attribute(gm: fx.GraphModule | None, node: fx.Node) -> Any:
@@ -282,12 +285,16 @@ def propagate_fake(node: fx.Node, like: fx.Node) -> None:
     """Give a node we inserted the place in the user's code that ``like`` has, and the example value its operator
     computes on its inputs' example values; raises what the operator raises.
     """
-    node.meta |= {key: like.meta[key] for key in _PLACE if key in like.meta}
-    key = "example_value" if "example_value" in like.meta else "val"
     args = map_arg(node.args, example_value)
     kwargs = map_arg(node.kwargs, example_value)
     with _disable_current_modes(), fake_mode_of(like), unlogged():
-        node.meta[key] = called(node.target, args, kwargs)
+        put_in_place(node, like, called(node.target, args, kwargs))
+
+
+def put_in_place(node: fx.Node, like: fx.Node, value: Any) -> None:
+    """Give a node we inserted the place in the user's code that ``like`` has, and its example value."""
+    node.meta |= {key: like.meta[key] for key in _PLACE if key in like.meta}
+    node.meta["example_value" if "example_value" in like.meta else "val"] = value
 
 
 _PLACE = ("stack_trace", "nn_module_stack", "source_fn_stack")

@@ -22,7 +22,9 @@ from kdacompile.graph.text import frames_of
 from kdacompile.patterns.engine.placement import Placement
 
 NOTATION = frozenset({"einops", "opt_einsum"})
-"""Libraries of notation: the line that is told is their caller's."""
+"""Libraries of notation: the line that is told is their caller's, as it is for torch's own (vmap)."""
+
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 LIFT = "<kdacompile lift"
 """How the file name begins under which the code runs that stands for a function of the user's."""
@@ -87,14 +89,18 @@ def _last_frame(node: fx.Node) -> tuple[str, int] | None:
 def source_of(node: fx.Node | None) -> str:
     """ "file:line" of the user's code a node came from, for the report only."""
     frames = frames_of(node.meta.get("stack_trace") or "") if node is not None else []
-    own = [frame for frame in frames if NOTATION.isdisjoint(Path(frame[0]).parts)] or frames
+    own = [frame for frame in frames if not _is_notation(frame[0])] or frames
     return f"{own[-1][0]}:{own[-1][1]}" if own else "unknown"
+
+
+def _is_notation(file: str) -> bool:
+    return file.startswith(_TORCH) or not NOTATION.isdisjoint(Path(file).parts)
 
 
 def first_own_line(graph: fx.Graph) -> str:
     """ "file:line" of the first call that was not written in torch itself, or in this package."""
     own = Path(__file__).parent.parent
-    libraries = tuple(f"{folder}{os.sep}" for folder in (own, Path(torch.__file__).parent))
+    libraries = f"{own}{os.sep}", _TORCH
     sources = [source_of(node) for node in graph.nodes]
     return next((source for source in sources if source != "unknown" and not source.startswith(libraries)), "unknown")
 

@@ -30,7 +30,7 @@ from kdacompile.report.collect import emit, with_postponed
 from kdacompile.report.findings import GraphReport, Match, Rejection, internal
 from kdacompile.report.report import enforce
 from kdacompile.report.source import first_own_line, source_of
-from kdacompile.rewrite import local, strides
+from kdacompile.rewrite import local, mapped, strides
 from kdacompile.rewrite.attention import MlaSplice
 from kdacompile.rewrite.linear_attention import LinearAttentionSplice
 from kdacompile.search.matching import Context, Matching
@@ -75,10 +75,12 @@ class Analysis:
         self.text = _text(self.captured)
         graph = compat.copy_of_graph(self.captured)
         with compat.no_python_dispatcher(), compat.no_saved_tensors_hooks():
-            localised = prospects.subclasses and any([local.localise(graph), local.open_weights(graph)])
+            prepared = [compat.transforms(graph) and mapped.unmap(graph)]
+            if prospects.subclasses:
+                prepared += [local.localise(graph), local.open_weights(graph)]
             search = Search(graph, prospects, self.settings, self.tables, trial=False)
             search.run()
-        if localised and not search.found:
+        if any(prepared) and not search.found:
             graph = compat.copy_of_graph(self.captured)
         return Result(graph, search.found, search.report())
 
@@ -178,7 +180,7 @@ class Search:
 
     def run(self) -> None:
         if compat.transforms(self.graph):
-            reason = "the graph runs under a transform of torch.func (vmap, grad, jvp; associative_scan uses vmap)"
+            reason = "the graph runs under a transform of torch.func (grad, jvp, or a vmap that is not written out)"
             if self.has_recurrence:
                 self.reject(reason, first_own_line(self.graph), "transform")
             return

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from kdacompile.report.collect import collecting
 from tests.backend.layers import (
     Layer,
-    codes,
     compiled,
     delta_arguments,
     gated_delta_loop,
@@ -221,19 +220,6 @@ def test_a_custom_autograd_function_inside_the_region_keeps_its_backward() -> No
     error, gradient_error, report = train_both(fn, delta_arguments())
     assert not report.matches
     assert max(error, gradient_error) < 1e-5
-
-
-def test_vmap_is_left_alone() -> None:
-    """Under torch.func the graph's shapes lack the mapped dimension; the op does not know about it."""
-
-    def fn(*arguments: Tensor) -> Tensor:
-        return torch.func.vmap(gated_delta_loop)(*arguments)
-
-    with torch.no_grad():
-        ours, plain, report = run_both(fn, [torch.stack([x, x + 0.1]) for x in delta_arguments()])
-    assert worst_error(ours, plain) < 1e-5
-    assert not report.matches
-    assert codes(report) == {"transform"}
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacfwd])
