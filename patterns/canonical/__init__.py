@@ -16,6 +16,7 @@ from kdacompile.patterns.canonical import (
     outer_products,
     packed,
     padded_states,
+    powers,
     quotients,
     relaid,
     row_factors,
@@ -28,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     shared.apply,
     outer_products.apply,
     log_gates.apply,
+    powers.apply,
     stabilised.apply,
     running_maxima.apply,
     relaid.apply,
@@ -48,6 +50,7 @@ into one step a token otherwise.
 
 ON_TRIAL: tuple[tuple[Rule, ...], ...] = (
     (shared.apply,),
+    (powers.apply,),
     (emptied_states.apply_all, hoist.apply),
     (padded_states.apply, hoist.apply),
 )
