@@ -123,8 +123,12 @@ class Recorder(TorchDispatchMode):
             return [stored]
         made = operator_name(target).removeprefix("aten::") in MAKERS  # these take a tensor for its sizes only
         reads = list(walk_values((args[1:] if made else args, kwargs)))
-        op = Op(target, args, kwargs, reads, [], self.node, self.position, self.grad)
         const = all(value.const for value in reads) and not compat.is_random(target)
+        if target is aten._to_copy.default and not const:  # what comes from another device enters the graph as it is
+            kwargs = {
+                name: item for name, item in kwargs.items() if name not in ("device", "layout") or "dtype" not in kwargs
+            }
+        op = Op(target, args, kwargs, reads, [], self.node, self.position, self.grad)
         moves = len(reads) == 1 and reads[0].param and op.name in LAYOUT
         for out in outs:
             self.values += 1

@@ -2,6 +2,7 @@
 
     where(reset_t, 0, S) * exp(g_t)    becomes    S * exp(where(reset_t, -inf, g_t))
     where(reset_t, 0, S) * a_t         becomes    S * where(reset_t, 0, a_t)
+    (S - reset_t * S) * a_t            becomes    the same
     (S * a_t) * b_t                    becomes    S * (a_t * b_t)
 
 A document that begins within a sequence leaves nothing of the state that the tokens before it have made: a gate of 0.
@@ -26,10 +27,11 @@ from torch import fx
 from kdacompile.graph.edit import CannotEdit, Edit
 from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.patterns.canonical import padded_states
+from kdacompile.patterns.canonical.choices import bit, factors
 from kdacompile.patterns.canonical.exponents import exponent
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.values import number, root
-from kdacompile.patterns.engine.vocabulary import AS_IS
+from kdacompile.patterns.engine.vocabulary import AS_IS, ORDERED
 
 SELECTIONS = frozenset("where masked_fill index_put".split())
 
@@ -42,7 +44,9 @@ class Step:
     state: Value
     factor: Value | float
     kind: str
-    """"empties" or "keeps" for a mask that does where it is true, "bit" for a number that is 0 or 1, else "factor"."""
+    """"empties" or "keeps" for a mask that does where it is true, "bit" for a number that is 0 or 1, "share" for such a
+    number that is taken from 1, else "factor".
+    """
 
     @property
     def is_mask(self) -> bool:
@@ -55,9 +59,11 @@ class Step:
     @property
     def is_whole(self) -> bool:
         """True for numbers that no region can hold: it would begin behind them, and they are no gates."""
-        return self.op.name in SELECTIONS or (
-            isinstance(self.factor, Value) and not self.factor.dtype.is_floating_point
-        )
+        if not isinstance(self.factor, Value):
+            return False
+        made = root(self.factor, ORDERED).op
+        chosen = self.op.name in SELECTIONS or (self.kind == "bit" and made is not None and made.name in SELECTIONS)
+        return chosen or self.kind == "share" or not self.factor.dtype.is_floating_point
 
 
 Chain = list[Step]
@@ -87,8 +93,9 @@ def _loops(graph: Graph) -> list[tuple[int, Chain]]:
     chains: dict[Value, Chain] = {}
     passed: dict[Value, int] = {}
     starts: dict[Value, int] = {}
+    padding = padded_states.keep(graph)
     for op in graph.ops:
-        step = None if padded_states.keeps(graph, op) else _step(op)
+        step = _step(op) if op not in padding else None
         before = max((passed.get(read, 0) for read in op.reads), default=0)
         if step is not None:
             chain = chains.pop(step.state, []) if _is_read_once(graph, step.state) else []
@@ -132,6 +139,11 @@ def _readings(op: Op) -> list[tuple[Value, Value | float, str]]:
         return [(op.args[0], op.args[1], "factor")]
     if op.name == "mul" and len(op.reads) == 2:
         return [(one, other, _kind(other)) for one, other in (op.reads, op.reads[::-1])]
+    if op.name == "sub" and len(op.reads) == 2:
+        ways = factors(op.args[1])
+        return [
+            (one, other, "share") for one, other in ways if root(one, AS_IS) is root(op.args[0], AS_IS) and bit(other)
+        ]
     if op.name == "where" and len(op.args) == 3:
         mask, chosen, rest = op.args
         return [
@@ -150,10 +162,7 @@ def _readings(op: Op) -> list[tuple[Value, Value | float, str]]:
 def _kind(factor: Value) -> str:
     if factor.dtype == torch.bool:
         return "keeps"
-    found = root(factor)
-    if found.op is not None and found.op.name == "rsub" and found.op.args[1:] == (1,):
-        found = root(found.op.reads[0])
-    return "bit" if found.dtype == torch.bool else "factor"
+    return "bit" if bit(factor) else "factor"
 
 
 def _is_zero(item: object) -> bool:
@@ -203,8 +212,8 @@ def _where_emptied(edit: Edit, step: Step, like: fx.Node) -> Value:
     if step.op.name == "index_put":
         for _ in range(len(step.state.shape) - len(mask.shape)):
             mask = edit.call("unsqueeze", mask, -1, like=like)
-    if step.kind == "bit":
-        return edit.call("eq", mask, 0, like=like)
+    if step.kind in ("bit", "share"):
+        return edit.call("eq" if step.kind == "bit" else "ne", mask, 0, like=like)
     return mask if step.kind == "empties" else edit.call("logical_not", mask, like=like)
 
 

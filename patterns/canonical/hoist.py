@@ -26,6 +26,7 @@ from kdacompile.patterns.canonical import rules
 from kdacompile.patterns.canonical.pieces import Piece
 from kdacompile.patterns.canonical.proof import agrees
 from kdacompile.patterns.canonical.rows import Loops, Rows, Sink, line_of
+from kdacompile.patterns.engine.values import number
 
 
 def may_help(functional: Graph) -> bool:
@@ -98,7 +99,15 @@ class Hoist:
             return self.edit.call(torch.stack, rows.values, like=rows.members[0].node)
         like = op.node or like
         parts = {read: self.together(part, like) for read, part in rows.parts.items()}
-        return rules.made(self.edit, op, parts, like, self.found.first_of)
+        return rules.made(self.edit, op, parts, like, self.operand)
+
+    def operand(self, value: Value) -> Value | float:
+        """What stands for another operand: the first that is the same, or the number it is where the model has no name
+        for it (``where(x, 0.0, 1.0)``).
+        """
+        first = self.found.first_of(value)
+        known = number(first) if first.node is None else None
+        return first if known is None else known
 
     def source(self, piece: Piece, like: fx.Node) -> Value:
         """All pieces at once."""

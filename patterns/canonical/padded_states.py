@@ -1,6 +1,6 @@
 """A state that is kept where a token is padding: that token's gate is 1, and it writes nothing.
 
-    where(real_t, S * exp(g_t) + k_t (beta_t (v_t - k_t^T S exp(g_t)))^T, S)
+    where(real_t, S * exp(g_t) + k_t (beta_t (v_t - k_t^T S exp(g_t)))^T, S)    (any of ``choices``)
     becomes    S * exp(where(real_t, g_t, 0)) + ...    of where(real_t, k_t, 0), and of beta and v likewise
 
 Everything that a padded token would write is chosen, not multiplied away: padding may hold anything, NaN too. What
@@ -11,7 +11,7 @@ hold it.
 from __future__ import annotations
 
 import contextlib
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -19,27 +19,15 @@ from torch import fx
 
 from kdacompile.graph.edit import CannotEdit, Edit
 from kdacompile.graph.ir import Graph, Op, Value, ancestors, reach
+from kdacompile.patterns.canonical.choices import Choice, choices
 from kdacompile.patterns.canonical.exponents import exponent
 from kdacompile.patterns.canonical.masks import Mask, Masks
 from kdacompile.patterns.engine.values import Numbering, moves, number, root
-from kdacompile.patterns.engine.vocabulary import AS_IS, LAYOUT, ORDERED, PICKING
+from kdacompile.patterns.engine.vocabulary import AS_IS, LAYOUT
 
 SIGNS = {"mul": 0, "add": 1, "sub": -1}
-CASTS = ORDERED | {"_to_copy"}
 MOST_LINKS = 8
 """How many factors and sums a token's step has at most."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A state that is the next one where ``mask`` is true, and what it was elsewhere; or the other way round."""
-
-    op: Op
-    stepped: Value
-    state: Value
-    mask: Value
-    """Of booleans, laid out like the state."""
-    inverted: bool
 
 
 @dataclass(frozen=True)
@@ -55,79 +43,30 @@ def apply(edit: Edit) -> None:
     """Redefine every state that a loop keeps at some tokens."""
     numbering = Numbering(everything=True)
     for op in list(edit.functional.ops):
-        for choice in _choices(op, numbering):
-            links = _links(choice)
-            if links and _is_read_here_only(edit.functional, choice, links):
-                with contextlib.suppress(CannotEdit):
-                    Padding(edit, choice, Masks(edit, op.node)).rewrite(links)
-                break
+        for choice, links in _kept(edit.functional, op, numbering):
+            with contextlib.suppress(CannotEdit):
+                Padding(edit, choice, Masks(edit, op.node)).rewrite(links)
+            break
 
 
-def keeps(graph: Graph, op: Op) -> bool:
-    """True for a choice between a state and its next one, whatever the state is."""
-    if op.name != "where" or len(op.reads) != 3:
-        return False
-    found = ((choice, _links(choice)) for choice in _choices(op, Numbering()))
-    return any(bool(links) and _is_read_here_only(graph, choice, links) for choice, links in found)
+def keep(graph: Graph) -> set[Op]:
+    """What states that are kept are chosen with."""
+    numbering = Numbering(everything=True)
+    found = (choice for op in graph.ops for choice, _ in _kept(graph, op, numbering))
+    return {part for choice in found for part in choice.parts}
 
 
-def _choices(op: Op, numbering: Numbering) -> list[Choice]:
-    """A choice, as an operator may be read."""
-    if op.kwargs or op.node is None or op.out.const or not op.out.dtype.is_floating_point:
-        return []
-    found: list[Choice] = []
-    if op.name == "where" and len(op.args) == 3 and all(isinstance(arg, Value) for arg in op.args):
-        mask, chosen, rest = op.args
-        found = [Choice(op, chosen, rest, mask, False), Choice(op, rest, chosen, mask, True)]
-    if op.name == "add" and len(op.args) == 2 and len(op.reads) == 2:
-        found = _mixed(op, numbering)
-    return [
-        each
-        for each in found
-        if not each.mask.const
-        and len(each.mask.shape) == len(op.out.shape)
-        and math.prod(each.mask.shape) < math.prod(op.out.shape)
-        and all((value.shape, value.dtype) == (op.out.shape, op.out.dtype) for value in (each.stepped, each.state))
-    ]
-
-
-def _mixed(op: Op, numbering: Numbering) -> list[Choice]:
-    """``m * next + (1 - m) * state`` of a mask that was made a number."""
-    products = [read.op for read in op.reads]
-    found: list[Choice] = []
-    for next_, weight in _weighed(products[0]):
-        for state, rest in _weighed(products[1]):
-            one, other = _bit(weight), _bit(rest)
-            if one is None or other is None or weight.shape != rest.shape:
-                continue
-            if numbering.of(one[0]) == numbering.of(other[0]) and one[1] != other[1]:
-                found += [Choice(op, next_, state, weight, False), Choice(op, state, next_, weight, True)]
-    return found
-
-
-def _weighed(op: Op | None) -> list[tuple[Value, Value]]:
-    """What is weighed and its weight, either way."""
-    if op is None or op.name != "mul" or op.kwargs or len(op.reads) != 2:
-        return []
-    return [(op.reads[0], op.reads[1]), (op.reads[1], op.reads[0])]
-
-
-def _bit(value: Value) -> tuple[Value, bool] | None:
-    """The booleans that a number is, and whether it is 1 where they are false; None for other numbers."""
-    inverted, found = False, root(value, CASTS)
-    while (op := found.op) is not None and (op.name == "logical_not" or _is_not(op)):
-        found, inverted = root(op.reads[0], CASTS), not inverted
-    return (found, inverted) if root(found, CASTS | PICKING).dtype == torch.bool else None
-
-
-def _is_not(op: Op) -> bool:
-    """``1 - x``, and ``~x`` of booleans."""
-    return op.args[1:] == (1,) if op.name == "rsub" else op.name == "bitwise_not" and op.out.dtype == torch.bool
+def _kept(graph: Graph, op: Op, numbering: Numbering) -> Iterator[tuple[Choice, list[Link]]]:
+    """The choices between a state and its next one that an operator may be, whatever the state is."""
+    for choice in choices(op, numbering):
+        links = _links(choice)
+        if links and _is_read_here_only(graph, choice, links):
+            yield choice, links
 
 
 def _links(choice: Choice) -> list[Link] | None:
     """From the state to the next one; None if that is not made by factors and sums of its size."""
-    state, value, found = root(choice.state, AS_IS), root(choice.stepped, AS_IS), list[Link]()
+    state, value, found = root(choice.rest, AS_IS), root(choice.chosen, AS_IS), list[Link]()
     while value is not state:
         ways = [each for each in _onward(value) if _leads(each[0], state, MOST_LINKS - len(found) - 1)]
         if not ways or value.op is None:
@@ -158,16 +97,16 @@ def _leads(value: Value, state: Value, most: int) -> bool:
 
 def _is_read_here_only(graph: Graph, choice: Choice, links: list[Link]) -> bool:
     """Whether nothing but the step itself reads the states within it."""
-    step = _step(choice) | {choice.op} | {read.op for read in choice.op.reads if read.op is not None}
-    within = [link.op.out for link in links] + [choice.stepped]
+    step = _step(choice) | choice.parts
+    within = [link.op.out for link in links] + [choice.chosen]
     kept = (value in graph.outputs or value in graph.written for value in within)
     return not any(kept) and all(user in step for value in within for user in value.users)
 
 
 def _step(choice: Choice) -> set[Op]:
     """What makes the next state of this one, and what it is made of besides."""
-    state = root(choice.state, AS_IS)
-    return ancestors([choice.stepped], lambda value: value is state)
+    state = root(choice.rest, AS_IS)
+    return ancestors([choice.chosen], lambda value: value is state)
 
 
 @dataclass
@@ -200,7 +139,7 @@ class Padding:
         if given.dtype != torch.bool:
             given = self.call("ne", given, 0)
         mask = self.masks.of(given if self.choice.inverted else self.call("logical_not", given))
-        state, origin = self.choice.state, root(self.choice.state, AS_IS)
+        state, origin = self.choice.rest, root(self.choice.rest, AS_IS)
         self.edit.refuse_cuts(ancestors([state], lambda value: value is origin))
         self.new[origin] = state
         self.depends = self._below(origin)

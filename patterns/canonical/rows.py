@@ -18,9 +18,10 @@ from torch import fx
 
 from kdacompile.graph.ir import Graph, Op, Value, map_values, reach
 from kdacompile.patterns.canonical import rules
+from kdacompile.patterns.canonical.choices import bit
 from kdacompile.patterns.canonical.pieces import Gathered, Piece, gathered, in_whole, piece_of
-from kdacompile.patterns.engine.values import Numbering, cut_of, is_divided
-from kdacompile.patterns.engine.vocabulary import LAYOUT
+from kdacompile.patterns.engine.values import Numbering, cut_of, is_divided, root
+from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING
 
 
 @dataclass(eq=False)
@@ -207,7 +208,8 @@ class Loops:
             below = not (active | spread).isdisjoint(rows.parts.values())
             if below and op.name in LAYOUT:
                 spread.add(rows)
-            gated = (self.across and _takes_in(rows, op)) or (pointwise and self.is_new(op))
+            masked = op.name == "mul" and self.stands_in(rows, op)
+            gated = masked or (self.across and _takes_in(rows, op)) or (pointwise and self.is_new(op))
             alone = rules.is_activation(op) or rules.is_offset(op) or (rules.is_factor(op) and self.is_small(rows))
             if (below and pointwise) or alone or gated:
                 active.add(rows)
@@ -222,6 +224,17 @@ class Loops:
         """Whether others have several numbers where these have one: they are gates, and no queries or keys."""
         size = math.prod(rows.members[0].shape)
         return any(math.prod(value.shape) > size for each in self.early.values() for value in each.members.values())
+
+    def stands_in(self, rows: Rows, op: Op) -> bool:
+        """True for a product in the place of a factor that nothing else reads: of write gates, of what becomes a gate,
+        of anything with a mask.
+        """
+        factors = [self.member[read][0] for read in op.reads if read in self.member]
+        wholes = [part for part in factors if part.members[0].shape == op.out.shape]
+        if len(factors) < 2 or not any(len(set(v.users)) == 1 for p in wholes for v in p.members.values()):
+            return False
+        masks = any(_is_counted(part.members[0]) for part in factors)
+        return masks or _becomes_a_gate(op)
 
     def is_new(self, op: Op) -> bool:
         """Whether a rule has made the call."""
@@ -273,6 +286,17 @@ class Loops:
 
 def _rows(values: tuple[Value, ...], parts: dict[Value, Rows] | None = None) -> Rows:
     return Rows(len(values), dict(enumerate(values)), parts or {})
+
+
+def _is_counted(value: Value) -> bool:
+    """Whether a number was made of booleans or whole numbers."""
+    return bit(value) is not None or not root(value, LAYOUT | PICKING).dtype.is_floating_point
+
+
+def _becomes_a_gate(op: Op) -> bool:
+    while len(op.out.users) == 1 and (op.out.users[0].name in LAYOUT or rules.is_factor(op.out.users[0])):
+        op = op.out.users[0]
+    return all(user.name in rules.EXPONENTIALS for user in op.out.users)
 
 
 def _takes_in(rows: Rows, op: Op) -> bool:

@@ -29,8 +29,9 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "native_layer_norm": F.layer_norm,
     "_fused_rms_norm": F.rms_norm,
     "log_sigmoid_forward": F.logsigmoid,
+    "where": torch.where,
 }
-"""Operators with more results than one, as the functions they are the operators of."""
+"""Operators with more results than one, or that take no numbers, as the functions they are the operators of."""
 
 PRODUCTS = frozenset("mm addmm".split())
 EXPONENTIALS = frozenset("exp exp2".split())
@@ -64,8 +65,9 @@ def is_offset(op: Op) -> bool:
 
 
 def is_factor(op: Op) -> bool:
-    """``2 * x``, ``x / 2``, ``-x``: of one tensor and a number."""
-    return op.name in ("mul", "div", "neg") and len(op.reads) == 1
+    """``2 * x``, ``x / 2``, ``-x``, ``x ** 2``, ``x * x``: of one tensor and a number, or of it and itself."""
+    twice = op.name == "add" and len(op.reads) > 1
+    return (twice or op.name in ("mul", "div", "neg", "pow", "square")) and set(op.reads) == {op.args[0]}
 
 
 def batched(op: Op, pieces: Sequence[Value]) -> list[Step] | None:
@@ -119,7 +121,7 @@ def made(
     op: Op,
     whole: Mapping[Value, Value],
     like: fx.Node,
-    same: Callable[[Value], Value] = lambda value: value,
+    same: Callable[[Value], Value | float] = lambda value: value,
 ) -> Value:
     """Make the calls of ``op`` for all pieces, which are ``whole`` for the first of each; ``same``: what stands for
     another operand.

@@ -275,11 +275,12 @@ def _pushed(cut: list[Value], group: Group, eligible: Callable[[Value], bool], *
     moved: list[Value] = []
     for value in cut:
         while True:
-            ahead = [user for user in value.users if user not in group.ops and is_soft(user)]
+            users = list(dict.fromkeys(value.users))  # b * b reads it twice
+            ahead = [user for user in users if user not in group.ops and is_soft(user)]
             per_head = sum(_sizes(value).values()) < 2  # such an exponential is a decay or a rate, not a gate
-            if len(value.users) != 1 or len(ahead) != 1 or (ahead[0].name == "exp" and not per_head and not past_gates):
+            if len(users) != 1 or len(ahead) != 1 or (ahead[0].name == "exp" and not per_head and not past_gates):
                 break
-            data = [read for read in ahead[0].reads if not read.const]
+            data = {read for read in ahead[0].reads if not read.const}
             if len(data) != 1 or not eligible(ahead[0].out):
                 break
             value = ahead[0].out

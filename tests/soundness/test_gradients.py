@@ -149,18 +149,38 @@ def padded_as_cut(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, *, 
     return torch.stack(outputs, 1)
 
 
+def moved(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, *, cut: Cut) -> Tensor:
+    """What the next one is more may be."""
+    outputs: list[Tensor] = []
+    for t in range(q.shape[1]):
+        after = state * g[:, t, :, None, None].exp() + k[:, t, :, :, None] * v[:, t, :, None]
+        state = state + REAL[:, t].to(q.dtype) * cut(t, after - state)
+        outputs.append((q[:, t, :, None] @ state)[:, :, 0])
+    return torch.stack(outputs, 1)
+
+
+def moved_from(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, *, cut: Cut) -> Tensor:
+    """Or what it is taken from."""
+    outputs: list[Tensor] = []
+    for t in range(q.shape[1]):
+        after = state * g[:, t, :, None, None].exp() + k[:, t, :, :, None] * v[:, t, :, None]
+        state = torch.lerp(cut(t, state), after, REAL[:, t].to(q.dtype))
+        outputs.append((q[:, t, :, None] @ state)[:, :, 0])
+    return torch.stack(outputs, 1)
+
+
 OF_STATES: dict[str, Cut] = {
     name: CUTS[name]["before"] for name in CUTS if "before" in CUTS[name] and "that came in" not in name
 }
 
 
 @pytest.mark.parametrize("name", OF_STATES)
-@pytest.mark.parametrize("program", [emptied, padded, padded_as_cut])
+@pytest.mark.parametrize("program", [emptied, padded, padded_as_cut, moved, moved_from])
 def test_gradients_of_chosen_states_that_are_cut(program: Callable[..., Tensor], name: str) -> None:
     check(lambda *x: program(*x, cut=OF_STATES[name]))
 
 
-@pytest.mark.parametrize("program", [emptied, padded])
+@pytest.mark.parametrize("program", [emptied, padded, moved, moved_from])
 def test_gradients_of_chosen_states_that_are_not(program: Callable[..., Tensor]) -> None:
     assert check(lambda *x: program(*x, cut=keep)) == ["simple_gla"]
 

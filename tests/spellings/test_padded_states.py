@@ -126,6 +126,15 @@ KEPT: dict[str, Keep] = {
     "weighed by both": lambda new, old, x, t: old * (~row(x, t)).to(new.dtype) + new * row(x, t).to(new.dtype),
     "of some heads": lambda new, old, x, t: torch.where(row(x, t) | (torch.arange(H) == 1)[:, None, None], new, old),
     "as padding says": lambda new, old, x, t: torch.where(row(x == 0, t), old, new),
+    "moved": lambda new, old, x, t: old + row(x, t).to(new.dtype) * (new - old),
+    "moved by a boolean": lambda new, old, x, t: (new - old) * row(x, t) + old,
+    "moved back": lambda new, old, x, t: new - (~row(x, t)).type_as(new) * (new - old),
+    "lerp": lambda new, old, x, t: torch.lerp(old, new, row(x, t).to(new.dtype)),
+    "lerp back": lambda new, old, x, t: new.lerp(old, 1 - row(x, t).to(new)),
+    "lerp by one or zero": lambda new, old, x, t: torch.lerp(old, new, torch.where(row(x, t), 1.0, 0.0).to(new.dtype)),
+    "addcmul": lambda new, old, x, t: torch.addcmul(old, row(x, t).to(new.dtype), new - old),
+    "booleans": lambda new, old, x, t: row(x, t) * new + ~row(x, t) * old,
+    "filled": lambda new, old, x, t: new * row(x, t) + old.masked_fill(row(x, t), 0.0),
 }
 
 
@@ -174,7 +183,7 @@ def test_padding_may_hold_anything(pattern: str, kind: str, delta: bool, step: s
 
 
 @pytest.mark.parametrize(("pattern", "kind", "delta"), LOOPS)
-@pytest.mark.parametrize("name", ["where", "weighed"])
+@pytest.mark.parametrize("name", ["where", "weighed", "moved", "lerp", "filled"])
 def test_gradients(pattern: str, kind: str, delta: bool, name: str) -> None:
     fn = loop(kind, delta, KEPT[name])
     args = [each.requires_grad_(each.is_floating_point()) for each in arguments(kind, padding())]
@@ -229,6 +238,17 @@ LEFT: dict[str, Keep] = {
     "every number by itself": lambda new, old, x, t: torch.where(row(x, t) & (new > 0), new, old),
     "weighed twice": lambda new, old, x, t: row(x.float(), t) * new + row(x.float(), t) * old,
     "weighed by another": lambda new, old, x, t: row(x.float(), t) * new + (1 - row(x.float(), t - 1)) * old,
+    "moved by a number": lambda new, old, x, t: old + row(x.float() / 2, t) * (new - old),
+    "moved by one or two": lambda new, old, x, t: old + torch.where(row(x, t), 1.0, 2.0) * (new - old),
+    "moved by one or itself": lambda new, old, x, t: torch.lerp(
+        old, new, torch.where(row(x, t), 1.0, row(x.float(), t) / 2)
+    ),
+    "moved twice as far": lambda new, old, x, t: old + row(x.long() * 2, t) * (new - old),
+    "moved from elsewhere": lambda new, old, x, t: old + row(x.float(), t) * (new - 2 * old),
+    "moved the other way": lambda new, old, x, t: old - row(x.float(), t) * (new - old),
+    "scaled": lambda new, old, x, t: torch.add(old, row(x.float(), t) * (new - old), alpha=2),
+    "scaled within": lambda new, old, x, t: torch.addcmul(old, row(x.float(), t), new - old, value=0.5),
+    "taken from one twice": lambda new, old, x, t: torch.lerp(old, new, torch.rsub(row(x.float(), t), 1, alpha=2)),
     "weighed by no bit": lambda new, old, x, t: row(x.float() / 2, t) * new + (1 - row(x.float() / 2, t)) * old,
 }
 

@@ -24,6 +24,9 @@ FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
     "negative": lambda b: -b,
     "twice an activation": lambda b: 2 * b.sigmoid(),
     "half within": lambda b: 2 * (b * 0.5).sigmoid(),
+    "squared": lambda b: b * b,
+    "a power": lambda b: b**2,
+    "added to itself": lambda b: b + b,
 }
 
 LOOPS = [("kda", "channel", True), ("gated_delta_rule", "head", True), ("gla", "channel", False)]
