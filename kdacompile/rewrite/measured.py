@@ -37,7 +37,7 @@ def is_half(inputs: Mapping[str, Placement]) -> bool:
 def takes_longer(tokens: int, ratio: float, *, train: bool) -> str:
     """Why a sequence of so many tokens is left to Inductor."""
     what = f"training on {tokens} tokens" if train else f"a prompt of {tokens} tokens"
-    return f"{what} on a CPU is estimated to take {ratio:.1f} times as long as an op"
+    return f"as an op, {what} on a CPU is estimated to take {ratio:.1f} times as long as by Inductor"
 
 
 def open_batch(inputs: Mapping[str, Placement]) -> Any:
