@@ -1,8 +1,9 @@
 """The rows of the family over norms, gates, heads and lengths, a part of the CUDA suite: ``--case grid`` is it alone.
 
-Every cell is one prompt in bf16, 128 channels a head, measured by replays of a CUDA graph: ours in all of them; FLA,
-where it is importable and has an operator for it, at 32 heads and T = 8192. The table gives microseconds and how many
-times the floor that is, the bytes a call cannot avoid at the rate of a copy; the heat map (SVG) has the same ratios.
+Every cell is one prompt in bf16, 128 channels a head, measured by replays of a CUDA graph: ours in all of them; FLA and
+cudnn-frontend, where they are importable and have an operator for it, at 16 and 32 heads and T = 8192. The table gives
+microseconds and how many times the floor that is, the bytes a call cannot avoid at the rate of a copy, and what peers
+take over ours; the heat map (SVG) has the ratios to the floor.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kdacompile.bench import device_clock, record, rows
+from kdacompile.bench import cudnn_kda, device_clock, record, rows
 from kdacompile.bench.relay import LONGEST, Job, Outcome, Relay, Steps
 from kdacompile.store.disk import write_whole
 
@@ -27,7 +28,7 @@ ROWS = {"kda": ("channel", True), "gdn": ("token", True), "gla": ("channel", Fal
 GATES = ("sigmoid", "softplus", "log", "none")
 HEADS = (4, 8, 16, 32, 96)
 LENGTHS = (512, 2048, 8192, 65536)
-PEERS_AT = (32, 8192)
+PEERS_AT = (16, 32), 8192
 MOST_AT_ONCE = 32 * 65536
 """Heads times tokens of a prompt that all processes may have in the device's memory at once."""
 
@@ -45,12 +46,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of device time; ``fla`` is None where it was not asked or has no such operator."""
+    """Microseconds of device time; a peer's are None where it was not asked or has no such operator."""
 
     cell: Cell
     ours: float
     floor: float
     fla: float | None = None
+    cudnn: float | None = None
 
 
 def cells(heads: Sequence[int] = HEADS, lengths: Sequence[int] = LENGTHS) -> list[Cell]:
@@ -73,33 +75,34 @@ def arguments(cell: Cell, device: str = "cuda") -> rows.Given:
     return given | {"output_final_state": True}
 
 
-def peer_of(cell: Cell, given: rows.Given) -> Callable[[], object] | None:
-    """FLA's operator where it is asked for, and is there."""
-    asked = (cell.heads, cell.length) == PEERS_AT and importlib.util.find_spec("fla") is not None
-    return rows.fla(given) if asked else None
+def peers_of(cell: Cell, given: rows.Given) -> dict[str, Callable[[], object]]:
+    """Others' operators where they are asked for, and are there."""
+    if cell.heads not in PEERS_AT[0] or cell.length != PEERS_AT[1]:
+        return {}
+    fla = rows.fla(given) if importlib.util.find_spec("fla") is not None else None
+    return {name: call for name, call in (("fla", fla), ("cudnn", cudnn_kda.forward(given))) if call is not None}
 
 
 def timing(cell: Cell) -> Timing:
     given = arguments(cell)
     floor = rows.unavoidable_bytes(given) / device_clock.rates()[0]
-    peer = peer_of(cell, given)
+    peers = peers_of(cell, given)
     often = {"launches": 10, "repeats": 9} if cell.length <= PEERS_AT[1] else {"launches": 3, "repeats": 5}
     with torch.no_grad():
         ours = device_clock.device_microseconds(rows.ours(given), **often)
-        fla = None if peer is None else device_clock.device_microseconds(peer)
-    return Timing(cell, ours, floor, fla)
+        others = {name: device_clock.device_microseconds(call) for name, call in peers.items()}
+    return Timing(cell, ours, floor, **others)
 
 
 def markdown(timings: Sequence[Timing]) -> str:
     """A line for each row, norm, gate and number of heads: microseconds by length, and the parts of the floor."""
     lengths = sorted({timing.cell.length for timing in timings})
-    header = ["row", "norm", "gate", "heads", *(f"T = {length}" for length in lengths), "FLA / ours"]
+    header = ["row", "norm", "gate", "heads", *(f"T = {length}" for length in lengths), "FLA / ours", "cudnn / ours"]
     lines = [header]
     for key, group in _lines(timings).items():
         found = {timing.cell.length: timing for timing in group}
         times = [_cell_text(found.get(length)) for length in lengths]
-        ratios = [f"{timing.fla / timing.ours:.2f}x" for timing in group if timing.fla is not None]
-        lines.append([*map(str, key), *times, " ".join(ratios)])
+        lines.append([*map(str, key), *times, _ratio(group, "fla"), _ratio(group, "cudnn")])
     return record.markdown(lines)
 
 
@@ -128,6 +131,11 @@ def heat_map(timings: Sequence[Timing]) -> str:
 
 def _cell_text(timing: Timing | None) -> str:
     return "" if timing is None else f"{timing.ours:.0f} us, {timing.ours / timing.floor:.1f}x"
+
+
+def _ratio(timings: Sequence[Timing], peer: str) -> str:
+    found = ((getattr(timing, peer), timing.ours) for timing in timings)
+    return " ".join(f"{theirs / ours:.2f}x" for theirs, ours in found if theirs is not None)
 
 
 def _lines(timings: Sequence[Timing]) -> dict[tuple[str, str, str, int], list[Timing]]:
@@ -176,7 +184,7 @@ def measured(line: str, contender: str) -> Steps:
     for cell in (cell for cell in own if cell.heads * cell.length <= MOST_AT_ONCE):
         given = arguments(cell)
         with torch.no_grad():
-            for call in filter(None, (rows.ours(given), peer_of(cell, given))):
+            for call in (rows.ours(given), *peers_of(cell, given).values()):
                 call()
         del given
         torch.cuda.empty_cache()

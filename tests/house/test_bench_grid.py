@@ -62,14 +62,14 @@ def test_fla_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_table_and_heat_map() -> None:
     timings = [
-        Timing(Cell("kda", "inside", "log", 32, 8192), 430.0, 86.0, 1000.0),
+        Timing(Cell("kda", "inside", "log", 32, 8192), 430.0, 86.0, 1000.0, 860.0),
         Timing(Cell("kda", "inside", "log", 32, 2048), 110.0, 22.0),
         Timing(Cell("ssd", "none", "none", 4, 8192), 30.0, 10.0),
     ]
     header, _, kda, ssd = cuda_grid.markdown(timings).splitlines()
-    assert "T = 2048 | T = 8192 | FLA / ours" in header
-    assert kda == "| kda | inside | log | 32 | 110 us, 5.0x | 430 us, 5.0x | 2.33x |"
-    assert ssd == "| ssd | none | none | 4 |  | 30 us, 3.0x |  |"
+    assert "T = 2048 | T = 8192 | FLA / ours | cudnn / ours" in header
+    assert kda == "| kda | inside | log | 32 | 110 us, 5.0x | 430 us, 5.0x | 2.33x | 2.00x |"
+    assert ssd == "| ssd | none | none | 4 |  | 30 us, 3.0x |  |  |"
     drawn = ET.fromstring(cuda_grid.heat_map(timings))
     assert sum(child.tag.endswith("rect") for child in drawn) == len(timings)
 
