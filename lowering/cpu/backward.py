@@ -30,7 +30,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor |
 class _Kernel(Loop):
     """A (sequence, head), or some of its values."""
 
-    source = ("vectors.c", "backward_chunk.c", "recurrence_backward.c")
+    source = ("vectors.c", "functions.c", "backward_chunk.c", "recurrence_backward.c")
     function = "linear_attention_backward"
 
     def __call__(self, problem: bytes, tasks: int) -> bool:
@@ -80,7 +80,9 @@ def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> tuple
     gate, beta, bounds = call.gate, call.beta, bounds_of(call)
     sequences = batch if bounds is None else len(bounds) - 1
     # Every tensor is held by a name until the kernel is done: it is given addresses.
-    q, k, v, decay = in_rows(call.q), in_rows(call.k), in_rows(call.v), decay_of(call)
+    q, k, v, decay = in_rows(call.q), in_rows(call.k), in_rows(call.v), call.g
+    if decay is not None and gate == "channel":
+        decay = in_rows(decay)
     grad_o = None if grad_o is None else in_rows(grad_o.to(q.dtype))
     initial_state, grad_state = (
         None if state is None else state.to(q.dtype).contiguous() for state in (call.initial_state, grad_state)
@@ -105,15 +107,6 @@ def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> tuple
     dg = None if ddecay is None else ddecay.sum((0, 1, 2)) if gate == "head" else _sum(ddecay, 0)
     dbeta, dinitial = None if beta is None else _sum(dbeta, 0), None if initial_state is None else dinitial
     return (dq, dk, dv, dg, dbeta, dinitial), finite
-
-
-def decay_of(call: Call) -> Tensor | None:
-    """The factors by which the state decays."""
-    g = call.g
-    if g is None:
-        return None
-    decay = torch.exp(g) if call.gate_fn == "log" else g
-    return in_rows(decay) if call.gate == "channel" else decay
 
 
 def in_rows(x: Tensor) -> Tensor:

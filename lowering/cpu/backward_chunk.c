@@ -27,7 +27,7 @@ struct operand {
 
 /* Packed by backward.py in this order. */
 struct problem {
-    struct operand q, k, v, decay, beta, grad_out; /* decay, beta and grad_out may be null */
+    struct operand q, k, v, decay, beta, grad_out; /* decay (or its logarithm), beta and grad_out may be null */
     const real *initial, *grad_final;              /* [sequences, heads, K, V], or null: zeros */
     real *dq, *dk, *dv, *ddecay, *dbeta;           /* [parts, B, T, heads, K | V | 1]; no parts of dv */
     real *dinitial;                                /* [sequences, heads, K, V] */
@@ -51,8 +51,7 @@ struct walk {
     real *P, *L, *W;                    /* [TOKENS, TOKENS], 0 above the diagonal; [TOKENS, wide] */
     real *beta, *q_factor, *k_factor;   /* [TOKENS] */
     /* Computed again: */
-    real *before, *after, *total;       /* [TOKENS, deep], exp(G_C) [deep] */
-    real *in, *out;                     /* Q_g and -K_g [2 TOKENS, deep], K_d [TOKENS, deep] */
+    real *in, *out, *total;             /* Q_g and -K_g [2 TOKENS, deep], K_d [TOKENS, deep], exp(G_C) [deep] */
     real *values;                       /* V' [TOKENS, wide] */
     /* Gradients: */
     real *grads;                        /* dO, scaled, and b Z [2 TOKENS, wide] */
@@ -84,6 +83,24 @@ static real read_key(const struct walk *w, const struct operand *x, int64_t t, r
     return factor;
 }
 
+/* The factors of a token of the chunk. */
+static void load_decay(const struct walk *w, int64_t t, real *a)
+{
+    const struct operand *x = &w->p->decay;
+    const int each = w->p->decay_per_channel, live = t < w->count && x->data;
+    const real *from = live ? at(x, w->batch, w->first + t, w->head) : 0;
+    if (live && each)
+        read_row(from, 1, w->p->K, a, w->K, w->ahead * x->token);
+    else
+        fill(a, live ? *from : (real)1, w->K);
+    if (!live || !w->p->log_decay)
+        return;
+    for (int64_t i = 0; i < (each ? w->K : LANES); i += LANES)
+        *(vector *)(a + i) = exponential(*(vector *)(a + i));
+    if (!each)
+        fill(a, a[0], w->K);
+}
+
 /* q, k, decays and beta of the chunk. */
 static void load_keys(struct walk *w)
 {
@@ -91,7 +108,6 @@ static void load_keys(struct walk *w)
     const int64_t n = w->deep, first = w->first;
     for (int64_t t = 0; t < TOKENS; t++) {
         const int live = t < w->count;
-        real *a = w->a + t * n;
         w->beta[t] = !live ? (real)0 : p->beta.data ? *at(&p->beta, w->batch, first + t, w->head) : (real)1;
         if (live) {
             w->q_factor[t] = read_key(w, &p->q, t, w->q + t * n);
@@ -100,15 +116,12 @@ static void load_keys(struct walk *w)
             fill(w->q + t * n, 0, w->K);
             fill(w->k + t * n, 0, w->K);
         }
-        if (live && p->decay.data && p->decay_per_channel)
-            read_row(at(&p->decay, w->batch, first + t, w->head), 1, p->K, a, w->K, w->ahead * p->decay.token);
-        else
-            fill(a, live && p->decay.data ? *at(&p->decay, w->batch, first + t, w->head) : (real)1, w->K);
+        load_decay(w, t, w->a + t * n);
     }
 }
 
-/* Queries and keys as the state before the chunk meets them. */
-static void decay_in(struct walk *w)
+/* Keys, and ``queries``, as the state before the chunk meets them. */
+INLINE void decay_in(struct walk *w, const int queries)
 {
     const int64_t n = w->deep;
     for (int64_t i = 0; i < w->K; i += LANES) {
@@ -117,8 +130,8 @@ static void decay_in(struct walk *w)
         for (int64_t t = 0; t < TOKENS; t++) {
             const int64_t place = t * n + i;
             before *= *(vector *)(w->a + place);
-            *(vector *)(w->before + place) = before;
-            *(vector *)(w->in + place) = before * *(vector *)(w->q + place);
+            if (queries)
+                *(vector *)(w->in + place) = before * *(vector *)(w->q + place);
             *(vector *)(w->in + TOKENS * n + place) = -before * *(vector *)(w->k + place);
         }
     }
@@ -133,7 +146,6 @@ static void decay_out(struct walk *w)
         after += 1;
         for (int64_t t = TOKENS - 1; t >= 0; t--) {
             const int64_t place = t * n + i;
-            *(vector *)(w->after + place) = after;
             *(vector *)(w->out + place) = after * *(vector *)(w->k + place);
             after *= *(vector *)(w->a + place);
         }
@@ -183,7 +195,7 @@ static void advance(const struct walk *w, const real *state, real *next)
 /* The same, and what is kept of the chunk. */
 static void forward(struct walk *w, const real *state, real *next)
 {
-    real one[TOKENS];
+    real one[TOKENS] __attribute__((aligned(VECTOR_BYTES)));
     w->ahead = TOKENS;
     load_keys(w);
     decay_out(w);
@@ -191,7 +203,7 @@ static void forward(struct walk *w, const real *state, real *next)
     score(w);
     fill(one, 1, TOKENS);
     if (w->p->delta) {
-        decay_in(w);
+        decay_in(w, 0);
         product(TOKENS, w->V, w->K, (struct matrix){w->in + TOKENS * w->deep, w->deep, 1}, state, w->wide, one, w->W, w->W,
                 w->wide);
     }
@@ -215,7 +227,7 @@ static void recall(struct walk *w)
 static void backward_values(struct walk *w)
 {
     const struct problem *p = w->p;
-    real one[TOKENS], *z = w->grads + TOKENS * w->wide;
+    real one[TOKENS] __attribute__((aligned(VECTOR_BYTES))), *z = w->grads + TOKENS * w->wide;
     fill(one, 1, TOKENS);
     product(TOKENS, w->V, TOKENS, (struct matrix){w->P, 1, TOKENS}, w->grads, w->wide, 0, z, z, w->wide);
     product(TOKENS, w->V, w->K, (struct matrix){w->out, w->deep, 1}, w->dS, w->wide, one, z, z, w->wide);
@@ -242,22 +254,26 @@ struct strip {
 INLINE void through_states(const struct walk *w, struct strip s, int64_t d, const int delta)
 {
     const int64_t row = s.row;
-    const vector *before = (vector *)(w->before + d), *after = (vector *)(w->after + d);
     const vector *dQ = (vector *)(w->products_t + d), *dM = dQ + TOKENS * row, *dD = dM + TOKENS * row;
-    vector x = {0}, y = *(vector *)(w->overlap + d);
+    vector before[TOKENS + 1], after[TOKENS], x = {0}, y = *(vector *)(w->overlap + d);
+    before[0] = after[TOKENS - 1] = (vector){0} + 1; /* of token t at t + 1, and at t */
+    for (int64_t t = 0; t < TOKENS; t++)
+        before[t + 1] = before[t] * s.a[t * row];
     for (int64_t t = TOKENS - 1; t >= 0; t--) {
         x += s.q[t * row] * dQ[t * row];
-        s.dq[t * row] = before[t * row] * dQ[t * row];
-        s.dk[t * row] = after[t * row] * dD[t * row];
+        s.dq[t * row] = before[t + 1] * dQ[t * row];
+        s.dk[t * row] = after[t] * dD[t * row];
         if (delta) {
             x -= s.k[t * row] * dM[t * row];
-            s.dk[t * row] -= before[t * row] * dM[t * row];
+            s.dk[t * row] -= before[t + 1] * dM[t * row];
         }
-        s.da[t * row] = t ? x * before[(t - 1) * row] : x;
+        s.da[t * row] = x * before[t];
         x *= s.a[t * row];
+        if (t)
+            after[t - 1] = after[t] * s.a[t * row];
     }
     for (int64_t t = 0; t < TOKENS; t++) {
-        s.da[t * row] += after[t * row] * y;
+        s.da[t * row] += after[t] * y;
         y = s.a[t * row] * y + s.k[t * row] * dD[t * row];
     }
 }
@@ -363,26 +379,35 @@ static void store(struct walk *w)
     }
 }
 
+/* dQ, dM, dD and rowsum(S * dS') of ROWS channels, from ``i`` on, and dS before the chunk from dS behind it. All that is
+ * read of both states is read here, while it is in the cache. */
+static void backward_states(struct walk *w, const real *state, real *dS, int64_t i, int64_t rows)
+{
+    real *products = w->products + i * 3 * TOKENS;
+    product(ROWS, rows, w->V, (struct matrix){state, w->wide, 1}, w->grads_t, 2 * TOKENS, 0, products, products,
+            3 * TOKENS);
+    product(ROWS, TOKENS, w->V, (struct matrix){dS, w->wide, 1}, w->values_t, TOKENS, 0, products, products + 2 * TOKENS,
+            3 * TOKENS);
+    for (int64_t r = 0; r < ROWS; r++)
+        w->overlap[i + r] = w->p->decay.data ? dot(state + r * w->wide, dS + r * w->wide, w->V) : 0;
+    product(ROWS, w->V, rows, (struct matrix){w->in + i, 1, w->deep}, w->grads, w->wide, w->total + i, dS, dS, w->wide);
+}
+
 /* The gradients of the chunk, and dS before it from dS behind it. */
 static void backward(struct walk *w, const real *state)
 {
     const struct problem *p = w->p;
     const int64_t rows = p->delta ? 2 * TOKENS : TOKENS;
     w->ahead = -TOKENS;
-    decay_in(w);
+    decay_in(w, 1);
     recall(w);
     load_values(w, &p->grad_out, (real)p->scale, w->grads);
     backward_values(w);
     transpose(w->grads, w->wide, rows, w->V, w->grads_t, 2 * TOKENS);
     transpose(w->values, w->wide, TOKENS, w->V, w->values_t, TOKENS);
-    for (int64_t i = 0; i < w->K; i++)
-        w->overlap[i] = p->decay.data ? dot(state + i * w->wide, w->dS + i * w->wide, w->V) : 0;
-    product(w->K, rows, w->V, (struct matrix){state, w->wide, 1}, w->grads_t, 2 * TOKENS, 0, w->products, w->products,
-            3 * TOKENS);
-    product(w->K, TOKENS, w->V, (struct matrix){w->dS, w->wide, 1}, w->values_t, TOKENS, 0, w->products,
-            w->products + 2 * TOKENS, 3 * TOKENS);
     product(rows, TOKENS, w->V, (struct matrix){w->grads, w->wide, 1}, w->values_t, TOKENS, 0, w->pairs, w->pairs, TOKENS);
-    product(w->K, w->V, rows, (struct matrix){w->in, 1, w->deep}, w->grads, w->wide, w->total, w->dS, w->dS, w->wide);
+    for (int64_t i = 0; i < w->K; i += ROWS)
+        backward_states(w, state + i * w->wide, w->dS + i * w->wide, i, rows);
     transpose(w->products, 3 * TOKENS, w->K, 3 * TOKENS, w->products_t, w->deep);
     if (p->delta)
         backward_keys(w, 1);

@@ -24,7 +24,7 @@ static struct room room_for(const struct walk *w, int64_t chunks)
         kept++;
     kept = kept < chunks ? kept : chunks ? chunks : 1;
     const int64_t states = (kept < GROUP ? kept : GROUP - 1) + kept / GROUP;
-    const int64_t fixed = TOKENS * (11 * w->deep + 3 * w->wide + 3 * w->V + 3 * w->K + 2 * TOKENS) + 2 * w->deep + state;
+    const int64_t fixed = TOKENS * (9 * w->deep + 3 * w->wide + 3 * w->V + 3 * w->K + 2 * TOKENS) + 2 * w->deep + state;
     return (struct room){
         kept, states, state, chunk, fixed + (chunks / kept + 1) * state + kept * chunk + states * state};
 }
@@ -82,8 +82,8 @@ static void run_walk(struct walk *w, int64_t chunks, struct room room, real *mem
 {
     const struct problem *p = w->p;
     const int64_t n = TOKENS * w->deep, v = TOKENS * w->wide, tile = (w->sequence * p->heads + w->head) * p->K * p->V;
-    real **keys[] = {&w->before, &w->after, &w->out, &w->dq, &w->dk, &w->da};
-    for (int i = 0; i < 6; i++)
+    real **keys[] = {&w->out, &w->dq, &w->dk, &w->da};
+    for (int i = 0; i < 4; i++)
         *keys[i] = taken(&memory, n);
     w->in = taken(&memory, 2 * n), w->products_t = taken(&memory, 3 * n);
     w->total = taken(&memory, w->deep), w->overlap = taken(&memory, w->deep);
