@@ -16,7 +16,7 @@ from ..run_attention import Attention
 from ..scratch import Scratch
 from ..split import BLOCK, workers
 from ..triton.device import device_of, on
-from ..triton.mla_run import Results, cut, decodes
+from ..triton.mla_run import Results, cut, decodes, table_rows
 from . import run
 from .descriptors import aligned, described
 from .launches import LOG2E
@@ -72,7 +72,7 @@ def _attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
     assert call.q_rope is not None and call.k_rope is not None
     rows = call.q.shape[1] * call.q.shape[2]
     tiles = -(-rows // ROWS)
-    results = Results(call, tiles, device_of(call.q.device).multiprocessors, scratch)
+    results = Results(call, tiles, device_of(call.q.device).multiprocessors, scratch, stay=True)
     half, rope = (1, ROWS, RANK // 2), (1, ROWS, ROPE)
     values: dict[str, Any] = {
         "d_q": described(_flat(call.q, scratch), half), "d_q_rope": described(_flat(call.q_rope, scratch), rope),
@@ -83,11 +83,12 @@ def _attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
         "CAUSAL": call.causal and call.q.shape[1] > 1, "MASK": call.mask is not None,
         **_mask(call, results.lse, scratch),
     }  # fmt: skip
-    values["d_part"] = described(results.part_o, half) if results.split.partial else values["d_o"]
+    quarter = 1, ROWS, RANK // 4
+    values["d_part"] = described(results.part_o, quarter) if results.split.partial else values["d_o"]
     with on(call.q.device):
         results.schedule()
         arguments = {name: values[name] for name in kernels.attend.arg_names}
-        grid = tiles, results.split.items
+        grid = tiles, results.workers if results.split.scheduled else results.split.items
         scratch.launch(kernels.attend, grid)(**arguments, **results.launch_options(), num_warps=4)
         results.combine()
     return results.o, results.lse
@@ -95,7 +96,7 @@ def _attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
 
 def entries(requests: int, rows: int, device: torch.device) -> int:
     """Numbers in the schedule of so many requests with ``rows`` queries times heads each."""
-    return 4 * (workers(-(-rows // ROWS), device_of(device).multiprocessors) + 2 * requests)
+    return 4 * table_rows(requests, workers(-(-rows // ROWS), device_of(device).multiprocessors), stay=True)
 
 
 def schedule(lengths: Tensor, rows: int, width: int, scratch: Scratch) -> Tensor:
@@ -104,7 +105,7 @@ def schedule(lengths: Tensor, rows: int, width: int, scratch: Scratch) -> Tensor
     table = scratch.result((entries(requests, rows, device),), torch.int32, device)
     share = workers(-(-rows // ROWS), device_of(device).multiprocessors)
     with on(device):
-        cut(scratch.contiguous(lengths), table.view(-1, 4), width, share, scratch, chained=True)
+        cut(scratch.contiguous(lengths), table.view(-1, 4), width, share, scratch, chained=True, stay=True)
     return table
 
 

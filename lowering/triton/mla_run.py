@@ -13,13 +13,13 @@ from ..ahead import compile_ahead
 from ..attention_calls import absorb
 from ..run_attention import Attention
 from ..scratch import Scratch
-from ..split import BLOCK, OVERHEAD, PARTIAL, Split, split, workers
+from ..split import BLOCK, OVERHEAD, PARTIAL, SHORT, STAYING, Split, split, workers
 from .configs import VERIFIED_TRITON, padded
 from .device import device_of, on, precision, unsupported
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_RANK, MAX_ROPE = 1024, 256
-COMBINING = 32  # programs a multiprocessor that merge partial results
+COMBINING = 16  # programs a multiprocessor that merge partial results
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def attend(call: Attention, scratch: Scratch) -> tuple[Tensor, Tensor]:
 class Results:
     """What every decode kernel has around it: the cut, partial results and their merge, the outputs."""
 
-    def __init__(self, call: Attention, row_tiles: int, slots: int, scratch: Scratch) -> None:
+    def __init__(self, call: Attention, row_tiles: int, slots: int, scratch: Scratch, *, stay: bool = False) -> None:
         self.call, self.scratch = call, scratch
         batch, tokens, heads, rank = call.q.shape
         self.rows = tokens * heads
@@ -167,14 +167,15 @@ class Results:
         if self.split.partial:
             self.part_o = scratch.empty((self.split.items, self.rows, rank), torch.float32, device)
             self.part_lse = scratch.empty((self.split.items, self.rows), torch.float32, device)
-        self.plan = self.items = self.lse
-        self.given = False
+        self.plan = self.items = self.starts = self.lse
+        self.given, self.stay = False, stay and self.split.scheduled
         if self.split.scheduled:
-            shape = self.split.items + batch, 4
+            shape = table_rows(batch, self.workers, stay=stay), 4
             self.given = fits(call.schedule, shape, device)
             made = call.schedule if self.given else None
             self.items = scratch.result(shape, torch.int32, device) if made is None else made.view(shape)
             self.plan = self.items[self.split.items :]
+            self.starts = self.plan[batch:]
 
     def arguments(self) -> dict[str, Any]:
         """What the decode kernels call these; for what is absent, any tensor, which is never read.
@@ -188,10 +189,10 @@ class Results:
             "lengths": self.lse if self.lengths is None else self.lengths, "HAS_LENGTHS": call.lengths is not None,
             "sinks": self.lse if self.sinks is None else self.sinks,
             "HAS_SINKS": call.sinks is not None and self.split.splits <= 1,
-            "items": self.items, "SPLITS": max(1, self.split.splits), "SCHEDULED": self.split.scheduled,
-            "PARTIAL": self.split.partial, "o": self.o, "lse": self.lse, "part_o": self.part_o,
-            "part_lse": self.part_lse, "T": call.q.shape[1], "H": call.q.shape[2], "ROWS": self.rows,
-            "WIDTH": call.width, "CHAINED": self.chained,
+            "items": self.items, "starts": self.starts, "SPLITS": max(1, self.split.splits),
+            "SCHEDULED": self.split.scheduled, "PARTIAL": self.split.partial, "o": self.o, "lse": self.lse,
+            "part_o": self.part_o, "part_lse": self.part_lse, "T": call.q.shape[1], "H": call.q.shape[2],
+            "ROWS": self.rows, "WIDTH": call.width, "CHAINED": self.chained,
         }  # fmt: skip
 
     def launch_options(self) -> dict[str, bool]:
@@ -202,7 +203,8 @@ class Results:
         """Cut on the device, where only it knows the lengths, unless that was done for several calls at once."""
         if self.split.scheduled and not self.given:
             assert self.lengths is not None  # else all requests are equally long
-            cut(self.lengths, self.items, self.call.width, self.workers, self.scratch, chained=self.chained)
+            width, count = self.call.width, self.workers
+            cut(self.lengths, self.items, width, count, self.scratch, chained=self.chained, stay=self.stay)
 
     def combine(self) -> None:
         """Merge the partial results."""
@@ -210,13 +212,14 @@ class Results:
             return
         call, rank, splits = self.call, self.o.shape[3], self.split.splits
         batch, width, at_once, programs = call.q.shape[0], padded(rank), 4, self.rows
-        if self.split.scheduled:  # many requests may not be cut: not too many programs to find that out
-            programs = min(programs, -(-COMBINING * device_of(call.q.device).multiprocessors // batch))
+        requests = batch
+        if self.split.scheduled:  # as many programs as run at once: how many requests are cut, the host does not know
+            programs, requests = min(programs * batch, COMBINING * device_of(call.q.device).multiprocessors), 1
             splits = self.split.items // batch  # on average, where all are cut
         if splits > at_once * (2 if self.split.scheduled else 1):  # many parts of few rows
             at_once = min(_power(splits), 128)
             width = min(width, max(64, 1024 // at_once))
-        self.scratch.launch(_kernels("mla_split").combine, (programs, -(-rank // width), batch))(
+        self.scratch.launch(_kernels("mla_split").combine, (programs, -(-rank // width), requests))(
             self.part_o, self.part_lse, self.o, self.lse, self.lse if self.sinks is None else self.sinks,
             self.plan, call.q.shape[1], call.q.shape[2], self.rows, self.split.splits, R=rank, BC=width, BS=at_once,
             SCHEDULED=self.split.scheduled, HAS_SINKS=call.sinks is not None, CHAINED=self.chained, num_warps=4,
@@ -224,12 +227,20 @@ class Results:
         )  # fmt: skip
 
 
-def cut(lengths: Tensor, items: Tensor, width: int, workers: int, scratch: Scratch, *, chained: bool) -> None:
-    """Fill the table of items ``[items + B, 4]`` of requests with these lengths, for so many programs at once."""
+def table_rows(requests: int, workers: int, *, stay: bool) -> int:
+    """Of four numbers: an item each, of each request its parts, and where programs stay the first item of each."""
+    return workers + 2 * requests + (workers // 4 + 1 if stay else 0)
+
+
+def cut(
+    lengths: Tensor, items: Tensor, width: int, workers: int, scratch: Scratch, *, chained: bool, stay: bool = False
+) -> None:
+    """Fill the table of items of requests with these lengths, for so many programs at once; ``stay``: see split.py."""
     batch = lengths.shape[0]
-    count = items.shape[0] - batch
-    sizes = {"BP": _power(batch), "PP": _power(count), "LOG_B": (batch - 1).bit_length()}
-    costs = {"BLOCK": BLOCK, "OVERHEAD": OVERHEAD, "PARTIAL": PARTIAL}
+    count = workers + batch
+    sizes = {"BP": _power(batch), "PP": _power(count), "WP": _power(workers + 1) if stay else 0}
+    costs = {"LOG_B": (batch - 1).bit_length(), "BLOCK": BLOCK, "OVERHEAD": STAYING if stay else OVERHEAD}
+    costs |= {"PARTIAL": PARTIAL, "SHORT": SHORT}
     scratch.launch(_kernels("mla_split").schedule, (1,))(
         lengths, items, batch, width, workers, count, **sizes, **costs, CHAINED=chained,
         num_warps=4 if batch <= 512 else 16,

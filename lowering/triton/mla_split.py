@@ -17,17 +17,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LEVELS: tl.constexpr = tl.constexpr(16)  # of sizes that items are ordered by
 MANY: tl.constexpr = tl.constexpr(8)  # partial results that are merged at once where there are that many
-SHORT: tl.constexpr = tl.constexpr(4)  # blocks, at least, of a part of a request that is left over
 
 
 @triton.jit
 def schedule(
     lengths, items, B, WIDTH, WORKERS, ITEMS,
-    BP: tl.constexpr, PP: tl.constexpr, LOG_B: tl.constexpr, BLOCK: tl.constexpr, OVERHEAD: tl.constexpr,
-    PARTIAL: tl.constexpr, CHAINED: tl.constexpr,
+    BP: tl.constexpr, PP: tl.constexpr, WP: tl.constexpr, LOG_B: tl.constexpr, BLOCK: tl.constexpr,
+    OVERHEAD: tl.constexpr, PARTIAL: tl.constexpr, SHORT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program. lengths ``[B]``; items ``[ITEMS + B, 4]``: the table, then of each request its first slot and the
-    number of its parts, the plan.
+    """One program. lengths ``[B]``; items ``[ITEMS + B, 4]``: the table, then the plan: of each request that is cut its
+    first slot, the number of its parts and which it is; the first row's last number is how many are.
 
     Four cuts are weighed: *whole*, where only requests longer than a worker's share are cut (evenly), *even*, where
     every request is cut into as many parts as there are workers for it, *rest*, where every worker has as many whole
@@ -63,6 +62,7 @@ def schedule(
     step = tl.maximum((blocks + parts - 1) // tl.maximum(parts, 1), 1)
     parts = tl.where(real, tl.maximum((blocks + step - 1) // step, 1), 0)  # none of them empty
     offset = tl.zeros([BP], tl.int32)
+    worker = tl.full([BP], -1, tl.int32)
     # ranges: request b lies at [start, start + OVERHEAD + blocks) and is cut at multiples of the share
     work = tl.where(real, blocks + OVERHEAD, 0)
     start = tl.cumsum(work, 0) - work + OVERHEAD
@@ -71,13 +71,17 @@ def schedule(
         first = (start + OVERHEAD + range_share - 1) // range_share  # no cut closer to an end than OVERHEAD blocks
         last = (start + blocks - OVERHEAD) // range_share
         parts = tl.where(real, tl.maximum(last - first + 1, 0) + 1, 0)
-        offset = (first - 1) * range_share - start
+        worker = first - 1
+        offset = worker * range_share - start
         step = tl.full([BP], 0, tl.int32) + range_share
     slot = tl.cumsum(parts, 0) - parts
-    plan = items + (ITEMS + b) * 4
-    tl.store(plan, slot, mask=real)
-    tl.store(plan + 1, parts, mask=real)
-    _items(items, slot, parts, offset, step, blocks, B, WORKERS, ITEMS, PP, LOG_B)
+    is_cut = (parts > 1).to(tl.int32)
+    plan = items + (ITEMS + tl.cumsum(is_cut, 0) - is_cut) * 4
+    tl.store(plan, slot, mask=parts > 1)
+    tl.store(plan + 1, parts, mask=parts > 1)
+    tl.store(plan + 2, b, mask=parts > 1)
+    tl.store(items + ITEMS * 4 + 3, tl.sum(is_cut, 0))
+    _items(items, slot, parts, offset, step, blocks, worker, B, WORKERS, ITEMS, PP, WP, LOG_B)
 
 
 @triton.jit
@@ -91,7 +95,10 @@ def _cost(blocks, parts, total, WORKERS, OVERHEAD: tl.constexpr, PARTIAL: tl.con
 
 
 @triton.jit
-def _items(items, slot, parts, offset, step, blocks, B, WORKERS, ITEMS, PP: tl.constexpr, LOG_B: tl.constexpr):
+def _items(
+    items, slot, parts, offset, step, blocks, worker, B, WORKERS, ITEMS,
+    PP: tl.constexpr, WP: tl.constexpr, LOG_B: tl.constexpr,
+):  # fmt: skip
     """The table of items, the longest first: a long item that starts last would keep all others waiting."""
     item = tl.arange(0, PP)
     count = tl.sum(parts, 0)
@@ -113,12 +120,33 @@ def _items(items, slot, parts, offset, step, blocks, B, WORKERS, ITEMS, PP: tl.c
     shortest = tl.min(tl.where(real, size, 0x7FFFFFFF), 0)
     if (count > WORKERS) & (tl.max(size, 0) > shortest):  # else all start at once, or none is longer
         place = _by_size(size, real, item, PP)
+    if WP > 0:
+        first = tl.gather(worker, request, 0)
+        place = _by_worker(items + (ITEMS + B) * 4, first, part, place, real, item, WORKERS, WP)
     row = items + place * 4
     inside = place < ITEMS
     tl.store(row, tl.where(real, request, -1), mask=inside)
     tl.store(row + 1, low, mask=inside)
     tl.store(row + 2, high, mask=inside)
     tl.store(row + 3, tl.where(parts > 1, item, -1), mask=inside)
+
+
+@triton.jit
+def _by_worker(starts, first, part, rank, real, item, WORKERS, WP: tl.constexpr):
+    """The place of each item where those of a worker lie together, and the first of each worker.
+
+    ``first``: the worker of a request's first part, the next have the others; -1: by rank, there and back.
+    """
+    turn = rank // WORKERS
+    worker = rank % WORKERS
+    worker = tl.where(turn % 2 == 0, worker, WORKERS - 1 - worker)
+    worker = tl.where(first >= 0, tl.minimum(first + part, WORKERS - 1), worker)
+    worker = tl.where(real, worker, WORKERS)
+    counts = tl.histogram(worker, WP)
+    before = tl.cumsum(counts, 0) - counts
+    w = tl.arange(0, WP)
+    tl.store(starts + w, before, mask=w <= WORKERS)
+    return tl.where(real & (first < 0), tl.gather(before, worker, 0) + turn, item)
 
 
 @triton.jit
@@ -141,40 +169,29 @@ def combine(
 ):  # fmt: skip
     """Rows of a request, BC columns at a time: ``o = sum_i exp(lse_i - lse) o_i`` and ``lse = log sum_i exp lse_i``.
 
-    Grid: programs that share the rows, blocks of columns, requests. part_o ``[slots, ROWS, R]`` and part_lse ``[slots,
-    ROWS]``, fp32; row ``t * H + h``. A partial result whose lse is -inf was not written.
+    Grid: programs that share the rows, blocks of columns, requests (SCHEDULED: 1, programs share the rows of all that
+    are cut). part_o ``[slots, ROWS, R]`` and part_lse ``[slots, ROWS]``, fp32; row ``t * H + h``. A partial result
+    whose lse is -inf was not written.
     """
     if CHAINED:
         gdc_wait()
-    request = tl.program_id(2)
-    first, parts = request * SPLITS, SPLITS
     rows = ROWS
     if SCHEDULED:
-        first = tl.load(plan + request * 4)
-        parts = tl.load(plan + request * 4 + 1)
-        rows = tl.where(parts > 1, ROWS, 0)
-    request, first = tl.cast(request, tl.int64), tl.cast(first, tl.int64)
-    if SCHEDULED and BS < MANY:
-        if parts > BS:
-            _combine_rows(
-                part_o, part_lse, o, lse, sinks, request, first, parts, rows, T, H, ROWS, R, BC, MANY, HAS_SINKS
+        rows = ROWS * tl.load(plan + 3)
+    for work in range(tl.program_id(0), rows, tl.num_programs(0)):
+        request = tl.program_id(2)
+        first, parts, row = request * SPLITS, SPLITS, work
+        if SCHEDULED:
+            own = plan + work // ROWS * 4
+            first, parts, request = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+            row = work % ROWS
+        request, first = tl.cast(request, tl.int64), tl.cast(first, tl.int64)
+        if SCHEDULED and BS < MANY and parts > BS:
+            _combine_row(
+                part_o, part_lse, o, lse, sinks, request, first, parts, row, T, H, ROWS, R, BC, MANY, HAS_SINKS
             )
         else:
-            _combine_rows(
-                part_o, part_lse, o, lse, sinks, request, first, parts, rows, T, H, ROWS, R, BC, BS, HAS_SINKS
-            )
-    else:
-        _combine_rows(part_o, part_lse, o, lse, sinks, request, first, parts, rows, T, H, ROWS, R, BC, BS, HAS_SINKS)
-
-
-@triton.jit
-def _combine_rows(
-    part_o, part_lse, o, lse, sinks, request, first, parts, rows, T, H, ROWS,
-    R: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """This program's share of a request's rows, BS partial results at a time, one such after the other."""
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        _combine_row(part_o, part_lse, o, lse, sinks, request, first, parts, row, T, H, ROWS, R, BC, BS, HAS_SINKS)
+            _combine_row(part_o, part_lse, o, lse, sinks, request, first, parts, row, T, H, ROWS, R, BC, BS, HAS_SINKS)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from torch import Tensor
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton import TritonDecode
-from kdacompile.lowering.triton.mla_run import cut
+from kdacompile.lowering.triton.mla_run import cut, table_rows
 from tests.lowering.verify import relative_error
 from tests.ops.mla_cases import MlaCase, make_mla
 
@@ -84,7 +84,8 @@ def cuts() -> None:
     for batch, workers, longest in ((2, 66, 40), (67, 66, 64), (128, 66, 64), (130, 264, 200), (5, 3, 1)):
         lengths = torch.randint(0, 64 * longest, (batch,), generator=generator, dtype=torch.int32)
         for x in (lengths, torch.full_like(lengths, 64 * longest), torch.where(lengths > 100, 0, lengths)):
-            _check_cut(x, workers, 64 * longest)
+            for stay in (False, True):
+                _check_cut(x, workers, 64 * longest, stay=stay)
 
     for batch, cached, workers, longest, most in (
         (16, 1000, 66, 4, 64),
@@ -98,12 +99,14 @@ def cuts() -> None:
         assert max(sizes) <= longest and len(sizes) <= most
 
 
-def _check_cut(lengths: Tensor, workers: int, width: int) -> None:
+def _check_cut(lengths: Tensor, workers: int, width: int, *, stay: bool) -> None:
     batch = lengths.shape[0]
     most = batch + workers
-    made = torch.full((most + batch + 1, 4), -7, dtype=torch.int32)
-    cut(lengths, made[:-1], width, workers, Scratch(), chained=False)
-    table, plan = made[:most], made[most:-1, :2]
+    size = table_rows(batch, workers, stay=stay)
+    made = torch.full((size + 1, 4), -7, dtype=torch.int32)
+    cut(lengths, made[:-1], width, workers, Scratch(), chained=False, stay=stay)
+    table = made[:most]
+    plan = {request: (first, parts) for first, parts, request, _ in made[most : most + int(made[most, 3])].tolist()}
     assert (made[-1] == -7).all()
     items = [item for item in table.tolist() if item[0] >= 0]
     assert all(item[0] == -1 for item in table.tolist() if item not in items)
@@ -112,12 +115,16 @@ def _check_cut(lengths: Tensor, workers: int, width: int) -> None:
         own = sorted(item for item in items if item[0] == request)
         bounds = [0, *(high for _, _, high, _ in own)]
         assert [low for _, low, _, _ in own] == bounds[:-1] and bounds[-1] == -(-length // 64)
-        first, parts = plan[request].tolist()
-        assert parts == len(own)
+        first, parts = plan.get(request, (-1, 1))
+        assert parts == len(own) and (parts > 1) == (request in plan)
         assert parts == 1 or all(low < high for _, low, high, _ in own)
         assert [slot for *_, slot in own] == ([-1] if parts == 1 else list(range(first, first + parts)))
-        slots.update(range(first, first + parts))
-    assert slots == set(range(len(items)))
+        used = [] if parts == 1 else range(first, first + parts)
+        assert not slots.intersection(used) and all(0 <= slot < most for slot in used)
+        slots.update(used)
+    if stay:
+        starts = made[most + batch :].flatten()[: workers + 1].tolist()
+        assert starts == sorted(starts) and (starts[0], starts[-1]) == (0, len(items))
     work = sum(-(-length // 64) for length in lengths.tolist())
     assert max(high - low for _, low, high, _ in items) <= -(-(work + 5 * batch) // workers) + 8
 

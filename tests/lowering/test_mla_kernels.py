@@ -168,7 +168,8 @@ def test_portable_kernels_compile() -> None:
     assert 2 * masked.metadata.shared <= A100
     assert "griddepcontrol" in plain.asm["ptx"] and "griddepcontrol" not in masked.asm["ptx"]
     compiled = (
-        offline.compile_schedule(),
+        offline.compile_schedule(stay=False),
+        offline.compile_schedule(stay=True),
         offline.compile_combine(512, 4, True),
         offline.compile_combine(64, 128, False),
     )

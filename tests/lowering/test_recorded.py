@@ -21,7 +21,7 @@ from kdacompile.lowering.operands import tensors
 from kdacompile.lowering.recorded import Memory, Recorder
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.lowering.scratch import Scratch
-from kdacompile.lowering.split import split
+from kdacompile.lowering.split import workers
 from kdacompile.lowering.triton import mla_run
 from kdacompile.lowering.triton import run as portable
 from kdacompile.ops.errors import SizeError
@@ -267,8 +267,8 @@ def test_latent_attention(monkeypatch: pytest.MonkeyPatch, tuned: bool, page: in
     assert call.lengths is not None
     one = replace(call, lengths=call.lengths[:1].expand(4))
     assert repeatable(run, one, LATENT) == ["torch", *steps]
-    entries = split(4, 1, call.width, multiprocessors, lengths=True).items + 4
-    shared = replace(call, schedule=torch.zeros(4 * entries, dtype=torch.int32))
+    rows = mla_run.table_rows(4, workers(1, multiprocessors), stay=tuned)
+    shared = replace(call, schedule=torch.zeros(4 * rows, dtype=torch.int32))
     assert repeatable(run, shared, (*LATENT, "schedule")) == ["torch", "attend", "combine", "torch"]
 
 

@@ -24,8 +24,9 @@ def compile_attend(capability: int, **given: Any) -> Any:
     return _compile(mla.attend, types, {**sizes, **kinds, **others, **given}, capability)
 
 
-def compile_schedule() -> Any:
-    sizes = {"BP": 128, "PP": 512, "LOG_B": 7, "BLOCK": 64, "OVERHEAD": 5, "PARTIAL": 3, "CHAINED": True}
+def compile_schedule(*, stay: bool) -> Any:
+    sizes = {"BP": 128, "PP": 512, "WP": 256 if stay else 0, "LOG_B": 7, "BLOCK": 64, "CHAINED": True}
+    sizes |= {"OVERHEAD": 5, "PARTIAL": 3, "SHORT": 4}
     return _compile(mla_split.schedule, dict.fromkeys(("lengths", "items"), "*i32"), sizes, 90)
 
 
