@@ -82,9 +82,9 @@ class Region:
         *,
         rounds: bool = False,
     ) -> None:
-        """``instead`` gives constants other data than the graph's. ``tails``: along dimensions of these captured sizes
-        a constant may be cut down to its end; whoever allows it knows what the constant is elsewhere. ``rounds``:
-        constants are those that the model computes, not what these are rounded from.
+        """``instead`` gives constants, computed ones too, other data than the graph's. ``tails``: along dimensions of
+        these captured sizes a constant may be cut down to its end; whoever allows it knows what the constant is
+        elsewhere. ``rounds``: constants are those that the model computes, not what these are rounded from.
         """
         self.rounds = rounds
         self.instead = instead or {}
@@ -187,6 +187,11 @@ class Region:
                 units.append(torch.finfo(own.dtype).eps)
         return max(units)
 
+    def misled(self) -> list[Value]:
+        """Constants that rounding makes something else of: they stand here as the model computes them."""
+        found = {value: operand.tensor for value, operand in self.constants.items()}
+        return [value for value, data in found.items() if data is not self.both(value)[1] and not self.rounds]
+
     def run_constants(self) -> None:
         for op in self.ops:
             self.compute(op)
@@ -219,7 +224,8 @@ class Region:
         else:
             exact = _call(op)(widened_all([pair[1] for pair in operands]))
             own = _call(op, own=True)([pair[0] for pair in operands]) if narrow or not same else exact
-        pairs = [(a, a if a is b or are_same(a, b) else b) for a, b in zip(own, exact, strict=True)]
+        exact = [self.instead.get(out, b) for out, b in zip(op.outs, exact, strict=False)]
+        pairs = [(a, a if a is b or are_same(a, b) else b) for a, b in zip(own, exact, strict=False)]
         self.twice.update(zip(op.outs, pairs, strict=False))
 
 

@@ -44,17 +44,16 @@ class Runner:
         return list({read: None for op in self.region.ops for read in op.reads if read.payload is not None})
 
     def with_exact_tables(self, logs: Tensor) -> Runner | None:
-        """The same region with decay tables as they were before rounding (``logs``: log decay per head); None if some
-        constant of the region is none of these.
+        """The same region with decay tables as they were before rounding (``logs``: log decay per head): all that come
+        with data, or all that the model computes in so few bits that they are other numbers. None if some such
+        constant is none.
         """
-        instead: dict[Value, Tensor] = {}
-        for value in self.tables():
-            assert value.payload is not None
-            found = tables.ideal(value.payload.detach().cpu(), logs)
-            if found is None:
-                return None
-            instead[value] = found
-        return self._other(instead=instead)
+        for values in (self.tables(), self.region.misled()):
+            found = {value: tables.ideal(self.region.both(value)[0], logs) for value in values}
+            instead = {value: table for value, table in found.items() if table is not None}
+            if instead and len(instead) == len(found):
+                return self._other(instead=instead)
+        return None
 
     def with_rounded_constants(self) -> Runner:
         """The same region with its constants as the model computes them."""

@@ -51,7 +51,7 @@ def prove(candidate: RecurrenceCandidate, *, wide: bool = False) -> Verdict[Recu
         if found is not None:
             return found
         if error is None:
-            return refuted.verdict()
+            return refuted.verdict(runner.region.misled())
         if not runner.go_whole():
             large = "batch rows or heads are treated differently and the region is large ({})"
             reason = large if isinstance(error, CannotReduce) else "the region does not run on probes: {}"
@@ -74,9 +74,12 @@ class _Refuted:
             reason = verdict.reason and f": {verdict.reason}"
             self.best, self.closest = verdict.max_error, _describe(binding) + reason
 
-    def verdict(self) -> Verdict[Recurrence]:
+    def verdict(self, misled: list[Value]) -> Verdict[Recurrence]:
+        """``misled``: constants that rounding makes other numbers of."""
         near = f"closest: {self.closest}, relative error {self.best:.1e}"
-        return self.differs or Verdict(None, self.best, f"the region does not compute the recurrence ({near})")
+        dtypes = {str(value.dtype).removeprefix("torch.") for value in misled if value.dtype.itemsize < 4}
+        why = f": what rounding to {min(dtypes)} makes of a constant are other numbers" if dtypes else ""
+        return self.differs or Verdict(None, self.best, f"the region does not compute the recurrence{why} ({near})")
 
 
 def _first_that_holds(
@@ -142,7 +145,7 @@ def _with_constant_decay(binding: Recurrence, runner: Runner) -> tuple[Recurrenc
     if response is None:
         return None, runner
     fitted = _with_decay(binding, response[0], runner)
-    if fitted is None and runner.tables() and bool((response[0] > 0).all()):
+    if fitted is None and (runner.tables() or runner.region.misled()) and bool((response[0] > 0).all()):
         logs = _log_decay(response)
         ideal = runner.with_exact_tables(logs) if torch.isfinite(logs).all() else None
         if ideal is not None:

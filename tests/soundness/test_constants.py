@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kdacompile.report.collect import collecting
 from tests.compare import relative_error
-from tests.soundness.programs import matched, refused, tokens
+from tests.soundness.programs import explained, matched, refused, tokens
 
 T = 400
 HALF = torch.bfloat16
@@ -74,6 +74,91 @@ def test_decays_that_round(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_decays_within_their_rounding(dtype: torch.dtype) -> None:
     matched(lambda q, k, v: decayed(q, k, v, -0.05 * torch.arange(T, dtype=dtype)), given(), "retention")
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_decays_that_round_among_tensors_that_do(name: str) -> None:
+    """A table in as few bits as q, k and v is a power of a decay up to its own rounding, or none."""
+    q, k, v = (x.to(HALF) for x in given())
+    refused(lambda q, k, v: decayed(q, k, v, SUMS[name](T)), (q, k, v), bound=0.02)
+
+
+Table = Callable[[int, torch.dtype], Tensor]
+
+
+def distance(n: int) -> Tensor:
+    return torch.arange(n)[:, None] - torch.arange(n)
+
+
+def gamma() -> Tensor:
+    return torch.tensor([0.9, 0.97])
+
+
+POWERS: dict[str, Table] = {
+    "of what is rounded": lambda n, d: (gamma().to(d)[:, None, None] ** distance(n)).tril(),
+    "of one that is": lambda n, d: (torch.tensor(0.95, dtype=d) ** distance(n)).tril(),
+    "of a number": lambda n, d: torch.where(distance(n) >= 0, 0.9375 ** distance(n).clamp_min(0).to(d), 0.0),
+    "of its logarithm": lambda n, d: (distance(n) * gamma().log().to(d)[:, None, None]).exp().tril(),
+    "of a logarithm of it": lambda n, d: (distance(n).to(d) * gamma().to(d).log()[:, None, None]).exp().tril(),
+    "rounded themselves": lambda n, d: (gamma()[:, None, None] ** distance(n)).tril().to(d),
+}
+
+
+@pytest.mark.parametrize("length", [7, 120])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", POWERS)
+def test_tables_in_16_bits(name: str, dtype: torch.dtype, length: int) -> None:
+    """What is rounded to them may be another decay than in more bits: the one the table holds is the op's."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return times(q, k, v, POWERS[name](q.shape[1], q.dtype))
+
+    q, k, v = (tokens(length)[name].to(dtype) for name in "qkv")
+    report = explained(program, (q, k, v))
+    assert [match.pattern for match in report.matches] == ["retention"], str(report)
+    want = times(q.double(), k.double(), v.double(), POWERS[name](length, dtype).double())
+    assert relative_error(report.result, want) <= 2 * relative_error(program(q, k, v), want)
+
+
+def times(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return ((q @ k.mT * table) @ v).transpose(1, 2)
+
+
+NO_POWERS: dict[str, Table] = {
+    "two decays": lambda n, d: (0.5 * 0.95 ** distance(n) + 0.5 * 0.8 ** distance(n)).tril().to(d),
+    "one more than itself": lambda n, d: (
+        (1.001 * torch.tensor(0.9, dtype=d) ** distance(n)).tril(-1) + torch.eye(n, dtype=d) / 2
+    ),
+    "of squares": lambda n, d: (torch.tensor(0.99, dtype=d) ** distance(n).square()).tril(),
+    "in a window": lambda n, d: (torch.tensor(0.9, dtype=d) ** distance(n)).tril().triu(-5),
+    "the other way round for a head": lambda n, d: (
+        torch.tensor([0.9, -0.9], dtype=d)[:, None, None] ** distance(n)
+    ).tril(),
+    "of another token": lambda n, d: (torch.tensor(0.9, dtype=d) ** (distance(n) + (distance(n) == 3).long())).tril(),
+    "from a token on": lambda n, d: (
+        torch.where(torch.arange(n) > 7, torch.tensor(0.9, dtype=d), torch.tensor(0.95, dtype=d))
+        .expand(n, n)
+        .tril(-1)
+        .flip(-1)
+        .cumprod(-1)
+        .flip(-1)
+        .tril()
+    ),
+    "of what is between": lambda n, d: (torch.tensor(0.9, dtype=d) ** (distance(n) // 2)).tril(),
+}
+
+
+@pytest.mark.parametrize("name", NO_POWERS)
+def test_tables_in_16_bits_that_are_none(name: str) -> None:
+    q, k, v = (tokens(40)[name].to(HALF) for name in "qkv")
+    refused(lambda q, k, v: times(q, k, v, NO_POWERS[name](q.shape[1], HALF)), (q, k, v), bound=0.02)
+
+
+def test_a_reason_names_the_dtype() -> None:
+    q, k, v = (x.to(HALF) for x in given())
+    ours = explained(lambda q, k, v: decayed(q, k, v, SUMS["positions in bfloat16"](T)), (q, k, v))
+    assert "what rounding to bfloat16 makes of a constant are other numbers" in str(ours)
 
 
 TENTH = 0.1
