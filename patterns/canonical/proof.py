@@ -26,6 +26,9 @@ LIMIT = 1 << 25
 
 MAX_OPS = 40_000
 
+FINITE = ("no zeros", "positive")
+"""Probes where nothing is divided by zero: what has no value either way need not have the same."""
+
 PROBES = ("normal", "normal", "normal", "positive", "negative", "large", "zeros")
 LARGE = 100.0
 
@@ -74,6 +77,8 @@ def _drawn(probe: str, like: Value, generator: torch.Generator) -> Tensor:
         if like.dtype.is_complex:
             raise _Refused("complex numbers")
         whole = torch.randint(-4, 5, tuple(like.shape), generator=generator)
+        if probe in FINITE:
+            whole = torch.where(whole == 0, 5, whole) if probe == "no zeros" else whole.abs() + 1
         return whole > 0 if like.dtype == torch.bool else whole.to(like.dtype)
     noise = torch.randn(tuple(like.shape), generator=generator, dtype=torch.float64)
     if probe == "positive":

@@ -5,7 +5,7 @@
 
 A factor per row commutes with a product from the right, and a row sum is a product with ones. Written like this, scores
 are read by one product only, and that is linear attention with one more value column. Factors are taken out of scores
-whose rows are summed, and, where it was divided by them, out of an einsum of three operands: in front of the product
+whose rows are summed or that are divided by them, be it within an einsum of three operands: in front of the product
 they would be part of the region, and no role of the recurrence.
 """
 
@@ -20,13 +20,11 @@ from torch import fx
 
 from kdacompile.graph.edit import CannotEdit, Edit
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.canonical.proof import agrees
+from kdacompile.patterns.canonical.proof import FINITE, agrees
 from kdacompile.patterns.engine.values import is_divided, moves, regrouped, turn, undone
 from kdacompile.patterns.engine.vocabulary import AS_IS, TURNS, VIEWS
 
 PRODUCTS = frozenset("mm bmm".split())
-FINITE = ("normal", "positive")
-"""Probes where nothing is divided by zero: what has no value either way need not have the same."""
 
 
 @dataclass
@@ -47,6 +45,8 @@ class Site:
     """That dimension of the scores."""
     steps: list[Op]
     """Rearrangements and factors on the way from the scores to the product."""
+    places: dict[Op, int]
+    """That dimension of what each of them yields."""
     sums: list[Op]
     below: list[Op]
     """The same from the product to the first value that a node of the model yields."""
@@ -71,17 +71,19 @@ def _site(product: Op, along: int) -> Site | None:
     place, steps, sums = len(value.shape) + along, list[Op](), list[Op]()
     below = _below(product, along)
     divided = any(_is_factor(op) for op in below or ())
+    places: dict[Op, int] = {}
     while value.op is not None:
         op = value.op
         sums = [user for user in value.users if _is_row_sum(user, place)]
-        factor = None if sums else _factor(op, place)
+        factor = None if sums else _factor(op, place, spread=True)
         before = place if factor is not None else None if sums else _before(op, place)
         if before is None:
             break
         steps.insert(0, op)
+        places[op] = place
         value, place = (op.reads[0] if factor is not op.reads[0] else op.reads[1]), before
+        divided |= factor is not None and (op.name == "div" or is_divided(factor))
         if factor is not None and op.node is product.node and is_divided(factor):
-            divided = True
             break
     if below is None or not (sums or divided):
         return None
@@ -97,7 +99,7 @@ def _site(product: Op, along: int) -> Site | None:
     dtypes = {each.dtype for each in (value, other, *(op.out for op in (product, *steps, *sums, *below)))}
     if len(dtypes) > 1 or (torch.float16 in dtypes and any(map(_is_factor, steps))):
         return None  # what is not yet normalised may be too large for fp16
-    return Site(product, along, other, column, beside, value, place, steps, sums, below)
+    return Site(product, along, other, column, beside, value, place, steps, places, sums, below)
 
 
 def _below(product: Op, along: int) -> list[Op] | None:
@@ -138,13 +140,17 @@ def _before(op: Op, place: int) -> int | None:
     return place if (op.name in AS_IS or op.name == "expand") and old == new else None
 
 
-def _factor(op: Op, place: int) -> Value | None:
-    """The factor per row of ``A / r`` or ``A * r``: one number along the dimension that is summed over."""
+def _factor(op: Op, place: int, *, spread: bool = False) -> Value | None:
+    """The factor per row of ``A / r`` or ``A * r``: one number along the dimension that is summed over; ``spread``: it
+    may be the same all along others.
+    """
     if op.name not in ("mul", "div") or len(op.reads) != 2 or op.kwargs or len(op.out.users) != 1:
         return None
     for whole, factor in (op.reads, op.reads[::-1]) if op.name == "mul" else (op.reads,):
-        same = whole.shape == op.out.shape and len(factor.shape) == len(whole.shape)
-        if same and factor.shape[place] == 1 < whole.shape[place]:
+        behind = place - len(whole.shape)
+        deep = -behind <= len(factor.shape) if spread else len(factor.shape) == len(whole.shape)
+        several = not spread or math.prod(factor.shape) > 1
+        if whole.shape == op.out.shape and deep and several and factor.shape[behind] == 1 < whole.shape[place]:
             return factor
     return None
 
@@ -183,7 +189,11 @@ def _rewrite(edit: Edit, site: Site) -> None:
     steps = [*site.steps, *site.below]
     for index, step in enumerate(steps):
         if _is_factor(step):
-            factor = _laid(edit, min(step.reads, key=lambda read: math.prod(read.shape)), steps[index + 1 :], like)
+            factor = min(step.reads, key=lambda read: math.prod(read.shape))
+            if step in site.places:
+                row = edit.call("narrow", step.out, site.places[step], 0, 1, like=like)
+                factor = factor if factor.shape == row.shape else edit.call("expand_as", factor, row, like=like)
+            factor = _laid(edit, factor, steps[index + 1 :], like)
             result = edit.call(step.target, result, factor, like=like)
     pairs.append((result, site.result))
     if agrees(edit, pairs, {op, *steps, *site.beside, *site.sums}, FINITE):

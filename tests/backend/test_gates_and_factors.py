@@ -39,6 +39,33 @@ def softplus_in_the_sum(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Te
     return ((q @ k.mT) * weights @ v).transpose(1, 2)
 
 
+def softplus_that_is_subtracted(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    q, k, v = heads_first(q, k, v)
+    weights = torch.exp(decays(gate) - F.softplus(-logit).transpose(1, 2).unsqueeze(2))
+    return ((q @ k.mT) * weights @ v).transpose(1, 2)
+
+
+def log_sigmoid_below_the_mask(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    return masked(q, k, v, total_gates(gate) + F.logsigmoid(logit).transpose(1, 2)[:, :, None, :])
+
+
+def log_sigmoid_below_two_masks(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    weights = F.logsigmoid(logit).transpose(1, 2)[:, :, None, :] + total_gates(gate)
+    future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+    return masked(q, k, v, torch.where(future, -torch.inf, weights))
+
+
+def total_gates(gate: Tensor) -> Tensor:
+    total = F.logsigmoid(gate).transpose(1, 2).cumsum(-1)
+    return total[..., :, None] - total[..., None, :]
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
+    q, k, v = heads_first(q, k, v)
+    lower = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    return ((q @ k.mT) * weights.masked_fill(~lower, -torch.inf).exp() @ v).transpose(1, 2)
+
+
 def gate_of_chunks(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
     """The write gate is split into chunks and biased before its activation."""
     q, k, v = heads_first(q, k, v)
@@ -61,6 +88,9 @@ def normaliser_in_the_einsum(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logi
 MATCHES = {
     log_sigmoid_in_the_sum: "simple_gla",
     softplus_in_the_sum: "simple_gla",
+    softplus_that_is_subtracted: "simple_gla",
+    log_sigmoid_below_the_mask: "simple_gla",
+    log_sigmoid_below_two_masks: "simple_gla",
     gate_of_chunks: "linear_attention",
     normaliser_in_the_einsum: "linear_attention",
 }
@@ -88,6 +118,36 @@ def unbounded_gate(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor)
     return ((q @ k.mT) * weights @ v).transpose(1, 2)
 
 
+def another_tokens_gate_below_the_mask(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    return masked(q, k, v, total_gates(gate) + F.logsigmoid(logit).transpose(1, 2)[..., None])
+
+
+def masked_by_a_number(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    """What is masked is not nothing, and has no gate."""
+    weights = total_gates(gate) + F.logsigmoid(logit).transpose(1, 2)[:, :, None, :]
+    future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+    q, k, v = heads_first(q, k, v)
+    return ((q @ k.mT) * weights.masked_fill(future, -5.0).exp() @ v).transpose(1, 2)
+
+
+def cut_below_the_mask(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    return masked(q, k, v, (total_gates(gate) + F.logsigmoid(logit).transpose(1, 2)[:, :, None, :]).detach_())
+
+
+def a_gate_that_is_cut(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    return masked(q, k, v, total_gates(gate) + F.logsigmoid(logit).detach_().transpose(1, 2)[:, :, None, :])
+
+
+NEAR = [
+    gate_of_the_query,
+    unbounded_gate,
+    another_tokens_gate_below_the_mask,
+    masked_by_a_number,
+    cut_below_the_mask,
+    a_gate_that_is_cut,
+]
+
+
 def divided_by_what_is_summed(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
     """Each channel of a key has a divisor of its own, below the sum."""
     states = torch.einsum("bthd,bthe->bthde", k, v).cumsum(1)
@@ -103,7 +163,7 @@ def chunks_in_another_order(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("fn", [gate_of_the_query, unbounded_gate, divided_by_what_is_summed, chunks_in_another_order])
+@pytest.mark.parametrize("fn", [*NEAR, divided_by_what_is_summed, chunks_in_another_order])
 def test_near_misses_equal_eager(fn: Callable[..., Tensor], grad: bool) -> None:
     ours, expected, report = explained(fn, grad)
     assert worst_error(ours, expected) <= 1e-5, str(report)
