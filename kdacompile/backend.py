@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -22,6 +23,7 @@ from kdacompile.lowering.ahead import telling
 from kdacompile.report import on_disk
 from kdacompile.report.collect import postpone
 from kdacompile.report.findings import GraphReport
+from kdacompile.report.report import enforce
 from kdacompile.search import compiler_pass
 from kdacompile.search.compiler_pass import Analysis
 from kdacompile.settings import Settings, parse
@@ -43,6 +45,8 @@ class KdaPass(compat.CustomGraphPass):
         self.analysis = analysis
         self.reports: list[GraphReport] = []
         """One per graph the pass ran on: none if the compiled code came from a cache."""
+        self.nested: dict[fx.GraphModule, GraphReport] = {}
+        """What was found in the graphs nested in one that the pass has still to see."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch 2.11 hashes the pickled pass into its cache keys: no reports (they hold timings) and no graphs may be in
@@ -54,7 +58,12 @@ class KdaPass(compat.CustomGraphPass):
             run(graph)
         gm = graph.owning_module
         assert gm is not None  # Inductor's always have one
-        self.reports.append(compiler_pass.run(gm, self.settings, lifted=capture.lifted, analysis=self.analysis))
+        report = compiler_pass.run(gm, self.settings, lifted=capture.lifted, analysis=self.analysis)
+        self.reports.append(report)
+        self.nested[gm] = report
+        if not compat.in_nested_graph():
+            found, self.nested = self.nested, {}
+            enforce(_together(gm, found), self.settings)
 
     def identity(self) -> str:
         """Changes with everything that could change the result, as far as the passes before this one tell."""
@@ -64,6 +73,22 @@ class KdaPass(compat.CustomGraphPass):
     def uuid(self) -> Any:
         """The identity for Inductor; None, so that nothing is cached, if a pass before this one has none."""
         return None if any(compat.pass_uuid(run) is None for run in self.earlier) else self.identity()
+
+
+def _together(gm: fx.GraphModule, reports: Mapping[fx.GraphModule, GraphReport]) -> GraphReport:
+    """What was found in a graph and in those nested in it, each as often as it is called (branches: as if all were)."""
+    calls = Counter({gm: 1})
+    for module in gm.modules():  # those outside come first
+        for node in module.graph.find_nodes(op="get_attr") if isinstance(module, fx.GraphModule) else ():
+            nested = compat.attribute(module, node)
+            if nested in reports:
+                calls[nested] += calls[module]
+    found = [report for module, report in reports.items() for _ in range(calls[module] or 1)]
+    return GraphReport(
+        tuple(match for report in found for match in report.matches),
+        tuple(rejection for report in found for rejection in report.rejections),
+        sum(report.nodes for report in reports.values()),
+    )
 
 
 def _revive(settings: Settings, earlier: object, identity: str) -> KdaPass:
@@ -170,12 +195,13 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], analysis: Analy
     settings = analysis.settings
     if settings.inner == "inductor" and not analysis.tables:
         return _inductor(gm, example_inputs, analysis)
-    reports = [
-        compiler_pass.run(module, settings, lifted=capture.lifted, analysis=analysis)
+    reports = {
+        module: compiler_pass.run(module, settings, lifted=capture.lifted, analysis=analysis)
         for module in gm.modules()
         if isinstance(module, fx.GraphModule)
-    ]
-    names = {name for report in reports for match in report.matches for name in match.holds}
+    }
+    enforce(_together(gm, reports), settings)
+    names = {name for report in reports.values() for match in report.matches for name in match.holds}
     relied_on = {name: values for name, values in analysis.tables.items() if name in names}
     captured = fx.GraphModule(gm, analysis.captured) if relied_on else gm
     compiled = _INNER[settings.inner](gm, example_inputs, settings)

@@ -44,6 +44,7 @@ class Captured:
     sizes: Sizes
     graph: fx.Graph
     matches: tuple[Match, ...]
+    """One for each op in the graph, in its order."""
     layouts: tuple[Layout | None, ...]
     """Of the results, in order; None for what is no tensor."""
     constants: tuple[Op, ...]
@@ -75,7 +76,9 @@ def capture(fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings
         raise Unliftable("; ".join(sorted(reasons)) or "there is no linear attention in it")
     drop_dead_writes(gm.graph)
     _check_outputs(gm.graph)
-    return Captured(sizes, gm.graph, report.matches, layouts, constants)
+    ops = [node.meta for node in gm.graph.nodes if compat.is_own_op(node)]
+    matches = [meta.get(compat.REPORTED, report.matches[0]) for meta in ops]
+    return Captured(sizes, gm.graph, tuple(matches) or report.matches, layouts, constants)
 
 
 def turning_lengths(captured: Sequence[Captured]) -> set[int]:

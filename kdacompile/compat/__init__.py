@@ -39,6 +39,7 @@ from kdacompile.compat.inductor import (
     compile_fx,
     disk_caches,
     has_cpp_compiler,
+    in_nested_graph,
     inductor_cache_dir,
     inductor_modes,
     inductor_option,
@@ -52,6 +53,7 @@ from kdacompile.compat.inductor import (
 from kdacompile.compat.nodes import (
     ABSORBED,
     OWN_OPS,
+    REPORTED,
     RUN_ERRORS,
     attribute,
     called,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -43,6 +44,17 @@ def as_passes(given: object) -> list[Callable[[fx.Graph], object]]:
         return []
     passes = list(given) if isinstance(given, (list, tuple)) else [given]
     return [item for item in passes if callable(item)]
+
+
+def in_nested_graph() -> bool:
+    """Whether the graph that Inductor runs its passes on is nested in one that it has still to run them on: the body of
+    a checkpoint, a branch. The pass is given the graph alone, so the answer is on the stack.
+    """
+    frame, depth = sys._getframe(1), 0
+    while frame is not None:
+        depth += frame.f_code.co_name == "_recursive_pre_grad_passes"
+        frame = frame.f_back
+    return depth > 1
 
 
 def pass_uuid(run: object) -> Any:

@@ -84,6 +84,9 @@ def is_own_op(node: fx.Node) -> bool:
 ABSORBED = "kdacompile_absorbed"
 """Key of a node's meta: what an operator of ours took over from its surroundings."""
 
+REPORTED = "kdacompile_reported"
+"""Key of a node's meta: the match that an operator of ours was put into the graph for, where a report tells of it."""
+
 
 def is_opaque_call(node: fx.Node) -> bool:
     """Calls the functional graph never looks into: higher-order operators, custom operators, in-graph modules."""

@@ -87,9 +87,12 @@ def _last_frame(node: fx.Node) -> tuple[str, int] | None:
 
 
 def source_of(node: fx.Node | None) -> str:
-    """ "file:line" of the user's code a node came from, for the report only."""
+    """ "file:line" of the user's code a node came from, for the report only: what runs in the place of a function of
+    the user's is nobody's.
+    """
     frames = frames_of(node.meta.get("stack_trace") or "") if node is not None else []
-    own = [frame for frame in frames if not _is_notation(frame[0])] or frames
+    theirs = [frame for frame in frames if not _is_notation(frame[0])]
+    own = [frame for frame in theirs if not frame[0].startswith(LIFT)] or theirs or frames
     return f"{own[-1][0]}:{own[-1][1]}" if own else "unknown"
 
 

@@ -70,6 +70,8 @@ class Splice(Site[B]):
         self.dying |= self.derived.replaced()
         self.staying = self.writes_that_stay()
         self.dying -= self.staying
+        self.called: list[fx.Node] = []
+        """The ops that were inserted."""
         self.stores: list[tuple[fx.Node, fx.Node]] = []
         """Copies of the final state into a buffer that are made again after the op: (copy, buffer)."""
 
@@ -301,6 +303,7 @@ class Splice(Site[B]):
         args = tuple(tensors.get(operand.name) for operand in signature.operands)
         call = self.graph.call_function(getattr(definitions, signature.name), args, found)
         call.meta[compat.ABSORBED] = self.match.absorbed
+        self.called.append(call)
         return self.with_meta(call, like)
 
     def memory_order(self, placement: Placement, want: torch.Tensor) -> str:

@@ -28,7 +28,6 @@ from kdacompile.patterns.recurrence.spec import CALLS, RECURRENCE
 from kdacompile.report import trace
 from kdacompile.report.collect import emit, with_postponed
 from kdacompile.report.findings import GraphReport, Match, Rejection, internal
-from kdacompile.report.report import enforce
 from kdacompile.report.source import first_own_line, source_of
 from kdacompile.rewrite import local, mapped, strides
 from kdacompile.rewrite.attention import MlaSplice
@@ -124,7 +123,6 @@ def run(
 
         spread(gm, settings.context_parallel, report.rejections)
     emit(report)
-    enforce(report, settings)
     return report
 
 
@@ -166,7 +164,7 @@ class Search:
         self.subclasses: list[Rejection] = []
         self.context = Context(graph, settings, self.timed, trial=trial, loops=self.has_recurrence and not trial)
         self.recurrence = Matching(RECURRENCE, LinearAttentionSplice, self.context)
-        self.calls = Matching(CALLS, LinearAttentionSplice, self.context)
+        self.calls = Matching(CALLS, LinearAttentionSplice, self.context, tells=False)
         """Ops that were there already: what they absorb is told of nobody."""
         self.attention = Matching(LATENT_ATTENTION, MlaSplice, self.context)
 

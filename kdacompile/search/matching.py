@@ -103,8 +103,9 @@ class Context:
 class Matching(Generic[R, B]):
     """The regions of one pattern; ``matches`` and ``rejections`` are the outcome."""
 
-    def __init__(self, spec: Spec[R, B], splice: type[Splice[B]], context: Context) -> None:
-        self.spec, self.splice, self.context = spec, splice, context
+    def __init__(self, spec: Spec[R, B], splice: type[Splice[B]], context: Context, *, tells: bool = True) -> None:
+        """``tells``: reports tell of what is found."""
+        self.spec, self.splice, self.context, self.tells = spec, splice, context, tells
         self.settings, self.timed = context.settings, context.timed
         self.missed = False
         """Something that looks like the pattern was left alone, be it without a word."""
@@ -300,6 +301,7 @@ class Matching(Generic[R, B]):
                 before = splice.check()
                 if self.settings.judges_cost and not self.context.trial:  # a function is tried at sizes of its own
                     splice.check_cost(inductor=self.settings.inner == "inductor")
+                replaced = [node.meta[compat.REPORTED] for node in splice.dying if compat.REPORTED in node.meta]
                 op = splice.apply(before)
             except CannotSplice as error:
                 return Rejection(name, error.reason, source, error.code)
@@ -309,6 +311,9 @@ class Matching(Generic[R, B]):
         holds = self.relied_on(match)
         found = findings.Match(name, match.mode, source, roles, match.max_error, op, match.absorbed, holds=holds)
         self.matches.append(replace(found, checked=match.shown, **self.loop(match)))
+        for reported in [self.matches[-1]] if self.tells else replaced[:1]:
+            for node in splice.called:
+                node.meta[compat.REPORTED] = reported
         return None
 
     def loop(self, match: Match[B]) -> dict[str, str]:

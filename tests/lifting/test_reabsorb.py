@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -100,3 +101,33 @@ def test_gradients() -> None:
     have = torch.autograd.grad(result.sum(), own)
     want = torch.autograd.grad(gated(*theirs).sum(), theirs)
     assert all(relative_error(x, y) < 1e-5 for x, y in zip(have, want, strict=True))
+
+
+def two_layers(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, normalised: bool) -> Tensor:
+    """[B, H, T, D]: a closed form, and a loop over its results."""
+    x = (q @ k.mT).tril() @ v
+    if normalised:  # the row sums are a column of the values: no function is tried in that form before it is captured
+        scores = (q.exp() @ k.exp().mT).tril()
+        x = torch.tanh((scores / scores.sum(-1, keepdim=True)) @ v)
+    state, outs = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), list[Tensor]()
+    for t in range(q.shape[2]):
+        state = state * g[:, :, t].exp().unsqueeze(-1) + k[:, :, t].unsqueeze(-1) * x[:, :, t].unsqueeze(-2)
+        outs.append((q[:, :, t].unsqueeze(-1) * state).sum(-2))
+    return torch.stack(outs, 2)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_layers_that_hang_together_are_told_once_each(normalised: bool) -> None:
+    def model(*args: Tensor) -> Tensor:
+        return two_layers(*args, normalised=normalised) * 2
+
+    torch._dynamo.reset()
+    q, k, v, g = (x.transpose(1, 2).contiguous() for x in operands(40)[:4])
+    inputs = [q, k, v[..., :VALUE], -g.abs()]
+    with collecting() as report:
+        result = torch.compile(model, backend="kda", options={"kda.inner": "eager", "kda.cost_model": False})(*inputs)
+    assert relative_error(result, model(*inputs)) < 1e-5
+    before_capture = {match.pattern: match.lifted for match in report.matches}
+    assert before_capture == {"linear_attention": "" if normalised else "two_layers", "gla": "two_layers"}
+    assert len(report.matches) == 2
+    assert {match.source.rpartition(":")[0] for match in report.matches} == {__file__}
