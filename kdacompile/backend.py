@@ -78,8 +78,8 @@ class KdaPass(compat.CustomGraphPass):
 def _together(gm: fx.GraphModule, reports: Mapping[fx.GraphModule, GraphReport]) -> GraphReport:
     """What was found in a graph and in those nested in it, each as often as it is called (branches: as if all were)."""
     calls = Counter({gm: 1})
-    for module in gm.modules():  # those outside come first
-        for node in module.graph.find_nodes(op="get_attr") if isinstance(module, fx.GraphModule) else ():
+    for module in (each for each in gm.modules() if isinstance(each, fx.GraphModule)):  # those outside come first
+        for node in module.graph.find_nodes(op="get_attr"):
             nested = compat.attribute(module, node)
             if nested in reports:
                 calls[nested] += calls[module]

@@ -58,6 +58,7 @@ from kdacompile.compat.nodes import (
     attribute,
     called,
     copy_of_graph,
+    detaches_in_place,
     example_value,
     grad_mode_after,
     inference_mode_change,

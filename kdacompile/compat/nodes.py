@@ -108,6 +108,12 @@ def is_detach(node: fx.Node | None) -> bool:
     )
 
 
+def detaches_in_place(node: fx.Node) -> bool:
+    """True for ``x.detach_()``: who reads x before has its gradient, who reads it later has none."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name.split(".")[0] == "detach_"
+
+
 _AUTOCAST = {"_enter_autocast", "_exit_autocast"}
 
 

@@ -190,8 +190,20 @@ class Edit:
 
     def redefine(self, old: Value, new: Value) -> None:
         """From here on ``old`` is what ``new`` is, the first time: several nodes may stand for it. What computed it is
-        dropped, if nothing else reads that.
+        dropped, if nothing else reads that. ``CannotEdit``, and nothing is changed, where a gradient ends within.
         """
+        self.redefine_all([(old, new)])
+
+    def redefine_all(self, pairs: Collection[tuple[Value, Value]]) -> None:
+        """The same for several, (old, new): all of them or none."""
+        for old, new in pairs:
+            self.refuse_cuts(self.replaced(old, new), self.sources(new))
+            if self.grad and gradient.is_wanted(old) and not gradient.is_wanted(new):
+                raise CannotEdit("a gradient is cut in what would be read instead")
+        for old, new in pairs:
+            self.define(old, new)
+
+    def define(self, old: Value, new: Value) -> None:
         if old in self.taken.values():
             return
         before = old.op
@@ -217,23 +229,25 @@ class Edit:
         self.made[op.node] = self.taken[new] = old
         self.changed = True
 
-    def redefine_whole(self, old: Value, new: Value) -> None:
-        """The same; ``CannotEdit`` where a gradient is cut in what computed it."""
-        self.refuse_cuts(self.replaced(old, new))
-        self.redefine(old, new)
-
-    def refuse_cuts(self, made: Collection[Op]) -> None:
-        """``CannotEdit`` where these operators let a gradient through that ends within them: ``detach`` is no more than
-        a copy to who reads what they compute. Without gradients none ends, though parameters want one.
+    def refuse_cuts(self, made: Collection[Op], sources: Iterable[Value] = ()) -> None:
+        """``CannotEdit`` where a gradient ends in what these operators read or compute, or in what is read instead:
+        ``detach`` is no more than a copy to who reads that, and ``detach_`` leaves no operator. Without gradients none
+        ends, though parameters want one.
         """
-        if self.grad and gradient.is_cut(made, {value for op in made for value in op.reads}, self.functional.names):
+        if not self.grad:
+            return
+        read, names = {value for op in made for value in op.reads}, self.functional.names
+        if gradient.is_cut(made, read, names) or any(gradient.is_cut_in_place(x, names) for x in read.union(sources)):
             raise CannotEdit("a gradient is cut within what would be made anew")
 
     def replaced(self, old: Value, new: Value) -> set[Op]:
         """What made a value, from where the new calls in its place begin."""
+        return ancestors([old], (self.sources(new) | {new}).__contains__)
+
+    def sources(self, new: Value) -> set[Value]:
+        """What is read of the graph as it was by the calls that make a value."""
         made = ancestors([new], lambda value: value.op is None or not self.calls.owns(value.op.node))
-        known = {read for op in made for read in op.reads if read.op not in made}
-        return ancestors([old], (known | {new}).__contains__)
+        return {read for op in made for read in op.reads if read.op not in made}
 
     def above(self, value: Value) -> set[Value]:
         """What ``value`` follows from."""

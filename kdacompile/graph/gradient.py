@@ -24,7 +24,7 @@ def wants_gradient(node: fx.Node) -> bool:
 
 def is_cut(ops: Iterable[Op], inputs: Iterable[Value], names: Mapping[Value, Sequence[tuple[fx.Node, int]]]) -> bool:
     """True if a gradient of ``inputs`` gets lost on its way through ``ops``; ``names`` are the nodes behind values."""
-    reached = {value for value in inputs if value.node is not None and wants_gradient(value.node)}
+    reached = set(filter(is_wanted, inputs))
     for op in sorted(ops, key=lambda op: op.outs[0].index):
         if not any(value in reached for value in op.reads):
             continue
@@ -34,4 +34,28 @@ def is_cut(ops: Iterable[Op], inputs: Iterable[Value], names: Mapping[Value, Seq
             reached.add(value)
             if not all(wants_gradient(node) for node, _ in names.get(value, ())):
                 return True
+    return False
+
+
+def is_cut_in_place(value: Value, names: Mapping[Value, Sequence[tuple[fx.Node, int]]]) -> bool:
+    """True if some who read the value see a gradient's path, and others see none: ``detach_`` came between them."""
+    return len({wants_gradient(node) for node, _ in names.get(value, ())}) > 1
+
+
+def is_wanted(value: Value) -> bool:
+    """True if a node yields the value and it is part of a gradient's path."""
+    return value.node is not None and wants_gradient(value.node)
+
+
+def ends_at(value: Value) -> bool:
+    """True if a node yields the value without a gradient's path, and it is computed from what has one."""
+    if value.node is None or value.op is None or is_wanted(value) or not value.dtype.is_floating_point:
+        return False
+    stack = list(value.op.reads)
+    while stack:
+        read = stack.pop()
+        if is_wanted(read):
+            return True
+        if read.node is None and read.op is not None:
+            stack += read.op.reads
     return False

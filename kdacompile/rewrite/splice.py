@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -113,10 +113,11 @@ class Splice(Site[B]):
         inputs = [source for node in read for source in self.derived.calls.sources(node)]
         if any(node not in self.place for node in inputs):
             raise CannotSplice("overlap", "an input was rewritten by an earlier match")
-        ready = max((self.place[node] for node in inputs), default=-1)
+        cut_before, cut_after = self.cuts_in_place(set(inputs))
+        ready = max([*(self.place[node] for node in inputs), *cut_before], default=-1)
         self.collect_stores(ready)
         uses = [self.place[user] for value in self.redirected for _, user in self.later_users(value)]
-        first_use = min([*uses, *self.state_reads()], default=len(self.place) - 1)
+        first_use = min([*uses, *self.state_reads(), *cut_after], default=len(self.place) - 1)
         if ready >= first_use:
             raise CannotSplice("order", "a result is used before all inputs exist")
         first_use = self.insertion_point(ready, first_use)
@@ -193,6 +194,9 @@ class Splice(Site[B]):
         results = self.match.binding.ends
         self.detached = not any(gradient.wants_gradient(placement.value.node) for placement in results)
         if self.detached:
+            values = {node for value in self.redirected for node, _ in self.names(value)}
+            if any(False in late for _, late in self.detached_in_place(values)):
+                raise CannotSplice("grad", "gradients are cut in part of the region")
             return
         writes = [m.node for m in self.mutations if m.node in self.dying]
         inputs = {placement.value for placement in self.match.inputs.values()}
@@ -200,6 +204,24 @@ class Splice(Site[B]):
         cut = gradient.is_cut(ops, inputs, self.functional.names)
         if cut or not all(self.zones[node][0] for node in writes):
             raise CannotSplice("grad", "gradients are cut in part of the region")
+
+    def cuts_in_place(self, inputs: set[fx.Node]) -> tuple[list[int], list[int]]:
+        """Where inputs are detached in place: before they are read, and after that. The op reads them all at once, so
+        no cut may come in between.
+        """
+        cuts = [] if self.detached else list(self.detached_in_place(inputs))
+        if any(len(late) > 1 for _, late in cuts):
+            raise CannotSplice("grad", "gradients are cut in part of the region")
+        return [cut for cut, late in cuts if True in late], [cut for cut, late in cuts if False in late]
+
+    def detached_in_place(self, nodes: set[fx.Node]) -> Iterator[tuple[int, set[bool]]]:
+        """Where one of these is detached in place, and whether its readers come later."""
+        for cut in filter(compat.detaches_in_place, self.place if torch.is_grad_enabled() else ()):
+            names = next(
+                (set(each) for each in map(dict, self.functional.names.values()) if cut in each), set[fx.Node]()
+            )
+            users = {user for name in names & nodes for user in name.users} - {cut, self.graph.output_node()}
+            yield self.place[cut], {self.place[user] > self.place[cut] for user in users}
 
     def insertion_point(self, ready: int, first_use: int) -> int:
         """The last place up to the first use of a result where the op lets gradients through as the region did."""

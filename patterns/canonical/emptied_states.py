@@ -196,7 +196,7 @@ def _rewrite(edit: Edit, chain: Chain, *, given: bool) -> None:
             kept = edit.call("to", edit.call("logical_not", mask, like=like), last.out.dtype, like=like)
             gate = kept if gate == 1 else edit.call(torch.mul, kept, gate, like=like)
     factor = edit.call("exp", gate, like=like) if logs else gate
-    edit.redefine_whole(last.out, edit.call(torch.mul, state, factor, like=like))
+    edit.redefine(last.out, edit.call(torch.mul, state, factor, like=like))
 
 
 def _number(edit: Edit, factor: Value | float, dtype: torch.dtype, like: fx.Node) -> Value | float:

@@ -50,11 +50,8 @@ def apply(edit: Edit, *, across: bool = False) -> None:
     if found.worth_it:
         with contextlib.suppress(CannotEdit):
             pairs = Hoist(edit, found).pairs()
-            for new, old in pairs:
-                edit.refuse_cuts(edit.replaced(old, new))
             if agrees(edit, pairs, found.inside()):
-                for new, old in pairs:
-                    edit.redefine(old, new)
+                edit.redefine_all([(old, new) for new, old in pairs])
 
 
 class Hoist:

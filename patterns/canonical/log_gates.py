@@ -38,7 +38,7 @@ def apply(edit: Edit) -> None:
             if gates.count(None) == 1:
                 triples = zip(gates, total.reads, signs, strict=True)
                 factors = [gate or _exponential(edit, op, term, negated, masks) for gate, term, negated in triples]
-                edit.redefine_whole(op.out, edit.call(torch.mul, *factors, like=op.node))
+                edit.redefine(op.out, edit.call(torch.mul, *factors, like=op.node))
 
 
 def _below_masks(value: Value) -> tuple[list[tuple[Op, Value]], Op | None]:

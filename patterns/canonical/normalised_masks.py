@@ -69,4 +69,4 @@ def _rewrite(edit: Edit, op: Op, scores: Value, steps: list[Op]) -> None:
         rows = edit.call("to", rows, op.out.dtype, like=like)
     new = edit.call(torch.div, product, rows, like=like)
     if agrees(edit, [(new, op.out)], {op, *steps}, FINITE):
-        edit.redefine_whole(op.out, new)
+        edit.redefine(op.out, new)

@@ -39,8 +39,7 @@ def apply(edit: Edit) -> None:
         runs = _runs(edit.functional, {len(how.rows) for how in rows.values()})
         pairs = [*_pieces(edit, runs | {bounds[value][-1]: bounds[value] for value in apart})]
         pairs += [(value, _joined(edit, value, how, bounds[value])) for value, how in apart.items()]
-        for old, new in pairs:
-            edit.redefine(old, new)
+        edit.redefine_all(pairs)
 
 
 def _masks(functional: Graph) -> dict[Op | None, int]:

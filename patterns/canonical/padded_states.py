@@ -146,7 +146,7 @@ class Padding:
         for link in links:
             state = self.linked(state, link, mask)
             self.new[link.op.out] = state
-        self.edit.redefine_whole(self.choice.op.out, state)
+        self.edit.redefine(self.choice.op.out, state)
 
     def linked(self, state: Value, link: Link, mask: Mask) -> Value:
         if link.sign == 0:

@@ -27,7 +27,7 @@ def apply(edit: Edit) -> None:
         if base is None or not 0 < base < math.inf or op.reads[-1:] != [exponent] or exponent.dtype != op.out.dtype:
             continue
         with contextlib.suppress(CannotEdit):
-            edit.redefine_whole(op.out, _power(edit, exponent, math.log2(base), op.node))
+            edit.redefine(op.out, _power(edit, exponent, math.log2(base), op.node))
 
 
 def _power(edit: Edit, exponent: Value, rate: float, like: fx.Node) -> Value:

@@ -169,7 +169,6 @@ def _follows(edit: Edit, site: Site) -> bool:
 
 def _rewrite(edit: Edit, site: Site) -> None:
     op, other, like = site.product, site.other, site.product.node
-    edit.refuse_cuts({op, *site.steps, *site.below, *site.beside, *site.sums})
     width, place = other.shape[site.column], len(op.out.shape) + site.along
     if site.sums:
         ones = edit.call(torch.ones_like, edit.call("narrow", other, site.column, 0, 1, like=like), like=like)
@@ -197,8 +196,7 @@ def _rewrite(edit: Edit, site: Site) -> None:
             result = edit.call(step.target, result, factor, like=like)
     pairs.append((result, site.result))
     if agrees(edit, pairs, {op, *steps, *site.beside, *site.sums}, FINITE):
-        for new, old in pairs:
-            edit.redefine(old, new)
+        edit.redefine_all([(old, new) for new, old in pairs])
 
 
 def _laid(edit: Edit, value: Value, steps: list[Op], like: fx.Node) -> Value:

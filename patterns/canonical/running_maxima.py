@@ -28,8 +28,8 @@ def apply(edit: Edit) -> None:
             with contextlib.suppress(CannotEdit):
                 like = kind[-1].node
                 whole = edit.call(torch.exp, edit.call(torch.stack, [op.reads[0] for op in kind], like=like), like=like)
-                for turn, op in enumerate(kind):
-                    edit.redefine(op.out, edit.call("select", whole, 0, turn, like=like))
+                turns = [edit.call("select", whole, 0, turn, like=like) for turn in range(len(kind))]
+                edit.redefine_all([(op.out, piece) for op, piece in zip(kind, turns, strict=True)])
 
 
 def _chains(graph: Graph) -> list[list[Op]]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import torch
+
 from kdacompile import compat
+from kdacompile.graph import gradient
 from kdacompile.graph.ir import Op, Value, map_values
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.vocabulary import AS_IS, LAYOUT, MAKERS, PICKING, TURNS, VIEWS, is_float8
@@ -192,10 +195,11 @@ class Numbering:
     """Value numbering: the same number for values that are made alike of the same.
 
     By rearranging and picking, or, ``everything``, by any operator that reads something and draws no random numbers.
+    Values are apart where a gradient of one is cut (``detach_`` leaves no operator) and of the other not.
     """
 
     def __init__(self, *, everything: bool = False) -> None:
-        self.everything = everything
+        self.everything, self.grad = everything, torch.is_grad_enabled()
         self.known: dict[Value, int] = {}
         self.numbers: dict[str, int] = {}
 
@@ -216,7 +220,8 @@ class Numbering:
         if op is None or not (self._sources(value) or (self.everything and op.name in FIXED_MAKERS)):
             return f"value {value.index}"
         args, kwargs = (map_values(tree, self.known.get) for tree in (op.args, op.kwargs))
-        return f"{op.target} {args} {kwargs} {op.outs.index(value)} {self.everything and op.grad}"
+        cut = self.grad and gradient.ends_at(value)
+        return f"{op.target} {args} {kwargs} {op.outs.index(value)} {self.everything and op.grad} {cut}"
 
     def _sources(self, value: Value) -> list[Value]:
         """What a value is made of, where that alone makes it; nothing for every other value."""

@@ -109,7 +109,8 @@ def two_layers(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, normalised: bool) 
     if normalised:  # the row sums are a column of the values: no function is tried in that form before it is captured
         scores = (q.exp() @ k.exp().mT).tril()
         x = torch.tanh((scores / scores.sum(-1, keepdim=True)) @ v)
-    state, outs = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), list[Tensor]()
+    outs: list[Tensor] = []
+    state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
     for t in range(q.shape[2]):
         state = state * g[:, :, t].exp().unsqueeze(-1) + k[:, :, t].unsqueeze(-1) * x[:, :, t].unsqueeze(-2)
         outs.append((q[:, :, t].unsqueeze(-1) * state).sum(-2))
