@@ -21,6 +21,9 @@ from kdacompile.patterns.mla.masks import Masks, read_masks
 
 MAX_BINDINGS = 48
 
+OF_TOKENS = frozenset("q q_rope latent cache k_rope".split())
+"""Roles whose dtype is the model's: weights, masks and sinks may be kept in fewer bits."""
+
 WEIGHTS = "the attention weights are"
 KEYS = "expanded keys or values (of a cache that keeps them, or returned) are"
 
@@ -64,8 +67,10 @@ def _candidate(
     whole = 1 < parts.sizes["T"] == parts.sizes["S"] == parts.sizes["C"]
     kept = _kept(graph, ops, cut, expanding) if whole else set[Op]()
     roles = dict.fromkeys(expanding, KEYS) | dict.fromkeys({found.softmax, *found.between}, WEIGHTS)
+    tokens = [value for role, value in tensors.items() if role in OF_TOKENS]
+    tokens += [read for read, value in again.items() if value in tokens]
     obstacle = _forbidden(graph, ops, [*cut, *lse], output, roles, kept) or rounding(
-        ops, ops, _entering(ops, cut), [output]
+        ops, ops, _entering(ops, tokens), [output]
     )
     if obstacle is not None:
         return obstacle
@@ -105,9 +110,9 @@ def _with_lse(found: Iterator[LatentAttention], made: list[Value]) -> Iterator[L
             yield binding.with_(final_state=place("lse", lse, axes))
 
 
-def _entering(ops: set[Op], cut: list[Value]) -> list[Value]:
-    """Tensors as they enter the region: those of the cut, and what they are cast to first (autocast does)."""
-    return [*cut, *(op.out for op in ops if op.name == "_to_copy" and root(op.reads[0]) in cut)]
+def _entering(ops: set[Op], tokens: list[Value]) -> list[Value]:
+    """What is given of tokens as it enters the region: tensors, and what they are cast to first (autocast does)."""
+    return [*tokens, *(op.out for op in ops if op.name == "_to_copy" and root(op.reads[0]) in tokens)]
 
 
 def _kept(graph: Graph, ops: set[Op], cut: list[Value], expanding: set[Op]) -> set[Op]:

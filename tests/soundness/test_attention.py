@@ -243,6 +243,25 @@ def test_rounding_between_the_steps(name: str) -> None:
     assert equals_eager(Layer(HIDDEN["-inf"], read=lambda w, v: (w @ v).double().float()), given()) == ["exactly"]
 
 
+class Narrow(Layer):
+    """The weight is kept in bfloat16, and so is the mask, which is added as it is."""
+
+    def __init__(self, keys: Callable[[Tensor], Tensor], read: Callable[[Tensor, Tensor], Tensor]) -> None:
+        mask = torch.zeros(T, T, dtype=torch.bfloat16).masked_fill(LATER, -torch.inf)
+        super().__init__(lambda scores: scores + mask, keys, read)
+        self.kv_b.bfloat16()
+        self.kv_b.forward = lambda x: nn.functional.linear(x, self.kv_b.weight.float())  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("rounded", ["keys", "weights", "values", ""])
+def test_a_weight_or_a_mask_in_fewer_bits_allows_no_rounding(rounded: str) -> None:
+    def part(name: str, x: Tensor) -> Tensor:
+        return x.bfloat16().float() if name == rounded else x
+
+    layer = Narrow(lambda k: part("keys", k), lambda w, v: part("weights", w) @ part("values", v))
+    assert equals_eager(layer, given()) == ([] if rounded else ["exactly"])
+
+
 HEAD = torch.arange(HEADS)[:, None, None]
 ROW = torch.arange(2)[:, None, None, None]
 ODD: dict[str, Layer] = {

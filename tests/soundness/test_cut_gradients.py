@@ -83,9 +83,13 @@ def packed(at: Place, q: Tensor, k: Tensor, v: Tensor, f: Tensor, i: Tensor) -> 
 
 
 def quotients(at: Place, q: Tensor, k: Tensor, v: Tensor, f: Tensor, i: Tensor) -> Tensor:
-    k = at(0, at(1, k) / at(2, (k * k).sum(-1, keepdim=True) + 1.0))
-    scores = at(3, q @ k.mT * decays(at, F.logsigmoid(f).cumsum(-1)).exp())
-    return at(4, scores / at(5, scores.sum(-1, keepdim=True)).abs().clamp(1.0)) @ v
+    keys = at(0, at(1, k) / at(2, (k * k).sum(-1, keepdim=True) + 1.0))
+    return (at(3, q @ keys.mT) * decays(at, F.logsigmoid(f).cumsum(-1)).exp()) @ v
+
+
+def row_sums(at: Place, q: Tensor, k: Tensor, v: Tensor, f: Tensor, i: Tensor) -> Tensor:
+    scores = at(2, q @ k.mT * decays(at, F.logsigmoid(f).cumsum(-1)).exp())
+    return at(3, at(4, scores) / at(5, scores.sum(-1, keepdim=True)).abs().clamp(1.0)) @ v
 
 
 def computed_twice(at: Place, q: Tensor, k: Tensor, v: Tensor, f: Tensor, i: Tensor) -> Tensor:
@@ -115,7 +119,8 @@ PROGRAMS = {
     running_maxima: 5,
     outer_products: 5,
     packed: 6,
-    quotients: 6,
+    quotients: 4,
+    row_sums: 6,
     computed_twice: 5,
     columns: 6,
 }
