@@ -55,6 +55,7 @@ ON_TRIAL: tuple[tuple[Rule, ...], ...] = (
     (powers.apply,),
     (emptied_states.apply_all, hoist.apply),
     (padded_states.apply, hoist.apply),
+    (hoist.apply,),
 )
 """Those for functions that may become one op, of which many more are looked at than are: what comes later in a row only
 where what is before it has changed something.
