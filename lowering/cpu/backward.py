@@ -6,6 +6,7 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,17 @@ class _Kernel(Loop):
 
     source = ("vectors.c", "functions.c", "backward_chunk.c", "recurrence_backward.c")
     function = "linear_attention_backward"
+
+    def __init__(self, real: str) -> None:
+        super().__init__(real)
+        self._pages: Any = self.compiled.linear_attention_pages
+        self._pages.argtypes, self._pages.restype = [ctypes.c_void_p, ctypes.c_int64], None
+
+    def memory(self, like: Tensor, *shape: int) -> Tensor:
+        """For a gradient."""
+        x = like.new_empty(shape)
+        self._pages(x.data_ptr(), x.nbytes)
+        return x
 
     def __call__(self, problem: bytes, tasks: int) -> bool:
         """Whether all that was written is finite."""
@@ -89,9 +101,9 @@ def run_recurrence_backward(grads: Sequence[Tensor | None], call: Call) -> tuple
     )
     parts = parts_of(sequences * heads, value_width)
     per_token = (parts, batch, length, heads)
-    dq, dk = q.new_empty(*per_token, key_width), q.new_empty(*per_token, key_width)
-    ddecay = None if decay is None else q.new_empty(*per_token, *([key_width] if gate == "channel" else []))
-    dv, dbeta = q.new_empty(v.shape), q.new_empty(per_token)
+    dq, dk, dv = (kernel.memory(q, *shape) for shape in ((*per_token, key_width), (*per_token, key_width), v.shape))
+    per_decay = (*per_token, key_width) if gate == "channel" else per_token
+    ddecay, dbeta = None if decay is None else kernel.memory(q, *per_decay), q.new_empty(per_token)
     dinitial = q.new_empty(sequences, heads, key_width, value_width)
     problem = _PROBLEM.pack(
         *(number for x in (q, k, v, decay, beta, grad_o) for number in operand(x)),
