@@ -12,9 +12,9 @@ from functools import lru_cache
 
 BLOCK = 64  # tokens: what items are made of
 OVERHEAD = 4  # blocks that a program could have done in the time of its start and end
-STAYING = 2  # the same of a program that stays, and goes on with another item
-SHORT = 4  # blocks, at least, of a part of a request that is left over
 PARTIAL = 5  # the same for writing a partial result and reading it again
+STAYING = 2, 4  # both, of a program that stays and goes on with another item
+SHORT = 4  # blocks, at least, of a part of a request that is left over
 MANY = 4  # rounds of programs after which the lengths even out on their own
 
 

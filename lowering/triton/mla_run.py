@@ -239,8 +239,9 @@ def cut(
     batch = lengths.shape[0]
     count = workers + batch
     sizes = {"BP": _power(batch), "PP": _power(count), "WP": _power(workers + 1) if stay else 0}
-    costs = {"LOG_B": (batch - 1).bit_length(), "BLOCK": BLOCK, "OVERHEAD": STAYING if stay else OVERHEAD}
-    costs |= {"PARTIAL": PARTIAL, "SHORT": SHORT}
+    sizes["LOG_B"] = (batch - 1).bit_length()
+    overhead, partial = STAYING if stay else (OVERHEAD, PARTIAL)
+    costs = {"BLOCK": BLOCK, "OVERHEAD": overhead, "PARTIAL": partial, "SHORT": SHORT}
     scratch.launch(_kernels("mla_split").schedule, (1,))(
         lengths, items, batch, width, workers, count, **sizes, **costs, CHAINED=chained,
         num_warps=4 if batch <= 512 else 16,
