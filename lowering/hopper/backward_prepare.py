@@ -206,7 +206,7 @@ def prepare(
 ):  # fmt: skip
     """A block has one chunk of one head, and takes a few channels at a time. Rows of q, k and g are contiguous.
 
-    SOLVED: (I + L diag(beta))^-1 L leaves in place of L, of keys and betas with which nothing in it can grow.
+    SOLVED: (I + L diag(beta))^-1 L leaves in place of L, of keys whose norms are 1.
     """
     pid, chunk, head = own_chunk(first_head, HP)
     if EARLY != "":
@@ -264,7 +264,8 @@ def prepare(
         _put_gram(p_t, p0, p1, p2, p_own, False, BOUNDED)
         if DELTA:
             if SOLVED:
-                l_t = gl.allocate_shared_memory(gl.float16, [64, 64], WHOLE)
+                tiles = gl.allocate_shared_memory(gl.float16, [4, 64, 64], WHOLE)
+                l_t = tiles.index(0)
             else:
                 l_t = gl.allocate_shared_memory(a_buffer.dtype.element_ty, [64, 64], TILE)
             _put_gram(l_t, l0, l1, l2, l_own, True, BOUNDED)
@@ -272,7 +273,8 @@ def prepare(
         store_rows(p_buffer + square, p_t.load(ROWS), 64, 64)
         if DELTA:
             if SOLVED:
-                x = solved(l_t, beta_buffer + pid * 64, BETA)
+                spare = p_t._reinterpret(gl.float16, [64, 64], WHOLE)
+                x = solved(tiles, spare, beta_buffer + pid * 64, BETA, BETA and not SIGMOID)
                 p_t.store(x.to(gl.bfloat16))
                 barrier()
                 store_rows(x_buffer + square, p_t.load(ROWS), 64, 64)

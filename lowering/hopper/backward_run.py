@@ -83,10 +83,9 @@ class HopperBackward(Backward):
 
     @property
     def _solved(self) -> bool:
-        """Where no product of the inverse can grow."""
+        """Where keys have norms of 1, whatever beta is."""
         call = self._call
-        steady = call.qk_l2norm_eps > 0.0 and (call.beta is None or call.sigmoid_beta)
-        return (self._by_blocks or self._by_token_gates) and call.delta and steady
+        return (self._by_blocks or self._by_token_gates) and call.delta and call.qk_l2norm_eps > 0.0
 
     def _normed_apart(self, call: Call) -> bool:
         return call.qk_l2norm_eps > 0.0 and not self._by_blocks and not self._by_token_gates
@@ -177,7 +176,7 @@ class HopperBackward(Backward):
 
     def _prepare(self, tiles: int) -> None:
         if self._by_token_gates:
-            self._tuned("prepare_scalar", (tiles,), 4, maxnreg=160, launch_pdl=self._values["BESIDE"])
+            self._tuned("prepare_scalar", (tiles,), 4, maxnreg=128, launch_pdl=self._values["BESIDE"])
         elif self._by_blocks:
             self._tuned("prepare", (tiles,), 4, maxnreg=168, launch_pdl=self._values["BESIDE"])
         else:

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from .backward_blocks import (
     SLIM,
-    TOKEN,
     WIDE,
     begun,
     chunk_place,
@@ -36,6 +35,8 @@ from .backward_early import await_states, early_tile, nothing_done, outlast_the_
 from .common import ACROSS, DOWN, SQUARE, TILE, barrier, exp2, gate_slopes, given_beta, given_rate, log2_gate, pinned
 from .inverse import solved
 
+ROW = gl.constexpr(gl.SliceLayout(1, SLIM.value))
+
 
 @gluon.jit
 def _gates(g_ptr, g_st, A_log_ptr, dt_bias_ptr, head, token, left, RATE: gl.constexpr, BIAS: gl.constexpr):
@@ -50,12 +51,13 @@ def _gates(g_ptr, g_st, A_log_ptr, dt_bias_ptr, head, token, left, RATE: gl.cons
 
 
 @gluon.jit
-def _row_rates(tile, rates, eps):
-    """One over the norms of a tile's rows, for the gradients too."""
-    x = tile.load(WIDE).to(gl.float32)
-    rate = gl.rsqrt(gl.sum(x * x, 1) + eps)
-    gl.store(rates + gl.arange(0, 64, layout=TOKEN), rate)
-    return rate
+def _row_rates(tile, eps):
+    """One over the norms of a tile's rows, from halves: registers do not hold them all beside the products."""
+    square = gl.zeros([64], gl.float32, layout=ROW)
+    for half in gl.static_range(2):
+        x = widened(tile.slice(64 * half, 64, 1).load(SLIM))
+        square += gl.sum(x * x, 1)
+    return gl.rsqrt(square + eps)
 
 
 @gluon.jit(do_not_specialize=["beta_sb", "beta_st", "T", "N", "first_head"])
@@ -80,8 +82,11 @@ def prepare_scalar(
         runs = chunk < gl.load(chunk_offsets + N)
     if runs:
         batch, first, left = chunk_place(chunk, cu_seqlens, chunk_offsets, N, T, PACKED)
-        q_t = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
-        k_t = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
+        both = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], TILE)
+        tiles = both._reinterpret(gl.float16, [4, 64, 64], TILE)
+        p_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+        q_t = both.index(0)
+        k_t = both.index(1)
         fetch(q_t, q_ptr + batch * q_sb + first * q_st + (head // GROUP) * q_sh, q_st, left, WIDE)
         fetch(k_t, k_ptr + batch * k_sb + first * k_st + (head // GROUP) * k_sh, k_st, left, WIDE)
         async_copy.commit_group()
@@ -107,8 +112,11 @@ def prepare_scalar(
         if DELTA:
             l = begun(k_t, right, SQUARE)
         if L2NORM:
-            q_rate = _row_rates(q_t, rate_buffer + pid * 128, l2norm_eps)
-            k_rate = _row_rates(k_t, rate_buffer + pid * 128 + 64, l2norm_eps)
+            token = gl.arange(0, 64, layout=ROW)
+            q_rate = _row_rates(q_t, l2norm_eps)
+            k_rate = _row_rates(k_t, l2norm_eps)
+            gl.store(rate_buffer + pid * 128 + token, q_rate)
+            gl.store(rate_buffer + pid * 128 + 64 + token, k_rate)
             columns = gl.convert_layout(k_rate, ACROSS)[None, :]
         if DELTA:
             p, l = warpgroup_mma_wait(0, [p, l])
@@ -122,16 +130,26 @@ def prepare_scalar(
             p = p * decay
             l = l * decay
         square = pid * (64 * 64)
-        store_rows(p_buffer + square, gl.where(i >= j, p, 0.0), 64, 64)
+        p_t.store(narrow(gl.where(i >= j, p, 0.0)))
+        barrier()  # and nobody reads q and k any more
+        leave(p_buffer + square, 64, p_t, 64, SLIM)
         if DELTA:
             l = gl.where(i > j, l, 0.0)
-            if GATED:
-                store_rows(l_buffer + square, l, 64, 64)
             if SOLVED:
-                l_t = gl.allocate_shared_memory(gl.float16, [64, 64], TILE)
-                l_t.store(l.to(gl.float16))
-                store_rows(x_buffer + square, solved(l_t, beta_buffer + pid * 64, BETA), 64, 64)
+                tiles.index(0).store(l.to(gl.float16))
+                if GATED:
+                    tiles.index(3)._reinterpret(gl.bfloat16, [64, 64], TILE).store(narrow(l))
+                barrier()
+                if GATED:
+                    leave(l_buffer + square, 64, tiles.index(3)._reinterpret(gl.bfloat16, [64, 64], TILE), 64, SLIM)
+                spare = p_t._reinterpret(gl.float16, [64, 64], TILE)
+                x = solved(tiles, spare, beta_buffer + pid * 64, BETA, BETA and not SIGMOID)
+                p_t.store(narrow(x))
+                barrier()
+                leave(x_buffer + square, 64, p_t, 64, SLIM)
             else:
+                if GATED:
+                    store_rows(l_buffer + square, l, 64, 64)
                 store_rows(a_buffer + square, l, 64, 64)
     if BESIDE:
         outlast_the_scan(pid)

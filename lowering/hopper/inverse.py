@@ -72,7 +72,7 @@ def _invert(A, a, z, i, j, tile_n, tile_x, tile_p):
 
     Blocks of 4, 16, 64 in turn: with X the inverse of the diagonal blocks and N = X L, L the rest of the next size,
     N^4 = 0 and (I + N)^-1 X = (I + N^2) (X - N X). Products with A instead of L, masked, need no tile of their own.
-    Up to 16 a warp is on its own.
+    Up to 16 a warp is on its own. ``tile_p`` may be ``a``.
     """
     x = _on_diagonal(_invert_blocks(_diagonal(A, i, j)), i, j)
     x16 = x.to(gl.float16)
@@ -148,7 +148,7 @@ def first_steep(square, beta):
     and fp16 holds it. Keys that were normalised before they were rounded pass with a beta of 2.
     """
     step = square * beta
-    place = gl.arange(0, 64, layout=square.type.layout)
+    place = gl.arange(0, 64, layout=SEQUENCE)
     return gl.min(gl.where((step >= 0.0) & (step <= 2.03125), 64, place), 0)
 
 
@@ -247,23 +247,45 @@ def leave_inverse(
 
 
 @gluon.jit
-def solved(tile, beta, BETA: gl.constexpr):
-    """(I + L diag(beta))^-1 L, in registers, of contractions (see ``first_steep``); L in ``tile``, fp16."""
+def solved(tiles, spare, beta, BETA: gl.constexpr, CHECKED: gl.constexpr):
+    """(I + L diag(beta))^-1 L, in registers, of keys of norm 1; L in the first of four tiles, fp16.
+
+    CHECKED: beta may be anything. Rows from the first token on whose step may enlarge (see ``first_steep``) are made by
+    products that keep fp32's range, with a ``spare`` tile; the rows before do not change with them.
+    """
     i = gl.arange(0, 64, layout=DOWN)[:, None]
     j = gl.arange(0, 64, layout=ACROSS)[None, :]
-    A = tile.load(SQUARE).to(gl.float32)
+    A = tiles.index(0).load(SQUARE).to(gl.float32)
     if BETA:
         A = A * gl.load(beta + j)
-    a = gl.allocate_shared_memory(gl.float16, [64, 64], TILE)
-    tile_n = gl.allocate_shared_memory(gl.float16, [64, 64], TILE)
-    tile_x = gl.allocate_shared_memory(gl.float16, [64, 64], TILE)
-    tile_p = gl.allocate_shared_memory(gl.float16, [64, 64], TILE)
-    a.store(A.to(gl.float16))
+    if CHECKED:
+        place = gl.arange(0, 64, layout=SEQUENCE)
+        steep = first_steep(gl.full([64], 1.0, gl.float32, layout=SEQUENCE), gl.load(beta + place))
+        A = gl.where(i < steep, A, 0.0)
+    tiles.index(1).store(A.to(gl.float16))
     fence_async_shared()
     barrier()
     z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
-    x = _invert(A, a, z, i, j, tile_n, tile_x, tile_p)
-    return warpgroup_mma(gl.convert_layout(x.to(gl.float16), LEFT), tile, z, use_acc=False)
+    x = _invert(A, tiles.index(1), z, i, j, tiles.index(2), tiles.index(3), tiles.index(1))
+    x = warpgroup_mma(gl.convert_layout(x.to(gl.float16), LEFT), tiles.index(0), z, use_acc=False)
+    if CHECKED:
+        if steep < 64:  # apart: one is known to the compiler, the other is not
+            i = pinned(i)
+            x = gl.where(i < steep, x, _solved_unbounded(tiles, spare, beta, steep >> 7, i, j))
+    return x
+
+
+@gluon.jit
+def _solved_unbounded(tiles, spare, beta, zero, i, j):
+    z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
+    A = tiles.index(zero).load(SQUARE).to(gl.float32) * gl.load(beta + j)
+    y = _invert_unbounded(
+        A, z, i, j, tiles.index(zero + 1), tiles.index(zero + 2), tiles.index(zero + 3), spare
+    )  # fmt: skip
+    _keep(tiles.index(zero).load(SQUARE).to(gl.float32), tiles.index(zero + 3), spare)
+    y = _times(y, tiles.index(zero + 3), spare, z)
+    barrier()  # and nobody reads them any more
+    return y
 
 
 @gluon.jit

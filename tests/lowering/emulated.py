@@ -232,6 +232,7 @@ class Language(types.ModuleType):
         self.exp2 = lambda x: torch.exp2(_tile(x))
         self.abs, self.rsqrt = torch.abs, torch.rsqrt
         self.maximum = lambda x, y: torch.maximum(_tile(x), _tile(y))
+        self.min = lambda x, axis: _tile(x).amin(axis)
         self.minimum = lambda x, y: torch.minimum(_tile(x), _tile(y))
         self.static_range = range
         self.where, self.load, self.store, self.inline_asm_elementwise = _where, _load, _store, _asm

@@ -218,6 +218,22 @@ def extremes() -> None:
     compare(case.with_tensors(beta=beta, k=case.tensors["k"][:, :1].expand_as(case.tensors["k"])))
 
 
+def enlarging() -> None:
+    """Normalised keys, and betas some of which enlarge what they meet: what comes before keeps its bits."""
+    for gate in ("channel", "token", "none"):
+        case = case_of(batch=1, length=70, gate=gate).with_options(sigmoid_beta=False)
+        beta = torch.rand(case.tensors["beta"].shape, generator=torch.Generator().manual_seed(3))
+        beta[:, 40:44], beta[:, 66] = 2.5, -1.0
+        compare(case.with_tensors(beta=beta))
+        case = rounded(case.with_tensors(beta=beta, initial_state=None))
+        of_o = case.tensors["v"].clone()
+        of_o[:, 40:] = 0.0
+        beta[:, 40:44] = 0.5
+        tame = rounded(case.with_tensors(beta=beta))
+        for x, y in zip(*(KERNELS.gradients(call_of(c), of_o, None) for c in (case, tame)), strict=True):
+            assert x is None or x.dim() < 3 or torch.equal(x[:, :40], y[:, :40])
+
+
 def draws() -> None:
     """Few tokens, several draws: what all of them together are off by. Beta's gradient is one number a token, which may
     be next to nothing beside the terms it sums: one draw's error is that of its one or two largest."""
@@ -271,7 +287,7 @@ def two_passes() -> None:
 
 PARTS = {
     part.__name__: part
-    for part in (gates, tokens, shapes, groups, runs, beside, extremes, draws, causality, two_passes)
+    for part in (gates, tokens, shapes, groups, runs, beside, extremes, enlarging, draws, causality, two_passes)
 }
 
 if __name__ == "__main__":

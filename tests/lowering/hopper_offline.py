@@ -36,7 +36,7 @@ TENSORS = {
     "A_log": "*fp32", "dt_bias": "*fp32", "beta": "*bf16", "places": "*i32", "announced": "*i32", "buffer": "*bf16",
     "decay": "*fp32", "factors": "*fp32",
 }  # fmt: skip
-REGISTERS = {"prepare": 168, "prepare_scalar": 160}  # of the backward pass
+REGISTERS = {"prepare": 168, "prepare_scalar": 128}  # of the backward pass
 FLAGS = dict.fromkeys(("HAS_A", "HAS_DT", "HAS_BETA", "SIGMOID_BETA"), True)
 
 
@@ -140,13 +140,13 @@ def compile_combine(width: int = 128) -> Any:
 def compile_mla(page: int, scheduled: bool, partial: bool, dtype: str, masked: bool) -> Any:
     half, rope = (_descriptor(1, 64, columns, dtype=dtype) for columns in (256, 64))
     signature = dict.fromkeys(mla.attend.arg_names, "i32") | {"d_q": half, "d_q_rope": rope, "d_c": half, "d_r": rope}
-    signature |= dict.fromkeys(("table", "lengths", "items", "starts"), "*i32") | {
+    signature |= dict.fromkeys(("table", "lengths", "items"), "*i32") | {
         "d_o": half,
         "scale": "fp32",
         "k_rope": f"*{dtype}",
     }
     signature |= dict.fromkeys(("sinks", "lse", "part_lse"), "*fp32")
-    signature["d_part"] = _descriptor(1, 64, 128, dtype="fp32")
+    signature["d_part"] = _descriptor(1, 64, 256, dtype="fp32")
     constants = {"PAGE": page, "CAUSAL": True, "HAS_LENGTHS": True, "HAS_SINKS": scheduled or not partial}
     constants |= {"CHAINED": True, "MASK": masked}
     signature["mask"] = "*u8"
@@ -166,6 +166,7 @@ def compile_backward(
     early: str = "",
     ahead: bool = False,
     solved: bool = True,
+    sigmoid: bool = True,
 ) -> Any:
     """A kernel of the backward pass, by its name; ``scalar``: of the scan with a gate per token."""
     kernels = {"prepare": backward_prepare.prepare, "prepare_scalar": backward_scalar.prepare_scalar}
@@ -192,6 +193,7 @@ def compile_backward(
     signature |= dict.fromkeys([*singles.split(), "sums_buffer", "total_buffer", "lines_buffer"], "*fp32")
     signature["done_buffer"] = "*i32"
     signature["last_ptr"] = "*fp32" if ahead else "*bf16"  # what a call does not have is q
+    constants["SIGMOID"] = constants["SIGMOID"] and sigmoid
     if name == "scan":
         rows = (1, 64, 1, 128) if scalar else (64, 128)
         signature |= dict.fromkeys(("d_v", "d_do"), _descriptor(1, 64, 1, 64))

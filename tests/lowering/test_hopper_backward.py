@@ -23,7 +23,8 @@ MULTIPROCESSOR, RESERVED = 228 * 1024, 1024
 
 @needs_triton
 @pytest.mark.parametrize(
-    "part", ["gates", "tokens", "shapes", "groups", "runs", "beside", "extremes", "draws", "causality", "two_passes"]
+    "part",
+    "gates tokens shapes groups runs beside extremes enlarging draws causality two_passes".split(),
 )
 def test_gradients_emulated(part: str) -> None:
     passes("hopper_emulated", part)
@@ -85,6 +86,7 @@ def test_buffers_of_long_sequences(execution: type[Backward], length: int, heads
         ("prepare", 3, 96, {"gate": "fp32", "packed": True}),
         ("prepare", 3, 72, {"gate_fn": "sigmoid", "ahead": True}),
         ("prepare", 3, 72, {"gate_fn": "sigmoid", "solved": False}),
+        ("prepare", 3, 104, {"gate": "fp32", "packed": True, "sigmoid": False}),
         ("scan", 1, 0, {"forward": 1}),
         ("scan", 1, 0, {"packed": True}),
         ("scan", 1, 0, {"early": "end"}),
@@ -97,8 +99,9 @@ def test_buffers_of_long_sequences(execution: type[Backward], length: int, heads
         ("gradients", 2, 80, {"delta": False}),
         ("gradients", 2, 112, {"gate_fn": "sigmoid", "early": "end"}),
         ("gradients", 2, 272, {"early": "middle"}),
-        ("prepare_scalar", 3, 0, {"gate": "fp32", "packed": True}),
-        ("prepare_scalar", 3, 0, {"gate": "fp32", "packed": True, "solved": False}),
+        ("prepare_scalar", 4, 48, {"gate": "fp32", "packed": True}),
+        ("prepare_scalar", 4, 24, {"gate": "fp32", "packed": True, "solved": False}),
+        ("prepare_scalar", 4, 248, {"sigmoid": False}),
         ("scan", 1, 0, {"scalar": True}),
         ("gradients_scalar", 2, 40, {"gate": "fp32", "packed": True}),
         ("gradients_scalar", 2, 40, {"gate": "fp32", "early": "end"}),

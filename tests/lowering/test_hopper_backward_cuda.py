@@ -118,6 +118,17 @@ def test_beta_at_its_ends_and_equal_keys() -> None:
     compare(rising)
 
 
+@pytest.mark.parametrize("gate", ["channel", "token", "none"])
+def test_normalised_keys_and_steps_that_enlarge(gate: str) -> None:
+    case = case_of(batch=1, length=70, gate=gate).with_options(sigmoid_beta=False)
+    beta = case.tensors["beta"]
+    assert beta is not None
+    beta = torch.rand(beta.shape, generator=torch.Generator().manual_seed(3))
+    compare(case.with_tensors(beta=beta))
+    beta[:, 40:44], beta[:, 66] = 2.5, -1.0
+    compare(case.with_tensors(beta=beta))
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_runs_of_chunks_that_share_buffers(row: tuple[str, bool]) -> None:
     gate, delta = row
