@@ -14,7 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from .backward_blocks import (
     SLIM,
@@ -32,7 +32,8 @@ from .backward_blocks import (
     widened,
 )
 from .backward_early import await_states, early_tile, nothing_done, outlast_the_scan
-from .common import ACROSS, DOWN, SQUARE, TILE, barrier, exp2, gate_slopes, given_beta, given_rate, log2_gate, pinned
+from .backward_halves import fetch_keys, fetch_states, held_halves, written_halves
+from .common import ACROSS, DOWN, SQUARE, TILE, barrier, exp2, gate_slopes, given_beta, given_rate, log2_gate
 from .inverse import solved
 
 ROW = gl.constexpr(gl.SliceLayout(1, SLIM.value))
@@ -156,22 +157,6 @@ def prepare_scalar(
 
 
 @gluon.jit
-def _fetch_states(half, s_t, d_t, s_state, d_state, VALUES: gl.constexpr):
-    """Begin to copy 64 of the states' channels."""
-    V: gl.constexpr = s_t.shape[1]
-    fetch(s_t, s_state + half * (64 * V), V, 64, VALUES)
-    fetch(d_t, d_state + half * (64 * V), V, 64, VALUES)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _fetch_keys(half, q_t, k_t, q_base, q_st, k_base, k_st, left):
-    fetch(q_t, q_base + half * 64, q_st, left, SLIM)
-    fetch(k_t, k_base + half * 64, k_st, left, SLIM)
-    async_copy.commit_group()
-
-
-@gluon.jit
 def _pairs(do_t, z_t, y_t, p_t, l_t, b, sums, scale, DELTA: gl.constexpr, GATED: gl.constexpr):
     """The gradients of P and L, behind their decays, over P and L; of dg what pairs give to their rows, in parts, and
     to their columns."""
@@ -202,54 +187,6 @@ def _pairs(do_t, z_t, y_t, p_t, l_t, b, sums, scale, DELTA: gl.constexpr, GATED:
     return row_parts(met), gl.sum(met, 0)
 
 
-@gluon.jit
-def _half(
-    do_t, z_t, y_t, s_t, d_t, q_t, k_t, p_t, l_t, b, up, down, q_rate, k_rate, scale, behind, before, met,
-    DELTA: gl.constexpr, GATED: gl.constexpr, L2NORM: gl.constexpr, VALUES: gl.constexpr,
-):  # fmt: skip
-    """dq and dk of 64 channels, before the norm, over q and k; added, in parts: to ``behind`` and ``before`` what the
-    states before and behind the chunk give to the gates, to ``met`` S * dS."""
-    V: gl.constexpr = do_t.shape[1]
-    right = s_t.permute((1, 0))
-    dq = begun(do_t, right, SQUARE)
-    dk = dq
-    if DELTA:
-        dk = begun(z_t, right, SQUARE)
-    more = begun(y_t, d_t.permute((1, 0)), SQUARE)
-    if L2NORM:
-        q_t.store(narrow(widened(q_t.load(SQUARE)) * q_rate[:, None]))
-        k_t.store(narrow(widened(k_t.load(SQUARE)) * k_rate[:, None]))
-    if GATED:
-        both = widened(s_t.load(VALUES)) * widened(d_t.load(VALUES))
-        met += gl.sum(gl.reshape(both, [64, V // 8, 8]), 2)
-    if DELTA:
-        dq, dk, more = warpgroup_mma_wait(0, [dq, dk, more])
-        dk = dk * (up * -b)[:, None]
-    else:
-        dq, more = warpgroup_mma_wait(0, [dq, more])
-        dk = gl.zeros([64, 64], gl.float32, layout=SQUARE)
-    dq = dq * (up * scale)[:, None]
-    more = more * (down * b)[:, None]
-    if GATED:
-        behind += row_parts(widened(q_t.load(SQUARE)) * dq)
-        keys = widened(k_t.load(SQUARE))
-        if DELTA:
-            behind += row_parts(keys * dk)
-        before += row_parts(keys * more)
-    dk = dk + more
-    ready()  # q and k behind their norms are there
-    dq = warpgroup_mma(p_t, k_t, dq, is_async=True)
-    dk = warpgroup_mma(p_t.permute((1, 0)), q_t, dk, is_async=True)
-    if DELTA:
-        dk = warpgroup_mma(l_t, k_t, dk, is_async=True)
-        dk = warpgroup_mma(l_t.permute((1, 0)), k_t, dk, is_async=True)
-    dq, dk = warpgroup_mma_wait(0, [dq, dk])
-    barrier()  # and nobody reads them any more
-    q_t.store(narrow(dq))
-    k_t.store(narrow(dk))
-    return behind, before, met
-
-
 @gluon.jit(do_not_specialize=["T", "pitch", "N", "first_head"])
 def gradients_scalar(
     q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, v_ptr, v_sb, v_st, v_sh, g_ptr, g_sb, g_st, g_sh,
@@ -265,6 +202,7 @@ def gradients_scalar(
 
     Without the delta rule y_buffer is not read: Y is v.
     """
+    HELD: gl.constexpr = NORM_INSIDE and not GATED
     VALUES: gl.constexpr = WIDE if V == 128 else SLIM
     ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
     pid, chunk, head = own_chunk(first_head, HP)
@@ -303,8 +241,8 @@ def gradients_scalar(
         k_base = k_ptr + batch * k_sb + first * k_st + (head // GROUP) * k_sh
         s_state = s_buffer + pid * (128 * V)
         d_state = d_buffer + pid * (128 * V)
-        _fetch_states(0, s_t.index(0), d_t.index(0), s_state, d_state, VALUES)
-        _fetch_keys(0, q_t.index(0), k_t.index(0), q_base, q_st, k_base, k_st, left)
+        fetch_states(0, s_t.index(0), d_t.index(0), s_state, d_state, VALUES)
+        fetch_keys(0, q_t.index(0), k_t.index(0), q_base, q_st, k_base, k_st, left)
         row = gl.arange(0, 64, layout=DOWN)
         token = (batch * pitch + first) * HV + head
         b = gl.full([64], 1.0, gl.float32, layout=DOWN)
@@ -341,26 +279,21 @@ def gradients_scalar(
         down = exp2(whole - sums)
         before = behind * 0.0
         met = gl.sum(gl.reshape(gl.zeros([64, V], gl.float32, layout=VALUES), [64, V // 8, 8]), 2)
-        for half in range(2):
-            async_copy.wait_group(0)
-            ready()
-            zero = pinned(half) >> 30  # unknown to the compiler, see ``unknown_zero``
-            behind, before, met = _half(
-                do_t.index(zero), z_t.index(zero), y_t.index(zero), s_t.index(zero), d_t.index(zero), q_t.index(zero),
-                k_t.index(zero), p_t.index(zero), l_t.index(zero), b, up, down, q_rate, k_rate, scale, behind, before,
-                met, DELTA, GATED, L2NORM, VALUES,
+        if HELD:
+            held_halves(
+                do_t, z_t, y_t, s_t, d_t, q_t, k_t, p_t, l_t, s_state, d_state, q_base, q_st, k_base, k_st, left,
+                dq_ptr + token * 128, dk_ptr + token * 128, HV * 128, b, up, down, q_rate, k_rate, scale, before,
+                DELTA, VALUES,
             )  # fmt: skip
-            barrier()
-            if half == 0:
-                _fetch_states(1, s_t.index(0), d_t.index(0), s_state, d_state, VALUES)
-            leave(dq_ptr + token * 128 + half * 64, HV * 128, q_t.index(0), left, SLIM)
-            leave(dk_ptr + token * 128 + half * 64, HV * 128, k_t.index(0), left, SLIM)
-            barrier()
-            if half == 0:
-                _fetch_keys(1, q_t.index(0), k_t.index(0), q_base, q_st, k_base, k_st, left)
+        else:
+            behind, before, met = written_halves(
+                do_t, z_t, y_t, s_t, d_t, q_t, k_t, p_t, l_t, s_state, d_state, q_base, q_st, k_base, k_st, left,
+                dq_ptr + token * 128, dk_ptr + token * 128, HV * 128, b, up, down, q_rate, k_rate, scale, behind,
+                before, met, DELTA, GATED, L2NORM, VALUES,
+            )  # fmt: skip
         if EARLY != "":  # registers do not hold them over the loop
             pid, chunk, head = early_tile(T, first_head, HP, EARLY)
-        if NORM_INSIDE:  # these rows are in memory, and met there again
+        if NORM_INSIDE and not HELD:  # these rows are in memory, and met there again
             to, rates = token * 128, rate_buffer + pid * 128
             through_norms(dq_ptr + to, dk_ptr + to, HV * 128, q_base, q_st, k_base, k_st, rates, left)
         if GATED:
