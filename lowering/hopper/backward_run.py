@@ -87,6 +87,11 @@ class HopperBackward(Backward):
         call = self._call
         return (self._by_blocks or self._by_token_gates) and call.delta and call.qk_l2norm_eps > 0.0
 
+    @property
+    def _pairs_in_scan(self) -> bool:
+        """Whether the scan makes P, which no gate and no end of a sequence inside of a chunk touch."""
+        return self._call.gate == "none" and self._call.delta and self._call.cu_seqlens is None
+
     def _normed_apart(self, call: Call) -> bool:
         return call.qk_l2norm_eps > 0.0 and not self._by_blocks and not self._by_token_gates
 
@@ -95,7 +100,7 @@ class HopperBackward(Backward):
 
     def _operands(self, grad_state: Tensor | None) -> dict[str, Any]:
         values = super()._operands(grad_state) | {"SCALAR": self._by_token_gates, "BOUNDED": self._bounded, "EARLY": ""}
-        values["SOLVED"] = self._solved
+        values |= {"SOLVED": self._solved, "PAIRS": not self._pairs_in_scan}
         values |= {"over": self._call.scale, "times": self._call.scale}
         for name, x in (("q", self._call.q), ("k", self._call.k), ("v", self._call.v), ("do", self._grad_o)):
             values |= tensor_arguments(name, "bthd", self._rows(self._scratch.cast(x, torch.bfloat16)))
@@ -113,6 +118,8 @@ class HopperBackward(Backward):
             wanted["done"] = ((2 * progress.rounds(self._chunks),), torch.int32)
         if self._solved:
             wanted.pop("a")
+        if self._pairs_in_scan:
+            wanted.pop("p")
         if self._by_blocks:
             wanted = {name: buffer for name, buffer in wanted.items() if name not in ("l", "own", "factors", "masks")}
             return wanted | {"lines": ((tiles, 4, WIDTH), torch.float32)}
@@ -208,7 +215,7 @@ class HopperBackward(Backward):
         values, call, scalar = self._values, self._call, self._by_token_gates
         columns, width = (1, CHUNK, 1, COLUMNS), (1, CHUNK, 1, WIDTH)
         nothing = described(values["v_ptr"], columns)
-        found = dict.fromkeys(("d_x", "d_kg", "d_beta", "d_gates", "d_rates"), nothing)
+        found = dict.fromkeys(("d_p", "d_x", "d_kg", "d_beta", "d_gates", "d_rates"), nothing)
         found |= {"d_v": nothing, "d_do": described(values["do_ptr"], columns)}
         leaves = {
             "d_s": ("s", WIDTH),
@@ -218,7 +225,8 @@ class HopperBackward(Backward):
         }
         for name, (buffer, size) in leaves.items():
             found[name] = described(values[f"{buffer}_buffer"].view(-1, self._columns), (size, COLUMNS))
-        rows = {"d_p": ("p", CHUNK)} | ({"d_x": ("x", CHUNK)} if call.delta else {})
+        rows = {} if self._pairs_in_scan else {"d_p": ("p", CHUNK)}
+        rows |= {"d_x": ("x", CHUNK)} if call.delta else {}
         lines = {"d_beta": ("beta", CHUNK)} if call.beta is not None else {}
         if scalar:
             found |= {"d_keys": described(values["k_ptr"], width), "d_queries": described(values["q_ptr"], width)}

@@ -33,10 +33,9 @@ from .backward_blocks import (
 )
 from .backward_early import await_states, early_tile, nothing_done, outlast_the_scan
 from .backward_halves import fetch_keys, fetch_states, held_halves, written_halves
+from .backward_pairs import ROW, row_rates
 from .common import ACROSS, DOWN, SQUARE, TILE, barrier, exp2, gate_slopes, given_beta, given_rate, log2_gate
 from .inverse import solved
-
-ROW = gl.constexpr(gl.SliceLayout(1, SLIM.value))
 
 
 @gluon.jit
@@ -51,16 +50,6 @@ def _gates(g_ptr, g_st, A_log_ptr, dt_bias_ptr, head, token, left, RATE: gl.cons
     return x, rate
 
 
-@gluon.jit
-def _row_rates(tile, eps):
-    """One over the norms of a tile's rows, from halves: registers do not hold them all beside the products."""
-    square = gl.zeros([64], gl.float32, layout=ROW)
-    for half in gl.static_range(2):
-        x = widened(tile.slice(64 * half, 64, 1).load(SLIM))
-        square += gl.sum(x * x, 1)
-    return gl.rsqrt(square + eps)
-
-
 @gluon.jit(do_not_specialize=["beta_sb", "beta_st", "T", "N", "first_head"])
 def prepare_scalar(
     q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, g_ptr, g_sb, g_st, g_sh,
@@ -69,11 +58,11 @@ def prepare_scalar(
     rate_buffer, done_buffer,
     HP: gl.constexpr, GROUP: gl.constexpr, FN: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr,
     BETA: gl.constexpr, SIGMOID: gl.constexpr, L2NORM: gl.constexpr, RATE: gl.constexpr, BIAS: gl.constexpr,
-    PACKED: gl.constexpr, SOLVED: gl.constexpr, EARLY: gl.constexpr, BESIDE: gl.constexpr,
+    PACKED: gl.constexpr, SOLVED: gl.constexpr, EARLY: gl.constexpr, BESIDE: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """A block has one chunk of one head. q and k have contiguous rows that begin at multiples of 16 bytes.
 
-    SOLVED: as in ``backward_prepare.py``.
+    SOLVED: as in ``backward_prepare.py``. Without PAIRS q is not read, and P is left to the scan.
     """
     pid, chunk, head = own_chunk(first_head, HP)
     if EARLY != "":
@@ -88,7 +77,8 @@ def prepare_scalar(
         p_t = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
         q_t = both.index(0)
         k_t = both.index(1)
-        fetch(q_t, q_ptr + batch * q_sb + first * q_st + (head // GROUP) * q_sh, q_st, left, WIDE)
+        if PAIRS:
+            fetch(q_t, q_ptr + batch * q_sb + first * q_st + (head // GROUP) * q_sh, q_st, left, WIDE)
         fetch(k_t, k_ptr + batch * k_sb + first * k_st + (head // GROUP) * k_sh, k_st, left, WIDE)
         async_copy.commit_group()
         row = gl.arange(0, 64, layout=DOWN)
@@ -109,31 +99,39 @@ def prepare_scalar(
         async_copy.wait_group(0)
         ready()
         right = k_t.permute((1, 0))
-        p = begun(q_t, right, SQUARE)
+        if PAIRS:
+            p = begun(q_t, right, SQUARE)
         if DELTA:
             l = begun(k_t, right, SQUARE)
         if L2NORM:
             token = gl.arange(0, 64, layout=ROW)
-            q_rate = _row_rates(q_t, l2norm_eps)
-            k_rate = _row_rates(k_t, l2norm_eps)
-            gl.store(rate_buffer + pid * 128 + token, q_rate)
+            if PAIRS:
+                q_rate = row_rates(q_t, l2norm_eps)
+                gl.store(rate_buffer + pid * 128 + token, q_rate)
+            k_rate = row_rates(k_t, l2norm_eps)
             gl.store(rate_buffer + pid * 128 + 64 + token, k_rate)
             columns = gl.convert_layout(k_rate, ACROSS)[None, :]
-        if DELTA:
+        if PAIRS and DELTA:
             p, l = warpgroup_mma_wait(0, [p, l])
+        elif DELTA:
+            l = warpgroup_mma_wait(0, [l])
         else:
             p = warpgroup_mma_wait(0, [p])
-            l = p
-        if L2NORM:
-            p = p * gl.convert_layout(q_rate, DOWN)[:, None] * columns
-            l = l * gl.convert_layout(k_rate, DOWN)[:, None] * columns
-        if GATED:
-            p = p * decay
-            l = l * decay
         square = pid * (64 * 64)
-        p_t.store(narrow(gl.where(i >= j, p, 0.0)))
-        barrier()  # and nobody reads q and k any more
-        leave(p_buffer + square, 64, p_t, 64, SLIM)
+        if PAIRS:
+            if L2NORM:
+                p = p * gl.convert_layout(q_rate, DOWN)[:, None] * columns
+            if GATED:
+                p = p * decay
+            p_t.store(narrow(gl.where(i >= j, p, 0.0)))
+        if DELTA:
+            if L2NORM:
+                l = l * gl.convert_layout(k_rate, DOWN)[:, None] * columns
+            if GATED:
+                l = l * decay
+        barrier()  # P is there, and nobody reads q and k any more
+        if PAIRS:
+            leave(p_buffer + square, 64, p_t, 64, SLIM)
         if DELTA:
             l = gl.where(i > j, l, 0.0)
             if SOLVED:

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .backward_early import rounds_of
+from .backward_pairs import pair_warps
 from .backward_states import forward_warps, leave_warp, reverse_warps
 from .common import TILE, TILE4, barrier, barriers, next_may_start, previous_is_over
 
@@ -74,7 +75,7 @@ def _fetch_reverse(
     d_do, d_p, d_x, d_kg, d_keys, d_queries, d_beta, d_gates, d_rates, batch, start, head, key_head, column, first,
     step, count, do_s, p_s, x_s, kg_s, kd_s, qg_s, beta_s, gates_s, rates_s, full, empty, late, used,
     GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr, RATES: gl.constexpr,
-    BYTES: gl.constexpr,
+    PAIRS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = do_s.shape[0]
     for n in range(count):
@@ -86,7 +87,8 @@ def _fetch_reverse(
         bar = full.index(stage)
         mbarrier.expect(bar, BYTES)
         _fetch_tokens(d_do, batch, token, head, column, bar, do_s.index(stage))
-        tma.async_copy_global_to_shared(d_p, [tile * 64, 0], bar, p_s.index(stage))
+        if PAIRS:
+            tma.async_copy_global_to_shared(d_p, [tile * 64, 0], bar, p_s.index(stage))
         if SCALAR:
             _fetch_tokens(d_keys, batch, token, key_head, 0, bar, kd_s.index(stage))
             _fetch_tokens(d_queries, batch, token, key_head, 0, bar, qg_s.index(stage))
@@ -103,6 +105,11 @@ def _fetch_reverse(
 
 
 @gluon.jit
+def _idle(count):
+    pass
+
+
+@gluon.jit
 def _tiles(STAGES: gl.constexpr, WIDTH: gl.constexpr):
     return gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, WIDTH], TILE)
 
@@ -111,10 +118,10 @@ def _tiles(STAGES: gl.constexpr, WIDTH: gl.constexpr):
 def scan(
     d_v, d_do, d_p, d_x, d_kg, d_keys, d_queries, d_beta, d_gates, d_rates, d_s, d_d, d_y, d_z,
     state_ptr, state_sn, state_sh, state_sk, state_sv, final_ptr, final_sn, final_sh, final_sk, final_sv, dstate_ptr,
-    last_ptr, cu_seqlens, chunk_offsets, N, T, scale, over, times, first_head, done_buffer,
+    last_ptr, cu_seqlens, chunk_offsets, N, T, scale, over, times, l2norm_eps, first_head, done_buffer, rate_buffer,
     HV: gl.constexpr, HP: gl.constexpr, GROUP: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr,
     BETA: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr, SCALAR: gl.constexpr,
-    L2NORM: gl.constexpr, FORWARD: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    L2NORM: gl.constexpr, FORWARD: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """Grid: (sequences * heads * V / 64, 2). d_v, d_do: ``[B, T, HV, V]``, 64 columns at a time.
 
@@ -124,6 +131,8 @@ def scan(
 
     SCALAR: a gate per token or head, or none: d_keys and d_queries are k and q as they are, ``[B, T, H, K]``, with
     what ``backward_scalar.py`` left. Otherwise they are what ``backward_prepare.py`` left of them, ``[rows, K]``.
+
+    Without PAIRS P is not read but made here, see ``backward_pairs.py``.
 
     EARLY: of one sequence, ``done_buffer`` says which chunks are done, and the next kernel may start beside this one.
     """
@@ -158,7 +167,7 @@ def scan(
     gates_s = gl.allocate_shared_memory(gl.float32, [3, GATES], LINE)
     rates_s = gl.allocate_shared_memory(gl.float32, [3, 128], LINE)
     full, empty, late, used = barriers(3), barriers(3), barriers(3), barriers(3)
-    left, freed = barriers(2), barriers(2)
+    left, freed, made = barriers(2), barriers(2), barriers(3)
     fence_async_shared()
     barrier()
     if EARLY != "":
@@ -173,25 +182,47 @@ def scan(
         kg_s = _tiles(3 if APART else 1, 128)
         x_s = _tiles(3 if DELTA else 1, 64)
         BYTES: gl.constexpr = LINES + 2 * 64 * (64 + 128 + (64 if DELTA else 0) + (128 if APART else 0))
-        gl.warp_specialize(
-            [
-                (forward_warps, (
-                    given, state_sk, state_sv, last, count, length, v_s, x_s, kg_s, kd_s, beta_s, gates_s, rates_s,
-                    state, solved, full, empty, left, freed,
-                    V, GATED, DELTA, BETA, SCALAR, L2NORM, STATE, not AHEAD, PACKED,
-                )),
-                (_fetch_forward, (
-                    d_v, d_x, d_kg, d_keys, d_beta, d_gates, d_rates, batch, start, head, key_head, column, first, HP,
-                    count, v_s, x_s, kg_s, kd_s, beta_s, gates_s, rates_s, full, empty,
-                    GATED, DELTA, BETA, SCALAR, RATES, BYTES,
-                )),
-                (leave_warp, (
-                    d_s, d_y, column, count, first, HP, done_buffer, state, solved, left, freed,
-                    DELTA, not AHEAD, EARLY,
-                )),
-            ],
-            [1, 1], [40, 40],
-        )  # fmt: skip
+        if PAIRS:
+            gl.warp_specialize(
+                [
+                    (forward_warps, (
+                        given, state_sk, state_sv, last, count, length, v_s, x_s, kg_s, kd_s, beta_s, gates_s, rates_s,
+                        state, solved, full, empty, left, freed,
+                        V, GATED, DELTA, BETA, SCALAR, L2NORM, STATE, not AHEAD, PACKED,
+                    )),
+                    (_fetch_forward, (
+                        d_v, d_x, d_kg, d_keys, d_beta, d_gates, d_rates, batch, start, head, key_head, column, first,
+                        HP, count, v_s, x_s, kg_s, kd_s, beta_s, gates_s, rates_s, full, empty,
+                        GATED, DELTA, BETA, SCALAR, RATES, BYTES,
+                    )),
+                    (leave_warp, (
+                        d_s, d_y, column, count, first, HP, done_buffer, state, solved, left, freed,
+                        DELTA, not AHEAD, EARLY,
+                    )),
+                ],
+                [1, 1], [40, 40],
+            )  # fmt: skip
+        else:  # both halves of the grid have as many warps
+            gl.warp_specialize(
+                [
+                    (forward_warps, (
+                        given, state_sk, state_sv, last, count, length, v_s, x_s, kg_s, kd_s, beta_s, gates_s, rates_s,
+                        state, solved, full, empty, left, freed,
+                        V, GATED, DELTA, BETA, SCALAR, L2NORM, STATE, not AHEAD, PACKED,
+                    )),
+                    (_idle, (count,)),
+                    (_fetch_forward, (
+                        d_v, d_x, d_kg, d_keys, d_beta, d_gates, d_rates, batch, start, head, key_head, column, first,
+                        HP, count, v_s, x_s, kg_s, kd_s, beta_s, gates_s, rates_s, full, empty,
+                        GATED, DELTA, BETA, SCALAR, RATES, BYTES,
+                    )),
+                    (leave_warp, (
+                        d_s, d_y, column, count, first, HP, done_buffer, state, solved, left, freed,
+                        DELTA, not AHEAD, EARLY,
+                    )),
+                ],
+                [4, 1, 1], [24, 40, 40],
+            )  # fmt: skip
     else:
         behind = final_ptr + sequence.to(gl.int64) * final_sn + head.to(gl.int64) * final_sh + column * final_sv
         asked = dstate_ptr + (sequence * HV + head).to(gl.int64) * (128 * V) + column
@@ -200,24 +231,50 @@ def scan(
         do_s, p_s, kd_t, qg_s = _tiles(STAGES, 64), _tiles(STAGES, 64), _tiles(STAGES, 128), _tiles(STAGES, 128)
         kg_t = _tiles(STAGES if APART else 1, 128)
         x_t = _tiles(STAGES if DELTA else 1, 64)
-        SIZE: gl.constexpr = LINES + 2 * 64 * (64 + 64 + 2 * 128 + (64 if DELTA else 0))
-        gl.warp_specialize(
-            [
-                (reverse_warps, (
-                    behind, final_sk, final_sv, asked, count, length, scale, over, times,
-                    do_s, p_s, x_t, kg_t, kd_t, qg_s, beta_s, gates_s, rates_s, state, solved,
-                    full, empty, late, used, left, freed,
-                    V, GATED, DELTA, BETA, SCALAR, L2NORM, STATE, FINAL, FORWARD == 0, PACKED,
-                )),
-                (_fetch_reverse, (
-                    d_do, d_p, d_x, d_kg, d_keys, d_queries, d_beta, d_gates, d_rates, batch, start, head, key_head,
-                    column, first, HP, count, do_s, p_s, x_t, kg_t, kd_t, qg_s, beta_s, gates_s, rates_s, full, empty,
-                    late, used, GATED, DELTA, BETA, SCALAR, RATES, SIZE,
-                )),
-                (leave_warp, (
-                    d_d, d_z, column, count, first + (count - 1) * HP, -HP, done, state, solved, left, freed,
-                    True, FORWARD == 0, EARLY,
-                )),
-            ],
-            [1, 1], [40, 40],
-        )  # fmt: skip
+        SIZE: gl.constexpr = LINES + 2 * 64 * (64 + (64 if PAIRS else 0) + 2 * 128 + (64 if DELTA else 0))
+        if PAIRS:
+            gl.warp_specialize(
+                [
+                    (reverse_warps, (
+                        behind, final_sk, final_sv, asked, count, length, scale, over, times,
+                        do_s, p_s, x_t, kg_t, kd_t, qg_s, beta_s, gates_s, rates_s, state, solved,
+                        full, made, empty, late, used, left, freed,
+                        V, GATED, DELTA, BETA, SCALAR, L2NORM, STATE, FINAL, FORWARD == 0, PACKED, PAIRS,
+                    )),
+                    (_fetch_reverse, (
+                        d_do, d_p, d_x, d_kg, d_keys, d_queries, d_beta, d_gates, d_rates, batch, start, head, key_head,
+                        column, first, HP, count, do_s, p_s, x_t, kg_t, kd_t, qg_s, beta_s, gates_s, rates_s, full,
+                        empty, late, used, GATED, DELTA, BETA, SCALAR, RATES, PAIRS, SIZE,
+                    )),
+                    (leave_warp, (
+                        d_d, d_z, column, count, first + (count - 1) * HP, -HP, done, state, solved, left, freed,
+                        True, FORWARD == 0, EARLY,
+                    )),
+                ],
+                [1, 1], [40, 40],
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [
+                    (reverse_warps, (
+                        behind, final_sk, final_sv, asked, count, length, scale, over, times,
+                        do_s, p_s, x_t, kg_t, kd_t, qg_s, beta_s, gates_s, rates_s, state, solved,
+                        full, made, empty, late, used, left, freed,
+                        V, GATED, DELTA, BETA, SCALAR, L2NORM, STATE, FINAL, FORWARD == 0, PACKED, PAIRS,
+                    )),
+                    (pair_warps, (
+                        rate_buffer + (first + (count - 1) * HP) * 128, -HP * 128, count, p_s, kd_t, qg_s, rates_s,
+                        full, made, l2norm_eps, column == 0, L2NORM,
+                    )),
+                    (_fetch_reverse, (
+                        d_do, d_p, d_x, d_kg, d_keys, d_queries, d_beta, d_gates, d_rates, batch, start, head, key_head,
+                        column, first, HP, count, do_s, p_s, x_t, kg_t, kd_t, qg_s, beta_s, gates_s, rates_s, full,
+                        empty, late, used, GATED, DELTA, BETA, SCALAR, RATES, PAIRS, SIZE,
+                    )),
+                    (leave_warp, (
+                        d_d, d_z, column, count, first + (count - 1) * HP, -HP, done, state, solved, left, freed,
+                        True, FORWARD == 0, EARLY,
+                    )),
+                ],
+                [4, 1, 1], [112, 40, 40],
+            )  # fmt: skip

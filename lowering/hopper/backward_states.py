@@ -250,8 +250,9 @@ def forward_warps(
 
 @gluon.jit
 def _open_reverse(
-    s, n, count, length, scale, do_s, p_s, kd_s, qg_s, gates_s, state, full,
+    s, n, count, length, scale, do_s, p_s, kd_s, qg_s, gates_s, state, full, made,
     GATED: gl.constexpr, SCALAR: gl.constexpr, STATE: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
+    PAIRS: gl.constexpr,
 ):  # fmt: skip
     """The same in reverse, where it is what reaches V' from dO and from the state behind: with SCALAR each by itself.
 
@@ -260,6 +261,8 @@ def _open_reverse(
     STAGES: gl.constexpr = do_s.shape[0]
     stage = n % STAGES
     mbarrier.wait(full.index(stage), (n // STAGES) & 1, pred=n < count)
+    if not PAIRS:
+        mbarrier.wait(made.index(stage), (n // STAGES) & 1, pred=n < count)
     if PACKED:
         rows = length - (count - 1 - n) * 64
         clear_beyond(do_s.index(stage), rows, 4)
@@ -284,9 +287,11 @@ def _open_reverse(
 @gluon.jit
 def reverse_warps(
     given, g_sk, g_sv, last, count, length, scale, over, times,
-    do_s, p_s, x_s, kg_s, kd_s, qg_s, beta_s, gates_s, rates_s, state, solved, full, empty, late, used, left, freed,
+    do_s, p_s, x_s, kg_s, kd_s, qg_s, beta_s, gates_s, rates_s, state, solved,
+    full, made, empty, late, used, left, freed,
     V: gl.constexpr, GATED: gl.constexpr, DELTA: gl.constexpr, BETA: gl.constexpr, SCALAR: gl.constexpr,
     L2NORM: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
+    PAIRS: gl.constexpr,
 ):  # fmt: skip
     """The gradients of the states behind every chunk, and Z; KEEP: whether they are kept, or the last state alone.
 
@@ -298,8 +303,8 @@ def reverse_warps(
     if FINAL:
         s = s / over
     s, z, more = _open_reverse(
-        s, 0, count, length, scale, do_s, p_s, kd_s, qg_s, gates_s, state, full, GATED, SCALAR, STATE, KEEP,
-        PACKED,
+        s, 0, count, length, scale, do_s, p_s, kd_s, qg_s, gates_s, state, full, made, GATED, SCALAR, STATE, KEEP,
+        PACKED, PAIRS,
     )  # fmt: skip
     for n in range(count):
         stage = n % STAGES
@@ -333,8 +338,8 @@ def reverse_warps(
             _await_place(freed, n + 1)
             _put(solved.index((n + 1) & 1), z * scale)
         s, z, more = _open_reverse(
-            s, n + 1, count, length, scale, do_s, p_s, kd_s, qg_s, gates_s, state, full, GATED, SCALAR, STATE, KEEP,
-            PACKED,
+            s, n + 1, count, length, scale, do_s, p_s, kd_s, qg_s, gates_s, state, full, made, GATED, SCALAR, STATE,
+            KEEP, PACKED, PAIRS,
         )  # fmt: skip
     warpgroup_mma_wait(0, [z])
     if KEEP:

@@ -379,9 +379,9 @@ class Backward:
         call, nothing, made = self._call, self._call.q, self._made(heads)
         if call.delta and call.gate == "none" and "kd" in made:
             made["kg"] = made["kd"]
-        made["dp"] = made["p"]  # what is read last is overwritten in place, by the program that reads it
-        if "l" in made:
-            made["dl"] = made["l"]
+        for name in ("p", "l"):
+            if name in made:  # what is read last is overwritten in place, by the program that reads it
+                made[f"d{name}"] = made[name]
         names = "qg kg kd total factors masks lines sums p l a x beta rate s d y z own dlog dp dl done".split()
         values = {f"{name}_buffer": made.get(name, nothing) for name in names}
         results = "dq dk dv dg dbeta dstate dbias drate".split()

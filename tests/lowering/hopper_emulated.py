@@ -185,13 +185,13 @@ def runs() -> None:
     """Long sequences by runs of chunks that share buffers, and heads one after the other."""
     in_runs(rounded(case_of(batch=1, length=330)), "cpu", KERNELS, TOLERANCE)
     in_runs(rounded(case_of(length=200, heads=2, gate_fn="softplus")), "cpu", KERNELS, TOLERANCE, groups=2)
-    for gate, delta in (("token", True), ("none", False)):
+    for gate, delta in (("token", True), ("none", False), ("none", True)):
         in_runs(rounded(case_of(batch=1, length=330, gate=gate, delta=delta)), "cpu", KERNELS, TOLERANCE)
 
 
 def beside() -> None:
     """Gradients in the orders that begin beside the scan: the same bits."""
-    for gate, length in (("channel", 1054), ("token", 1088)):
+    for gate, length in (("channel", 1054), ("token", 1088), ("none", 1054)):
         case = rounded(case_of(batch=1, length=length, gate=gate))
         (of_o, of_state), found = weights(case), dict[str, Gradients]()
         for early in ("", "end", "middle"):

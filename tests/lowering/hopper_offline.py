@@ -166,6 +166,7 @@ def compile_backward(
     early: str = "",
     ahead: bool = False,
     solved: bool = True,
+    pairs: bool = True,
     sigmoid: bool = True,
 ) -> Any:
     """A kernel of the backward pass, by its name; ``scalar``: of the scan with a gate per token."""
@@ -182,6 +183,7 @@ def compile_backward(
         "BOUNDED": gate_fn == "sigmoid",
         "EARLY": early,
         "SOLVED": solved,
+        "PAIRS": pairs,
     }
     constants |= {argument: 1 for argument in kernel.arg_names if argument.endswith(("_sd", "_sv"))}
     signature = dict.fromkeys(kernel.arg_names, "i32") | {"cu_seqlens": "*i64", "chunk_offsets": "*i32"}
@@ -194,6 +196,8 @@ def compile_backward(
     signature["done_buffer"] = "*i32"
     signature["last_ptr"] = "*fp32" if ahead else "*bf16"  # what a call does not have is q
     constants["SIGMOID"] = constants["SIGMOID"] and sigmoid
+    if not pairs:
+        constants |= dict.fromkeys(("GATED", "RATE", "BIAS"), False) | {"FN": "none"}
     if name == "scan":
         rows = (1, 64, 1, 128) if scalar else (64, 128)
         signature |= dict.fromkeys(("d_v", "d_do"), _descriptor(1, 64, 1, 64))

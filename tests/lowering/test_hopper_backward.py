@@ -101,10 +101,12 @@ def test_buffers_of_long_sequences(execution: type[Backward], length: int, heads
         ("gradients", 2, 272, {"early": "middle"}),
         ("prepare_scalar", 4, 48, {"gate": "fp32", "packed": True}),
         ("prepare_scalar", 4, 24, {"gate": "fp32", "packed": True, "solved": False}),
-        ("prepare_scalar", 4, 248, {"sigmoid": False}),
+        ("prepare_scalar", 4, 216, {"pairs": False, "sigmoid": False}),
         ("scan", 1, 0, {"scalar": True}),
+        ("scan", 1, 0, {"scalar": True, "pairs": False, "early": "end"}),
         ("gradients_scalar", 2, 40, {"gate": "fp32", "packed": True}),
         ("gradients_scalar", 2, 40, {"gate": "fp32", "early": "end"}),
+        ("gradients_scalar", 2, 88, {"pairs": False, "early": "end"}),
         ("gradients_scalar", 2, 0, {"delta": False, "values": 64}),
     ],
 )

@@ -138,10 +138,11 @@ def test_runs_of_chunks_that_share_buffers(row: tuple[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("heads", [3, 32])
-@pytest.mark.parametrize(("length", "gate"), [(1024, "channel"), (2100, "channel"), (2100, "token")])
+@pytest.mark.parametrize(("length", "gate"), [(1024, "channel"), (2100, "channel"), (2100, "token"), (2100, "none")])
 def test_gradients_begin_beside_the_scan(heads: int, length: int, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the middle of a sequence and from its end, many times, the same bits as behind it; in runs, too."""
-    case = rounded(case_of(batch=1, length=length, heads=heads, gate=gate, gate_fn="sigmoid"), torch.bfloat16)
+    fn = "log" if gate == "none" else "sigmoid"
+    case = rounded(case_of(batch=1, length=length, heads=heads, gate=gate, gate_fn=fn), torch.bfloat16)
     of_o, of_state = (None if w is None else w.cuda() for w in weights(case))
     call = call_of(case.with_tensors(**{n: None if x is None else x.cuda() for n, x in case.tensors.items()}))
     beside = [KERNELS.gradients(call, of_o, of_state, Scratch(poison=True)) for _ in range(8)]
