@@ -26,7 +26,7 @@ TILE_MICROSECONDS = {
     64: {"bounded": 4.0, "unbounded": 5.1, "token": 3.3, "linear": 4.0},
     128: {
         "bounded": 4.4, "bounded, keys as they are": 5.4, "unbounded": 7.4, "unbounded, keys as they are": 8.6,
-        "token": 3.7, "linear": 7.5,
+        "token": 3.7, "no gate": 3.2, "linear": 7.5,
     },
 }  # fmt: skip
 LOG2E = math.log2(math.e)
@@ -54,7 +54,8 @@ def gram_registers(kernel: str, width: int) -> int:
 
 def tile_microseconds(call: Call, width: int) -> float:
     costs, kernel = TILE_MICROSECONDS[width], kind(call)
-    return costs[kernel] if call.qk_l2norm_eps else costs.get(f"{kernel}, keys as they are", costs[kernel])
+    name = "no gate" if call.g is None and call.delta else kernel
+    return costs.get(name if call.qk_l2norm_eps else f"{kernel}, keys as they are", costs[kernel])
 
 
 def shift(gate_scale: float) -> int:

@@ -108,6 +108,7 @@ def _group(
     PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr,
 ):  # fmt: skip
     CHECKED: gl.constexpr = RAW
+    GATED: gl.constexpr = FN != "none"
     APART: gl.constexpr = HAS_BETA and not SIGMOID_BETA
     WIDTH: gl.constexpr = inputs.shape[2]
     SQUARES: gl.constexpr = squares_rows(WIDTH)
@@ -142,12 +143,13 @@ def _group(
         if not RAW:
             qq = warpgroup_mma(q_tile, q_tile.permute((1, 0)), z, use_acc=False, is_async=True)
         kk = warpgroup_mma(k_tile, keys, z, use_acc=False, is_async=True)
-        gate = x.to(gl.float32)
-        if HAS_DT:
-            gate += bias.to(gl.float32)
-        valid = start + place < end
-        log2 = gl.where(valid, log2_gate(gate, given_rate(A_log_h, HAS_A), gate_scale, FN), 0.0)
-        sums.store(gl.associative_scan(log2, 0, add))
+        if GATED:
+            gate = x.to(gl.float32)
+            if HAS_DT:
+                gate += bias.to(gl.float32)
+            valid = start + place < end
+            log2 = gl.where(valid, log2_gate(gate, given_rate(A_log_h, HAS_A), gate_scale, FN), 0.0)
+            sums.store(gl.associative_scan(log2, 0, add))
         betas.store(given_beta(b, start + place, end, SIGMOID_BETA))
         tokens_left = end - start
         start, end, A_log_h, b, x, bias = _fetch(
@@ -179,19 +181,26 @@ def _group(
         if READY:
             announce(announced + last, n > 0)
         _load_tile(then, total, T, HV, GROUP, batch, first, places, d_q, d_k, q_tile, k_tile, full, PACKED)
-        G_i = sums.load(DOWN)
         beta_i = betas.load(DOWN)
-        G_j = sums.load(ACROSS)
-        whole = sums.slice(63, 1).load(DOWN)
+        up = gl.full([64], 1.0, gl.float32, layout=DOWN)
+        down = up
+        over_all = up
         seen = i >= j
         if PACKED:  # the next sequence may be anything
             seen = seen & (i < tokens_left)
-        decays = gl.where(seen, exp2(G_i[:, None] - G_j[None, :]), 0.0)
+        decays = 1.0
+        if GATED:
+            G_i = sums.load(DOWN)
+            whole = sums.slice(63, 1).load(DOWN)
+            decays = gl.where(seen, exp2(G_i[:, None] - sums.load(ACROSS)[None, :]), 0.0)
+            up = exp2(G_i)
+            down = exp2(whole - G_i)
+            over_all = gl.zeros([64], gl.float32, layout=DOWN) + exp2(whole)
         steep = 64
         if RAW:  # see ``factors_of``
             A = kk * decays * (magnitude(k_square) * beta_i)[:, None] * over(magnitude(norms.load(ACROSS)))[None, :]
         else:
-            decays = decays * norms.load(ACROSS)[None, :]
+            decays = norms.load(ACROSS)[None, :] * decays
             A = kk * decays * (k_norm * beta_i)[:, None]
         if CHECKED:
             square = gl.full([64], 1.0, gl.float32, layout=SEQUENCE)
@@ -201,15 +210,14 @@ def _group(
         A = gl.where(seen & (i > j), A, 0.0)
         tiles.index(5 * WHICH).store(A.to(gl.float16))
         qk_out.store(gl.where(seen, qk * decays * q_norm[:, None], 0.0).to(gl.bfloat16))
-        up = exp2(G_i)
         at = factors + c.to(gl.int64) * 256 + i0
         gl.store(at, k_norm * up)
         gl.store(at + 64, q_norm * up)
-        gl.store(at + 128, k_norm * exp2(whole - G_i))
+        gl.store(at + 128, k_norm * down)
         if APART:
             gl.store(at + 192, beta_i)
         else:
-            gl.store(at + 192, gl.zeros([64], gl.float32, layout=DOWN) + exp2(whole))
+            gl.store(at + 192, over_all)
         fence_async_shared()
         barrier()
         tma.async_copy_shared_to_global(d_out, [(c + 1) * SQUARES - 64, WIDTH - 64], qk_out)
