@@ -105,7 +105,8 @@ class Launches:
             self.rows = scratch.empty((plan.buffers, plan.tiles * rows, plan.width), torch.bfloat16, device)
             self.factors = scratch.empty((plan.buffers, plan.tiles * self.factors_of_tile), torch.float32, device)
         if plan.segments > 1:
-            self.ends, self.between = (scratch.empty(shape, torch.float32, device) for shape in plan.segment_buffers)
+            self.ends, *between = (scratch.empty(shape, torch.float32, device) for shape in plan.segment_buffers)
+            self.between = between[0] if between else self.absent
         tile = (1, CHUNK, 1, plan.width)
         self.q, self.k = (described(addressed(x, scratch), tile) for x in (call.q, call.k))
         self.fn = "none" if call.g is None else call.gate_fn
@@ -238,6 +239,9 @@ class DeltaLaunches(Launches):
     def launch_scan(self, n: int) -> None:
         plan = self.plan
         chunks = plan.spans[n][1]
+        if plan.few:
+            self._scan_few(n, chunks)
+            return
         some, given, strides = self.initial(n)
         length = -(-chunks // plan.segments)
         segments = -(-chunks // length)
@@ -276,14 +280,6 @@ class DeltaLaunches(Launches):
         states = (self.o_out, self.o, *initial, *(ends or state))
         sizes = (self.length, self.key_width, self.value_width, plan.padded_values, self.value_heads)
         span = (*plan.spans[n], length)
-        if plan.few:
-            early, stages = CHANNEL_STAGES["outputs" if ends is None else "maps"]
-            self.scratch.launch(self.scan_channel, (blocks, self.sequence_heads, segments))(
-                described(rows, (CHUNK, plan.width)), squares, self.v, decays, self.announced, *states, *sizes, *span,
-                EARLY=early, STAGES=stages, READY=plan.early > 0, HAS_INITIAL=has_initial, AHEAD=ahead,
-                OUTPUT=ends is None, num_warps=4, launch_pdl=not plan.spare,
-            )  # fmt: skip
-            return
         given = {
             "BV": columns, "WIDTH": plan.width, "STAGES": plan.stages, "HAS_INITIAL": has_initial,
             "OUTPUT": ends is None, "AHEAD": ahead, "PACKED": call.cu_seqlens is not None, "num_warps": columns // 16,
@@ -292,6 +288,48 @@ class DeltaLaunches(Launches):
             described(rows, (CHUNK, plan.width)), squares, self.v, self.q, self.k, decays, self.announced, *states,
             self.cu_seqlens, self.offsets, *sizes, self.value_heads // call.q.shape[2], *span,
             SCALAR=plan.gate == "token", READY=plan.early > 0, APART=self.apart, launch_pdl=not plan.spare, **given,
+        )  # fmt: skip
+
+    def _scan_few(self, n: int, chunks: int) -> None:
+        """The scans of a run where they have few blocks: of its first chunks beside the tiles, then of segments."""
+        plan, skip = self.plan, self.plan.leading
+        some, initial, _ = self.initial(n)
+        if skip:
+            self._scan_channel(n, initial if some else None, 0, skip)
+            some, initial = True, self.final
+        given = initial if some else None
+        length = -(-(chunks - skip) // plan.segments)
+        segments = -(-(chunks - skip) // length)
+        if segments > 1:
+            self._scan_channel(n, given, skip, length, segments - 1, OUTPUT=False)
+        self._scan_channel(n, given, skip, length, segments, AHEAD=segments > 1)
+
+    def _scan_channel(
+        self,
+        n: int,
+        initial: Tensor | None,
+        skip: int,
+        length: int,
+        segments: int = 1,
+        *,
+        OUTPUT: bool = True,
+        AHEAD: bool = False,
+    ) -> None:
+        """``scan_channel.py``, behind the first ``skip`` chunks of a run."""
+        plan, slot = self.plan, n % len(self.rows)
+        rows, factors = self.rows[slot], self.factors[slot]
+        ends = self.ends.view(-1, plan.width) if plan.segments > 1 else self.final
+        blocks = plan.padded_values // plan.columns + (0 if OUTPUT else plan.width // plan.columns)
+        first, chunks = plan.spans[n]
+        early, stages = CHANNEL_STAGES["outputs" if OUTPUT else "maps"]
+        before = (self.final, 0, 0, 0, 0) if initial is None else (initial, *initial.stride())
+        self.scratch.launch(self.scan_channel, (blocks, self.sequence_heads, segments))(
+            described(rows, (CHUNK, plan.width)), described(rows, (CHUNK, CHUNK)), self.v,
+            line(factors, self.factors_of_tile), described(ends.view(-1, ends.shape[-1]), (CHUNK, CHUNK)),
+            self.announced, self.o_out, *before, self.final, ends,
+            self.length, self.key_width, self.value_width, plan.padded_values, self.value_heads,
+            first, skip, chunks - skip, length, EARLY=early, STAGES=stages, READY=plan.early > 0 and not skip,
+            HAS_INITIAL=initial is not None, OUTPUT=OUTPUT, AHEAD=AHEAD, num_warps=4, launch_pdl=not plan.spare,
         )  # fmt: skip
 
 

@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .chunks import LINE, await_known, first_state, leave_last, locate_chunks
+from .carry import await_emptied, carry, channel, load_maps
+from .chunks import LINE, await_known, locate_chunks
 from .common import TILE, TILE4, barrier, barriers, next_may_start, previous_is_over, tf32
 
 HERE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -51,45 +52,79 @@ def _decayed(S, line, FROM: gl.constexpr, some):
 
 
 @gluon.jit
-def _leave_state(S, final, f_sk, f_rows, f_columns, VP, keys, columns, OUTPUT: gl.constexpr):
-    if not OUTPUT:  # A meets the tensor cores again
-        S = gl.where(columns < VP, S, tf32(S))
-    gl.store(final + keys * f_sk + columns, S, mask=(keys < f_rows) & (columns < f_columns))
+def _first_state(initial, s_sk, s_sv, K, V, VP, segment, key, column, HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr):
+    """Half of the state before the first segment, or of what another one's A is made from."""
+    S = gl.zeros([64, 64], gl.float32, layout=HERE)
+    if HAS_INITIAL:
+        given = (key < K) & (column < V) & (segment == 0)
+        S = gl.load(initial + key * s_sk + column * s_sv, mask=given, other=0.0).to(gl.float32)
+    if not OUTPUT:
+        S = gl.where((column >= VP) & (key == channel(column - VP)), 1.0, S)
+    return S
 
 
 @gluon.jit
-def _load_early(d_buffer, d_v, c, i_b, i_h, i_v, token, n, keys, values, full, empty):
-    STAGES: gl.constexpr = keys.shape[0]
+def _leave_map(S, ends, VP, i_v, key, column):
+    """Half of B, a row a column, or of A behind it, a row for every channel that comes out."""
+    if i_v * 64 < VP:
+        gl.store(ends + column * 128 + key, S)
+    else:  # A meets the tensor cores again
+        gl.store(ends + (VP + key) * 128 + (column - VP), tf32(S))
+
+
+@gluon.jit
+def _leave(d_o, out, i_b, i_h, i_v, token):
+    """Outputs of a chunk, whose first token is ``token``; what is behind the sequence the copy engine leaves out."""
+    rows = out._reinterpret(gl.bfloat16, [1, 64, 1, 64], TILE4)
+    tma.async_copy_shared_to_global(d_o, [i_b, token, i_h, i_v * 64], rows)
+
+
+@gluon.jit
+def _load_early(d_buffer, d_v, c, i_b, i_h, i_v, token, n, tiles, values, full, empty, PARTS: gl.constexpr):
+    STAGES: gl.constexpr = values.shape[0]
     stage = n % STAGES
     mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
     bar = full.index(stage)
     mbarrier.expect(bar, 64 * 128 * 2 + 64 * 64 * 2)
-    tma.async_copy_global_to_shared(d_buffer, [c * 256, 0], bar, keys.index(stage))
+    tma.async_copy_global_to_shared(d_buffer, [c * 256, 0], bar, tiles.index(PARTS * stage))
     to = values.index(stage)._reinterpret(gl.bfloat16, [1, 64, 1, 64], TILE4)
     tma.async_copy_global_to_shared(d_v, [i_b, token + n * 64, i_h, i_v * 64], bar, to)
 
 
 @gluon.jit
 def _load_warp(
-    d_buffer, d_squares, d_v, d_decay, announced, i_b, i_h, i_v, step, tile, token, count,
-    keys, values, queries, lefts, squares, lines, full_early, empty_early, full, empty,
-    READY: gl.constexpr, OUTPUT: gl.constexpr,
+    d_buffer, d_squares, d_v, d_decay, d_ends, announced, i_b, i_h, i_v, step, tile, token, count,
+    row, rows, VP, segment, tiles, values, squares, lines, full_early, empty_early, full, empty, carried, emptied,
+    READY: gl.constexpr, OUTPUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    STAGES: gl.constexpr = lefts.shape[0]
+    STAGES: gl.constexpr = lines.shape[0]
+    PARTS: gl.constexpr = 3 if OUTPUT else 2
     BYTES: gl.constexpr = 64 * 128 * 2 * (2 if OUTPUT else 1) + (64 * 64 * 2 if OUTPUT else 0) + 128 * 4
     known = 0
+    if AHEAD:
+        if segment > 0:
+            previous_is_over()
+        load_maps(d_ends, row, rows, i_v, VP, segment, tiles, carried, emptied.index(0))
     for n in range(count):
         c = tile + n * step
         if READY:
             known = await_known(announced + tile, n, known, count, step)
-        _load_early(d_buffer, d_v, c, i_b, i_h, i_v, token, n, keys, values, full_early, empty_early)
+        if AHEAD:
+            if n < values.shape[0]:
+                await_emptied(emptied.index(0), PARTS * n, segment, tiles.shape[0])
+        _load_early(d_buffer, d_v, c, i_b, i_h, i_v, token, n, tiles, values, full_early, empty_early, PARTS)
         stage = n % STAGES
         mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+        if AHEAD:
+            if n < STAGES:
+                await_emptied(emptied.index(0), PARTS * n + 1, segment, tiles.shape[0])
+                await_emptied(emptied.index(0), PARTS * n + 2, segment, tiles.shape[0])
         bar = full.index(stage)
         mbarrier.expect(bar, BYTES)
         if OUTPUT:
-            tma.async_copy_global_to_shared(d_buffer, [c * 256 + 64, 0], bar, queries.index(stage))
-        tma.async_copy_global_to_shared(d_buffer, [c * 256 + 128, 0], bar, lefts.index(stage))
+            tma.async_copy_global_to_shared(d_buffer, [c * 256 + 64, 0], bar, tiles.index(PARTS * stage + 1))
+        to = tiles.index(PARTS * stage + PARTS - 1)
+        tma.async_copy_global_to_shared(d_buffer, [c * 256 + 128, 0], bar, to)
         if OUTPUT:
             tma.async_copy_global_to_shared(d_squares, [c * 256 + 192, 64], bar, squares.index(stage))
         tma.async_copy_global_to_shared(d_decay, [c * 128], bar, lines.index(stage))
@@ -97,30 +132,27 @@ def _load_warp(
 
 @gluon.jit
 def _state_warps(
-    d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
-    K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
-    keys, values, queries, lefts, squares, lines, out, full_early, empty_early, full, empty,
+    d_o, initial, s_sn, s_sh, s_sk, s_sv, final, ends, K, V, VP, i_n, i_b, i_h, i_v, segment, leaves, token, count,
+    tiles, values, squares, lines, out, full_early, empty_early, full, empty, carried, emptied,
     READY: gl.constexpr, HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    EARLY: gl.constexpr = keys.shape[0]
-    STAGES: gl.constexpr = lefts.shape[0]
+    EARLY: gl.constexpr = values.shape[0]
+    STAGES: gl.constexpr = lines.shape[0]
+    PARTS: gl.constexpr = 3 if OUTPUT else 2
     key = gl.arange(0, 64, layout=ACROSS)[None, :]
     column = (i_v * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, HERE)))[:, None]
+    initial += i_n.to(gl.int64) * s_sn + i_h.to(gl.int64) * s_sh
+    S0 = _first_state(initial, s_sk, s_sv, K, V, VP, segment, key, column, HAS_INITIAL, OUTPUT)
+    S1 = _first_state(initial, s_sk, s_sv, K, V, VP, segment, 64 + key, column, HAS_INITIAL, OUTPUT)
     if AHEAD:
-        previous_is_over()
-    S0 = first_state(
-        initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, key, column, HAS_INITIAL, OUTPUT
-    )  # fmt: skip
-    S1 = first_state(
-        initial, s_ss, s_sn, s_sh, s_sk, s_sv, K, V, VP, i_n, i_h, segment, 64 + key, column, HAS_INITIAL, OUTPUT
-    )  # fmt: skip
+        if segment > 0:
+            S0, S1 = carry(segment, tiles, carried, emptied.index(0))
     zero = gl.zeros([64, 64], gl.float32, layout=HERE)
     left0 = gl.convert_layout(_rounded(S0), LEFT)
     left1 = gl.convert_layout(_rounded(S1), LEFT)
-    out4 = out._reinterpret(gl.bfloat16, [1, 64, 1, 64], TILE4)
     mbarrier.wait(full_early.index(0), 0, pred=count > 0)
     R = values.index(0).permute((1, 0)).load(HERE).to(gl.float32)
-    R = _times(left1, keys.index(0), 64, _times(left0, keys.index(0), 0, R))
+    R = _times(left1, tiles.index(0), 64, _times(left0, tiles.index(0), 0, R))
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     S0 = _decayed(S0, lines.index(0), 0, count > 0)
     S1 = _decayed(S1, lines.index(0), 64, count > 0)
@@ -129,19 +161,20 @@ def _state_warps(
         more = n + 1 < count
         R = warpgroup_mma_wait(0, [R])
         if OUTPUT:
-            queries_0 = queries.index(stage).slice(0, 64, 1)
-            o = warpgroup_mma(left0, queries_0.permute((1, 0)), zero, use_acc=False, is_async=True)
+            queries = tiles.index(PARTS * stage + 1)
+            o = warpgroup_mma(left0, queries.slice(0, 64, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
         R16 = gl.convert_layout(_rounded(R), LEFT)
-        S0 = warpgroup_mma(R16, lefts.index(stage).slice(0, 64, 1), S0, is_async=True)
-        S1 = warpgroup_mma(R16, lefts.index(stage).slice(64, 64, 1), S1, is_async=True)
+        left = tiles.index(PARTS * stage + PARTS - 1)
+        S0 = warpgroup_mma(R16, left.slice(0, 64, 1), S0, is_async=True)
+        S1 = warpgroup_mma(R16, left.slice(64, 64, 1), S1, is_async=True)
         if OUTPUT:
-            o = _times(left1, queries.index(stage), 64, o)
+            o = _times(left1, queries, 64, o)
             o = warpgroup_mma(R16, squares.index(stage).permute((1, 0)), o, is_async=True)
             # Beside these products the outputs of the chunk before leave.
             fence_async_shared()
             barrier()
             if n > 0:
-                tma.async_copy_shared_to_global(d_o, [i_b, token + (n - 1) * 64, i_h, i_v * 64], out4)
+                _leave(d_o, out, i_b, i_h, i_v, token + (n - 1) * 64)
             mbarrier.arrive(empty_early.index(n % EARLY), count=1)
         # Behind the last chunk the next one begins in vain, with what happens to be there.
         then = (n + 1) % EARLY
@@ -149,10 +182,10 @@ def _state_warps(
         R = values.index(then).permute((1, 0)).load(HERE).to(gl.float32)
         S0, R = warpgroup_mma_wait(3 if OUTPUT else 1, [S0, R])
         left0 = gl.convert_layout(_rounded(S0), LEFT)
-        R = _times(left0, keys.index(then), 0, R)
+        R = _times(left0, tiles.index(PARTS * then), 0, R)
         S1 = warpgroup_mma_wait(2 if OUTPUT else 1, [S1])
         left1 = gl.convert_layout(_rounded(S1), LEFT)
-        R = _times(left1, keys.index(then), 64, R)
+        R = _times(left1, tiles.index(PARTS * then), 64, R)
         if OUTPUT:
             o = warpgroup_mma_wait(2, [o])
             tma.store_wait(0)
@@ -166,41 +199,54 @@ def _state_warps(
         S0 = _decayed(S0, lines.index(then), 0, more)
         S1 = _decayed(S1, lines.index(then), 64, more)
     if OUTPUT:
-        last = token + (count - 1) * 64
-        leave_last(d_o, o_rows, out, out4, HERE, i_b, i_h, i_v, last, end, V, HV, count > 0, 64, False)
+        fence_async_shared()
+        barrier()
+        _leave(d_o, out, i_b, i_h, i_v, token + (count - 1) * 64)
+        tma.store_wait(0)
     warpgroup_mma_wait(0, [R])
-    if leaves:
-        final += (i_n * HV + i_h).to(gl.int64) * f_sl + segment.to(gl.int64) * f_ss
-        _leave_state(S0, final, f_sk, f_rows, f_columns, VP, key, column, OUTPUT)
-        _leave_state(S1, final, f_sk, f_rows, f_columns, VP, 64 + key, column, OUTPUT)
+    if not OUTPUT:
+        _leave_map(S0, ends, VP, i_v, key, column)
+        _leave_map(S1, ends, VP, i_v, 64 + key, column)
+    elif leaves:
+        gl.store(final + key * V + column, S0, mask=(key < K) & (column < V))
+        gl.store(final + (64 + key) * V + column, S1, mask=(64 + key < K) & (column < V))
     if READY:
         previous_is_over()
 
 
-@gluon.jit(do_not_specialize=["T", "first", "chunks", "length"])  # they change from run to run
+@gluon.jit(do_not_specialize=["T", "first", "skip", "chunks", "length"])  # they change from run to run
 def scan_channel(
-    d_buffer, d_squares, d_v, d_decay, announced, d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final,
-    f_ss, f_sl, f_sk, f_rows, f_columns, T, K, V, VP, HV, first, chunks, length,
+    d_buffer, d_squares, d_v, d_decay, d_ends, announced, d_o, initial, s_sn, s_sh, s_sk, s_sv, final, ends,
+    T, K, V, VP, HV, first, skip, chunks, length,
     EARLY: gl.constexpr, STAGES: gl.constexpr, READY: gl.constexpr, HAS_INITIAL: gl.constexpr, OUTPUT: gl.constexpr,
     AHEAD: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.scan.scan`, of blocks of 64 columns, with tiles as :mod:`.fold` leaves them; d_squares describes their
-    rows as two halves of 64 columns. EARLY, STAGES: tiles in the two rings."""
+    rows as two halves of 64 columns, and the first ``skip`` chunks of the tiles are left out. EARLY, STAGES: tiles in
+    the two rings.
+
+    ends ``[segments - 1, N * HV, VP + 128, 128]``, fp32, which d_ends describes as rows: what a pass without OUTPUT
+    leaves of a segment, B and A. AHEAD: after such a pass, and a block carries the state to its segment itself.
+    """
     i_v = gl.program_id(0)
     segment = gl.program_id(2)
-    i_n, i_h, i_b, tile, step, count, token, end = locate_chunks(
-        announced, announced, T, HV, first, chunks, length, segment, False
+    i_n, i_h, i_b, tile, step, count, token, _ = locate_chunks(
+        announced, announced, T, HV, first + skip, chunks, length, segment, False
     )  # fmt: skip
+    tile += skip * step
+    row = (i_n * HV + i_h) * (VP + 128)
+    rows = step * (VP + 128)
+    ends += (row + segment.to(gl.int64) * rows) * 128
+    final += (i_n * HV + i_h).to(gl.int64) * K * V
     leaves = segment == gl.num_programs(2) - 1
     if not OUTPUT:
-        leaves = segment >= 0
         count = gl.where((segment == 0) & (i_v * 64 >= VP), 0, count)
-    keys = gl.allocate_shared_memory(gl.bfloat16, [EARLY, 64, 128], TILE)
+    # Of every chunk K_gated, Q_gated if there are outputs, and M^T K_decayed, in that order; K_gated of one more.
+    PLACES: gl.constexpr = EARLY + 2 * STAGES if OUTPUT else EARLY + STAGES
+    tiles = gl.allocate_shared_memory(gl.bfloat16, [PLACES, 64, 128], TILE)
     values = gl.allocate_shared_memory(gl.bfloat16, [EARLY, 64, 64], TILE)
-    lefts = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], TILE)
-    lines = gl.allocate_shared_memory(gl.float32, [STAGES, 128], d_decay.layout)
-    queries = gl.allocate_shared_memory(gl.bfloat16, [STAGES if OUTPUT else 1, 64 if OUTPUT else 8, 128], TILE)
     squares = gl.allocate_shared_memory(gl.bfloat16, [STAGES if OUTPUT else 1, 64 if OUTPUT else 8, 64], TILE)
+    lines = gl.allocate_shared_memory(gl.float32, [STAGES, 128], d_decay.layout)
     out = gl.allocate_shared_memory(gl.bfloat16, [64 if OUTPUT else 8, 64], TILE)
     full_early = barriers(EARLY)
     full = barriers(STAGES)
@@ -208,6 +254,11 @@ def scan_channel(
     empty_early = empty
     if OUTPUT:
         empty_early = barriers(EARLY)
+    carried = full
+    emptied = full
+    if AHEAD:
+        carried = barriers(PLACES)
+        emptied = barriers(1)
     fence_async_shared()
     barrier()
     if not READY:
@@ -218,14 +269,14 @@ def scan_channel(
     gl.warp_specialize(
         [
             (_state_warps, (
-                d_o, o_rows, initial, s_ss, s_sn, s_sh, s_sk, s_sv, final, f_ss, f_sl, f_sk, f_rows, f_columns,
-                K, V, VP, HV, i_n, i_b, i_h, i_v, segment, leaves, token, count, end,
-                keys, values, queries, lefts, squares, lines, out, full_early, empty_early, full, empty,
+                d_o, initial, s_sn, s_sh, s_sk, s_sv, final, ends, K, V, VP, i_n, i_b, i_h, i_v, segment, leaves, token,
+                count, tiles, values, squares, lines, out, full_early, empty_early, full, empty, carried, emptied,
                 READY, HAS_INITIAL, OUTPUT, AHEAD,
             )),
             (_load_warp, (
-                d_buffer, d_squares, d_v, d_decay, announced, i_b, i_h, i_v, step, tile, token, count,
-                keys, values, queries, lefts, squares, lines, full_early, empty_early, full, empty, READY, OUTPUT,
+                d_buffer, d_squares, d_v, d_decay, d_ends, announced, i_b, i_h, i_v, step, tile, token, count,
+                row, rows, VP, segment, tiles, values, squares, lines, full_early, empty_early, full, empty,
+                carried, emptied, READY, OUTPUT, AHEAD,
             )),
         ],
         [1], [40],

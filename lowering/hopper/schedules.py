@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import itemgetter
 
 CHUNK = 64
 WIDTHS = 64, 128  # K is padded to one of these
@@ -24,8 +26,10 @@ LINEAR_STAGES = {128: 4, 64: 6}  # the same of rows without the delta rule, by w
 # Microseconds on an H200.
 _STEP = {(128, 64): 0.96, (128, 128): 2.3, (64, 64): 0.70, (64, 128): 1.6}  # of the scan, by width and columns
 _FIRST, _CROWDED = 0.65, 1.2  # of a scan in segments: a step of its first pass, and of its second, in steps
-_FEW_FIRST, _FEW_CROWDED = 0.57, 0.84  # the same of few blocks
+_FEW_FIRST, _FEW_CROWDED = 0.8, 0.97  # the same of few blocks
 _START, _COMBINE = 5.0, 0.9  # a kernel of the scan starts and ends; the state is carried over a segment
+_FEW_CARRY = 1.3  # the same by few blocks
+_FEW_BESIDE, _LED = 0.92, 5.0  # a step of few blocks beside tiles, in steps; what segments lose behind such a scan
 _TOGETHER = 10.0  # what a scan loses beside the tiles it waits for
 _BESIDE = 0.95  # a tile beside a scan, in tiles, over a step of that scan, in steps: both take longer
 _RUN = 45.0  # another run: kernels that start and end, and share the memory's bandwidth
@@ -41,7 +45,8 @@ class Schedule:
 
     A block of the scan has ``columns`` of V's ``padded_values``; ``segments`` of a run are scanned at once. With
     ``spare`` multiprocessors that a scan leaves idle the next run is prepared beside it, ``beside`` tiles on each.
-    With ``early`` blocks that leave after ``rounds`` tiles the scan starts while the others still prepare tiles.
+    With ``early`` blocks that leave after ``rounds`` tiles the scan starts while the others still prepare tiles, where
+    there are segments with ``leading`` chunks before them.
     ``tiles_per_chunk``: value heads, times batch entries unless these are packed. ``sequence_heads``: heads of all
     sequences. ``width``: K, padded. ``folded``: tiles may be what ``fold.py`` makes of them.
     """
@@ -60,6 +65,7 @@ class Schedule:
     beside: int = 0
     rounds: int = 0
     early: int = 0
+    leading: int = 0
     folded: bool = False
 
     @property
@@ -78,8 +84,8 @@ class Schedule:
         return self.folded and narrow and self.sequence_heads * (self.padded_values // self.columns) <= FEW_BLOCKS
 
     @property
-    def segment_buffers(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-        """What the first pass over segments leaves, and the states between them; fp32."""
+    def segment_buffers(self) -> tuple[tuple[int, int, int, int], ...]:
+        """What the first pass over segments leaves, and the states between them if a kernel makes these; fp32."""
         lines = (self.sequence_heads, self.width)
         values = self.padded_values
         if not self.delta:
@@ -89,7 +95,8 @@ class Schedule:
                 1,
                 self.width,
             )
-        return (self.segments - 1, *lines, values + self.width), (self.segments, *lines, values)
+        ends = (self.segments - 1, *lines, values + self.width)
+        return (ends,) if self.few else (ends, (self.segments, *lines, values))
 
     @property
     def scratch_bytes(self) -> int:
@@ -181,6 +188,7 @@ def schedule(
     options = [
         (_alone if delta else _linear)(plain, programs, multiprocessors, tile),
         _overlapped(plain, fits // 2, programs, multiprocessors, tile),
+        *_led(plain, programs, multiprocessors, tile),
     ]
     if run == chunks and columns == 64 and programs < multiprocessors:
         options.append(_side_by_side(plain, programs, multiprocessors, tile))
@@ -216,18 +224,38 @@ def _read(plain: Schedule) -> float:
 
 def _alone(plain: Schedule, programs: int, multiprocessors: int, tile: float) -> Option:
     """Of every run all tiles, then the scan: in segments where these run at once and take less."""
+    best, microseconds = _segmented(plain, plain.run, programs, multiprocessors)
+    return best, (microseconds + _prepared(plain.tiles, plain, multiprocessors, tile)) * len(plain.spans)
+
+
+def _segmented(plain: Schedule, run: int, programs: int, multiprocessors: int) -> tuple[Schedule, float]:
+    """So many chunks whose tiles are there, in segments where these run at once, and the microseconds of the scan."""
     step = plain.step
+    first, second, carried = (_FEW_FIRST, _FEW_CROWDED, _FEW_CARRY) if plain.few else (_FIRST, _CROWDED, _COMBINE)
     extra = programs + plain.sequence_heads * plain.width // plain.columns  # blocks of a segment in the first pass
-    read = _read(plain)
-    best = 1, _START + plain.run * step
-    for count in range(2, min(MAX_SEGMENTS, plain.run, multiprocessors // programs) + 1):
-        chunks = -(-plain.run // count)
-        if -(-plain.run // chunks) == count and programs + (count - 2) * extra <= multiprocessors:
-            first, second = (_FEW_FIRST, _FEW_CROWDED) if plain.few else (_FIRST, _CROWDED)
+    read = run * plain.tiles_per_chunk * plain.tile_bytes / _BYTES
+    best = plain, _START + run * step
+    for count in range(2, min(MAX_SEGMENTS, run, multiprocessors // programs) + 1):
+        chunks = -(-run // count)
+        if -(-run // chunks) == count and programs + (count - 2) * extra <= multiprocessors:
             passes = max(chunks * step * first, read) + max(chunks * step * second, read)
-            best = min(best, (count, 2 * _START + passes + _COMBINE * count), key=lambda option: option[1])
-    microseconds = _prepared(plain.tiles, plain, multiprocessors, tile) + best[1]
-    return replace(plain, segments=best[0]), microseconds * len(plain.spans)
+            microseconds = 2 * _START + passes + carried * count
+            best = min(best, (replace(plain, segments=count), microseconds), key=itemgetter(1))
+    return best
+
+
+def _led(plain: Schedule, programs: int, multiprocessors: int, tile: float) -> Iterator[Option]:
+    """The scan of the first chunks beside the tiles, for as long as these take, then the others in segments."""
+    if not plain.few or plain.run < plain.chunks or programs >= FEW_BLOCKS:
+        return
+    for rounds in (1, 2):
+        late = -(-(plain.tiles - rounds * multiprocessors) // (multiprocessors - programs))
+        leading = int((late * tile - _START) / (plain.step * _FEW_BESIDE))
+        if 0 < leading < plain.run:
+            best, after = _segmented(plain, plain.run - leading, programs, multiprocessors)
+            if best.segments > 1:
+                led = replace(best, rounds=rounds, early=programs, leading=leading)
+                yield led, (rounds + late) * tile + _LED + after
 
 
 def _side_by_side(plain: Schedule, programs: int, multiprocessors: int, tile: float) -> Option | None:
@@ -242,6 +270,7 @@ def _side_by_side(plain: Schedule, programs: int, multiprocessors: int, tile: fl
     scan = plain.chunks * plain.step + _TOGETHER
     beside = (multiprocessors - programs) * scan / (_BESIDE * tile)
     rounds = max(1, min(math.ceil((plain.tiles - beside) / workers), plain.tiles // workers))
+    scan *= _FEW_BESIDE if plain.few else 1.0
     microseconds = rounds * tile * WORKERS[plain.gate] + _START + scan
     return replace(plain, rounds=rounds, early=programs), microseconds
 

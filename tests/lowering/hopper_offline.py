@@ -103,10 +103,11 @@ def compile_scan_channel(output: bool = True, ready: bool = False, ahead: bool =
     tile = _descriptor(1, 64, 1, 64)
     signature = dict.fromkeys(scan_channel.scan_channel.arg_names, "i32") | {"d_v": tile, "d_o": tile}
     signature |= {"d_buffer": _descriptor(64, 128), "d_squares": _descriptor(64, 64), "d_decay": _line(128)}
-    signature |= {"announced": "*i32", "o_rows": "*bf16", "initial": "*fp32", "final": "*fp32"}
+    signature |= {"d_ends": _descriptor(64, 64, dtype="fp32"), "announced": "*i32"}
+    signature |= dict.fromkeys(("initial", "final", "ends"), "*fp32")
     early, stages = CHANNEL_STAGES["outputs" if output else "maps"]
-    constants = {"EARLY": early, "STAGES": stages, "READY": ready, "HAS_INITIAL": True, "OUTPUT": output}
-    return _compile(scan_channel.scan_channel, signature, {**constants, "AHEAD": ahead}, 4)
+    constants = {"EARLY": early, "STAGES": stages, "READY": ready, "HAS_INITIAL": True}
+    return _compile(scan_channel.scan_channel, signature, {**constants, "OUTPUT": output, "AHEAD": ahead}, 4)
 
 
 def compile_linear(

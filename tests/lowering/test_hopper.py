@@ -130,7 +130,8 @@ def test_narrow_heads_leave_fewer_rows(gate: str) -> None:
         assert plan.scratch_bytes == 4096 * (schedules.tile_bytes(gate, width) + 4)
         few = schedule(1, 8192, 1, 64, 132, width=width, gate=gate)
         assert few.segments > 1
-        assert few.segment_buffers == ((few.segments - 1, 1, width, 64 + width), (few.segments, 1, width, 64))
+        between = () if few.few else ((few.segments, 1, width, 64),)
+        assert few.segment_buffers == ((few.segments - 1, 1, width, 64 + width), *between)
 
 
 def test_without_the_delta_rule_segments_need_not_run_at_once() -> None:
@@ -178,6 +179,16 @@ def test_few_heads_are_scanned_in_segments() -> None:
 def test_a_dozen_heads_are_scanned_beside_their_tiles() -> None:
     for heads, width in ((12, 128), (16, 128), (24, 128), (32, 64)):
         assert schedule(1, 8192, heads, width, 132).early == heads * width // 64
+
+
+def test_the_scan_begins_beside_tiles_that_take_long_and_goes_on_in_segments() -> None:
+    plan = schedule(1, 8192, 10, 128, 132)
+    assert 0 < plan.leading < plan.chunks and plan.segments > 1
+    assert 10 * 2 * plan.segments <= 132
+    # The tiles of the leading chunks are not among the last ones.
+    assert plan.leading * 10 < plan.tiles - (132 - plan.early)
+    assert schedule(1, 8192, 10, 128, 132, folded=False).leading == schedule(1, 8192, 2, 128, 132).leading == 0
+    assert schedule(1, 8192, 10, 128, 132, gate="token").leading == 0
 
 
 def test_packed_sequences_share_the_buffers() -> None:
@@ -229,7 +240,8 @@ def _is_of_its_kind(name: str, value: object) -> bool:
         ("sigmoid", 96, 256, ["prepare", "scan"]),
         ("softplus", 32, 2048, ["prepare_unbounded", "scan"]),
         ("sigmoid", 16, 8192, ["prepare", "scan_channel"]),
-        ("softplus", 1, 4096, ["prepare_unbounded", "scan_channel", "combine", "scan_channel"]),
+        ("softplus", 1, 4096, ["prepare_unbounded", "scan_channel", "scan_channel"]),
+        ("sigmoid", 10, 8192, ["prepare", "scan_channel", "scan_channel", "scan_channel"]),
         ("token", 32, 2048, ["prepare_scalar", "scan"]),
         ("token", 1, 4096, ["prepare_scalar", "scan", "combine", "scan"]),
     ],

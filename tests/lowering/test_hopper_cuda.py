@@ -196,22 +196,6 @@ def test_packed_neighbours_may_be_nan() -> None:
     assert torch.equal(o[:, :100], again[:, :100])
 
 
-@pytest.mark.parametrize(("heads", "length", "keys"), [(1, 5001, 128), (5, 2500, 128), (7, 8200, 128), (5, 4100, 64)])
-def test_segments(heads: int, length: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = make_call(1, length, heads, keys=keys, gate_fn="softplus", spread=1.0)
-    assert launches.scheduled(call).segments > 1
-    check(call)
-    check(replace(call, initial_state=None))
-    assert call.g is not None
-    mild = replace(call, dt_bias=None, A_log=None, g=call.g - 8)  # hardly any decay: what is carried over matters
-    o, state = KERNELS.run(mild)
-    monkeypatch.setattr("kdacompile.lowering.hopper.schedules.MAX_SEGMENTS", 1)
-    schedule.cache_clear()
-    in_one, state_in_one = KERNELS.run(mild)
-    assert relative_error(o, in_one.double()) <= TOLERANCE
-    assert relative_error(state, state_in_one.double()) <= TOLERANCE
-
-
 def test_gates() -> None:
     for spread in (0.1, 30.0):
         check(make_call(spread=spread))
