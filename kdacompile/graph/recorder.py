@@ -21,9 +21,12 @@ from kdacompile.compat.operators import (
     without_data,
 )
 from kdacompile.graph.ir import Graph, Mutation, Op, Value, walk_values
-from kdacompile.patterns.engine.vocabulary import LAYOUT, MAKERS
+from kdacompile.patterns.engine.vocabulary import AS_IS, LAYOUT, MAKERS, TURNS, VIEWS
 
 aten = torch.ops.aten
+
+RELAID = AS_IS | VIEWS | TURNS
+"""What keeps every element of a buffer once."""
 
 
 class Storage:
@@ -169,7 +172,7 @@ class Recorder(TorchDispatchMode):
             self.aliases[id(out)] = Alias(out, parent.storage, parent.chain, parent.value)
             return out
         values = self.emit(func, *symbolic, tensors)
-        view = func.is_view and isinstance(args[0], torch.Tensor)
+        view = func.is_view and isinstance(args[0], torch.Tensor) and not self.is_all_of_it(func, args[0], out)
         for index, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
             if not view:
                 self.track(tensor, value)
@@ -182,6 +185,21 @@ class Recorder(TorchDispatchMode):
                 step = (func, symbolic[0][1:], symbolic[1], (value.shape, value.dtype))
             self.aliases[id(tensor)] = Alias(tensor, parent.storage, (*parent.chain, step), value)
         return out
+
+    def is_all_of_it(self, func: Any, base: torch.Tensor, out: Any) -> bool:
+        """True for all of a buffer that was just made, laid out in another way, where nothing else reads that: it is
+        the buffer from here on.
+        """
+        storage, chain = self.aliases[id(base)].storage, self.aliases[id(base)].chain
+        if chain or storage.generation or len(storage.nodes) != 1 or getattr(self.node, "op", "") == "placeholder":
+            return False
+        if operator_name(func).removeprefix("aten::") not in RELAID or out.numel() != base.numel():
+            return False
+        made = storage.base.op
+        while made is not None and made.name in RELAID:
+            made = made.reads[0].op
+        (node,) = storage.nodes
+        return made is not None and made.name in MAKERS and set(node.users) == {self.node}
 
     def write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An in-place operator: record its functional form, then thread the result back into the buffer."""

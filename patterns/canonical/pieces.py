@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from kdacompile import compat
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.engine.values import cut_of
-from kdacompile.patterns.engine.vocabulary import MAKERS
+from kdacompile.patterns.engine.values import cut_of, root
+from kdacompile.patterns.engine.vocabulary import MAKERS, ORDERED
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ def _assigned(last: Op) -> Gathered | None:
         ops.append(op)
         rows[piece.index] = row
         if len(rows) == piece.count:
-            made = buffer.op is not None and buffer.op.name in MAKERS and buffer.users == [op]
+            start = root(buffer, ORDERED).op
+            made = start is not None and start.name in MAKERS and buffer.users == [op]
             ordered = tuple(rows[index] for index in range(piece.count))
             return Gathered(ordered, first.dim, bool(first.width), tuple(ops)) if made else None
         op = buffer.op
