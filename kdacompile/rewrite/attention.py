@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,22 +40,26 @@ class MlaSplice(Splice[LatentAttention]):
             raise CannotSplice("grad", "rows may be hidden by several masks, some of which stop a gradient")
 
     def check_cost(self, *, inductor: bool) -> None:
-        """Calls of fixed sizes in fp32 and bf16 on a CPU are what was measured."""
-        prompt = self._measured()
+        """Calls in fp32 and bf16 on a CPU are what was measured."""
+        prompt = self._measured(free="BT")
         if prompt is None:
             return
-        ratio = costs.loses(prompt) if inductor or prompt.train else None
-        if ratio is not None and self._form() == "expanded":
-            raise CannotSplice("cost", takes_longer(prompt.tokens, ratio, train=prompt.train))
+        if (inductor or prompt.train) and self._form() == "expanded":
+            reason = takes_longer(self.match.binding.inputs, partial(_ratio, prompt), train=prompt.train)
+            if reason:
+                raise CannotSplice("cost", reason)
+        prompt = self._measured(free="")
+        if prompt is None:
+            return
         if inductor and is_too_small(prompt):
             what = f"{prompt.tokens} tokens over {prompt.cached}, {prompt.operations / 1e6:.2g} million operations"
             raise CannotSplice("cost", f"{what} on a CPU: less than the call of an op takes")
 
-    def _measured(self) -> Prompt | None:
+    def _measured(self, *, free: str) -> Prompt | None:
         """The match as the cost model takes it; None where it was fitted to nothing alike."""
         binding = self.match.binding
         alike = binding.weights and not {"sinks", "lengths", "block_table"} & binding.inputs.keys()
-        if not (alike and is_as_measured(binding.inputs)):
+        if not (alike and is_as_measured(binding.inputs, free=free)):
             return None
         sizes = [binding.sizes[axis] for axis in "BTSHNDVR"]
         return Prompt(*sizes, causal=binding.causal, train=self.records_gradient(), half=is_half(binding.inputs))
@@ -284,6 +289,12 @@ class MlaSplice(Splice[LatentAttention]):
             else:
                 total = self.method(total, "add", self.method(node, "to", wide))
         return total
+
+
+def _ratio(prompt: Prompt, requests: int, tokens: int) -> float | None:
+    """How many times as long as Inductor's code the op takes for a prompt of this kind; None where it takes less."""
+    cached = prompt.cached + tokens - prompt.tokens
+    return costs.loses(replace(prompt, batch=requests, tokens=tokens, cached=cached))
 
 
 def _fill(mask: Hiding, dtype: torch.dtype, *, alone: bool) -> float:

@@ -17,7 +17,7 @@ from kdacompile.lowering.cpu.step_cost import least_states
 from kdacompile.ops.signature import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_STEP_
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.roles import AXES, Recurrence
-from kdacompile.rewrite.measured import Work, is_as_measured, is_half, open_batch, takes_longer, work_of
+from kdacompile.rewrite.measured import Work, is_as_measured, is_half, size_of, takes_longer, work_of
 from kdacompile.rewrite.splice import CannotSplice, Splice
 
 
@@ -35,27 +35,34 @@ class LinearAttentionSplice(Splice[Recurrence]):
             return
         if self.match.mode == "step" and not self.records_gradient():
             self._check_step()
-        elif is_as_measured(self.match.binding.inputs):
-            tokens, work = self.match.sizes["T"], work_of(self.match.candidate.ops)
-            ratio = costs.loses(self._region(work)) if is_estimated(work.operators, tokens) else None
-            if ratio is not None:
-                raise CannotSplice("cost", takes_longer(tokens, ratio, train=self.records_gradient()))
+        elif is_as_measured(self.match.binding.inputs, free="BT"):
+            reason = takes_longer(self.match.binding.inputs, self._ratio, train=self.records_gradient())
+            if reason:
+                raise CannotSplice("cost", reason)
 
     def _check_step(self) -> None:
         """Steps of a batch of any size up to which they are faster as they are, which is guarded."""
         binding, sizes = self.match.binding, self.match.sizes
-        if not is_as_measured(binding.inputs, batch=True):
+        if not is_as_measured(binding.inputs, free="B"):
             return
         alone = math.prod(sizes[axis] for axis in "HKV")
         limit = -(-least_states(binding.gate, binding.delta) // alone)
-        if compat.stays_below(open_batch(binding.inputs), limit):
+        if compat.stays_below(size_of(binding.inputs, "B"), limit):
             what = f"one token over {sizes['B'] * alone} numbers of state on a CPU"
             raise CannotSplice("cost", f"{what}: less than the call of an op takes")
 
-    def _region(self, work: Work) -> Region:
+    def _ratio(self, requests: int, tokens: int) -> float | None:
+        """How many times as long as the model's own code the op takes, of so many tokens; None where it takes less, and
+        where nothing alike was measured.
+        """
+        sizes = self.match.checked.sizes
+        work = work_of(self.match.candidate.ops, {sizes["B"]: requests, sizes["T"]: tokens})
+        return costs.loses(self._region(work, requests * tokens)) if is_estimated(work.operators, tokens) else None
+
+    def _region(self, work: Work, tokens: int) -> Region:
         """The model's own code, as the cost model takes it."""
         binding = self.match.checked
-        rows, state = (math.prod(binding.sizes[axis] for axis in axes) for axes in ("BTH", "KV"))
+        rows, state = tokens * binding.sizes["H"], binding.sizes["K"] * binding.sizes["V"]
         how = {"delta": binding.delta, "train": self.records_gradient(), "half": is_half(binding.inputs)}
         return Region(*work[1:], rows * binding.writes, state, **how)
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +19,13 @@ from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, DATA_MOVEMENT, M
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def is_as_measured(inputs: Mapping[str, Placement], *, batch: bool = False) -> bool:
-    """Whether what takes these roles is of fixed sizes (``batch``: but for that), in fp32 or bf16 and on a CPU, and
-    holds no DTensor.
+def is_as_measured(inputs: Mapping[str, Placement], *, free: str) -> bool:
+    """Whether what takes these roles is of fixed sizes (but for these axes), in fp32 or bf16 and on a CPU, and holds no
+    DTensor.
     """
     examples = [compat.example_value(placement.value.node) for placement in inputs.values()]
     q = compat.example_value(inputs["q"].value.node)
-    still_open = compat.free_symbols(examples) - (compat.free_symbols(open_batch(inputs)) if batch else set())
+    still_open = compat.free_symbols(examples) - compat.free_symbols([size_of(inputs, axis) for axis in free])
     return not still_open and q.dtype in DTYPES and q.device.type == "cpu" and not holds_dtensors(examples)
 
 
@@ -34,17 +34,41 @@ def is_half(inputs: Mapping[str, Placement]) -> bool:
     return compat.example_value(inputs["q"].value.node).dtype is not torch.float32
 
 
-def takes_longer(tokens: int, ratio: float, *, train: bool) -> str:
-    """Why a sequence of so many tokens is left to Inductor."""
-    what = f"training on {tokens} tokens" if train else f"a prompt of {tokens} tokens"
-    return f"as an op, {what} on a CPU is estimated to take {ratio:.1f} times as long as by Inductor"
-
-
-def open_batch(inputs: Mapping[str, Placement]) -> Any:
-    """The number of requests, a number where it is fixed."""
+def size_of(inputs: Mapping[str, Placement], axis: str) -> Any:
+    """Of queries: a number where it is fixed, and 1 where they have no such axis."""
     q = inputs["q"]
     shape = compat.example_value(q.value.node).shape
-    return shape[q.axes.index("B")] if "B" in q.axes else 1
+    return shape[q.axes.index(axis)] if axis in q.axes else 1
+
+
+LONGEST = 1 << 16
+"""Tokens of a sequence up to which it is looked where an op takes less."""
+
+
+def takes_longer(inputs: Mapping[str, Placement], ratio: Callable[[int, int], float | None], *, train: bool) -> str:
+    """Why a sequence is left to Inductor, "" if it is not. ``ratio``: how many times as long an op takes, with so many
+    requests and tokens; None where it takes less.
+
+    Where the number of tokens is open, the answer is for all up to the first that an op takes less for, which is
+    guarded: beyond, the graph is captured once more. An open number of requests must not matter.
+    """
+    batch, length = (size_of(inputs, axis) for axis in "BT")
+    now, tokens = map(compat.size_hint, (batch, length))
+    batches = (now,) if isinstance(batch, int) else (1, now, 16 * now)
+
+    def loses(tokens: int) -> bool:
+        return all(ratio(requests, tokens) is not None for requests in batches)
+
+    if not loses(tokens):
+        return ""
+    what = f"training on {tokens} tokens" if train else f"a prompt of {tokens} tokens"
+    what = f"as an op, {what} on a CPU is estimated to take {ratio(now, tokens):.1f} times as long as by Inductor"
+    if isinstance(length, int):
+        return what
+    limit = tokens + 1
+    while limit < LONGEST and loses(limit):
+        limit += 1 + limit // 16
+    return f"{what}, and so are fewer than {limit}" if compat.stays_below(length, limit) else ""
 
 
 class Work(NamedTuple):
@@ -59,7 +83,12 @@ class Work(NamedTuple):
     numbers: int
 
 
-def work_of(ops: Iterable[Op]) -> Work:
+def work_of(ops: Iterable[Op], grown: Mapping[int, int] | None = None) -> Work:
+    """``grown``: what sizes are taken for."""
+
+    def prod(shape: Iterable[int]) -> int:
+        return math.prod((grown or {}).get(size, size) for size in shape)
+
     operators = products = multiplied = solved = numbers = 0
     for op in ops:
         if op.out.const or op.name in DATA_MOVEMENT | MAKERS:
@@ -67,9 +96,9 @@ def work_of(ops: Iterable[Op]) -> Work:
         operators += 1
         if op.name in CONTRACTIONS:
             products += 1
-            multiplied += math.prod(op.out.shape) * op.reads[-2].shape[-1]
+            multiplied += prod((*op.out.shape, op.reads[-2].shape[-1]))
         elif op.name in SOLVES:
-            solved += math.prod(op.out.shape) * op.reads[0].shape[-1]
+            solved += prod((*op.out.shape, op.reads[0].shape[-1]))
         else:
-            numbers += max(math.prod(value.shape) for value in (*op.reads, *op.outs))
+            numbers += max(prod(value.shape) for value in (*op.reads, *op.outs))
     return Work(operators, products, multiplied, solved, numbers)

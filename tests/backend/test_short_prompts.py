@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kdacompile.explainer import explain
+from kdacompile.report.collect import collecting
 from kdacompile.report.report import Report
 
 INDUCTOR: dict[str, Any] = {"kda.inner": "inductor"}
@@ -91,3 +92,38 @@ def test_what_holds_by_the_values_of_a_buffer_is_told_too() -> None:
         report = explain(Lightning(16), options={**INDUCTOR, "kda.expect": {"retention": 1}})(*inputs)
     assert [(found.pattern, found.code) for found in report.declined] == [("retention", "cost")], str(report)
     assert not report.rejections
+
+
+class Projected(nn.Module):
+    """Queries, keys and values of one tensor, so that they have one length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(128, 3 * 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return parallel(*(x @ self.weight).bfloat16().unflatten(-1, (1, -1)).transpose(1, 2).chunk(3, -1))
+
+
+def told(compiled: Any, x: Tensor) -> tuple[int, list[str]]:
+    """How many graphs were compiled for this, and what was matched or declined."""
+    with torch.no_grad(), collecting() as report:
+        compiled(x)
+    assert all("fewer than" in found.reason for found in report.declined if x.shape[1] == 24)
+    return len(report.graphs), [*report.counts, *(found.code for found in report.declined)]
+
+
+def test_lengths_that_are_open_are_left_up_to_the_first_that_an_op_takes_less_for() -> None:
+    """The second length is open, and left with a guard; one graph more serves what lies beyond, and short ones too."""
+    torch._dynamo.reset()
+    compiled = torch.compile(Projected(), backend="kda", options=INDUCTOR)
+    found = [told(compiled, torch.randn(16, tokens, 128)) for tokens in (16, 24, 40, 4000, 3000, 20)]
+    assert found == [(1, ["cost"]), (1, ["cost"]), (0, []), (1, ["linear_attention"]), (0, []), (0, [])]
+
+
+def test_a_length_that_the_caller_wants_open_is_rewritten() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(16, 16, 128)
+    torch._dynamo.mark_dynamic(x, 1)
+    assert told(torch.compile(Projected(), backend="kda", options=INDUCTOR), x) == (1, ["linear_attention"])
