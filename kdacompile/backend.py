@@ -21,7 +21,7 @@ from kdacompile.errors import UnknownOptionError
 from kdacompile.graph.build import Tables
 from kdacompile.lowering.ahead import telling
 from kdacompile.report import on_disk
-from kdacompile.report.collect import postpone
+from kdacompile.report.collect import emit_break, postpone
 from kdacompile.report.findings import GraphReport
 from kdacompile.report.report import enforce
 from kdacompile.search import compiler_pass
@@ -137,6 +137,7 @@ def kda(
     contain("choosing sizes to leave open", lambda: _open(analysis), _not_opened, strict=settings.strict)
     with telling("a first call: proving what matches, and compiling"), open_lengths.given_up_where_refused():
         compiled = _compiled(gm, example_inputs, analysis)
+    emit_break(gm)
     contain("leaving out guards", lambda: open_lengths.forget_bases(analysis), postpone, strict=settings.strict)
     return compiled
 

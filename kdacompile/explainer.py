@@ -21,8 +21,8 @@ import torch
 from kdacompile import compat
 from kdacompile.errors import SubjectError
 from kdacompile.report import trace
-from kdacompile.report.collect import collecting
-from kdacompile.report.findings import GraphBreak, Saved, Stage
+from kdacompile.report.collect import collecting, emit_break
+from kdacompile.report.findings import Saved, Stage
 from kdacompile.report.report import Report
 from kdacompile.settings import Settings, parse
 
@@ -65,7 +65,6 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> Report:
         probe = _Probe(backend or _kda(), mode, settings)
         compiled = torch.compile(_fresh(target), backend=probe, dynamic=dynamic, fullgraph=fullgraph, **_ISOLATED)
-        breaks_before = compat.graph_breaks()
         kept: list[Stage] = []
         keeping = trace.keeping(kept) if stages else nullcontext()
         with collecting() as report, keeping, compat.dynamo_settings(_NO_LIMIT):
@@ -73,7 +72,6 @@ def explain(
         report.title, report.stages = _name(target), kept
         _use_own_names(report, target)
         report.captured, report.device = probe.graphs, probe.device
-        report.graph_breaks = probe.breaks + _unlocated_breaks(probe.breaks, breaks_before)
         if timed and report.matches:
             report.saved = _saved(lambda: target(*args, **kwargs), lambda: compiled(*args, **kwargs))
         return report
@@ -82,12 +80,11 @@ def explain(
 
 
 class _Probe:
-    """The backend with a count of the graphs it is given and Dynamo's reason for ending each."""
+    """The backend with a count of the graphs it is given."""
 
     def __init__(self, backend: Backend, mode: str | None, options: Mapping[str, Any]) -> None:
         self.backend, self.mode, self.options = backend, mode, options
         self.graphs, self.device = 0, ""
-        self.breaks: list[GraphBreak] = []
 
     @property
     def kdacompile_settings(self) -> Settings:
@@ -100,11 +97,8 @@ class _Probe:
         # Counted afterwards: the backend may have capture start anew instead.
         compiled = self.backend(gm, example_inputs, mode=self.mode, options=dict(self.options))
         self.graphs += 1
-        reason = getattr(gm, "compile_subgraph_reason", None)
-        if reason is not None and reason.graph_break:
-            stack = reason.user_stack
-            source = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
-            self.breaks.append(GraphBreak(_first_line(reason.reason), source))
+        if self.backend is not _kda():  # which tells it
+            emit_break(gm)
         return compiled
 
 
@@ -173,18 +167,6 @@ def _use_own_names(report: Report, fn: Callable[..., Any]) -> None:
         roles = ({role: _OF_THE_WRAPPER.sub(own, text) for role, text in m.roles.items()} for m in graph.matches)
         told = (replace(m, roles=named) for m, named in zip(graph.matches, roles, strict=True))
         report.graphs[index] = replace(graph, matches=tuple(told))
-
-
-def _unlocated_breaks(located: list[GraphBreak], before: Mapping[str, int]) -> list[GraphBreak]:
-    """Breaks Dynamo counted that ended no graph (nothing had been captured yet): the reason is all there is."""
-    known = {graph_break.reason for graph_break in located}
-    new = [_first_line(reason) for reason, count in compat.graph_breaks().items() if count > before.get(reason, 0)]
-    return [GraphBreak(reason, "") for reason in new if reason not in known]
-
-
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[0] if lines else ""
 
 
 def _name(fn: Callable[..., Any]) -> str:

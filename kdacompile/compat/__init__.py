@@ -86,6 +86,7 @@ from kdacompile.compat.reporting import (
     DEVICE_ERRORS,
     ShortenTraceback,
     dynamo_settings,
+    graph_break_behind,
     graph_breaks,
     trace_artifact,
 )

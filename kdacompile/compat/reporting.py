@@ -11,7 +11,15 @@ from torch._dynamo import config, exc
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.utils import counters
 
-__all__ = ["CONTROL_FLOW", "DEVICE_ERRORS", "ShortenTraceback", "dynamo_settings", "graph_breaks", "trace_artifact"]
+__all__ = [
+    "CONTROL_FLOW",
+    "DEVICE_ERRORS",
+    "ShortenTraceback",
+    "dynamo_settings",
+    "graph_break_behind",
+    "graph_breaks",
+    "trace_artifact",
+]
 
 CONTROL_FLOW: tuple[type[Exception], ...] = tuple(
     getattr(exc, name)
@@ -41,6 +49,15 @@ def dynamo_settings(changes: Mapping[str, Any]) -> contextlib.AbstractContextMan
 def graph_breaks() -> dict[str, int]:
     """How often this process broke a graph, by reason."""
     return dict(counters["graph_break"])
+
+
+def graph_break_behind(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """Why Dynamo ended a graph that it has captured, and where ("file:line"); None where the function ended with it."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    stack = reason.user_stack
+    return reason.reason, f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from threading import local
 
+from torch import fx
+
 from kdacompile import compat
-from kdacompile.report.findings import GraphReport, Rejection, internal
-from kdacompile.report.report import Report
+from kdacompile.report.findings import GraphBreak, GraphReport, Rejection, internal
+from kdacompile.report.report import Report, first_line
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +29,20 @@ def collecting() -> Generator[Report, None, None]:
     What is compiled already is not compiled again, by a second ``module.compile(backend="kda")`` either: it is told
     once, until ``torch._dynamo.reset()``.
     """
-    report = Report()
+    report, before = Report(), compat.graph_breaks()
     token = _collectors.set((*_collectors.get(), report))
     try:
         yield report
     finally:
         _collectors.reset(token)
+        report.graph_breaks += _unlocated(report.graph_breaks, before)
+
+
+def _unlocated(located: list[GraphBreak], before: Mapping[str, int]) -> list[GraphBreak]:
+    """Breaks Dynamo counted that ended no graph (nothing had been captured yet): the reason is all there is."""
+    known = {graph_break.reason for graph_break in located}
+    new = [first_line(reason) for reason, count in compat.graph_breaks().items() if count > before.get(reason, 0)]
+    return [GraphBreak(reason, "") for reason in new if reason not in known]
 
 
 class _Postponed(local):
@@ -69,6 +79,15 @@ def with_postponed(report: GraphReport) -> GraphReport:
     _postponed.rejections, _postponed.seconds = (), 0.0
     seconds = {"lift": spent, **report.seconds} if spent else report.seconds
     return replace(report, rejections=(*told, *report.rejections), seconds=seconds)
+
+
+def emit_break(gm: fx.GraphModule) -> None:
+    """Called once a captured graph: tell who collects why it ended where it did."""
+    if (found := compat.graph_break_behind(gm)) is None:
+        return
+    reason, source = found
+    for report in _collectors.get():
+        report.graph_breaks.append(GraphBreak(first_line(reason), source))
 
 
 def emit(graph: GraphReport) -> None:

@@ -114,7 +114,7 @@ def enforce(graph: GraphReport, settings: Settings) -> None:
         found[rejection.pattern] += rejection.count
     more = [f"found: {match.pattern} at {match.source}" for match in graph.matches]
     more += [f"found: {rejection}" for rejection in merge(declined)]
-    more += [f"graph break in this process, across which no pattern reaches: {_first_line(b)}" for b in graph_breaks()]
+    more += [f"graph break in this process, across which no pattern reaches: {first_line(b)}" for b in graph_breaks()]
     short = [f"{name}: {found[name]} of {count}" for name, count in settings.expect if found[name] < count]
     if short:
         problem = "kda.expect: fewer matches than expected (" + ", ".join(short) + ")"
@@ -126,7 +126,7 @@ def enforce(graph: GraphReport, settings: Settings) -> None:
         raise StrictError(problem=problem, reasons=reasons, more=more)
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 

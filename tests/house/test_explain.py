@@ -52,6 +52,15 @@ def test_breaks_come_with_reason_and_line() -> None:
     assert graph_break.source == f"{__file__}:{broken.__code__.co_firstlineno + 2}"
 
 
+def test_breaks_are_told_wherever_reports_are_collected() -> None:
+    torch._dynamo.reset()
+    with kdacompile.collecting() as report:
+        torch.compile(broken, backend="kda", options={"kda.inner": "eager"})(torch.ones(3))
+    (graph_break,) = report.graph_breaks
+    assert graph_break.source == f"{__file__}:{broken.__code__.co_firstlineno + 2}"
+    assert "graph breaks" in str(report)
+
+
 def test_a_break_before_the_first_operator_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
     report = kdacompile.explain(talkative, backend=BACKEND)(torch.ones(3))
     assert capsys.readouterr().out == "before any operator\n"
