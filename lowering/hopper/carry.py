@@ -38,9 +38,9 @@ def _left(S):
 
 
 @gluon.jit
-def _span(segment, PLACES: gl.constexpr):
-    """Of the parts that a segment asks for, counted so that the last one is in the last place: the first, the end."""
-    parts = gl.maximum(6 * segment - 4, 0)
+def _span(maps, PLACES: gl.constexpr):
+    """Of the parts of so many maps, without the first one's A, the first and the end: the last is in the last place."""
+    parts = gl.maximum(6 * maps - 4, 0)
     first = (PLACES - parts % PLACES) % PLACES
     return first, first + parts
 
@@ -64,17 +64,18 @@ def _times(left, tiles, carried, i, first, x):
 
 
 @gluon.jit
-def carry(segment, tiles, carried, emptied):
-    """The halves of S^T before a segment behind the first, ``[64 columns, 64 channels]``."""
+def carry(maps, tiles, carried, emptied):
+    """The halves of S^T after so many maps, one or more, ``[64 columns, 64 channels]``."""
     PLACES: gl.constexpr = tiles.shape[0]
-    first, _ = _span(segment, PLACES)
+    first, _ = _span(maps, PLACES)
     i = first
     S0 = _part(tiles, carried, i, first).load(HERE)
     S1 = _part(tiles, carried, i + 1, first).load(HERE)
     barrier()
-    mbarrier.arrive(emptied, count=1)
+    mbarrier.arrive(emptied.index(i % PLACES), count=1)
+    mbarrier.arrive(emptied.index((i + 1) % PLACES), count=1)
     i += 2
-    for _ in range(segment - 1):
+    for _ in range(maps - 1):
         left0 = _left(S0)
         left1 = _left(S1)
         S0 = _part(tiles, carried, i, first).load(HERE)
@@ -85,33 +86,35 @@ def carry(segment, tiles, carried, emptied):
         S1 = _times(left1, tiles, carried, i + 5, first, S1)
         S0, S1 = warpgroup_mma_wait(0, [S0, S1])
         barrier()
-        mbarrier.arrive(emptied, count=1)
+        for part in gl.static_range(6):
+            mbarrier.arrive(emptied.index((i + part) % PLACES), count=1)
         i += 6
     return gl.convert_layout(S0, SQUARE), gl.convert_layout(S1, SQUARE)
 
 
 @gluon.jit
-def load_maps(d_ends, row, rows, i_v, VP, segment, tiles, carried, emptied):
+def load_maps(d_ends, row, rows, i_v, VP, segment, joined, maps, tiles, carried, emptied):
     """What :func:`carry` asks for. row: where the first segment's B is, and A behind it; ``rows`` to the next one's."""
     PLACES: gl.constexpr = tiles.shape[0]
-    first, end = _span(segment, PLACES)
+    first, end = _span(maps, PLACES)
     for i in range(first, end):
-        n = i - first
-        bar = carried.index(i % PLACES)
-        mbarrier.wait(emptied, (n // 6 + 1) & 1, pred=(n >= 6) & (n % 6 == 0))  # PLACES parts before are read
+        place = i % PLACES
+        mbarrier.wait(emptied.index(place), (_use(i, first, PLACES) & 1) ^ 1)
+        bar = carried.index(place)
         mbarrier.expect(bar, 64 * 64 * 4)
-        part = gl.where(n < 2, n, (n + 4) % 6)
+        part = gl.where(i < first + 2, i - first, (i - first + 4) % 6)
         quarter = part - 2
         within = gl.where(part < 2, i_v * 64, VP + quarter % 2 * 64)
-        at = [row + (n + 4) // 6 * rows + within, gl.where(part < 2, part, quarter // 2) * 64]
-        to = tiles.index(i % PLACES)._reinterpret(gl.float32, [64, 64], SINGLE)
+        after = gl.minimum(((i - first + 4) // 6 + 1) * joined, segment)
+        at = [row + (after - 1) * rows + within, gl.where(part < 2, part, quarter // 2) * 64]
+        to = tiles.index(place)._reinterpret(gl.float32, [64, 64], SINGLE)
         tma.async_copy_global_to_shared(d_ends, at, bar, to)
 
 
 @gluon.jit
-def await_emptied(emptied, place, segment, PLACES: gl.constexpr):
-    """Wait until the last part that was to be there has been read, if it is of the last map: for all before that
-    :func:`load_maps` has waited."""
-    first, end = _span(segment, PLACES)
-    here = (place >= PLACES - 6) & (place >= first - end + PLACES) & (segment > 0)
-    mbarrier.wait(emptied, (segment + 1) & 1, pred=here)
+def await_emptied(emptied, place, maps):
+    """Wait until the last part that was to be there has been read."""
+    PLACES: gl.constexpr = emptied.shape[0]
+    first, end = _span(maps, PLACES)
+    uses = _use(end + place, first, PLACES)
+    mbarrier.wait(emptied.index(place), (uses - 1) & 1, pred=uses > 0)

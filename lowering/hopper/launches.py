@@ -321,14 +321,15 @@ class DeltaLaunches(Launches):
         ends = self.ends.view(-1, plan.width) if plan.segments > 1 else self.final
         blocks = plan.padded_values // plan.columns + (0 if OUTPUT else plan.width // plan.columns)
         first, chunks = plan.spans[n]
+        chunks, grid = (chunks - skip, segments) if OUTPUT else (segments * length, -(-segments // plan.joined))
         early, stages = CHANNEL_STAGES["outputs" if OUTPUT else "maps"]
         before = (self.final, 0, 0, 0, 0) if initial is None else (initial, *initial.stride())
-        self.scratch.launch(self.scan_channel, (blocks, self.sequence_heads, segments))(
+        self.scratch.launch(self.scan_channel, (blocks, self.sequence_heads, grid))(
             described(rows, (CHUNK, plan.width)), described(rows, (CHUNK, CHUNK)), self.v,
             line(factors, self.factors_of_tile), described(ends.view(-1, ends.shape[-1]), (CHUNK, CHUNK)),
             self.announced, self.o_out, *before, self.final, ends,
             self.length, self.key_width, self.value_width, plan.padded_values, self.value_heads,
-            first, skip, chunks - skip, length, EARLY=early, STAGES=stages, READY=plan.early > 0 and not skip,
+            first, skip, chunks, length, plan.joined, EARLY=early, STAGES=stages, READY=plan.early > 0 and not skip,
             HAS_INITIAL=initial is not None, OUTPUT=OUTPUT, AHEAD=AHEAD, num_warps=4, launch_pdl=not plan.spare,
         )  # fmt: skip
 

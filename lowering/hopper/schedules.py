@@ -13,6 +13,7 @@ WIDTHS = 64, 128  # K is padded to one of these
 WORKERS = {"channel": 1, "token": 3}  # tiles a block prepares at once, by the gate's kind
 SCRATCH_LIMIT = 2**30  # bytes between the kernels, unless one chunk of all heads takes more
 MAX_SEGMENTS = 64
+JOINED = (1,)  # segments that a block of the first pass may take: two were slower but with 1 head (docs/cuda.md)
 FEW_BLOCKS = 32  # with more of them beside tiles another order of a chunk's products is faster
 
 # Chunks that a block of the scan holds or loads, by width and columns.
@@ -43,7 +44,8 @@ _LINEAR_STEP, _LINEAR_FIRST, _LOOK_BACK = {128: 1.05, 64: 0.75}, 0.5, 0.6
 class Schedule:
     """``chunks`` of a sequence (packed: the most there can be of all), ``run`` of them share one buffer.
 
-    A block of the scan has ``columns`` of V's ``padded_values``; ``segments`` of a run are scanned at once. With
+    A block of the scan has ``columns`` of V's ``padded_values``; ``segments`` of a run are scanned at once, ``joined``
+    of them in a block of the first pass. With
     ``spare`` multiprocessors that a scan leaves idle the next run is prepared beside it, ``beside`` tiles on each.
     With ``early`` blocks that leave after ``rounds`` tiles the scan starts while the others still prepare tiles, where
     there are segments with ``leading`` chunks before them.
@@ -66,6 +68,7 @@ class Schedule:
     rounds: int = 0
     early: int = 0
     leading: int = 0
+    joined: int = 1
     folded: bool = False
 
     @property
@@ -237,10 +240,12 @@ def _segmented(plain: Schedule, run: int, programs: int, multiprocessors: int) -
     best = plain, _START + run * step
     for count in range(2, min(MAX_SEGMENTS, run, multiprocessors // programs) + 1):
         chunks = -(-run // count)
-        if -(-run // chunks) == count and programs + (count - 2) * extra <= multiprocessors:
-            passes = max(chunks * step * first, read) + max(chunks * step * second, read)
-            microseconds = 2 * _START + passes + carried * count
-            best = min(best, (replace(plain, segments=count), microseconds), key=itemgetter(1))
+        for joined in JOINED if plain.few else (1,):
+            blocks = -(-(count - 1) // joined)
+            if -(-run // chunks) == count and programs + (blocks - 1) * extra <= multiprocessors:
+                passes = max(chunks * joined * step * first, read) + max(chunks * step * second, read)
+                microseconds = 2 * _START + passes + carried * (blocks + 1)
+                best = min(best, (replace(plain, segments=count, joined=joined), microseconds), key=itemgetter(1))
     return best
 
 
