@@ -271,6 +271,8 @@ def _call(op: Op, *, own: bool = False) -> Step:
 
     # The softmax's third argument asks for a dtype that float64 is not rounded to.
     given = (*op.args[:2], False) if op.name == "_softmax" and not own else op.args
+    if op.name == "pow" and isinstance(op.args[0], float) and op.out.dtype in (torch.float16, torch.bfloat16):
+        given = (torch.tensor(op.args[0], dtype=op.out.dtype).item(), *op.args[1:])  # torch rounds the base first
 
     def call(tensors: list[Tensor]) -> list[Tensor]:
         queue = iter([tensor.double() for tensor in tensors] if counted else tensors)

@@ -97,7 +97,7 @@ def gamma() -> Tensor:
 POWERS: dict[str, Table] = {
     "of what is rounded": lambda n, d: (gamma().to(d)[:, None, None] ** distance(n)).tril(),
     "of one that is": lambda n, d: (torch.tensor(0.95, dtype=d) ** distance(n)).tril(),
-    "of a number": lambda n, d: torch.where(distance(n) >= 0, 0.9375 ** distance(n).clamp_min(0).to(d), 0.0),
+    "of a number": lambda n, d: torch.where(distance(n) >= 0, 0.95 ** distance(n).clamp_min(0).to(d), 0.0),
     "of its logarithm": lambda n, d: (distance(n) * gamma().log().to(d)[:, None, None]).exp().tril(),
     "of a logarithm of it": lambda n, d: (distance(n).to(d) * gamma().to(d).log()[:, None, None]).exp().tril(),
     "rounded themselves": lambda n, d: (gamma()[:, None, None] ** distance(n)).tril().to(d),
