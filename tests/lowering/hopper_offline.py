@@ -141,13 +141,13 @@ def compile_combine(width: int = 128) -> Any:
 def compile_mla(page: int, scheduled: bool, partial: bool, dtype: str, masked: bool) -> Any:
     half, rope = (_descriptor(1, 64, columns, dtype=dtype) for columns in (256, 64))
     signature = dict.fromkeys(mla.attend.arg_names, "i32") | {"d_q": half, "d_q_rope": rope, "d_c": half, "d_r": rope}
-    signature |= dict.fromkeys(("table", "lengths", "items"), "*i32") | {
+    signature |= dict.fromkeys(("table", "lengths", "items", "starts"), "*i32") | {
         "d_o": half,
         "scale": "fp32",
         "k_rope": f"*{dtype}",
     }
     signature |= dict.fromkeys(("sinks", "lse", "part_lse"), "*fp32")
-    signature["d_part"] = _descriptor(1, 64, 256, dtype="fp32")
+    signature["d_part"] = _descriptor(1, 64, 128, dtype="fp32")
     constants = {"PAGE": page, "CAUSAL": True, "HAS_LENGTHS": True, "HAS_SINKS": scheduled or not partial}
     constants |= {"CHAINED": True, "MASK": masked}
     signature["mask"] = "*u8"
