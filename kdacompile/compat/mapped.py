@@ -12,9 +12,9 @@ from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
-from kdacompile.compat.local import Recorded as Recorded
+from kdacompile.compat.local import Recorded
 from kdacompile.compat.nodes import RUN_ERRORS, called, example_value, fake_mode_of, unlogged
-from kdacompile.compat.operators import TorchDispatchMode, map_tensors, operator_name, overload_name
+from kdacompile.compat.operators import TorchDispatchMode, map_tensors, operator_name, overload_name, tree_leaves
 
 _CHANGES = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 
@@ -86,7 +86,8 @@ def run(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> Ran | None:
                 values[node] = called(node.target, args, kwargs)
         except RUN_ERRORS:
             return None
-    return Ran(inner.calls, values)
+    given = tree_leaves([(call.args, call.kwargs) for _, call in inner.calls])
+    return None if any(isinstance(x, (torch.SymFloat, torch.SymBool)) for x in given) else Ran(inner.calls, values)
 
 
 @contextmanager

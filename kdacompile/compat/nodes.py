@@ -102,16 +102,19 @@ def is_detach(node: fx.Node | None) -> bool:
     """True if the user's own code cuts the gradient at this node."""
     if node is None:
         return False
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name.split(".")[0] in ("detach", "detach_", "_get_data_attr") or (
-        name == "getattr" and node.args[1] == "data"
-    )
+    name = _name_called(node)
+    return name in ("detach", "detach_", "_get_data_attr") or (name == "getattr" and node.args[1] == "data")
 
 
 def detaches_in_place(node: fx.Node) -> bool:
     """True for ``x.detach_()``: who reads x before has its gradient, who reads it later has none."""
+    return _name_called(node) == "detach_"
+
+
+def _name_called(node: fx.Node) -> str:
+    """Of a function, a method or an operator, whatever its overload."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name.split(".")[0] == "detach_"
+    return name.split(".")[0]
 
 
 _AUTOCAST = {"_enter_autocast", "_exit_autocast"}

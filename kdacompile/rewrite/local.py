@@ -12,7 +12,6 @@ all read has a gradient of which each rank has a summand, and ``to_local`` is to
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, cast
@@ -25,6 +24,7 @@ from kdacompile import compat
 from kdacompile.compat import local
 from kdacompile.graph import prefilter
 from kdacompile.graph.ir import reach
+from kdacompile.rewrite.recorded import Nodes
 
 _LAYOUT = frozenset(
     "view reshape transpose permute expand expand_as unsqueeze squeeze flatten unflatten split chunk unbind getitem "
@@ -184,28 +184,19 @@ class _Chains:
         return self.put(node.op, node.target, cast("Any", args), cast("Any", kwargs), node)
 
     def operators(self, node: fx.Node, trace: local.Trace, parts: dict[fx.Node, fx.Node]) -> fx.Node:
-        made: dict[int, fx.Node] = {}
+        nodes = Nodes(
+            lambda target, args, kwargs, like, _: self.put("call_function", target, args, kwargs, like),
+            lambda size: _number(size, node),
+        )
         for each in node.all_input_nodes:
             value = compat.example_value(each)
-            made[id(local.inside(value) if each in parts else value)] = parts.get(each, each)
-
-        def given(item: Any) -> Any:
-            if isinstance(item, torch.Tensor):
-                return made[id(item)]
-            if isinstance(item, torch.SymInt):
-                return _number(item, node)
-            return type(item)(map(given, item)) if isinstance(item, (list, tuple)) else item
-
+            nodes.made[id(local.inside(value) if each in parts else value)] = parts.get(each, each)
         for call in trace.calls:
             if call.passes_on:
-                made[id(call.result)] = made[id(call.args[0])]
-                continue
-            kwargs = {name: given(item) for name, item in call.kwargs.items()}
-            new = self.put("call_function", call.target, given(call.args), kwargs, node)
-            made[id(call.result)] = new
-            for index, result in enumerate(call.result if isinstance(call.result, (list, tuple)) else ()):
-                made[id(result)] = self.put("call_function", operator.getitem, (new, index), {}, node)
-        return made[id(trace.result)]
+                nodes.made[id(call.result)] = nodes.made[id(call.args[0])]
+            else:
+                nodes.write(call, node)
+        return nodes.made[id(trace.result)]
 
     def put(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
         """A node behind ``like``, which stands for something of it."""

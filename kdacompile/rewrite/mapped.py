@@ -9,18 +9,13 @@ tensors behind take its place. They are what eager mode calls, and what it diffe
 from __future__ import annotations
 
 import contextlib
-import operator
 from typing import Any
 
-import torch
 from torch import fx
 
 from kdacompile import compat
 from kdacompile.compat import mapped
-
-
-class _Unwritten(Exception):
-    """A part that cannot be written down as operators."""
+from kdacompile.rewrite.recorded import Nodes
 
 
 def unmap(graph: fx.Graph) -> bool:
@@ -30,9 +25,10 @@ def unmap(graph: fx.Graph) -> bool:
     if compat.transforms(graph, vmap=False) or compat.switches_modes(graph):
         return False
     parts = _parts(graph)
-    with contextlib.suppress(_Unwritten, compat.NoHint):
+    with contextlib.suppress(KeyError, compat.NoHint):  # it reads what no operator has made, or a size of no input
         for nodes in parts:
-            _Writing(graph, nodes).run()
+            if not _write(graph, nodes):
+                break
     return bool(parts)
 
 
@@ -50,64 +46,32 @@ def _parts(graph: fx.Graph) -> list[list[fx.Node]]:
     return parts
 
 
-class _Writing:
-    """Writes down the operators of one part."""
+def _write(graph: fx.Graph, part: list[fx.Node]) -> bool:
+    """Put the operators of one part in its place; False if what it comes to is not known."""
+    own = set(part)
+    inputs = dict.fromkeys(read for each in part for read in each.all_input_nodes if read not in own)
+    ran = mapped.run(part, list(inputs))
+    if ran is None:
+        return False
+    written: list[fx.Node] = []
 
-    def __init__(self, graph: fx.Graph, nodes: list[fx.Node]) -> None:
-        self.graph, self.nodes = graph, nodes
-        self.made: dict[int, fx.Node] = {}
-        """By the id of a tensor: the node that yields it."""
-        self.tensors: list[torch.Tensor] = []
-        """Those, so that no id is given out twice."""
-        self.written: list[fx.Node] = []
-
-    def run(self) -> None:
-        own = set(self.nodes)
-        inputs = dict.fromkeys(read for each in self.nodes for read in each.all_input_nodes if read not in own)
-        ran = mapped.run(self.nodes, list(inputs))
-        if ran is None:
-            raise _Unwritten
-        for node in inputs:
-            self.name(compat.example_value(node), node)
-        with self.graph.inserting_before(self.nodes[0]):
-            for node, call in ran.calls:
-                self.write(call, node)
-        for node in self.nodes:
-            if any(user not in own for user in node.users):
-                instead = self.given(ran.values[node])
-                node.replace_all_uses_with(instead, delete_user_cb=lambda user: user not in own)
-        for node in reversed([*self.written, *self.nodes]):
-            if not node.users and (node in own or not compat.writes_first_argument(node)):
-                self.graph.erase_node(node)
-
-    def write(self, call: mapped.Recorded, like: fx.Node) -> None:
-        """The node of one operator, at the place in the user's code that ``like`` has."""
-        kwargs = {name: self.given(item) for name, item in call.kwargs.items()}
-        self.name(call.result, self.put(call.target, tuple(map(self.given, call.args)), kwargs, like, call.result))
-
-    def put(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node, value: Any) -> fx.Node:
-        new = self.graph.call_function(target, args, kwargs)
+    def put(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node, value: Any) -> fx.Node:
+        new = graph.call_function(target, args, kwargs)
         compat.put_in_place(new, like, value)
-        self.written.append(new)
+        written.append(new)
         return new
 
-    def name(self, value: Any, node: fx.Node) -> None:
-        """Remember what yields a tensor, or each of several."""
-        if isinstance(value, torch.Tensor):
-            self.made[id(value)] = node
-            self.tensors.append(value)
-        elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-            for index, item in enumerate(value):
-                self.name(item, self.put(operator.getitem, (node, index), {}, node, item))
-
-    def given(self, item: Any) -> Any:
-        """An argument of an operator, tensors and open sizes by the nodes that yield them."""
-        if isinstance(item, torch.Tensor):
-            if id(item) not in self.made:
-                raise _Unwritten
-            return self.made[id(item)]
-        if isinstance(item, torch.SymInt):
-            return compat.number_in(self.graph, item, self.nodes[0])
-        if isinstance(item, (torch.SymFloat, torch.SymBool)):
-            raise _Unwritten
-        return type(item)(map(self.given, item)) if type(item) in (list, tuple) else item
+    nodes = Nodes(put, lambda size: compat.number_in(graph, size, part[0]))
+    with graph.inserting_before(part[0]):
+        for node in inputs:
+            nodes.name(compat.example_value(node), node, node)
+        for node, call in ran.calls:
+            nodes.write(call, node)
+    for node in part:
+        if any(user not in own for user in node.users):
+            instead = nodes.given(ran.values[node])
+            node.replace_all_uses_with(instead, delete_user_cb=lambda user: user not in own)
+    for node in reversed([*written, *part]):
+        if not node.users and (node in own or not compat.writes_first_argument(node)):
+            graph.erase_node(node)
+    return True
