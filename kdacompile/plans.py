@@ -205,7 +205,7 @@ def with_table(text: str) -> str:
     return f"{before}{_BEGIN}{table()}\n{_END}{rest.split(_END)[1]}"
 
 
-def compiled_as(pattern: str, form: str = "chunk") -> str:
+def compiled_as(pattern: str, form: str) -> str:
     """The name of a pattern's form among the compiler's figures."""
     return pattern if form == "chunk" else f"{pattern} {form}"
 

@@ -22,17 +22,14 @@ from .gates import KINDS
 from .ir import DType, Program, TileType, Value
 from .linear_attention import ROWS
 
-GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_g", "grad_beta")
-"""The outputs, one for every value head and token; those of gates and beta, and what the row does not have, are left
-out with them. ``grad_initial_state`` is the final value of the carry that walks from the end."""
-
 
 @cache
 def adjoint_program(gate: str, delta: bool, *, beta: bool = True) -> Program:
     """The gradients of one row of the family, of log gates.
 
     Inputs: those of :func:`~.linear_attention.linear_attention_program`, ``grad_o`` [C, V] and, as the start of the
-    reverse carry, ``grad_final_state`` [K, V]. Outputs: :data:`GRADIENTS`.
+    reverse carry, ``grad_final_state`` [K, V]. Outputs: ``grad_`` and the name of every input q, k, v, g and beta that
+    the row has, for every value head and token; ``grad_initial_state`` is the final value of the reverse carry.
     """
     if gate not in KINDS:
         raise ArgumentError(f"no such row: gate={gate!r}")

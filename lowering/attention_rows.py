@@ -23,7 +23,6 @@ from torch import Tensor
 
 from .attention_calls import joined
 from .errors import ArgumentError
-from .operands import operands
 from .run_attention import Attention, expand, per_head
 from .tiles import shared_product
 
@@ -32,9 +31,6 @@ ROWS = 128
 SCORES = 1 << 19
 """Scores that are worked on at a time, in elements: 2 MB."""
 SCORES_ON_DEVICES = 1 << 25
-
-NAMES = tuple(operand.name for operand in operands(Attention) if operand.differentiable)
-"""The operands that have gradients, in the op's order."""
 
 Part = tuple[slice, slice]
 """Requests and heads."""
@@ -126,7 +122,7 @@ def of_part(x: Tensor, part: Part, rows: slice) -> Tensor:
 def run_attention_backward(
     call: Attention, o: Tensor, grad_o: Tensor | None, grad_lse: Tensor | None, wanted: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Gradients of the ``wanted`` operands (of ``NAMES``) in the compute dtype, in the operands' shapes.
+    """Gradients of the ``wanted`` operands in the compute dtype, in the operands' shapes.
 
     o and grad_o ``[B, T, H, V]``, grad_lse ``[B, H, T]``; a gradient that is None stands for zeros.
     """

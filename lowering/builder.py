@@ -56,9 +56,9 @@ class Builder:
         """``x`` times a run-time scalar that is the same for every lane and step."""
         return self._by(OpKind.SCALE, x, scalar, name)
 
-    def normalise(self, x: Value, scalar: str, name: str = "") -> Value:
-        """``x / sqrt(sum(x * x) + eps)`` by rows; ``scalar`` is the name of eps."""
-        return self._by(OpKind.NORMALISE, x, scalar, name)
+    def normalise(self, x: Value, eps: str, name: str) -> Value:
+        """``x / sqrt(sum(x * x) + eps)`` by rows; ``eps`` is the scalar's name."""
+        return self._by(OpKind.NORMALISE, x, eps, name)
 
     def add(self, x: Value, y: Value, name: str = "") -> Value:
         return self._op(OpKind.ADD, (x, y), name)
@@ -86,7 +86,7 @@ class Builder:
         """Sum over the rows."""
         return self._op(OpKind.REDUCE, (x,), name)
 
-    def row_sum(self, x: Value, name: str = "") -> Value:
+    def row_sum(self, x: Value, name: str) -> Value:
         """Sum over the columns."""
         return self._op(OpKind.ROW_SUM, (x,), name)
 

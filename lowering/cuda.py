@@ -56,9 +56,3 @@ def choose_attention(call: Attention) -> AttentionImplementation | None:
 def choose_gradients(call: Attention) -> AttentionGradients | None:
     """The first implementation that has the gradients of the call of MLA."""
     return next((kernels for kernels in GRADIENTS if kernels.declines(call) is None), None)
-
-
-def declined(call: Call) -> dict[str, str]:
-    """Why the implementations that do not take the call do not, by name."""
-    reasons = {kernels.name: kernels.declines(call) for kernels in IMPLEMENTATIONS}
-    return {name: reason for name, reason in reasons.items() if reason is not None}

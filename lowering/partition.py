@@ -64,7 +64,7 @@ class Flow(Generic[N]):
                 found.add(node)
         return found
 
-    def awaited(self, *, reverse: bool = False) -> set[N]:
+    def awaited(self, *, reverse: bool) -> set[N]:
         """What the next step's carry waits for."""
         steps = self.reverse if reverse else self.last.keys() - self.reverse
         found = {node for node in self.nodes if node.output in steps}

@@ -14,7 +14,6 @@ from kdacompile.bench import device_clock, rows
 from kdacompile.bench.cuda_cases import Case
 from kdacompile.report.collect import collecting
 
-Clock = Callable[[Callable[[], object]], float]
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _PROMPT, _STEPS, _ROUNDS = 128, 48, 3  # of decoding
 _BASE: dict[str, Any] = {

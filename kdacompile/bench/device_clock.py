@@ -23,14 +23,14 @@ def device_microseconds(*calls: Callable[[], object], launches: int = 10, repeat
     return statistics.median(elapsed(graph.replay) / (turns * len(calls)) for _ in range(repeats))
 
 
-def eager_microseconds(call: Callable[[], object], launches: int = 20, repeats: int = 5) -> float:
+def eager_microseconds(call: Callable[[], object]) -> float:
     """The same from eager launches one after the other: what the host takes shows where it is longer."""
 
     def several() -> None:
-        for _ in range(launches):
+        for _ in range(20):
             call()
 
-    return statistics.median(elapsed(several) / launches for _ in range(repeats))
+    return statistics.median(elapsed(several) / 20 for _ in range(5))
 
 
 def enqueued_microseconds(call: Callable[[], object]) -> float:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
@@ -137,8 +136,6 @@ def given_up_where_refused() -> Generator[None]:
 # one learnt, and its first attempt is the last. All that a region can be told by before it is captured is its code
 # and the kinds of modules it is called with; a size that is left open without need is no error, only a graph for more
 # sizes.
-
-log = logging.getLogger(__name__)
 
 
 def open_up(found: Iterable[sizes.Open], settings: Settings) -> None:

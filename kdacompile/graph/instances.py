@@ -146,7 +146,7 @@ def symbols_of(nodes: Iterable[fx.Node]) -> set[Any]:
 # -- choosing sizes -----------------------------------------------------------------------------------------------
 
 
-def other_sizes(env: Any, symbols: Iterable[Any], numbers: Iterable[int], tied: Ties = NO_TIES) -> Iterator[Sizes]:
+def other_sizes(env: Any, symbols: Iterable[Any], numbers: Iterable[int], tied: Ties) -> Iterator[Sizes]:
     """Sizes near the captured ones, then as far out as ``numbers`` ask for; all of ``symbols`` get other values."""
     hints = compat.backed_hints(env)
     wanted = sorted(symbols, key=str)

@@ -31,7 +31,7 @@ class Match:
     checked: str = ""  # how it was shown to be the pattern: "exactly", or "by probes" and what stood in the way
     not_lifted: str = ""  # why that loop's function was not replaced before it was captured
 
-    def plan_command(self, device: str = "") -> str:
+    def plan_command(self, device: str) -> str:
         """What shows how the match is cut into stages and buffers; ``kdacompile.plan`` is the same from Python."""
         form = " --form token" if self.mode == "step" else ""
         target = f" --target {PLAN_TARGETS[device]}" if device in PLAN_TARGETS else ""

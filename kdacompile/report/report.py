@@ -31,7 +31,7 @@ class Report(Findings):
         counts = [f"{count} x {name}" for name, count in self.counts.items()]
         counts += [f"{rejection.count} x {rejection.pattern} declined by cost" for rejection in self.declined]
         summary = ", ".join(counts) or "no matches"
-        lines = [title, f"{_plural(self.graph_count, 'graph')}, {summary}"]
+        lines = [title, f"{self.graph_count} graph{'' if self.graph_count == 1 else 's'}, {summary}"]
         if self.saved:
             lines.append(f"estimated gain: {self.saved.text}")
         lines += _section("matches", [layers.text(self.device) for layers in self.layers])
@@ -128,10 +128,6 @@ def enforce(graph: GraphReport, settings: Settings) -> None:
 
 def first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _section(title: str, entries: Iterable[object]) -> list[str]:

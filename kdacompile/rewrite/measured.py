@@ -83,11 +83,11 @@ class Work(NamedTuple):
     numbers: int
 
 
-def work_of(ops: Iterable[Op], grown: Mapping[int, int] | None = None) -> Work:
+def work_of(ops: Iterable[Op], grown: Mapping[int, int]) -> Work:
     """``grown``: what sizes are taken for."""
 
     def prod(shape: Iterable[int]) -> int:
-        return math.prod((grown or {}).get(size, size) for size in shape)
+        return math.prod(grown.get(size, size) for size in shape)
 
     operators = products = multiplied = solved = numbers = 0
     for op in ops:

@@ -55,8 +55,7 @@ class Analysis:
     """
 
     def __init__(self, gm: fx.GraphModule, settings: Settings) -> None:
-        self.gm, self.settings = gm, settings
-        self.captured = gm.graph
+        self.captured, self.settings = gm.graph, settings
         self.tables: Tables = {}
         """Inputs whose values matches may rely on: who gives some sees to it that they keep them (``Match.holds``)."""
         self.text: str | None = None

@@ -6,7 +6,6 @@ What differs between patterns is in their ``Spec``; this is the same for all.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
@@ -28,8 +27,6 @@ from kdacompile.report.findings import Rejection
 from kdacompile.report.source import describe, source_of
 from kdacompile.rewrite.splice import CannotSplice, Splice
 from kdacompile.settings import Settings
-
-log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 24
 """Candidates checked per region before it is left alone."""

@@ -136,7 +136,7 @@ class Prepared:
         return o, final
 
 
-def prepare_recurrence(call: calls.Call, bounds: Tensor | None, *, overwrite: bool = False) -> Launch | None:
+def prepare_recurrence(call: calls.Call, bounds: Tensor | None, *, overwrite: bool) -> Launch | None:
     """What computes as :func:`kdacompile.lowering.run_linear_attention`, on plain tensors and without gradients; None
     where the kernel does not run such calls here. Nothing that the caller has is written before it is called.
 

@@ -150,7 +150,6 @@ class Verdict(Generic[B]):
     binding: B | None
     max_error: float
     reason: str = ""
-    probes: int = 0
     silent: str = ""
     """What kept the region from being compared over a prime field; "" if it was, and is equal there."""
     code: Code = "proof"

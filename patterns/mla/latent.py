@@ -284,14 +284,14 @@ class _Meeting:
         between = scores[1:-1] if scores[0] == batch else scores[:-1]  # one request may have no dimension
         if not rope or len(query.shape) < len(scores) or 1 in between:
             return rows if rope else 0
-        heads = between[1] if any(_differs(hidden.mask, -3, -2) for hidden in self.found.masks) else between[0]
+        heads = between[1] if any(_is_by_heads(hidden.mask) for hidden in self.found.masks) else between[0]
         return heads if rows % heads == 0 else 0
 
 
-def _differs(mask: Value, dim: int, beside: int) -> bool:
-    """True if a mask is another along ``dim`` of the scores, and the same along ``beside``: heads share one."""
+def _is_by_heads(mask: Value) -> bool:
+    """True if a mask is another along the scores' last dimension but two, and the same for all queries."""
     sizes = [1 if at in mask.uniform else size for at, size in enumerate(mask.shape)]
-    return len(sizes) >= -dim and sizes[dim] > 1 and sizes[beside] == 1
+    return len(sizes) > 2 and sizes[-3] > 1 and sizes[-2] == 1
 
 
 def _narrow(keys: Projection, values: Projection) -> bool:

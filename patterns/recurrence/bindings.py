@@ -269,7 +269,7 @@ class Units:
         return self.known[value, partner]
 
 
-def gate_rates(value: Value, region: set[Op], partner: Value | None = None) -> list[float]:
+def gate_rates(value: Value, region: set[Op], partner: Value | None) -> list[float]:
     """The rates with which ``value`` may reach an exponential before it meets another activation in a product, most
     plausible first; none if it does not: it is no log gate. A product with ``partner`` (Mamba-2's A) does not count.
 

@@ -247,7 +247,7 @@ def _probe_fully(binding: Recurrence, runner: Runner, *, wide: bool) -> Verdict[
             if isinstance(found, Verdict):
                 return found
             silent = found
-    return Verdict(binding, worst, probes=count, silent=silent)
+    return Verdict(binding, worst, silent=silent)
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def _analysed(
     silent and nothing speaks against the binding.
     """
     found = _exactly(binding, runner, sizes, wide=wide)
-    holds = Verdict(binding, run.error, probes=1)
+    holds = Verdict(binding, run.error)
     if found is False:
         return Verdict(None, run.error, DIFFERS, code="field")
     unit = runner.region.rounding()
