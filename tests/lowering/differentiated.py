@@ -73,9 +73,10 @@ def check(
     used: tuple[str, ...] = BOTH,
     device: str = "cpu",
     kernels: GradientKernels = KERNELS,
+    peers: dict[str, float] | None = None,
 ) -> dict[str, Tensor]:
     """The kernels' gradients, NaN in every buffer: as float64 has them; on a GPU, whose blocks run in any order, the
-    same bits twice."""
+    same bits twice. ``peers``: errors of others on the same inputs, below which ours may be too."""
     given = weights(case, used)
     want, sizes = expected(case, given)
     there = replace(
@@ -95,7 +96,7 @@ def check(
         assert x.dtype == case.tensors[name].dtype and x.is_contiguous() and torch.equal(x, same), name
         difference = float((x.cpu().double() - want[name]).norm())
         error = difference / (sizes[name] or 1.0)
-        assert error <= tolerance, (name, error, case.options)
+        assert error <= max(tolerance, (peers or {}).get(name, 0.0)), (name, error, case.options)
         have[name] = x.cpu()
     return have
 
@@ -104,6 +105,21 @@ def plain(case: cases.Case) -> cases.Case:
     """The case with keys that are normalised before the op."""
     keys = F.normalize(case.tensors["k"], dim=-1)
     return case.with_tensors(k=keys).with_options(qk_l2norm_eps=0.0)
+
+
+def given_betas(gate: str) -> list[cases.Case]:
+    """70 tokens, keys normalised by the op and betas as they are: below 1, and some that enlarge what they meet.
+
+    With a gate per token most of g's gradient comes from that of the final state, whose terms nearly cancel in the
+    first of these draws: beside ungated ones, which count 2000, it is 1.7 (4 to 19 in others). There errors count
+    against those of FLA's kernels.
+    """
+    case = cases.make_case(batch=1, length=70, heads=1, key_dim=128, value_dim=128, gate=gate)
+    case = case.with_options(chunk_size=0, scale=128**-0.5, sigmoid_beta=False)
+    mild = torch.rand(case.tensors["beta"].shape, generator=torch.Generator().manual_seed(3))
+    steep = mild.clone()
+    steep[:, 40:44], steep[:, 66] = 2.5, -1.0
+    return [case.with_tensors(beta=beta) for beta in (mild, steep)]
 
 
 def rows() -> None:

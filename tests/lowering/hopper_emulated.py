@@ -26,11 +26,13 @@ from kdacompile.lowering.calls import Call  # noqa: E402
 from kdacompile.lowering.hopper.backward_run import HopperBackward  # noqa: E402
 from kdacompile.lowering.scratch import Scratch  # noqa: E402
 from kdacompile.lowering.triton import backward_run  # noqa: E402
+from tests.lowering import peer  # noqa: E402
 from tests.lowering.differentiated import (  # noqa: E402
     BOTH,
     call_of,
     check,
     expected,
+    given_betas,
     in_runs,
     later_is_ignored,
     plain,
@@ -221,16 +223,17 @@ def extremes() -> None:
 def enlarging() -> None:
     """Normalised keys, and betas some of which enlarge what they meet: what comes before keeps its bits."""
     for gate in ("channel", "token", "none"):
-        case = case_of(batch=1, length=70, gate=gate).with_options(sigmoid_beta=False)
-        beta = torch.rand(case.tensors["beta"].shape, generator=torch.Generator().manual_seed(3))
-        beta[:, 40:44], beta[:, 66] = 2.5, -1.0
-        compare(case.with_tensors(beta=beta))
-        case = rounded(case.with_tensors(beta=beta, initial_state=None))
-        of_o = case.tensors["v"].clone()
+        mild, steep = (rounded(case) for case in given_betas(gate))
+        for case in (mild, steep):
+            peers = {"g": peer.error_of_gates(case)} if gate == "token" else {}
+            check(case, TOLERANCE, BOTH, "cpu", KERNELS, peers)
+        of_o = mild.tensors["v"].clone()
         of_o[:, 40:] = 0.0
+        steep = steep.with_tensors(initial_state=None)
+        beta = steep.tensors["beta"].clone()
         beta[:, 40:44] = 0.5
-        tame = rounded(case.with_tensors(beta=beta))
-        for x, y in zip(*(KERNELS.gradients(call_of(c), of_o, None) for c in (case, tame)), strict=True):
+        tame = steep.with_tensors(beta=beta)
+        for x, y in zip(*(KERNELS.gradients(call_of(c), of_o, None) for c in (steep, tame)), strict=True):
             assert x is None or x.dim() < 3 or torch.equal(x[:, :40], y[:, :40])
 
 

@@ -12,7 +12,8 @@ from kdacompile.lowering.hopper import HopperGradients
 from kdacompile.lowering.hopper.backward_run import HopperBackward
 from kdacompile.lowering.scratch import Scratch
 from kdacompile.lowering.triton.backward_run import Backward
-from tests.lowering.differentiated import call_of
+from tests.lowering import peer
+from tests.lowering.differentiated import call_of, expected, given_betas, weights
 from tests.lowering.processes import passes
 from tests.lowering.test_triton import needs_triton, no_interpreter
 from tests.ops.cases import make_case
@@ -28,6 +29,16 @@ MULTIPROCESSOR, RESERVED = 228 * 1024, 1024
 )
 def test_gradients_emulated(part: str) -> None:
     passes("hopper_emulated", part)
+
+
+def test_what_errors_are_held_against_is_exact_without_rounding() -> None:
+    for case in given_betas("token"):
+        given = of_o, of_state = weights(case)
+        assert of_o is not None and of_state is not None
+        want, sizes = expected(case, given)
+        found = peer.gradients(case, of_o.double(), of_state.double(), lambda x: x.double())
+        assert all(float((x - want[name]).norm()) <= 1e-12 * sizes[name] for name, x in found.items())
+        assert peer.error_of_gates(case.to(torch.bfloat16)) < 2e-2
 
 
 @needs_triton

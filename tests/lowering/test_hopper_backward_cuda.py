@@ -18,12 +18,14 @@ from tests.lowering.differentiated import (
     a_long_sequence,
     call_of,
     check,
+    given_betas,
     in_runs,
     later_is_ignored,
     packed,
     plain,
     weights,
 )
+from tests.lowering.peer import error_of_gates
 from tests.lowering.test_backward_cuda import rounded
 from tests.ops.cases import Case, make_case
 
@@ -40,11 +42,11 @@ def case_of(length: int = 150, heads: int = 1, value_dim: int = 128, **options: 
     return case.with_options(chunk_size=0, scale=128**-0.5)
 
 
-def compare(case: Case, used: tuple[str, ...] = BOTH) -> dict[str, torch.Tensor]:
+def compare(case: Case, used: tuple[str, ...] = BOTH, peers: dict[str, float] | None = None) -> dict[str, torch.Tensor]:
     case = rounded(case, torch.bfloat16)
     there = case.with_tensors(**{n: None if x is None else x.cuda() for n, x in case.tensors.items()})
     assert KERNELS.declines(call_of(there)) is None
-    return check(case, TOLERANCE, used, "cuda", KERNELS)
+    return check(case, TOLERANCE, used, "cuda", KERNELS, peers)
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -120,13 +122,8 @@ def test_beta_at_its_ends_and_equal_keys() -> None:
 
 @pytest.mark.parametrize("gate", ["channel", "token", "none"])
 def test_normalised_keys_and_steps_that_enlarge(gate: str) -> None:
-    case = case_of(batch=1, length=70, gate=gate).with_options(sigmoid_beta=False)
-    beta = case.tensors["beta"]
-    assert beta is not None
-    beta = torch.rand(beta.shape, generator=torch.Generator().manual_seed(3))
-    compare(case.with_tensors(beta=beta))
-    beta[:, 40:44], beta[:, 66] = 2.5, -1.0
-    compare(case.with_tensors(beta=beta))
+    for case in given_betas(gate):
+        compare(case, peers={"g": error_of_gates(rounded(case, torch.bfloat16))} if gate == "token" else {})
 
 
 @pytest.mark.parametrize("row", ROWS)
