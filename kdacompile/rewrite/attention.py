@@ -41,32 +41,21 @@ class MlaSplice(Splice[LatentAttention]):
 
     def check_cost(self, *, inductor: bool) -> None:
         """Calls in fp32 and bf16 on a CPU are what was measured."""
-        prompt = self._measured(free="BT")
-        if prompt is None:
-            return
-        if (inductor or prompt.train) and self._form() == "expanded":
-            reason = takes_longer(self.match.binding.inputs, partial(_ratio, prompt), train=prompt.train)
-            if reason:
-                raise CannotSplice("cost", reason)
-        prompt = self._measured(free="")
-        if prompt is None:
-            return
-        if inductor and is_too_small(prompt):
-            what = f"{prompt.tokens} tokens over {prompt.cached}, {prompt.operations / 1e6:.2g} million operations"
-            raise CannotSplice("cost", f"{what} on a CPU: less than the call of an op takes")
-
-    def _measured(self, *, free: str) -> Prompt | None:
-        """The match as the cost model takes it; None where it was fitted to nothing alike."""
         binding = self.match.binding
         alike = binding.weights and not {"sinks", "lengths", "block_table"} & binding.inputs.keys()
-        if not (alike and is_as_measured(binding.inputs, free=free)):
-            return None
-        sizes = [binding.sizes[axis] for axis in "BTSHNDVR"]
-        return Prompt(*sizes, causal=binding.causal, train=self.records_gradient(), half=is_half(binding.inputs))
-
-    def _form(self) -> str:
-        binding = self.match.binding
-        return choose_form(*(binding.sizes[axis] for axis in "BTSHNDRV"), causal=binding.causal)
+        if not (alike and is_as_measured(binding.inputs, free="BT")):
+            return
+        b, t, s, h, n, d, r, v = (binding.sizes[axis] for axis in "BTSHNDRV")
+        train, half = self.records_gradient(), is_half(binding.inputs)
+        prompt = Prompt(b, t, s, h, n, d, v, r, causal=binding.causal, train=train, half=half)
+        expanded = choose_form(b, t, s, h, n, d, r, v, causal=binding.causal) == "expanded"
+        if (inductor or train) and expanded:
+            reason = takes_longer(binding.inputs, partial(_ratio, prompt), train=train)
+            if reason:
+                raise CannotSplice("cost", reason)
+        if inductor and is_as_measured(binding.inputs, free="") and is_too_small(prompt):
+            what = f"{t} tokens over {s}, {prompt.operations / 1e6:.2g} million operations"
+            raise CannotSplice("cost", f"{what} on a CPU: less than the call of an op takes")
 
     def collect_stores(self, ready: int) -> None:
         """lse is no state: whoever stores it early uses it."""
