@@ -296,6 +296,8 @@ def _guard_widths(opened: Call, tensors: list[Any], site: dynamo.CallSite) -> No
     for variable, (_, axes) in zip(tensors, opened.tensors(), strict=True):
         example = site.example(variable)
         for size, axis in zip([] if example is None else example.shape, axes.dims, strict=False):
+            if isinstance(axis, int) and compat.times_captured(size) is None:
+                raise Unliftable("a number of heads or a width is to stay open")
             if isinstance(axis, int) and size != axis:
                 raise Unliftable("a size is not what it was")
 

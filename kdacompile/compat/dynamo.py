@@ -18,6 +18,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.utils._device import DeviceContext
 
 from kdacompile.compat import region, sizes
+from kdacompile.compat.symbols import times_captured
 
 _latest: weakref.ref[Any] | None = None
 """The region a call was looked at in last."""
@@ -75,11 +76,13 @@ class CallSite:
         return (variable.as_python_constant(), True) if variable.is_python_constant() else (None, False)
 
     def number_now(self, variable: Any) -> int | None:
-        """What a whole number is in this call that may be another in the next; None for anything else."""
+        """What a whole number is in this call that may be another in the next, and may be guarded; None for anything
+        else.
+        """
         from torch._dynamo.variables import SymNodeVariable
 
         number = variable.realize().sym_num if isinstance(variable.realize(), SymNodeVariable) else None
-        if not isinstance(number, torch.SymInt) or number.node.hint is None:
+        if not isinstance(number, torch.SymInt) or number.node.hint is None or times_captured(number) is None:
             return None
         self.open_numbers.append(number)
         return number.node.hint

@@ -127,21 +127,40 @@ def stays_below(size: Any, limit: int) -> bool:
     """
     if isinstance(size, int):
         return size < limit
-    return times_captured() is not None and size_hint(size) < limit and bool(size < limit)
+    return times_captured(size) is not None and size_hint(size) < limit and bool(size < limit)
 
 
-def times_captured() -> int | None:
+def times_captured(*sizes: Any) -> int | None:
     """How often the code that is being compiled was captured before; None where it will not be captured again for other
-    sizes, or where its caller has demanded that sizes stay open.
+    ``sizes`` (numbers or symbols), as the caller has demanded that they stay open.
     """
     compiled, tracing = CompileContext.current_compile_id(), TracingContext.try_get()
     if compiled is None or compiled.frame_compile_id is None or tracing is None:
         return None
-    contexts = tracing.tensor_to_context.values()
-    demands = [each for context in contexts for each in getattr(context, "constraint_sizes", None) or ()]
-    if any(each is not None and not each.warn_only for each in demands):
-        return None
-    return compiled.frame_compile_id
+    symbols = {
+        symbol for size in sizes for symbol in ({size} if isinstance(size, sympy.Symbol) else free_symbols(size))
+    }
+    return None if symbols & _demanded(tracing) else compiled.frame_compile_id
+
+
+def _demanded(tracing: TracingContext) -> set[Any]:
+    """The symbols of sizes that the caller has demanded to stay open (``mark_dynamic``)."""
+    names = {
+        f"{_text(context.tensor_source)}.size()[{dim}]"  # type: ignore[attr-defined]
+        for context in tracing.tensor_to_context.values()
+        for dim, demand in enumerate(getattr(context, "constraint_sizes", None) or ())
+        if demand is not None and not demand.warn_only
+    }
+    if not names or tracing.fake_mode is None or tracing.fake_mode.shape_env is None:
+        return set()
+    env: Any = tracing.fake_mode.shape_env
+    own = {symbol for symbol, sources in env.var_to_sources.items() if names & set(map(_text, sources))}
+    return {symbol for each in own for symbol in (each, *sympy.sympify(env.replacements.get(each, each)).free_symbols)}
+
+
+def _text(source: Any) -> str:
+    """What torch calls an input or a size of it; a method up to torch 2.11."""
+    return str(source.name() if callable(source.name) else source.name)
 
 
 def tie(size: Any, other: Any) -> None:
@@ -155,8 +174,7 @@ def name_of(env: Any, symbol: Any) -> str:
     it is no input's.
     """
     for source in env.var_to_sources.get(symbol, ()):
-        text: Any = source.name() if callable(source.name) else source.name
-        found = re.fullmatch(r"L\['(\w+)'\](.*?)(?:\.size\(\)\[(\d+)\])?", str(text))
+        found = re.fullmatch(r"L\['(\w+)'\](.*?)(?:\.size\(\)\[(\d+)\])?", _text(source))
         if found is not None:
             what = "the number" if found[3] is None else f"dimension {found[3]} of"
             return f"{what} {found[1]}{found[2]}"

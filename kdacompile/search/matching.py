@@ -372,7 +372,7 @@ class Matching(Generic[R, B]):
         then that is guarded. It costs no graphs: other numbers of turns are captured anew as it is.
         """
         symbols = set[Any]().union(*map(compat.free_symbols, self.spec.counted_sizes(match)))
-        if not symbols or self.context.trial or compat.times_captured() is None:
+        if not symbols or self.context.trial or compat.times_captured(*symbols) is None:
             return False
         if self.disagreement(graph, match, {symbol: symbol for symbol in symbols}) is not None:
             return False
@@ -385,11 +385,11 @@ class Matching(Generic[R, B]):
         """Have the sizes that a candidate depends on guarded, so that others are captured anew; False where they are to
         stay open: for the caller, or for an op that the graph has already.
         """
-        captured = compat.times_captured()
         if any(map(compat.is_own_op, self.context.graph.nodes)):
             return False
         nodes = _nodes_of(candidate.ops, candidate.cut)
         symbols = symbols_of(nodes)
+        captured = compat.times_captured(*symbols)
         if self.context.trial or captured is None or captured >= FIXED_GRAPHS or any(map(compat.is_unbacked, symbols)):
             return False
         env = compat.shape_env(self.context.instances.nodes)

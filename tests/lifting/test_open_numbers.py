@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -72,3 +73,58 @@ def test_a_number_of_tokens() -> None:
         for length, count in ((12, 5), (20, 9), (33, 33), (40, 12)):
             args: list[Any] = [*arguments(length), count]
             assert relative_error(run(*args), some(*args)) < 1e-5
+
+
+def marked(length: int) -> list[Any]:
+    """Arguments whose tokens the caller demands to stay open."""
+    args = arguments(length)
+    for x in args:
+        torch._dynamo.mark_dynamic(x, 1)
+    return args
+
+
+@pytest.mark.parametrize("dynamic", (True, None))
+def test_beside_marked_tokens(dynamic: bool | None) -> None:
+    """Numbers are none of the sizes that the caller has demanded, and may be guarded."""
+    called: Callable[..., Tensor] = grouped
+    run = torch.compile(lambda *given: called(*given), backend="kda", dynamic=dynamic, options={"kda.inner": "eager"})
+    with torch.no_grad():
+        for length, groups in ((12, 2), (40, 2), (33, 1), (20, 4), (50, 1), (9, 2)):
+            args: list[Any] = [*marked(length), groups, HEADS]
+            assert relative_error(run(*args), grouped(*args)) < 1e-5
+    assert graphs() == 3
+    assert lifted_functions() == {"grouped"}
+
+
+def test_the_function_itself_beside_marked_tokens() -> None:
+    run = compiled(grouped)
+    with torch.no_grad():
+        for length, groups in ((12, 2), (33, 1), (20, 2)):
+            args: list[Any] = [*marked(length), groups, HEADS]
+            assert relative_error(run(*args), grouped(*args)) < 1e-5
+    assert graphs() == 2
+    assert lifted_functions() == {"grouped"}
+
+
+def test_gradients_beside_marked_tokens() -> None:
+    called: Callable[..., Tensor] = grouped
+    run = compiled(lambda *given: called(*given))
+    for length in (12, 40):
+        args: list[Any] = [x.requires_grad_() for x in marked(length)]
+        have, want = run(*args, 2, HEADS), called(*args, 2, HEADS)
+        assert relative_error(have, want) < 1e-5
+        gradients = (torch.autograd.grad(out.square().sum(), args) for out in (have, want))
+        for mine, theirs in zip(*gradients, strict=True):
+            assert relative_error(mine, theirs) < 1e-4
+    assert graphs() == 1
+    assert lifted_functions() == {"grouped"}
+
+
+def test_marked_widths_stay_open() -> None:
+    """Torch raises where a size that was demanded is fixed."""
+    called: Callable[..., Tensor] = grouped
+    run = compiled(lambda *given: called(*given))
+    with torch.no_grad():
+        args: list[Any] = [*arguments(12), 2, HEADS]
+        torch._dynamo.mark_dynamic(args[0], 3)
+        assert relative_error(run(*args), grouped(*args)) < 1e-5
