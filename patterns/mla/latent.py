@@ -138,7 +138,7 @@ class _Meeting:
                     return self.rope_per_head(self.rope)
                 # A rotated part of no columns (no positions) is an operand of the region, though not of the op.
                 tensors = {"q": query, "cache" if self.is_cache else "latent": self.latent}
-                tensors |= {role: operand(made.weight) for role, made in self.weights(keys).items()}
+                tensors |= {role: _laid_out(made, role, sizes) for role, made in self.weights(keys).items()}
                 optional = {"k_rope": self.rope, "q_rope": rotated}
                 return Parts(tensors | {role: value for role, value in optional.items() if value is not None}, sizes)
         return None
@@ -286,6 +286,23 @@ class _Meeting:
             return rows if rope else 0
         heads = between[1] if any(_is_by_heads(hidden.mask) for hidden in self.found.masks) else between[0]
         return heads if rows % heads == 0 else 0
+
+
+def _laid_out(made: Projection, role: str, sizes: dict[str, int]) -> Value:
+    """A weight as the op reads it: as it was made, if that has the layout of its role. Scales of groups of columns make
+    it in another.
+    """
+    found = operand(made.weight)
+    rows = math.prod(found.shape) // sizes["R"]
+    known = {**sizes, "W": rows, "Y": rows // sizes["H"]}
+
+    def fits(value: Value) -> bool:
+        return value.node is not None and next(labels(value, role, known), None) is not None
+
+    if fits(found):
+        return found
+    other = root(made.weight, until=fits)
+    return other if fits(other) else found
 
 
 def _is_by_heads(mask: Value) -> bool:

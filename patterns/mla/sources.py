@@ -41,7 +41,13 @@ FAR = 24
 """Rearrangements in a row."""
 
 
-COMPUTED = LAYOUT | PICKING | CONTRACTIONS | {"add", "sub", "mul", "div", "cat"}
+UNPACKED = frozenset(
+    "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift remainder floor_divide "
+    "__and__ __or__ __xor__ __lshift__ __rshift__".split()
+)
+"""How several numbers are taken out of one."""
+
+COMPUTED = LAYOUT | PICKING | CONTRACTIONS | UNPACKED | {"add", "sub", "mul", "div", "cat", "stack"}
 """How weights are made of others: an adapter's product is added, 8-bit numbers are scaled, heads put together."""
 
 DERIVED = ELEMENTWISE | of_kind("reduction") | {"linalg_vector_norm", "_weight_norm_interface"}
@@ -82,15 +88,15 @@ class Made:
 
 def is_weight(value: Value) -> bool:
     """A weight that the graph is given, or that is computed from such weights, and a number for each row or for all:
-    ``W + B A``, ``scale * W8``, ``W / |W|``. Of products, gathered rows and functions those of parameters: others may
-    be tokens. So may a vector be, but not one that scales a matrix.
+    ``W + B A``, ``scale * W8``, ``W / |W|``, ``W / u^T W v``. Of products, gathered rows and functions those of
+    parameters: others may be tokens. So may a vector be, but not one that scales a matrix, or makes a number that does.
     """
     if is_given_weight(value):
         return True
-    stack, seen, given = [(value, False)], set[Value](), list[Value]()
+    stack, seen, given = [(value, False, False)], set[Value](), list[Value]()
     derived = scaled = False
     while stack:
-        step, multiplied = stack.pop()
+        step, multiplied, number = stack.pop()
         if step in seen or step.const:
             continue
         seen.add(step)
@@ -99,7 +105,9 @@ def is_weight(value: Value) -> bool:
             given.append(step)
         elif op is not None and _computes_weights(op) and len(seen) <= FAR:
             derived = derived or op.name not in COMPUTED
-            stack += [(read, multiplied or op.name in CONTRACTIONS) for read in op.reads]
+            number = number or math.prod(step.shape) == 1
+            multiplied = not number and (multiplied or op.name in CONTRACTIONS)
+            stack += [(read, multiplied, number) for read in op.reads]
         elif op is None and len(step.shape) < 2 and not multiplied:
             scaled = True
         else:

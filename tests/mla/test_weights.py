@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -30,6 +31,13 @@ class Computed(Variant):
     def keys(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         kv = self.expand(latent).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         return torch.cat([kv[..., :NOPE], rope.unsqueeze(1).expand(-1, HEADS, -1, -1)], dim=-1), kv[..., NOPE:]
+
+
+class Expanded(Computed):
+    """The module itself expands the latent."""
+
+    def expand(self, latent: Tensor) -> Tensor:
+        return self.kv_b_proj(latent)
 
 
 class Merged(Computed):
@@ -115,6 +123,75 @@ class OneScale(RowByRow):
 
     def weight(self) -> Tensor:
         return self.numbers.float() * self.scales[0]
+
+
+class Packed(Computed):
+    """4-bit numbers, two to a byte, with a scale for every four columns."""
+
+    packed: Tensor
+    scales: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = HEADS * (NOPE + VALUE)
+        self.register_buffer("packed", torch.randint(0, 256, (rows, RANK // 2), dtype=torch.uint8))
+        self.register_buffer("scales", torch.rand(rows, RANK // 4) / 8)
+
+    def whole(self) -> Tensor:
+        return torch.stack([self.packed & 15, self.packed >> 4], -1).flatten(-2)
+
+    def weight(self) -> Tensor:
+        grouped = (self.whole().float() - 8).unflatten(-1, (-1, 4))
+        return (grouped * self.scales[..., None]).flatten(-2)
+
+
+class InWords(Packed):
+    """The same, four to a word, taken apart by a table of shifts, with a zero for every group."""
+
+    zeros: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = HEADS * (NOPE + VALUE)
+        self.packed = torch.randint(0, 2**16, (rows, RANK // 4), dtype=torch.int32)
+        self.register_buffer("zeros", torch.randint(0, 16, (rows, RANK // 4), dtype=torch.int8))
+
+    def weight(self) -> Tensor:
+        four = (self.packed[..., None] >> torch.arange(0, 16, 4, dtype=torch.int32)) & 0xF
+        return ((four.float() - self.zeros[..., None]) * self.scales[..., None]).flatten(-2)
+
+
+class InHalves(Packed):
+    """The first columns in the lower half of each byte, the last in the upper."""
+
+    def whole(self) -> Tensor:
+        return torch.cat([self.packed % 16, self.packed // 16], -1)
+
+
+class Spectral(Computed):
+    """Divided by its largest singular value, which vectors that are buffers estimate."""
+
+    u: Tensor
+    v: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("u", F.normalize(torch.randn(HEADS * (NOPE + VALUE)), dim=0))
+        self.register_buffer("v", F.normalize(torch.randn(RANK), dim=0))
+
+    def right(self, latent: Tensor) -> Tensor:
+        return self.v
+
+    def expand(self, latent: Tensor) -> Tensor:
+        weight = self.kv_b_proj.weight
+        return F.linear(latent, weight / torch.vdot(self.u, weight @ self.right(latent)))
+
+
+class SpectralOfAToken(Spectral):
+    """The vector is a token."""
+
+    def right(self, latent: Tensor) -> Tensor:
+        return latent[0, 0]
 
 
 class Beside(Merged):
@@ -213,6 +290,10 @@ MATCHED: tuple[type[nn.Module], ...] = (
     Rounded,
     RowByRow,
     OneScale,
+    Packed,
+    InWords,
+    InHalves,
+    Spectral,
     Beside,
     Two,
     EightBits,
@@ -229,7 +310,9 @@ def inputs(cls: type[nn.Module]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "cls", [*MATCHED, OfOthers, Bent, OfTheQueries, RowsOfTokens, OneHeadApart], ids=lambda cls: cls.__name__
+    "cls",
+    [*MATCHED, OfOthers, Bent, OfTheQueries, RowsOfTokens, SpectralOfAToken, OneHeadApart],
+    ids=lambda cls: cls.__name__,
 )
 def test_numbers_and_gradients(cls: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -247,3 +330,23 @@ def test_numbers_and_gradients(cls: type[nn.Module]) -> None:
     wanted = torch.autograd.grad(expected, [*theirs, *parameters], cotangent, allow_unused=True)
     for x, y in zip(found, wanted, strict=True):
         assert (x is None) == (y is None) and (x is None or worst_error(x, y) < 1e-4)
+
+
+@pytest.mark.parametrize("trains", (False, True))
+def test_spectral_norm_of_torch(trains: bool) -> None:
+    """As torch's parametrisation computes it: training writes the vectors."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    module = Expanded().train(trains)
+    torch.nn.utils.parametrizations.spectral_norm(module.kv_b_proj)
+    eager, own = copy.deepcopy(module), [x.requires_grad_() for x in inputs(Expanded)]
+    theirs = copies(own)
+    report = kdacompile.explain(module, options=EAGER)(*own)
+    assert [match.pattern for match in report.matches] == ["mla"], str(report)
+    expected = eager(*theirs)
+    assert worst_error(report.result, expected) < 1e-5, str(report)
+    cotangent = torch.randn_like(expected)
+    found = torch.autograd.grad(report.result, [*own, *module.parameters()], cotangent)
+    wanted = torch.autograd.grad(expected, [*theirs, *eager.parameters()], cotangent)
+    assert all(worst_error(x, y) < 1e-4 for x, y in zip(found, wanted, strict=True))
+    assert all(worst_error(x, y) < 1e-5 for x, y in zip(module.buffers(), eager.buffers(), strict=True))
