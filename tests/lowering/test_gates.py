@@ -89,8 +89,10 @@ def test_an_entry_is_all_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(GATE_FUNCTIONS, entry.name, entry)
 
-    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor, A_log: torch.Tensor) -> torch.Tensor:
-        decay = (-(A_log[:, None] + x).exp()).exp()
+    def model(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor, A_log: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        decay = (-(A_log[:, None] + (x + bias)).exp()).exp()
         state, rows = q.new_zeros(2, 3, 8, 4), []
         for t in range(q.shape[1]):
             state = state * decay[:, t, :, :, None] + k[:, t, :, :, None] * v[:, t, :, None]
@@ -99,10 +101,11 @@ def test_an_entry_is_all_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     draw = torch.Generator().manual_seed(0)
     q, k, x = (torch.randn(2, 6, 3, 8, generator=draw) for _ in range(3))
-    given = [q, k, torch.randn(2, 6, 3, 4, generator=draw), x - 2.0, torch.zeros(3)]
+    v, bias = torch.randn(2, 6, 3, 4, generator=draw), torch.randn(3, 8, generator=draw)
+    given = [q, k, v, x - 2.0, torch.zeros(3), bias]
     leaves, others = ([tensor.clone().requires_grad_() for tensor in given] for _ in range(2))
     report = kdacompile.explain(model)(*leaves)
-    assert "gate_exponential" in report.matches[0].absorbed
+    assert {"gate_exponential", "dt_bias"} <= set(report.matches[0].absorbed)
     want = model(*others)
     torch.testing.assert_close(report.result, want)
     torch.testing.assert_close(

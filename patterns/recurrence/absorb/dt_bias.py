@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kdacompile.graph.ir import Value
+from kdacompile.lowering.gates import GATE_FUNCTIONS
 from kdacompile.patterns.engine.placement import Placement
 from kdacompile.patterns.recurrence.absorb.axes import broadcast
 from kdacompile.patterns.recurrence.absorb.casts import climb
@@ -18,7 +19,7 @@ from kdacompile.patterns.recurrence.roles import RecurrenceMatch, in_role
 
 
 def absorb_dt_bias(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch | None:
-    if match.binding.gate_fn not in ("softplus", "sigmoid") or "dt_bias" in match.inputs:
+    if not GATE_FUNCTIONS[match.binding.gate_fn].parametric or "dt_bias" in match.inputs:
         return None
     g = match.inputs["g"]
     op = g.value.op
