@@ -189,12 +189,14 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 def inverse_precision(call: Call, dtype: torch.dtype) -> str:
     """How the products of the inverse round.
 
-    With normalised keys and beta in [0, 2] the inverse is made of products of contractions, so fp16, which rounds as
-    finely as TF32, holds it; otherwise its entries have no bound, and three bf16 products have fp32's range.
+    With normalised keys and beta in [0, 2], as a sigmoid is, the inverse is made of products of contractions, so fp16,
+    which rounds as finely as TF32, holds it; otherwise its entries have no bound, and three bf16 products have fp32's
+    range.
     """
     if dtype is torch.float32:
         return precision()
-    return "fp16" if call.qk_l2norm_eps > 0.0 else "bf16x3"
+    steady = call.qk_l2norm_eps > 0.0 and (call.beta is None or call.sigmoid_beta)
+    return "fp16" if steady else "bf16x3"
 
 
 def _bounded_block(call: Call) -> int:

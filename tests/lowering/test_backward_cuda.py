@@ -14,12 +14,14 @@ from tests.lowering.differentiated import (
     a_long_sequence,
     call_of,
     check,
+    given_betas,
     in_runs,
     later_is_ignored,
     packed,
     plain,
     weights,
 )
+from tests.lowering.peer import error_of_gates
 from tests.ops.cases import GATE_FNS, Case, make_case
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -52,6 +54,13 @@ def test_every_row(row: tuple[str, bool], dtype: torch.dtype) -> None:
 def test_sixteen_packed_sequences(gate: str) -> None:
     case = make_case(gate=gate, batch=1, length=sum(SIXTEEN), sequences=len(SIXTEEN), heads=1, key_dim=64, value_dim=96)
     check(rounded(packed(case.with_options(chunk_size=0)), torch.bfloat16), 8e-3, device="cuda")
+
+
+@pytest.mark.parametrize("gate", ["channel", "token", "none"])
+def test_normalised_keys_and_steps_that_enlarge(gate: str) -> None:
+    for case in (rounded(case, torch.bfloat16) for case in given_betas(gate)):
+        peers = {"g": error_of_gates(case)} if gate == "token" else {}
+        check(case, TOLERANCES[torch.bfloat16], device="cuda", peers=peers)
 
 
 def test_65536_tokens() -> None:

@@ -22,10 +22,13 @@ from kdacompile.lowering.triton.configs import Device, choose, step_columns
 from kdacompile.lowering.triton.kernels import chunk_source
 from kdacompile.lowering.triton.load import load_source
 from kdacompile.lowering.triton.placement import place
+from kdacompile.lowering.triton.run import inverse_precision
 from kdacompile.lowering.triton.step import step_source
 from kdacompile.lowering.triton.variant import Variant
+from tests.lowering.differentiated import call_of
 from tests.lowering.processes import INTERPRETED, passes
 from tests.lowering.test_program import check_golden
+from tests.ops.cases import make_case
 
 H200 = Device((9, 0), 132, 232448)
 CONSUMER = Device((8, 9), 128, 101376)
@@ -139,3 +142,11 @@ def test_a_generated_source_is_a_module_that_no_file_stands_for(
 @pytest.mark.parametrize("parts", ["rows steps pools shapes", "preparations bounds limits gates"])
 def test_numbers_in_the_interpreter(parts: str) -> None:
     passes("interpreted", *parts.split(), environment=INTERPRETED)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_inverse_has_fp16_only_where_no_step_can_enlarge(dtype: torch.dtype) -> None:
+    sigmoid = call_of(make_case())
+    absent, given = replace(sigmoid, beta=None), replace(sigmoid, sigmoid_beta=False)
+    assert [inverse_precision(call, dtype) for call in (sigmoid, absent, given)] == ["fp16", "fp16", "bf16x3"]
+    assert inverse_precision(replace(sigmoid, qk_l2norm_eps=0.0), dtype) == "bf16x3"

@@ -139,3 +139,16 @@ def test_strong_gates_of_normalised_keys(gate_fn: str, gate_scale: float) -> Non
     case = case.with_tensors(g=torch.where(tokens < 0.3, strongest, g))
     case = case.with_options(gate_scale=gate_scale, chunk_size=0, out_dtype=dtype)
     check(case, dtype)
+
+
+def test_steps_that_enlarge_what_normalised_keys_meet() -> None:
+    """Twelve of them one after the other, all keys equal: the inverse has entries that fp16 has not."""
+    case = make_case(gate="none", batch=1, length=128, heads=1, key_dim=128, value_dim=128)
+    beta = torch.rand(case.tensors["beta"].shape, generator=torch.Generator().manual_seed(1))
+    beta[:, 40:52] = 4.0
+    case = case.with_tensors(beta=beta, k=case.tensors["k"][:, :1].expand_as(case.tensors["k"]))
+    case = case.to(torch.bfloat16).with_tensors(initial_state=None)
+    case = case.with_options(chunk_size=0, sigmoid_beta=False, scale=128**-0.5, out_dtype=torch.bfloat16)
+    tensors = {name: None if x is None else x.cuda() for name, x in case.tensors.items()}
+    o, _ = KERNELS.run(Call(**tensors, cu_seqlens=None, **case.options))
+    assert relative_error(o.cpu(), oracle(case)[0]) < 3e-2  # of equal keys, whatever the inverse is made of
