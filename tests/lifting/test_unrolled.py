@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import kdacompile
 from kdacompile.report import source
@@ -122,6 +122,25 @@ def test_what_is_lifted_or_has_no_loop_has_none() -> None:
     for fn in (functions.recurrent_gla, closed_form):
         match = explained(lambda *args, fn=fn: fn(*args), *arguments(12))
         assert (match.loop, match.not_lifted) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("fn", "header"), [(functions.recurrent_gla, "for t in range(q.shape[1]):"), (closed_form, "")]
+)
+def test_traces_without_columns(fn: Callable[..., Tensor], header: str) -> None:
+    """As torch 2.11 and Python 3.10 write them: operators of one line have one trace, in a loop and outside."""
+    nodes: list[fx.Node] = []
+
+    def keep(module: fx.GraphModule, _: list[Tensor]) -> fx.GraphModule:
+        nodes.extend(node for node in module.graph.nodes if node.op.startswith("call"))
+        return module
+
+    torch.compile(fn, backend=keep)(*arguments(4))
+    for node in nodes:
+        lines = node.meta["stack_trace"].splitlines()
+        node.meta["stack_trace"] = "\n".join(line for line in lines if set(line) - set(" ^~"))
+    found = source.unrolled(nodes)
+    assert (linecache.getline(found.file, found.first).strip() if found else "") == header
 
 
 def test_minimax() -> None:
