@@ -106,8 +106,11 @@ class CallSite:
         return region.is_left_as_ever(self.tx, cause)
 
     def held(self, names: Sequence[str]) -> list[Any]:
-        """Dynamo's variables for tensors that the called module holds."""
-        return [self.variable.var_getattr(self.tx, name) for name in names]
+        """Dynamo's variables for tensors that the called module holds, asked for as by the module's own code."""
+        from torch._dynamo.variables.base import VariableTracker
+
+        build = functools.partial(VariableTracker.build, self.tx)
+        return [build(getattr).call_function(self.tx, [self.variable, build(name)], {}) for name in names]
 
     def guard_module(self, forward: Any, plain: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> None:
         """Recapture once the called module has another ``forward``, other values under these names, or in its parts."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan
 
@@ -69,7 +70,13 @@ def decayed(q: Tensor, k: Tensor, v: Tensor, total: Tensor, *, later: bool = Fal
     return ((q @ k.T) * decay) @ v
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+OPEN_VMAP = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.13"),
+    reason="torch 2.11 and 2.12 capture no product of matrices of open sizes under vmap, whatever the backend",
+)
+
+
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=OPEN_VMAP)])
 def test_a_parallel_form(dynamic: bool) -> None:
     q, k, v, g, _ = delta_arguments(length=9)
     ours = compiled(every_head(decayed), dynamic=dynamic)
