@@ -53,15 +53,12 @@ class _Replay:
         """Meta tensors and plain ints for what a node is known to yield."""
         if isinstance(value, torch.Tensor):
             sizes = [self.size_of(s) for s in value.shape]
-            try:
-                strides = [self.size_of(s) for s in value.stride()]
-            except RuntimeError:  # sparse and jagged tensors have none
-                strides = None
             with compat.no_fake_modes():
-                if strides is None:
-                    tensor = torch.empty(sizes, dtype=value.dtype, device="meta")
-                else:
-                    tensor = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+                try:
+                    strides = [self.size_of(s) for s in value.stride()]
+                except RuntimeError:  # sparse and jagged tensors have none
+                    strides = torch.empty(sizes, device=META).stride()
+                tensor = torch.empty_strided(sizes, strides, dtype=value.dtype, device=META)
             self.recorder.add_input(tensor, node, param=isinstance(value, torch.nn.Parameter))
             return tensor
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -342,48 +339,35 @@ def functional_graph(graph: fx.Graph, size_of: SizeOf = compat.size_hint, tables
 # before an activation; the recurrence wants the tensor before the expand. One entry of a uniform dimension stands for
 # all of them.
 
-ALIKE = ELEMENTWISE | AS_IS | {"_to_copy"}
+ALIKE = ELEMENTWISE | AS_IS | {"_to_copy", "expand", "repeat"}
+"""Operators whose result varies along a dimension, counted from the right, where something that they read does."""
 
 
 def mark_uniform(graph: Graph) -> None:
     """Fill in ``Value.uniform`` for every value of ``graph``."""
     for op in graph.ops:
-        op.out.uniform = _of(op)
+        op.out.uniform = frozenset(_of(op))
         if op.name in ("split", "split_with_sizes"):
             for out in op.outs:
                 out.uniform = op.reads[0].uniform
 
 
-def _of(op: Op) -> frozenset[int]:
+def _of(op: Op) -> Iterable[int]:
     shape = op.out.shape
-    if op.name == "expand":
-        source = op.reads[0]
-        offset = len(shape) - len(source.shape)
-        grown = {d for d in range(len(shape)) if shape[d] > 1 and (d < offset or source.shape[d - offset] == 1)}
-        return frozenset(grown | {d + offset for d in source.uniform})
-    if op.name == "repeat":
-        source = op.reads[0]
-        offset = len(shape) - len(source.shape)
-        return frozenset(d for d in range(len(shape)) if shape[d] > 1 and (d < offset or _same(source, d - len(shape))))
+    if op.name in ALIKE and op.reads:
+        return (d for d in range(len(shape)) if shape[d] > 1 and all(_same(v, d - len(shape)) for v in op.reads))
     if op.name == "cat" and op.reads:
         along = op.args[1] % len(shape) if len(op.args) > 1 else 0
-        return frozenset(d for d in range(len(shape)) if d != along and all(d in v.uniform for v in op.reads))
-    if op.name in ALIKE and op.reads:
-        return frozenset(
-            d for d in range(len(shape)) if shape[d] > 1 and all(_same(v, d - len(shape)) for v in op.reads)
-        )
-    source_dims = op.reads[0].uniform if len(op.reads) == 1 else frozenset()
-    if not source_dims:
-        return frozenset()
-    rank = len(op.reads[0].shape)
+        return (d for d in range(len(shape)) if d != along and all(d in v.uniform for v in op.reads))
+    source = op.reads[0] if len(op.reads) == 1 else None
+    if source is None or not source.uniform:
+        return ()
     if op.name == "slice":
-        return source_dims
+        return source.uniform
     if op.name == "unsqueeze":
-        at = op.args[1] % (rank + 1)
-        return frozenset(d + (d >= at) for d in source_dims)
-    if op.name in TURNS:
-        return frozenset(i for i, d in enumerate(turn(op)) if d in source_dims)
-    return frozenset()
+        at = op.args[1] % (len(source.shape) + 1)
+        return (d + (d >= at) for d in source.uniform)
+    return (i for i, d in enumerate(turn(op)) if d in source.uniform) if op.name in TURNS else ()
 
 
 def _same(value: Value, from_right: int) -> bool:

@@ -16,8 +16,9 @@ from torch import fx
 
 from kdacompile import compat
 from kdacompile.graph.build import Tables, functional_graph
-from kdacompile.graph.instances import NO_TIES, Instances, Sizes, Ties, Turns, symbols_of
+from kdacompile.graph.instances import NO_TIES, Instances, Sizes, Ties, symbols_of
 from kdacompile.graph.ir import Graph, Op, Value, ancestors
+from kdacompile.graph.turns import Turns
 from kdacompile.patterns import canonical
 from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.match import B, Candidate, Match, Obstacle, Verdict
@@ -87,6 +88,12 @@ class Context:
         """Regions within others are looked for. That takes long: what can be taken out of loops goes first."""
         loops = self.loops and not compat.switches_modes(self.graph, grad=False)
         return not (loops and canonical.may_take_loops_apart(self.functional()))
+
+    def settle(self, symbols: Iterable[Any]) -> None:
+        """Have these sizes guarded to be what they are."""
+        env = compat.shape_env(self.instances.nodes)
+        for symbol in symbols:
+            compat.settle(env, symbol)
 
     def at(self, sizes: Sizes, spec: Spec[R, Any]) -> tuple[Graph, list[R]]:
         """The functional graph at other sizes, and where the pattern could be there."""
@@ -261,9 +268,7 @@ class Matching(Generic[R, B]):
         for match in self.forms(graph, candidate, verdict):
             with self.timed("sizes"):
                 reason = self.disagreement(graph, match)
-                if reason is not None and (
-                    self.holds_at_equal_sizes(graph, match) or self.holds_at_counted_sizes(graph, match)
-                ):
+                if reason and (self.holds_at_equal_sizes(graph, match) or self.holds_at_counted_sizes(graph, match)):
                     reason = None
             failure = Rejection(name, reason, source, "dynamic") if reason else self.rewrite(graph, match)
             if failure is None:
@@ -376,9 +381,7 @@ class Matching(Generic[R, B]):
             return False
         if self.disagreement(graph, match, {symbol: symbol for symbol in symbols}) is not None:
             return False
-        env = compat.shape_env(self.context.instances.nodes)
-        for symbol in symbols:
-            compat.settle(env, symbol)
+        self.context.settle(symbols)
         return True
 
     def fix_sizes(self, candidate: Candidate[B]) -> bool:
@@ -392,9 +395,7 @@ class Matching(Generic[R, B]):
         captured = compat.times_captured(*symbols)
         if self.context.trial or captured is None or captured >= FIXED_GRAPHS or any(map(compat.is_unbacked, symbols)):
             return False
-        env = compat.shape_env(self.context.instances.nodes)
-        for symbol in symbols:
-            compat.settle(env, symbol)
+        self.context.settle(symbols)
         return True
 
     def narrow(self, graph: Graph, candidate: Candidate[B]) -> bool:
