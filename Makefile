@@ -33,16 +33,35 @@ BASE_STAMP := $(VENV)/.base
 TEST_STAMP := $(VENV)/.test
 DOCS_STAMP := $(VENV)/.docs
 
+# torch before 2.14 names its folder to the linker without quotes.
+ifneq ($(and $(word 2,$(CURDIR)),$(filter-out /%,$(firstword $(VENV))),$(filter torch==2.11% torch==2.12% torch==2.13%,$(TORCH))),)
+UNQUOTED := yes
+endif
+
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	$(if $(UNQUOTED),@echo "$(TORCH) cannot link in a folder with a space in its name: make $(MAKECMDGOALS) VENV=<a folder>" >&2; exit 1)
+	$(PYTHON) -m venv $(VENV) || { echo "to install elsewhere: make $(MAKECMDGOALS) VENV=<a folder>" >&2; exit 1; }
+
+# A checkout that cannot be written is installed from a copy: setuptools writes beside what it installs.
+ifeq ($(shell test -w . && echo yes),yes)
+SOURCE := .
+else
+SOURCE := $(VENV)/source
+endif
+
+$(VENV)/source: pyproject.toml | $(BIN)/python
+	mkdir -p $@
+	cp -r kdacompile patterns lowering README.md LICENSE pyproject.toml $@
+	chmod -R u+w $@
+	@touch $@
 
 $(TORCH_STAMP): | $(BIN)/python
 	$(BIN)/python -m pip install "$(TORCH)"
 	@rm -f $(VENV)/.torch-*
 	@touch $@
 
-$(BASE_STAMP): pyproject.toml $(TORCH_STAMP)
-	$(BIN)/python -m pip install -e .
+$(BASE_STAMP): pyproject.toml $(TORCH_STAMP) | $(SOURCE)
+	$(BIN)/python -m pip install -e $(SOURCE)
 	@touch $@
 
 $(TEST_STAMP): pyproject.toml $(TORCH_STAMP)

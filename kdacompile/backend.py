@@ -143,18 +143,24 @@ def kda(
 
 
 def _for_this_machine(settings: Settings, example_inputs: Sequence[Any]) -> Settings:
-    """Without the C++ compiler that Inductor needs for a CPU, what is not rewritten runs eagerly."""
-    if settings.inner != "inductor" or compat.has_cpp_compiler():
+    """Without the C++ compiler that Inductor needs for a CPU, or where it cannot link, what is not rewritten runs
+    eagerly.
+    """
+    compiler = compat.has_cpp_compiler()
+    if settings.inner != "inductor" or (compiler and not doctor.is_unquoted()):
         return settings
     if not any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in example_inputs):
         return settings
-    _say_no_compiler()
+    if compiler:
+        _say_eager(doctor.UNQUOTED, doctor.UNQUOTED_HINT)
+    else:
+        _say_eager("no C++ compiler was found", doctor.COMPILER_HINT)
     return replace(settings, inner="eager")
 
 
 @functools.cache
-def _say_no_compiler() -> None:
-    log.warning("no C++ compiler was found, so what kdacompile does not rewrite runs eagerly: %s", doctor.COMPILER_HINT)
+def _say_eager(why: str, hint: str) -> None:
+    log.warning("%s, so what kdacompile does not rewrite runs eagerly: %s", why, hint)
 
 
 @functools.cache

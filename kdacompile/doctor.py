@@ -24,6 +24,8 @@ COMPILER_HINT = {
     "Darwin": "xcode-select --install",
     "Windows": "install Visual Studio's C++ build tools, and start from their command prompt",
 }.get(platform.system(), "install g++ or clang++ (apt install g++), or set CXX")
+UNQUOTED = "torch before 2.14 cannot link for a CPU from a folder with a space in its name"
+UNQUOTED_HINT = "install torch into an environment whose path has none, or torch 2.14"
 Status = Literal["ok", "note", "missing", "broken"]
 _SIGNS: dict[Status, str] = {"ok": "[ok]     ", "note": "[note]   ", "missing": "[missing]", "broken": "[broken] "}
 
@@ -65,12 +67,22 @@ def check_entry_point() -> Check:
     return Check("backend", "ok", 'registered: torch.compile(model, backend="kda") needs no import')
 
 
+def is_unquoted() -> bool:
+    """Whether Inductor's linker is told torch's folder without quotes that it needs. torch is imported already."""
+    torch = sys.modules.get("torch")
+    if torch is None or Version(torch.__version__) >= Version("2.14"):
+        return False
+    return platform.system() != "Windows" and any(map(str.isspace, str(torch.__file__)))
+
+
 def check_cpu() -> Check:
     names = (os.environ.get("CXX"), "g++", "clang++", *(["cl"] if platform.system() == "Windows" else []))
     compiler = next((path for name in names if name and (path := shutil.which(name))), None)
     if not compiler:
         slow = "no C++ compiler: ops run through PyTorch operators, the rest of a model eagerly; right, but slower"
         return Check("CPU", "missing", slow, COMPILER_HINT)
+    if is_unquoted():
+        return Check("CPU", "missing", f"{UNQUOTED}: ops run, the rest of a model eagerly", UNQUOTED_HINT)
     return Check("CPU", "ok", f"{os.cpu_count()} cores; {compiler} for Inductor's kernels and our own")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
 from examples import quickstart
 from kdacompile import doctor
@@ -68,6 +69,19 @@ def test_without_compilers_and_triton_the_model_runs_and_says_so_once(
     assert run.stderr.count("no C++ compiler was found") == 1
     assert run.stderr.count(f"right but slower ({reason})") == 1 and remedy in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_torch_in_a_folder_with_a_space_in_its_name(tmp_path: Path) -> None:
+    """Before 2.14 Inductor names that folder to the linker without quotes, and fails under every backend."""
+    packages = tmp_path / "site packages"
+    packages.symlink_to(Path(torch.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": str(packages), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "caches")}
+    run = subprocess.run(
+        [sys.executable, "-c", BARE], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    unquoted = Version(torch.__version__) < Version("2.14")
+    assert run.stderr.count(f"{doctor.UNQUOTED}, so what kdacompile does not rewrite runs eagerly") == unquoted
 
 
 def test_windows_takes_no_compiler_for_the_c_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
