@@ -296,6 +296,18 @@ def a_rank_that_does_not_come(ranks: Ranks) -> None:
                 linear_attention(x, x, x, context_parallel=ContextParallel(group, check=check))
 
 
+def check_same(placed: dict[str, Any], whole: dict[str, Tensor]) -> None:
+    """Results and gradients of the op on DTensors, beside those on whole tensors."""
+    found: list[list[Any]] = []
+    for inputs in (placed, whole):
+        o, state = attend(inputs, None, None)
+        total = o.square().sum() + state.square().sum()
+        found.append([o, state, *torch.autograd.grad(total, list(inputs.values()))])
+    for have, want in zip(*found, strict=True):
+        assert isinstance(have, DTensor)
+        torch.testing.assert_close(have.full_tensor(), want)
+
+
 def tokens_of_dtensors(ranks: Ranks) -> None:
     """DTensors sharded along T: the op finds the group in their mesh, and gradients are DTensors too."""
     mesh = DeviceMesh("cpu", list(range(ranks.world)))
@@ -307,14 +319,7 @@ def tokens_of_dtensors(ranks: Ranks) -> None:
             for name, x in tensors.items()
         }
         placed = {name: x.requires_grad_() for name, x in placed.items()}
-        found: list[list[Any]] = []
-        for inputs in (placed, whole):
-            o, state = attend(inputs, None, None)
-            total = o.square().sum() + state.square().sum()
-            found.append([o, state, *torch.autograd.grad(total, list(inputs.values()))])
-        for have, want in zip(*found, strict=True):
-            assert isinstance(have, DTensor)
-            torch.testing.assert_close(have.full_tensor(), want)
+        check_same(placed, whole)
     with pytest.raises(DistributedTensorError, match="k is "):
         linear_attention(placed["q"], placed["k"].redistribute(mesh, [Replicate()]), placed["v"])
 

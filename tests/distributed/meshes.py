@@ -5,15 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from kdacompile.distributed import ContextParallel, causal_conv1d
 from kdacompile.ops import linear_attention
 from kdacompile.ops.errors import ContextParallelError, DistributedTensorError
-from tests.distributed.checks import TOKENS, attend, compare, convolve, latent, latents, operands, random, with_tokens
+from tests.distributed.checks import (
+    TOKENS,
+    attend,
+    check_same,
+    compare,
+    convolve,
+    latent,
+    latents,
+    operands,
+    random,
+    with_tokens,
+)
 from tests.distributed.processes import Ranks
 
 
@@ -39,14 +49,7 @@ def tokens_and_more(ranks: Ranks) -> None:
         tensors = operands("channel", None, TOKENS)
         whole = {name: x.clone().requires_grad_() for name, x in tensors.items()}
         placed = {name: _placed(name, x, mesh, cut).requires_grad_() for name, x in tensors.items()}
-        found: list[list[Any]] = []
-        for inputs in (placed, whole):
-            o, state = attend(inputs, None, None)
-            total = o.square().sum() + state.square().sum()
-            found.append([o, state, *torch.autograd.grad(total, list(inputs.values()))])
-        for have, want in zip(*found, strict=True):
-            assert isinstance(have, DTensor)
-            torch.testing.assert_close(have.full_tensor(), want)
+        check_same(placed, whole)
 
 
 def _placed(name: str, x: Tensor, mesh: Any, cut: str) -> Any:
