@@ -27,7 +27,7 @@ from tests import published
 from tests.compare import worst_error
 from tests.published import times
 from tests.published.registry import CASES, Case
-from tests.published.sources import Library, MissingSource
+from tests.published.sources import Library, MissingSource, Repository
 
 HEADER = "| repository | commit | path | case | matched | equal | s | reason |\n|---|---|---|---|---|---|---|---|"
 RAISED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ArithmeticError)
@@ -142,11 +142,16 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def by_repository(rows: Sequence[Row]) -> str:
-    """Of each repository, how many cases of the family matched."""
-    lines = ["", "| repository | matched | of |", "|---|---|---|"]
-    for name in dict.fromkeys(row.case.repository.name for row in rows):
-        family = [r for r in rows if r.case.repository.name == name and r.case.finds and r.matched is not None]
-        lines.append(f"| {name} | {sum(row.complete for row in family)} | {len(family)} |")
+    """Of each repository that ran, how many cases of the family matched, and how many others there are."""
+    lines = ["", "| repository | commit | matched | of | others |", "|---|---|---|---|---|"]
+    ran: dict[Repository, list[Row]] = {}
+    for row in rows:
+        if row.matched is not None:
+            ran.setdefault(row.case.repository, []).append(row)
+    for where, cases in sorted(ran.items(), key=lambda item: item[0].name.lower()):
+        family = [row for row in cases if row.case.finds]
+        counts = (sum(row.complete for row in family), len(family), len(cases) - len(family))
+        lines.append(f"| {where.name} | {where.commit[:8]} | " + " | ".join(map(str, counts)) + " |")
     return "\n".join([*lines, ""])
 
 
