@@ -89,7 +89,7 @@ def _load_warp(
                 to = parts.index(PARTS * stage + ROWS + j)
                 tma.async_copy_global_to_shared(d_buffer, [row + j * 64, 0], bar, to)
         else:
-            to = parts.index(PARTS * stage + ROWS)._reinterpret(gl.bfloat16, [64, 64], TILE)
+            to = parts.index(PARTS * stage + ROWS)._reinterpret(gl.bfloat16, [WIDTH // 64, 64, 64], TILE).index(0)
             tma.async_copy_global_to_shared(d_M, [row, 0], bar, to)
         to = values.index(stage)._reinterpret(gl.bfloat16, [1, 64, 1, BV], TILE4)
         tma.async_copy_global_to_shared(d_v, [i_b, token + n * 64, i_h, i_v * BV], bar, to)

@@ -307,6 +307,8 @@ def test_the_driver_is_asked_for_the_same(tmp_path: Path) -> None:
     """Triton's whole launching path, the driver replaced: parameters, grids and attributes are those of the call."""
     import triton
 
+    if not triton.__version__.startswith("3.6."):
+        pytest.skip("Triton's launcher is gone past for 3.6 alone (kdacompile/compat/launches.py), and used for others")
     headers = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "include"
     library, source = tmp_path / "libcuda.so.1", Path(__file__).parent / "driver_stub.c"
     options = ["-shared", "-fPIC", "-w", f"-I{headers}", "-Wl,-soname,libcuda.so.1"]
