@@ -70,10 +70,11 @@ def settled(own: Tensor, exact: Tensor, roundings: int) -> Tensor:
         return own
     wide, true = _apart(own, exact)
     wide = wide.double()
-    facts = torch.finfo(own.dtype)
+    single = own.dtype == torch.float32 or torch.equal(wide.float().double(), wide)  # or it was cast from there
+    facts = torch.finfo(torch.float32 if own.dtype == torch.float64 and single else own.dtype)
     size = true.abs()
     exponent = torch.where(size > 0, size.clamp_min(1e-300).log().abs(), 0.0)
-    least = SINGLE if own.dtype == torch.float32 else 0.0
+    least = SINGLE if single and own.dtype.itemsize >= torch.float32.itemsize else 0.0
     bound = least * size + roundings * facts.eps / 2 * size * (1 + exponent) + facts.tiny
     alike = (wide == true) | ((wide - true).abs() <= bound) | (wide.isnan() & true.isnan())
     return exact if bool(alike.all()) else wide.expand(own.shape)

@@ -133,8 +133,16 @@ def _sizes(value: Value) -> Counter[int]:
     return Counter(size for dim, size in enumerate(value.shape) if size != 1 and dim not in value.uniform)
 
 
-WAYS = ((True, True, False), (True, False, False), (False, False, False), (True, True, True))
-"""How values are told that could have a role: ``_eligible``'s two questions, and whether offsets end the region."""
+WAYS = (
+    (True, True, False, False),
+    (True, False, False, False),
+    (False, False, False, False),
+    (True, True, True, False),
+    (True, True, False, True),
+)
+"""How values are told that could have a role: ``_eligible``'s two questions, whether offsets end the region, and
+whether numbers per head that were joined are told apart.
+"""
 
 
 class Above:
@@ -143,6 +151,7 @@ class Above:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.offsets = functools.cache(functools.partial(_offsets, group))
+        self.joined = functools.cache(functools.partial(_joined, group))
         self.surroundings = functools.cache(self._surroundings)
 
     def _surroundings(self, targets: tuple[Value, ...], barriers: frozenset[Op]) -> Surroundings:
@@ -169,14 +178,16 @@ def _cuts(
     for writes, usual, key_size in ways_to_read:
         readings = frames(output, state, key_size, usual=usual, writes=writes)
         has_role = role_test(readings)
-        for raw_state, grouped, apart in WAYS[: len(WAYS) if usual else 1] if readings else ():
+        for raw_state, grouped, apart, parted in WAYS[: len(WAYS) if usual else 1] if readings else ():
             barriers = frozenset[Op]().union(*map(above.offsets, targets)) if apart else frozenset[Op]()
-            if apart and not barriers:
+            joined = above.joined(output) if parted else frozenset[Value]()
+            if (apart and not barriers) or (parted and not joined):
                 continue
             if not effort.take(group):
                 return
             more = Counter({size for known in readings for size in (known["T"], writes)} if writes > 1 else ())
-            eligible = _eligible(sizes, key_size, has_role, more, raw_state=raw_state, grouped=grouped)
+            single = _eligible(sizes, key_size, has_role, more, raw_state=raw_state, grouped=grouped)
+            eligible = functools.partial(_told_apart, joined, single) if joined else single
             surroundings = above.surroundings(targets, barriers)
             cuttable = surroundings.cuttable(eligible)
             if (writes, barriers, cuttable) in tried:  # another size or reading need not make another value a role
@@ -212,6 +223,19 @@ def _offsets(group: Group, target: Value) -> frozenset[Op]:
         for op in above - group.ops
         if op.name in ("sub", "rsub", "add") and not op.out.const and sum(not read.const for read in op.reads) == 1
     )
+
+
+def _joined(group: Group, target: Value) -> frozenset[Value]:
+    """Numbers per head that were joined of several tensors upstream: powers of the decay, and a token's own factor
+    (RWKV-5). They are one value in the place of two.
+    """
+    above = ancestors([target], lambda value: value.op is not None and not value.const and not is_soft(value.op))
+    joins = (op for op in above - group.ops if op.name == "cat" and len(op.out.shape) == 2 and not op.out.const)
+    return frozenset(op.out for op in joins if sum(not read.const for read in op.reads) > 1)
+
+
+def _told_apart(joined: frozenset[Value], eligible: Callable[[Value], bool], value: Value) -> bool:
+    return root(value) not in joined and eligible(value)
 
 
 def _eligible(

@@ -112,8 +112,9 @@ def rwkv6_chunk(m: Any) -> Program:
     return partial(m.naive_chunk_rwkv6, chunk_size=8), (*bhtd(32), gates(B, H, 32, K), normal(H, K))
 
 
-@case(FLA, "fla/ops/gsa/naive.py", "gla", "gla")
+@case(FLA, "fla/ops/gsa/naive.py", "gla")
 def gsa_recurrent(m: Any) -> Program:
+    """The second of its states. The first decays by columns of its values, which is no row of the family's table."""
     q, k, v = bthd(9)
     slots = 5
     return m.naive_recurrent_gsa, (q, k, v, normal(B, 9, H, slots), gates(B, 9, H, slots))

@@ -212,3 +212,23 @@ def test_a_rate_that_is_an_argument(dtype: torch.dtype) -> None:
             assert relative_error(result, retained(q, k, v, rate, dtype)) < 1e-6, rate
     assert {match.checked for match in report.matches} == {"exactly"}, str(report)
     assert [match.pattern for match in report.matches][:3] == ["retention"] * 3, str(report)
+
+
+def cast(dtype: torch.dtype, more: float = 0.0) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Retention by a table in another dtype than q, k and v have, to whose second diagonal ``more`` is added."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        gap = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+        table = torch.where(gap >= 0, torch.full((), 0.9, dtype=dtype) ** gap, 0.0)
+        scores = (q.transpose(1, 2) @ k.transpose(1, 2).mT) * (table + more * (gap == 2)).to(q.dtype)
+        return (scores @ v.transpose(1, 2)).transpose(1, 2)
+
+    return program
+
+
+def test_a_table_that_is_cast_to_float64() -> None:
+    """From float32 it is the power, as where q's dtype widens it; bfloat16's own numbers are too far from that."""
+    q, k, v = (tokens(20)[name].double() for name in ("q", "k", "v"))
+    matched(cast(torch.float32), (q, k, v), "retention", 1e-6)
+    refused(cast(torch.bfloat16), (q, k, v), 1e-12)
+    refused(cast(torch.float32, 1e-4), (q, k, v), 1e-12)

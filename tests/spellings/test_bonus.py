@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kdacompile.report.collect import collecting
-from tests.compare import worst_error
+from tests.compare import copies, worst_error
 from tests.spellings.bonus import bonus_without_decay, rwkv6_chunks, rwkv6_loop
 from tests.spellings.registry import REGISTRY
 from tests.spellings.test_recognised import check_gradients
@@ -64,3 +65,33 @@ def test_a_step_is_known_and_left_as_it_is() -> None:
     assert worst_error(have, one_token(*inputs)) <= 1e-6
     assert not report.matches
     assert [(rejection.pattern, rejection.code) for rejection in report.declined] == [("gla", "cost")]
+
+
+def by_distance(q: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, own: int = 0) -> Tensor:
+    """nanoRWKV's x051a: one decay and one bonus a head, whose matrix is cut out of a row that is repeated.
+
+    ``own``: to which power the decay stands in the row beside the bonus.
+    """
+    many = q.shape[2]
+    powers = w[:, None].repeat(1, many).pow(torch.arange(many - 1 + own, own - 1, -1).repeat(len(w), 1))
+    row = torch.cat([powers[:, 1:], u[:, None]], dim=1)
+    tiled = torch.tile(F.pad(row, (0, many)), [many])[:, :-many].view(-1, many, 2 * many - 1)
+    return (q @ k.mT * tiled[:, :, many - 1 :]) @ v
+
+
+@pytest.mark.parametrize("many", [7, 12])
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_row_of_powers_and_the_bonus(many: int, own: int) -> None:
+    """With a power more it is no recurrence of the family: the state is decayed before it is read."""
+    torch.manual_seed(7)
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(2, 3, many, size) for size in (8, 8, 10))
+    given = [x.requires_grad_() for x in (q, k, v, torch.rand(3) / 2 + 0.4, torch.randn(3))]
+    theirs = copies(given)
+    with collecting() as report:
+        have = torch.compile(by_distance, backend="kda", options=EAGER)(*given, own)
+    want = by_distance(*theirs, own)
+    assert worst_error(have, want) <= 1e-5
+    assert [match.pattern for match in report.matches] == ["simple_gla"] * (own == 0), str(report)
+    gradients = (torch.autograd.grad(out.square().sum(), args) for out, args in ((have, given), (want, theirs)))
+    assert all(worst_error(x, y) < 1e-4 for x, y in zip(*gradients, strict=True))
