@@ -113,6 +113,10 @@ class Loops:
         """Rows looked for from where they are gathered."""
         self.member: dict[Value, tuple[Rows, int]] = {}
         """Which of the early rows a value is in, and its turn."""
+        self.cut_from: dict[Rows, set[Any]] = {}
+        """Which kinds of columns early rows are made of."""
+        self.columns: set[Any] = set()
+        """Kinds of columns that are no turns: queries, keys and values, cut out of one projection."""
         self.numbering = Numbering(everything=True)
         self.same: dict[int, Value] = {}
         """The first value of each number."""
@@ -126,8 +130,10 @@ class Loops:
         for op in graph.ops:
             for value in op.outs:
                 self.same.setdefault(self.numbering.of(value), value)
-                if not self.is_fixed(value):
-                    self.read(op, value)
+        self.read_all()
+        self.columns = self.unlike()
+        if self.columns:
+            self.read_all()
         for rows in self.early.values():
             if rows.piece is None and 0 in rows.members and rows.op is not None:
                 rows.parts = {read: self.member[read][0] for read in rows.op.reads if read in self.member}
@@ -156,15 +162,36 @@ class Loops:
         return self.same.get(self.numbering.of(value), value)
 
     # -- from pieces downwards --------------------------------------------------------------------------------------
+    def read_all(self) -> None:
+        self.early.clear()
+        self.member.clear()
+        self.cut_from.clear()
+        for op in self.graph.ops:
+            for value in op.outs:
+                if not self.is_fixed(value):
+                    self.read(op, value)
+
+    def unlike(self) -> set[Any]:
+        """Kinds of columns some of which are cut once more, or worked on by a rule, and others are not."""
+        found = set[Any]()
+        for rows in self.early.values():
+            value = next(iter(rows.members.values()))
+            again = piece_of(value) is not None or (value.op is not None and self.is_new(value.op))
+            if rows.piece is None and again and len(rows.members) < rows.count:
+                found |= self.cut_from[rows]
+        return found
+
     def read(self, op: Op, value: Value) -> None:
         members = [read for read in dict.fromkeys(op.reads) if read in self.member]
         piece = piece_of(value) if not members else None
         if piece is not None:
             piece = in_whole(piece) if self.across else piece
-            if piece.count > 1 and not self.is_fixed(piece.source) and len(self.turns(piece)) in (0, piece.count):
-                key = self.key(piece)
+            key = self.key(piece)
+            whole = piece.count > 1 and len(self.turns(piece)) in (0, piece.count)
+            if whole and not self.is_fixed(piece.source) and key not in self.columns:
                 behind = piece.dim - len(value.shape) if piece.width else None
-                self.join(value, key, piece.index, Rows(piece.count, piece=piece, behind=behind, early=True))
+                rows = self.join(value, key, piece.index, Rows(piece.count, piece=piece, behind=behind, early=True))
+                self.cut_from[rows] = {key} if piece.width and behind == -1 else set()
             return
         places = [self.member[read] for read in members]
         counts, behind = ({getattr(rows, name) for rows, _ in places} for name in ("count", "behind"))
@@ -173,7 +200,8 @@ class Loops:
         if not any(map(self.is_fixed, op.reads)) and rules.batched(op, members) is not None:
             kept = behind.pop() if len(behind) == 1 and _stays(op, members) else None
             text = tuple(str(map_values(tree, self.label)) for tree in (op.args, op.kwargs))
-            self.join(value, (op.target, text), places[0][1], Rows(counts.pop(), behind=kept, early=True))
+            rows = self.join(value, (op.target, text), places[0][1], Rows(counts.pop(), behind=kept, early=True))
+            self.cut_from[rows] = set[Any]().union(*(self.cut_from[each] for each, _ in places))
 
     def key(self, piece: Piece) -> Any:
         """What all pieces of one kind have in common."""
@@ -186,10 +214,11 @@ class Loops:
         """What stands for an operand in an operator's text: the rows it is in, or its number."""
         return f"<{id(self.member[value][0])}>" if value in self.member else f"%{self.numbering.of(value)}"
 
-    def join(self, value: Value, key: Any, turn: int, new: Rows) -> None:
+    def join(self, value: Value, key: Any, turn: int, new: Rows) -> Rows:
         rows = self.early.setdefault(key, new)
         rows.members.setdefault(turn, value)
         self.member[value] = rows, turn
+        return rows
 
     def moves(self, rows: Rows) -> bool:
         """False for rows that lack one, or one of which leaves the graph: they are left in the loop."""

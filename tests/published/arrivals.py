@@ -143,7 +143,7 @@ def stock_kda_bounded_gate(m: Any) -> Program:
 
 @case(STOCK, STOCK_MODELS + "kda.py", "kda")
 def stock_kda_padding(m: Any) -> Program:
-    """Not matched: where a token is padding the state before it is kept (``torch.where``)."""
+    """Where a token is padding the state before it is kept (``torch.where``)."""
     mask = torch.ones(B, TOKENS)
     mask[0, :3] = 0
     return _stock(m.KimiDeltaAttention), (normal(B, TOKENS, WIDTH), mask)

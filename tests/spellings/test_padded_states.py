@@ -156,6 +156,33 @@ def test_steps(pattern: str, kind: str, delta: bool, step: str) -> None:
     assert worst_error(report.result, fn(*args)) <= BOUND
 
 
+def of_one_projection(fn: Program, mixed: bool = False) -> Program:
+    """Queries, keys, values and gates are columns of one tensor; ``mixed``: keys are of the token before."""
+
+    def run(projected: Tensor, beta: Tensor, state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, g = (each.view(*x.shape, H, K) for each in projected.chunk(4, dim=-1))
+        k = torch.nn.functional.normalize(k.roll(1, 1) if mixed else k, dim=-1)
+        return fn(q, k, v, -torch.nn.functional.softplus(g), beta.sigmoid(), state, x)
+
+    return run
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("pattern", "kind", "delta"), [LOOPS[0], LOOPS[3]])
+def test_columns_of_one_projection(pattern: str, kind: str, delta: bool, mixed: bool) -> None:
+    """Columns are no turns of a loop; with gradients."""
+    fn = of_one_projection(loop(kind, delta, KEPT["where"]), mixed)
+    args = [torch.randn(B, T, 4 * H * K), torch.randn(B, T, H), torch.randn(B, H, K, K)]
+    own, theirs = ([each.clone().requires_grad_() for each in args] for _ in range(2))
+    report = explained(fn, [*own, padding()])
+    want = fn(*theirs, padding())
+    assert patterns(report) == [pattern], str(report)
+    assert worst_error(report.result, want) <= BOUND
+    totals = (torch.stack([each.square().sum() for each in found]).sum() for found in (report.result, want))
+    gradients = (torch.autograd.grad(total, leaves) for total, leaves in zip(totals, (own, theirs), strict=True))
+    assert all(relative_error(have, wanted) <= 1e-4 for have, wanted in zip(*gradients, strict=True))
+
+
 @pytest.mark.parametrize(("pattern", "kind", "delta"), LOOPS)
 @pytest.mark.parametrize("drawn", [torch.zeros(B, T, dtype=torch.bool), torch.ones(B, T, dtype=torch.bool)])
 def test_all_is_padding_or_nothing_is(pattern: str, kind: str, delta: bool, drawn: Tensor) -> None:
