@@ -88,9 +88,10 @@ def test_a_row_of_powers_and_the_bonus(many: int, own: int) -> None:
     q, k, v = (torch.randn(2, 3, many, size) for size in (8, 8, 10))
     given = [x.requires_grad_() for x in (q, k, v, torch.rand(3) / 2 + 0.4, torch.randn(3))]
     theirs = copies(given)
+    program: Any = by_distance
     with collecting() as report:
-        have = torch.compile(by_distance, backend="kda", options=EAGER)(*given, own)
-    want = by_distance(*theirs, own)
+        have = torch.compile(program, backend="kda", options=EAGER)(*given, own)
+    want = program(*theirs, own)
     assert worst_error(have, want) <= 1e-5
     assert [match.pattern for match in report.matches] == ["simple_gla"] * (own == 0), str(report)
     gradients = (torch.autograd.grad(out.square().sum(), args) for out, args in ((have, given), (want, theirs)))
