@@ -2,6 +2,8 @@
 
     for t: beta_t = sigmoid(b[:, t])    becomes    beta = sigmoid(b);    for t: beta_t = beta[:, t]
 
+    for t: q_t = W x[:, t]                becomes    q = W x;              for t: q_t = q[:, t]
+
     for t: rows.append(norm(S_t^T q_t) + d * v[:, t])    becomes    for t: reads.append(S_t^T q_t)
     o = stack(rows)                                                 o = norm(stack(reads)) + d * v
 
@@ -95,6 +97,9 @@ class Hoist:
         if not rows.parts or op is None:
             return self.edit.call(torch.stack, rows.values, like=rows.members[0].node)
         like = op.node or like
+        if rows.cut is not None:
+            (part,) = rows.parts.values()
+            return self.edit.call("narrow", self.together(part, like), *rows.cut, like=like)
         parts = {read: self.together(part, like) for read, part in rows.parts.items()}
         return rules.made(self.edit, op, parts, like, self.operand)
 

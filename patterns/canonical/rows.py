@@ -34,8 +34,12 @@ class Rows:
     parts: dict[Value, Rows] = field(default_factory=dict["Value", "Rows"])
     """What the first of them reads -> the rows it is the first of."""
     piece: Piece | None = None
+    cut: tuple[int, int, int] | None = None
+    """Of entries of other rows: the dimension they lie along, counted from the right, the first and how many."""
     early: bool = False
     """Found from pieces: they do not depend on the loop."""
+    entry: bool = False
+    """Made of one entry of a tensor, whose dimension is gone; other rows are made of several."""
     behind: int | None = None
     """Of slices: the dimension that they are cut along, counted from the right."""
 
@@ -88,7 +92,7 @@ class Sink:
             if op is None:
                 continue
             divided = op.name == "div" or (op.name == "mul" and any(map(is_divided, rows.parts)))
-            if rules.is_activation(op) or mixed or (divided and len(rows.parts) > 1):
+            if rules.is_activation(op) or rules.takes_together(op) or mixed or (divided and len(rows.parts) > 1):
                 return True
         return False
 
@@ -190,17 +194,28 @@ class Loops:
             whole = piece.count > 1 and len(self.turns(piece)) in (0, piece.count)
             if whole and not self.is_fixed(piece.source) and key not in self.columns:
                 behind = piece.dim - len(value.shape) if piece.width else None
-                rows = self.join(value, key, piece.index, Rows(piece.count, piece=piece, behind=behind, early=True))
+                rows = Rows(piece.count, piece=piece, behind=behind, entry=not piece.width, early=True)
+                rows = self.join(value, key, piece.index, rows)
                 self.cut_from[rows] = {key} if piece.width and behind == -1 else set()
             return
         places = [self.member[read] for read in members]
+        found = cut_of(value)
+        if found is not None and members == op.reads and places[0][0].entry:
+            (rows, turn), (dim, start) = places[0], found
+            cut = dim - len(value.shape), start, value.shape[dim]
+            if not self.is_fixed(members[0]):
+                new = self.join(value, ("cut", id(rows), cut), turn, Rows(rows.count, cut=cut, entry=True, early=True))
+                self.cut_from[new] = self.cut_from[rows]
+            return
         counts, behind = ({getattr(rows, name) for rows, _ in places} for name in ("count", "behind"))
         if value is not op.out or len({turn for _, turn in places}) != 1 or len(counts) != 1:
             return
         if not any(map(self.is_fixed, op.reads)) and rules.batched(op, members) is not None:
             kept = behind.pop() if len(behind) == 1 and _stays(op, members) else None
             text = tuple(str(map_values(tree, self.label)) for tree in (op.args, op.kwargs))
-            rows = self.join(value, (op.target, text), places[0][1], Rows(counts.pop(), behind=kept, early=True))
+            entry = all(rows.entry for rows, _ in places)
+            rows = Rows(counts.pop(), behind=kept, entry=entry, early=True)
+            rows = self.join(value, (op.target, text), places[0][1], rows)
             self.cut_from[rows] = set[Any]().union(*(self.cut_from[each] for each, _ in places))
 
     def key(self, piece: Piece) -> Any:
@@ -235,12 +250,14 @@ class Loops:
                 continue
             pointwise = rules.is_pointwise(op) or op.name == "_to_copy"
             below = not (active | spread).isdisjoint(rows.parts.values())
-            if below and op.name in LAYOUT:
+            if below and (op.name in LAYOUT or rows.cut):
                 spread.add(rows)
             masked = op.name == "mul" and self.stands_in(rows, op)
             gated = masked or (self.across and _takes_in(rows, op)) or (pointwise and self.is_new(op))
             alone = rules.is_activation(op) or rules.is_offset(op) or (rules.is_factor(op) and self.is_small(rows))
-            if (below and pointwise) or alone or gated:
+            alone = alone or rules.is_projection(op, list(rows.parts))
+            laid_out = (below and rows.cut) or rules.takes_apart(op) or op.name in rules.JOINS
+            if (below and pointwise) or alone or gated or laid_out:
                 active.add(rows)
             if op.name in rules.EXPONENTIALS:
                 exponentials.add(rows)
@@ -308,7 +325,7 @@ class Loops:
             return None
         parts = {column[0]: self.rows(column) for column in varying}
         known = {value: part for value, part in parts.items() if part is not None}
-        if first.name in LAYOUT and not any(part.is_made for part in known.values()):
+        if first.name in LAYOUT and not rules.takes_together(first) and not any(p.is_made for p in known.values()):
             return None  # what is only laid out is a row as it is
         return _rows(values, known) if len(known) == len(parts) else None
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from kdacompile import compat
 from kdacompile.graph.edit import Edit
 from kdacompile.graph.ir import Op, Value, map_values
-from kdacompile.patterns.engine.values import moves
-from kdacompile.patterns.engine.vocabulary import LAYOUT, REGION
+from kdacompile.patterns.engine.values import moves, root, segments
+from kdacompile.patterns.engine.vocabulary import LAYOUT, REGION, VIEWS
 
 ALONG = {"sum": 1, "mean": 1, "_softmax": 1, "_safe_softmax": 1, "linalg_vector_norm": 2}
 """Operators that work along the dimensions given as this argument."""
@@ -34,6 +34,10 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 """Operators with more results than one, or that take no numbers, as the functions they are the operators of."""
 
 PRODUCTS = frozenset("mm addmm".split())
+
+JOINS: Mapping[str, Callable[..., Any]] = {"cat": torch.cat, "stack": torch.stack}
+"""Operators that put several pieces of one turn side by side."""
+
 EXPONENTIALS = frozenset("exp exp2".split())
 
 
@@ -70,6 +74,33 @@ def is_factor(op: Op) -> bool:
     return (twice or op.name in ("mul", "div", "neg", "pow", "square")) and set(op.reads) == {op.args[0]}
 
 
+def is_projection(op: Op, pieces: Sequence[Value]) -> bool:
+    """A row times what no loop makes: a matrix, or a weight for each element. Not what a gate is multiplied by."""
+    others = [read for read in op.reads if read not in pieces]
+    if op.name == "bmm" and others:
+        return not any(read.const for read in others)
+    if op.name != "mul" and (op.name != "div" or op.args[0] not in pieces):
+        return False
+    made = [root(piece).op for piece in pieces]
+    weights = [read for read in others if not read.const and read.shape == op.out.shape[-len(read.shape) :]]
+    gated = any(maker is not None and maker.name in EXPONENTIALS for maker in made)
+    return len(pieces) == len(others) == len(weights) == 1 and not gated
+
+
+def takes_apart(op: Op) -> bool:
+    """A view that makes several dimensions of one: heads, of what a projection yields."""
+    return any(len(after) > 1 for _, after in _runs(op))
+
+
+def takes_together(op: Op) -> bool:
+    """The other way round: heads, before a projection."""
+    return any(len(before) > 1 for before, _ in _runs(op))
+
+
+def _runs(op: Op) -> list[tuple[list[int], list[int]]]:
+    return (segments(op.reads[0].shape, op.out.shape) or []) if op.name in VIEWS else []
+
+
 def batched(op: Op, pieces: Sequence[Value]) -> list[Step] | None:
     """The calls for all pieces at once, which the first of each stands for; None if there are no such calls."""
     first, rank = pieces[0], max(len(each.shape) for each in pieces)
@@ -81,6 +112,10 @@ def batched(op: Op, pieces: Sequence[Value]) -> list[Step] | None:
         return [Step(function_of(op), op.args, op.kwargs)] if fits else None
     if op.name in PRODUCTS:
         return _projected(op, pieces)
+    if op.name in JOINS:
+        return _joined(op, pieces)
+    if op.name == "bmm" and len(pieces) == 1 and rank == 3:
+        return [Step(torch.matmul, op.args, {})]
     if len(pieces) != 1 or op.args[0] is not first:
         return None
     if op.name in LAYOUT:
@@ -102,6 +137,14 @@ def _projected(op: Op, pieces: Sequence[Value]) -> list[Step] | None:
         return None
     product = Step(torch.matmul, (left, right), {})
     return [product, *(Step(torch.add, (op.out, term), {}) for term in bias)]
+
+
+def _joined(op: Op, pieces: Sequence[Value]) -> list[Step] | None:
+    """Several pieces of a turn side by side, as the halves that a rotation makes."""
+    values, rank = op.args[0], len(op.out.shape)
+    if set(values) != set(pieces):
+        return None
+    return [Step(JOINS[op.name], (values, (*op.args, 0)[1] % rank - rank), {})]
 
 
 def _along(op: Op, place: int, rank: int) -> list[Step] | None:
