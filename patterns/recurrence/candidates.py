@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import permutations, product
 
 import torch
 
@@ -73,7 +73,7 @@ def _candidates(group: Group, effort: Effort) -> Iterator[RecurrenceCandidate | 
     ends = [item.chain[-1] for item in group.exits[:MAX_EXITS] if item.chain]
     everything = Surroundings(ends, group.ops)
     free = {everything.values[i] for i in everything.free}
-    pairs = list(_exit_pairs(group.exits))
+    pairs = _exit_pairs(group.exits)
     for values, (out_exit, state_exit) in [*((None, pair) for pair in pairs), *((free, pair) for pair in pairs)]:
         for output in _carried_on(out_exit, last_first=False):
             for state in _carried_on(state_exit, last_first=True) if state_exit else [None]:
@@ -85,17 +85,22 @@ def _candidates(group: Group, effort: Effort) -> Iterator[RecurrenceCandidate | 
                     yield from read_region(group, cut, output, state, writes)
 
 
-def _exit_pairs(exits: list[Exit]) -> Iterator[tuple[Exit, Exit | None]]:
+def _exit_pairs(exits: list[Exit]) -> list[tuple[Exit, Exit | None]]:
+    """Results and states. Of three or more results what has the tokens of another is its state last of all: the
+    transformed keys and values of chunks (w and u) leave beside what is made of them.
+    """
     exits = [item for item in exits if item.chain]
     if len(exits) == 1:
-        yield exits[0], None
-    for i, first in enumerate(exits[:MAX_EXITS]):
-        for j, second in enumerate(exits[:MAX_EXITS]):
-            if i != j:
-                yield first, second
-    if len(exits) > 1:
-        for item in exits[:MAX_EXITS]:
-            yield item, None
+        return [(exits[0], None)]
+    first = exits[:MAX_EXITS]
+    pairs: list[tuple[Exit, Exit | None]] = [*permutations(first, 2), *((item, None) for item in first)]
+    return sorted(pairs, key=lambda pair: _has_tokens_of(*pair)) if len(exits) > 2 else pairs
+
+
+def _has_tokens_of(output: Exit, state: Exit | None) -> bool:
+    """True by the sizes, which those of a state may be by chance; rows of one token have none."""
+    *others, _ = output.chain[-1].shape
+    return state is not None and len(others) > 2 and list(state.chain[-1].shape[:-1]) == others
 
 
 def _carried_on(exit_: Exit, *, last_first: bool) -> list[Value]:
@@ -358,10 +363,13 @@ def _escape(ops: set[Op], group: Group, outputs: list[Value]) -> Obstacle | None
     if not escaping:
         return None
     left = ancestors([value for value, _ in escaping], lambda value: value.op not in ops)
-    if 5 * sum(map(_work, left.intersection(group.anchors))) < 2 * sum(map(_work, core.intersection(group.anchors))):
+    made, whole = (sum(map(_work, part.intersection(group.anchors))) for part in (left, core))
+    if 5 * made < 2 * whole:
         return None
     value, user = min(escaping, key=lambda pair: pair[0].index)
-    return Obstacle("escape", f"an intermediate value of the region is read by {user.name} outside it", value.op)
+    share = f"making what is read so is {made / max(whole, 1):.0%} of its work"
+    reason = f"an intermediate value of the region is read by {user.name} outside it: {share}"
+    return Obstacle("escape", reason, value.op)
 
 
 def _work(op: Op) -> int:

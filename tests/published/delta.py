@@ -32,7 +32,8 @@ def nvlabs_recurrent(m: Any) -> Program:
 @case(NVLABS, NVLABS_CHUNK, "gated_delta_rule", only=("chunk_gated_delta_rule_ref",))
 def nvlabs_chunk(m: Any) -> Program:
     """It returns w and u as well, which it computes for the test of its kernels."""
-    return partial(m.chunk_gated_delta_rule_ref, BT=8), (*bhtd(16), unit(B, H, 16), gates(B, H, 16))
+    q, k, v = normal(B, H, 48, 32), keys(B, H, 48, 32), normal(B, H, 48, 32)
+    return partial(m.chunk_gated_delta_rule_ref, BT=16), (q, k, v, unit(B, H, 48), gates(B, H, 48))
 
 
 @case(MEGATRON, MEGATRON_GDN, "gated_delta_rule", only=("torch_chunk_gated_delta_rule",))
