@@ -6,7 +6,7 @@
 A factor per row commutes with a product from the right, and a row sum is a product with ones. Written like this, scores
 are read by one product only, and that is linear attention with one more value column. Factors are taken out of scores
 whose rows are summed or that are divided by them, be it within an einsum of three operands: in front of the product
-they would be part of the region, and no role of the recurrence.
+they would be part of the region, and no role of the recurrence. RetNet sums scores that are detached: the column is.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _site(product: Op, along: int) -> Site | None:
     places: dict[Op, int] = {}
     while value.op is not None:
         op = value.op
-        sums = [user for user in value.users if _is_row_sum(user, place)]
+        sums = _row_sums(value, place)
         factor = None if sums else _factor(op, place, spread=True)
         before = place if factor is not None else None if sums else _before(op, place)
         if before is None:
@@ -155,6 +155,12 @@ def _factor(op: Op, place: int, *, spread: bool = False) -> Value | None:
     return None
 
 
+def _row_sums(scores: Value, place: int) -> list[Op]:
+    """The sums over a dimension of scores, or of scores whose gradient is cut."""
+    read = [scores, *(user.out for user in scores.users if user.name == "detach")]
+    return [user for value in read for user in value.users if _is_row_sum(user, place)]
+
+
 def _is_row_sum(op: Op, place: int) -> bool:
     if op.name != "sum" or op.kwargs or len(op.args) < 2 or not op.args[1]:
         return False
@@ -184,7 +190,9 @@ def _rewrite(edit: Edit, site: Site) -> None:
         column = _back(edit, site, edit.call("narrow", whole, place, width, 1, like=like), place, like)
         for total in site.sums:
             keeps = len(total.out.shape) == len(site.scores.shape)
-            pairs.append((column if keeps else edit.call("squeeze", column, site.place, like=like), total.out))
+            new = column if keeps else edit.call("squeeze", column, site.place, like=like)
+            new = new if total.reads[0] is site.scores else edit.call("detach", new, like=like)
+            pairs.append((new, total.out))
     steps = [*site.steps, *site.below]
     for index, step in enumerate(steps):
         if _is_factor(step):
@@ -195,7 +203,8 @@ def _rewrite(edit: Edit, site: Site) -> None:
             factor = _laid(edit, factor, steps[index + 1 :], like)
             result = edit.call(step.target, result, factor, like=like)
     pairs.append((result, site.result))
-    if agrees(edit, pairs, {op, *steps, *site.beside, *site.sums}, FINITE):
+    cuts = {read.op for total in site.sums for read in total.reads if read is not site.scores and read.op is not None}
+    if agrees(edit, pairs, {op, *steps, *site.beside, *site.sums, *cuts}, FINITE):
         edit.redefine_all([(old, new) for new, old in pairs])
 
 

@@ -47,8 +47,33 @@ def two_factors(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) ->
     return torch.matmul(scores, v).transpose(1, 2)
 
 
+def sums_without_gradient(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    """RetNet's, as torchscale first had it."""
+    q, k, v = heads_first(q, k, v)
+    scores = (q @ k.mT).tril()
+    scores = scores / scores.detach().sum(-1, keepdim=True).abs().clamp(min=1)
+    return (scores @ v).transpose(1, 2)
+
+
+def sums_with_and_without_gradient(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    q, k, v = heads_first(q.exp(), k.exp(), v)
+    scores = (q @ k.mT).tril()
+    total = scores.detach().sum(-1) * 0.5 + scores.sum(-1)
+    return ((scores @ v) / total[..., None]).transpose(1, 2)
+
+
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("fn", [divided_before, divided_after, by_einsum_after, two_factors])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        divided_before,
+        divided_after,
+        by_einsum_after,
+        two_factors,
+        sums_without_gradient,
+        sums_with_and_without_gradient,
+    ],
+)
 def test_sums_are_one_more_column(fn: Callable[..., Tensor], grad: bool) -> None:
     ours, expected, report = explained(fn, grad)
     assert worst_error(ours, expected) <= 1e-5
