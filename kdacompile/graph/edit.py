@@ -197,7 +197,7 @@ class Edit:
     def redefine_all(self, pairs: Collection[tuple[Value, Value]]) -> None:
         """The same for several, (old, new): all of them or none."""
         for old, new in pairs:
-            if not gradient.is_wanted(new) and not self.is_wanted(old):
+            if not gradient.is_wanted(new) and not gradient.is_wanted_by_some(old, self.functional.names):
                 continue  # no gradient comes through either
             self.refuse_cuts(self.replaced(old, new), self.sources(new))
             if self.grad and gradient.is_wanted(old) and not gradient.is_wanted(new):
@@ -241,11 +241,6 @@ class Edit:
         read, names = {value for op in made for value in op.reads}, self.functional.names
         if gradient.is_cut(made, read, names) or any(gradient.is_cut_in_place(x, names) for x in read.union(sources)):
             raise CannotEdit("a gradient is cut within what would be made anew")
-
-    def is_wanted(self, value: Value) -> bool:
-        """True if some who read a value of the model see a gradient's path, or no node says that they see none."""
-        nodes = self.functional.names.get(value, ())
-        return not nodes or any(gradient.wants_gradient(node) for node, _ in nodes)
 
     def replaced(self, old: Value, new: Value) -> set[Op]:
         """What made a value, from where the new calls in its place begin."""

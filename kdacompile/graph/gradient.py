@@ -42,6 +42,12 @@ def is_cut_in_place(value: Value, names: Mapping[Value, Sequence[tuple[fx.Node, 
     return len({wants_gradient(node) for node, _ in names.get(value, ())}) > 1
 
 
+def is_wanted_by_some(value: Value, names: Mapping[Value, Sequence[tuple[fx.Node, int]]]) -> bool:
+    """True if some who read the value see a gradient's path, or no node says that they see none."""
+    nodes = names.get(value, ())
+    return not nodes or any(wants_gradient(node) for node, _ in nodes)
+
+
 def is_wanted(value: Value) -> bool:
     """True if a node yields the value and it is part of a gradient's path."""
     return value.node is not None and wants_gradient(value.node)
