@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -47,6 +47,18 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(fn, backend="kda", dynamic=True, options={"kda.inner": "eager"})
 
 
+SIX = (12, 2), (40, 2), (33, 1), (20, 4), (50, 1), (9, 2)
+"""Lengths and numbers of groups, three of these."""
+
+
+def check(run: Callable[..., Tensor], tensors: Callable[[int], list[Any]], calls: Iterable[tuple[int, int]]) -> None:
+    """``grouped`` on tensors of each length, with each number of groups, is as it is eagerly."""
+    with torch.no_grad():
+        for length, groups in calls:
+            args: list[Any] = [*tensors(length), groups, HEADS]
+            assert relative_error(run(*args), grouped(*args)) < 1e-5
+
+
 def test_in_a_closure() -> None:
     run = compiled(in_a_closure(2))
     with torch.no_grad():
@@ -59,10 +71,7 @@ def test_in_a_closure() -> None:
 
 def test_other_numbers_are_other_graphs() -> None:
     run = compiled(grouped)
-    with torch.no_grad():
-        for length, groups in ((12, 2), (40, 2), (33, 1), (20, 4), (50, 1), (9, 2)):
-            args: list[Any] = [*arguments(length), groups, HEADS]
-            assert relative_error(run(*args), grouped(*args)) < 1e-5
+    check(run, arguments, SIX)
     assert graphs() == 3
     assert lifted_functions() == {"grouped"}
 
@@ -88,20 +97,14 @@ def test_beside_marked_tokens(dynamic: bool | None) -> None:
     """Numbers are none of the sizes that the caller has demanded, and may be guarded."""
     called: Callable[..., Tensor] = grouped
     run = torch.compile(lambda *given: called(*given), backend="kda", dynamic=dynamic, options={"kda.inner": "eager"})
-    with torch.no_grad():
-        for length, groups in ((12, 2), (40, 2), (33, 1), (20, 4), (50, 1), (9, 2)):
-            args: list[Any] = [*marked(length), groups, HEADS]
-            assert relative_error(run(*args), grouped(*args)) < 1e-5
+    check(run, marked, SIX)
     assert graphs() == 3
     assert lifted_functions() == {"grouped"}
 
 
 def test_the_function_itself_beside_marked_tokens() -> None:
     run = compiled(grouped)
-    with torch.no_grad():
-        for length, groups in ((12, 2), (33, 1), (20, 2)):
-            args: list[Any] = [*marked(length), groups, HEADS]
-            assert relative_error(run(*args), grouped(*args)) < 1e-5
+    check(run, marked, ((12, 2), (33, 1), (20, 2)))
     assert graphs() == 2
     assert lifted_functions() == {"grouped"}
 
