@@ -177,10 +177,8 @@ def _programs(steps: Iterable[Launch | Apply], addresses: Sequence[int]) -> Iter
 class Recorder(Scratch):
     """Runs a call and notes what it does; ``operands`` have different addresses."""
 
-    first = True
-
     def __init__(self, operands: Operands) -> None:
-        super().__init__()
+        super().__init__(first=True)
         self._operands = operands
         self._begins = {x.data_ptr(): number for number, x in enumerate(operands) if x is not None}
         self._buffers: list[Tensor] = []  # held until the end, so that no two have had the same address

@@ -11,15 +11,13 @@ from torch import Tensor
 
 class Scratch:
     """Allocates uninitialised buffers; ``poison`` fills them with NaN or -1, so that a read before a write shows.
+    ``first``: whether no call of this kind was seen before.
 
     What runs on a device goes through it as well: :mod:`~kdacompile.lowering.recorded` has one that remembers.
     """
 
-    first = False
-    """Whether no call of this kind was seen before."""
-
-    def __init__(self, *, poison: bool = False) -> None:
-        self.poison = poison
+    def __init__(self, *, poison: bool = False, first: bool = False) -> None:
+        self.poison, self.first = poison, first
         self.allocated_bytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

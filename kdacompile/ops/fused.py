@@ -112,7 +112,7 @@ class FusedKernels(Serving):
         super().__init__(remember=remember)
         self._choose, self._gradients = choose, gradients
         self._compiled: set[tuple[Any, ...]] = set()
-        """Kinds of in-place steps that have run."""
+        """Kinds of in-place steps and of backward ops that have run."""
 
     def serve(self, device: str) -> None:
         """Register on a device's dispatch key ("CUDA", "PrivateUse1")."""
@@ -179,11 +179,14 @@ class FusedKernels(Serving):
             if not (call.q.numel() and call.v.numel() and any(grad is not None for grad in grads)):
                 return otherwise(*arguments, wanted=wanted, **options)
             chosen = self.chosen(lambda: choose(call), BACKWARD)
+            kind = (signature.backward_name, *options.items(), *map(_kind, arguments))
+            scratch = Scratch(first=kind not in self._compiled)
             with differentiation():  # of what stands in front of the recurrence, where kernels leave it to torch
                 given = call.with_bounds_at_hand()
-                found = self.attempted(chosen, lambda it: it.gradients(given, *grads), what=BACKWARD)
+                found = self.attempted(chosen, lambda it: it.gradients(given, *grads, scratch=scratch), what=BACKWARD)
             if found is None:
                 return otherwise(*arguments, wanted=wanted, **options)
+            self._compiled.add(kind)
             by_name = dict(zip((operand.name for operand in operands_of(Call)), found, strict=False))
             asked = zip(signature.operands, wanted, strict=False)
             pulled = (by_name[operand.name] for operand, want in asked if want)

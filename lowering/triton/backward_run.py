@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..adjoint import Gradients
+from ..ahead import compile_ahead
 from ..calls import Call
 from ..gates import GATE_FUNCTIONS
 from ..scratch import Scratch
@@ -58,8 +59,10 @@ class TritonGradients:
     def gradients(
         self, call: Call, grad_o: Tensor | None, grad_state: Tensor | None, scratch: Scratch | None = None
     ) -> Gradients:
+        scratch = scratch or Scratch()
         with on(call.q.device):
-            return self.execution(call, grad_o, grad_state, scratch or Scratch()).run()
+            compile_ahead(lambda ahead: self.execution(call, grad_o, grad_state, ahead).run(), scratch)
+            return self.execution(call, grad_o, grad_state, scratch).run()
 
 
 class Backward:

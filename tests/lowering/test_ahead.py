@@ -13,8 +13,11 @@ import torch
 from kdacompile import containment
 from kdacompile.lowering import ahead
 from kdacompile.lowering.ahead import compile_ahead
+from kdacompile.lowering.calls import Call
 from kdacompile.lowering.recorded import Recorder
 from kdacompile.lowering.scratch import Scratch
+from kdacompile.ops.fused import FusedKernels
+from kdacompile.ops.signature import LINEAR_ATTENTION
 
 pytest.importorskip("triton")
 
@@ -67,6 +70,35 @@ def test_a_triton_that_compiles_one_after_the_other(monkeypatch: pytest.MonkeyPa
     kernel = Kernel()
     compile_ahead(lambda scratch: two_kernels(scratch, kernel, kernel), Recorder(()))
     assert not kernel.compiled
+
+
+def test_a_backward_op_knows_its_first_call_of_a_kind() -> None:
+    firsts: list[bool] = []
+
+    class Kernels:
+        name = "noted"
+
+        def declines(self, call: Call) -> str | None:
+            return None
+
+        def gradients(
+            self,
+            call: Call,
+            grad_o: torch.Tensor | None,
+            grad_state: torch.Tensor | None,
+            scratch: Scratch | None = None,
+        ) -> tuple[torch.Tensor | None, ...]:
+            assert scratch is not None
+            firsts.append(scratch.first)
+            return *(torch.zeros_like(x) for x in (call.q, call.k, call.v)), None, None, None, None, None
+
+    backward = FusedKernels(lambda call: None)._backward_of(LINEAR_ATTENTION, lambda call: Kernels())
+    options: dict[str, Any] = {"scale": 1.0, "delta": False, "gate": "none", "gate_fn": "log", "gate_scale": 0.0}
+    options |= {"chunk_size": 0, "sigmoid_beta": False, "qk_l2norm_eps": 0.0, "wanted": [True] * 3 + [False] * 5}
+    for length in (3, 3, 4):
+        x = torch.zeros(1, length, 1, 2)
+        assert len(backward(x, None, x, x, x, *[None] * 6, **options)) == 3
+    assert firsts == [True, False, True]
 
 
 @pytest.mark.parametrize("looked_at", [True, False])
