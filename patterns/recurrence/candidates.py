@@ -62,9 +62,14 @@ def candidates(group: Group, effort: Effort | None = None) -> Iterator[Recurrenc
     for item in _candidates(group, effort or Effort()):
         nothing = False
         yield item
-    if nothing and len(group.anchors) > 2 and not keeps_tokens_apart(group):
+    if nothing and _is_chain(group) and not keeps_tokens_apart(group):
         reason = "what enters and leaves does not fit the roles of the recurrence"
         yield Obstacle("roles", reason, group.anchors[-1])
+
+
+def _is_chain(group: Group) -> bool:
+    """False for two products side by side, as the two terms of softmax attention's scores: nobody's near miss."""
+    return len(group.anchors) > 2 or any(group.masks[anchor].bit_count() > 1 for anchor in group.anchors)
 
 
 def _candidates(group: Group, effort: Effort) -> Iterator[RecurrenceCandidate | Obstacle]:
@@ -74,10 +79,11 @@ def _candidates(group: Group, effort: Effort) -> Iterator[RecurrenceCandidate | 
     everything = Surroundings(ends, group.ops)
     free = {everything.values[i] for i in everything.free}
     pairs = _exit_pairs(group.exits)
-    for values, (out_exit, state_exit) in [*((None, pair) for pair in pairs), *((free, pair) for pair in pairs)]:
+    passes: tuple[Looks, ...] = (_one_write, functools.partial(_several, free), _each_alone)
+    for looks, (out_exit, state_exit) in product(passes, pairs):
         for output in _carried_on(out_exit, last_first=False):
             for state in _carried_on(state_exit, last_first=True) if state_exit else [None]:
-                for writes, cut in _cuts(above, output, state, effort, values):
+                for writes, cut in _cuts(above, output, state, effort, looks):
                     key = (writes, output.index, state.index if state else 0, *(value.index for value in cut))
                     if key in tried:
                         continue
@@ -99,8 +105,8 @@ def _exit_pairs(exits: list[Exit]) -> list[tuple[Exit, Exit | None]]:
 
 def _has_tokens_of(output: Exit, state: Exit | None) -> bool:
     """True by the sizes, which those of a state may be by chance; rows of one token have none."""
-    *others, _ = output.chain[-1].shape
-    return state is not None and len(others) > 2 and list(state.chain[-1].shape[:-1]) == others
+    others = output.chain[-1].shape[:-1]
+    return state is not None and len(others) > 2 and state.chain[-1].shape[:-1] == others
 
 
 def _carried_on(exit_: Exit, *, last_first: bool) -> list[Value]:
@@ -138,16 +144,37 @@ def _sizes(value: Value) -> Counter[int]:
     return Counter(size for dim, size in enumerate(value.shape) if size != 1 and dim not in value.uniform)
 
 
-WAYS = (
-    (True, True, False, False),
-    (True, False, False, False),
-    (False, False, False, False),
-    (True, True, True, False),
-    (True, True, False, True),
-)
-"""How values are told that could have a role: ``_eligible``'s two questions, whether offsets end the region, and
-whether numbers per head that were joined are told apart.
-"""
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How values are told that could have a role."""
+
+    raw_state: bool = True
+    """A decayed state is no state (one-token steps)."""
+    grouped: bool = True
+    """Keys may have a divisor of the heads."""
+    apart: bool = False
+    """Offsets end the region."""
+    parted: bool = False
+    """Numbers per head that were joined are told apart."""
+
+
+USUAL_WAYS = (Way(), Way(grouped=False), Way(raw_state=False, grouped=False), Way(apart=True), Way(parted=True))
+OTHER_WAYS = USUAL_WAYS[:1]
+"""Under readings of the results that nobody writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Readings of the results under which roles are looked for together: all usual ones, all others, or one alone."""
+
+    usual: bool
+    key_size: int
+    readings: list[dict[str, int]]
+    writes: int = 1
+
+
+Looks = Callable[[Value, Value | None, list[int]], Iterator[Look]]
+"""For an output and a state, and the sizes K that keys could have."""
 
 
 class Above:
@@ -164,34 +191,27 @@ class Above:
 
 
 def _cuts(
-    above: Above, output: Value, state: Value | None, effort: Effort, several: set[Value] | None
+    above: Above, output: Value, state: Value | None, effort: Effort, looks: Looks
 ) -> Iterator[tuple[int, list[Value]]]:
-    """Writes a token, and minimum cuts for each size K could have, then the same pushed towards the region: one write,
-    or ``several``, of which these values could be the keys.
-    """
+    """Writes a token, and minimum cuts for each size K could have, then the same pushed towards the region."""
     group, sizes = above.group, _sizes(output)
     if sum(sizes.values()) > 4:
         return
     seen: set[tuple[int, ...]] = set()
     targets = (output,) if state is None else (output, state)
     tried: set[tuple[int, frozenset[Op], tuple[int, ...]]] = set()
-    key_sizes = _key_sizes(group, sizes, state)
-    if several is None:
-        ways_to_read = [(1, usual, key_size) for usual, key_size in product((True, False), key_sizes)]
-    else:
-        ways_to_read = list(_several(several, output, state, key_sizes))
-    for writes, usual, key_size in ways_to_read:
-        readings = frames(output, state, key_size, usual=usual, writes=writes)
+    for look in looks(output, state, _key_sizes(group, sizes, state)):
+        readings, writes = look.readings, look.writes
         has_role = role_test(readings)
-        for raw_state, grouped, apart, parted in WAYS[: len(WAYS) if usual else 1] if readings else ():
-            barriers = frozenset[Op]().union(*map(above.offsets, targets)) if apart else frozenset[Op]()
-            joined = above.joined(output) if parted else frozenset[Value]()
-            if (apart and not barriers) or (parted and not joined):
+        for way in (USUAL_WAYS if look.usual else OTHER_WAYS) if readings else ():
+            barriers = frozenset[Op]().union(*map(above.offsets, targets)) if way.apart else frozenset[Op]()
+            joined = above.joined(output) if way.parted else frozenset[Value]()
+            if (way.apart and not barriers) or (way.parted and not joined):
                 continue
             if not effort.take(group):
                 return
             more = Counter({size for known in readings for size in (known["T"], writes)} if writes > 1 else ())
-            single = _eligible(sizes, key_size, has_role, more, raw_state=raw_state, grouped=grouped)
+            single = _eligible(sizes, look.key_size, has_role, more, way)
             eligible = functools.partial(_told_apart, joined, single) if joined else single
             surroundings = above.surroundings(targets, barriers)
             cuttable = surroundings.cuttable(eligible)
@@ -210,14 +230,28 @@ def _cuts(
                     yield writes, variant
 
 
-def _several(
-    values: set[Value], output: Value, state: Value | None, key_sizes: list[int]
-) -> Iterator[tuple[int, bool, int]]:
-    """Several writes a token, as far as tensors above the region have as many."""
+def _one_write(output: Value, state: Value | None, key_sizes: list[int]) -> Iterator[Look]:
+    """One write a token."""
+    for usual, key_size in product((True, False), key_sizes):
+        readings = frames(output, state, key_size, usual=usual)
+        yield Look(usual=usual, key_size=key_size, readings=readings)
+
+
+def _several(values: set[Value], output: Value, state: Value | None, key_sizes: list[int]) -> Iterator[Look]:
+    """Several writes a token, as far as tensors above the region have as many: of these the keys are some."""
     for key_size in key_sizes:
         readings = frames(output, state, key_size, usual=True)
         for writes in dict.fromkeys(writes for sizes in readings for writes in writes_of(values, sizes)):
-            yield writes, True, key_size
+            written = frames(output, state, key_size, usual=True, writes=writes)
+            yield Look(usual=True, key_size=key_size, readings=written, writes=writes)
+
+
+def _each_alone(output: Value, state: Value | None, key_sizes: list[int]) -> Iterator[Look]:
+    """Each usual reading by itself: what has a role under one alone may hide the cut of another."""
+    for key_size in key_sizes:
+        readings = frames(output, state, key_size, usual=True)
+        for reading in readings if len(readings) > 1 else ():
+            yield Look(usual=True, key_size=key_size, readings=[reading])
 
 
 def _offsets(group: Group, target: Value) -> frozenset[Op]:
@@ -244,18 +278,10 @@ def _told_apart(joined: frozenset[Value], eligible: Callable[[Value], bool], val
 
 
 def _eligible(
-    sizes: Counter[int],
-    key_size: int,
-    has_role: Callable[[Value], bool],
-    more: Counter[int],
-    *,
-    raw_state: bool,
-    grouped: bool,
+    sizes: Counter[int], key_size: int, has_role: Callable[[Value], bool], more: Counter[int], way: Way
 ) -> Callable[[Value], bool]:
-    """Values that could have a role: by their sizes, and because some reading of the results allows one.
-
-    ``raw_state``: a decayed state is no state (one-token steps); ``grouped``: keys may have a divisor of the heads;
-    ``more``: sizes of several writes a token.
+    """Values that could have a role: by their sizes (``more``: those of several writes a token), and because some
+    reading of the results allows one.
     """
     allowed = sizes + Counter([key_size])
     step = sum(sizes.values()) < 4
@@ -263,7 +289,7 @@ def _eligible(
 
     def fits(value: Value) -> bool:
         odd = list((_sizes(value) - allowed - more).elements())
-        if odd and not (grouped and len(odd) == 1 and odd[0] and any(size % odd[0] == 0 for size in sizes)):
+        if odd and not (way.grouped and len(odd) == 1 and odd[0] and any(size % odd[0] == 0 for size in sizes)):
             return False
         return has_role(value)
 
@@ -273,7 +299,7 @@ def _eligible(
         key = value.shape, value.uniform
         if key not in known:
             known[key] = fits(value)
-        if not known[key] or not (raw_state and step and value.op is not None and value.op.name in ("mul", "lerp")):
+        if not known[key] or not (way.raw_state and step and value.op is not None and value.op.name in ("mul", "lerp")):
             return known[key]
         return _sizes(value) != allowed
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kdacompile.explainer import explain
 from tests.backend.test_hoist import explained
 from tests.compare import worst_error
 
@@ -79,6 +80,41 @@ def test_sums_are_one_more_column(fn: Callable[..., Tensor], grad: bool) -> None
     assert worst_error(ours, expected) <= 1e-5
     pattern = "simple_gla" if fn is two_factors else "linear_attention"
     assert [match.pattern for match in report.matches] == [pattern], str(report)
+
+
+def over_their_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT).tril()
+    return (scores / scores.sum(-1, keepdim=True).abs()) @ v
+
+
+def whole_over_their_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """No row of the mask: every token reads all. Laid out as the one above."""
+    scores = q @ k.mT
+    return (scores / scores.sum(-2, keepdim=True).abs()) @ v
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 12, 8), (8, 8, 12, 64)])
+@pytest.mark.parametrize("grad", [False, True])
+def test_as_many_batches_and_heads_as_channels(shape: tuple[int, ...], grad: bool) -> None:
+    """Laid out for the product, the values could be a state of another reading of the result."""
+    torch.manual_seed(0)
+    inputs = [torch.rand(shape, requires_grad=grad) for _ in range(3)]
+    report = explain(over_their_sums)(*inputs)
+    assert [match.pattern for match in report.matches] == ["linear_attention"], str(report)
+    expected = over_their_sums(*inputs)
+    assert worst_error(report.result, expected) <= 1e-5
+    if grad:
+        weight = torch.rand(shape)
+        ours, theirs = (torch.autograd.grad(o, inputs, weight) for o in (report.result, expected))
+        assert worst_error(ours, theirs) <= 1e-4
+
+
+def test_other_sums_of_as_many_batches_and_heads_stay() -> None:
+    torch.manual_seed(0)
+    inputs = [torch.rand(2, 4, 12, 8) for _ in range(3)]
+    report = explain(whole_over_their_sums)(*inputs)
+    assert worst_error(report.result, whole_over_their_sums(*inputs)) <= 1e-5
+    assert not report.matches and report.rejections, str(report)
 
 
 def over_the_queries(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
