@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from kdacompile.capture.bytecode import taker, takers
 from kdacompile.capture.formulas import OPAQUE, Formula, Size, formula_of, is_opaque, plain
+from kdacompile.capture.frames import FrameEnds
 from kdacompile.capture.identity import LONGEST_TABLE, Identity, is_trusted
 from kdacompile.compat.operators import tree_map_only
 
@@ -67,6 +68,8 @@ class Concolic:
         self.runs: list[Run] = []
         self.now = Run((0, 0))
         self.codes: dict[int, types.CodeType] = {}
+        self.ends = FrameEnds(self.leave)
+        """To be entered around many runs: to begin and to end takes time."""
         self.taker = functools.cache(lambda code, made: taker(self.codes[code], made))
         self.operators: set[Place] = set()
         """Places at which operators ran while some answer about a device was kept."""
@@ -77,27 +80,20 @@ class Concolic:
     def run(self, call: Callable[..., Any], inputs: Sequence[Any], batch: int, length: int) -> Any:
         """``call(*inputs)``, which calls ``self.fn``; a run that raises is forgotten."""
         self.now = Run((batch, length))
-        before = sys.gettrace()
-        sys.settrace(self.enter)
-        try:
-            with _Operators(self):
-                result = call(*inputs)
-        finally:
-            sys.settrace(before)
+        with self.ends, _Operators(self):
+            result = call(*inputs)
         self.runs.append(self.now)
         return tree_map_only(Size, int, result)
 
-    def enter(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        """A trace function: look at what the function's own code leaves behind in its variables."""
-        if id(frame.f_code) not in self.codes:
-            return None
-        frame.f_trace_lines = False
-        return self.leave
+    def own(self, code: types.CodeType) -> None:
+        """Code that is the function's own."""
+        self.codes[id(code)] = code
+        self.ends.watch(code)
 
-    def leave(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        if event == "return" and any(map(_is_table, frame.f_locals.values())):
+    def leave(self, frame: types.FrameType) -> None:
+        """Look at what the function's own code leaves behind in its variables."""
+        if any(map(_is_table, frame.f_locals.values())):
             self.refuse("it makes a table of numbers")
-        return self.leave
 
     def place(self) -> Place:
         """The innermost instruction of the function's own code."""
@@ -209,7 +205,7 @@ class _Operators(TorchFunctionMode):
         self.concolic = concolic
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = self.unwrapped(args)
+        args = args if _HOLDING.isdisjoint(map(type, args)) else self.unwrapped(args)
         out = func(*args, **{key: self.unwrapped(item) for key, item in kwargs.items()}) if kwargs else func(*args)
         if isinstance(out, Tensor) or not self.concolic.is_asking():
             now = self.concolic.now
@@ -233,7 +229,7 @@ class _Operators(TorchFunctionMode):
         return out
 
     def unwrapped(self, item: Any) -> Any:
-        """An argument with plain numbers in it. Made for every operator, while every call of Python's is traced."""
+        """An argument with plain numbers in it. Made for every operator."""
         kind = type(item)
         if kind is Size:
             number = int.__int__(item)
@@ -291,7 +287,7 @@ class _Copies:
 
     def code(self, code: types.CodeType) -> types.CodeType:
         made = code.replace(co_consts=tuple(self.literal(const) for const in code.co_consts))
-        self.concolic.codes[id(made)] = made
+        self.concolic.own(made)
         return made
 
     def literal(self, const: Any) -> Any:
