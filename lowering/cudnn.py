@@ -120,16 +120,20 @@ def _of_operands(
     """Gradients of the op's operands from those of queries, keys ``[B, T, H, N + D]`` and values ``[B, T, H, V]``."""
     assert call.w_uk is not None and call.w_uv is not None
     nope = call.w_uk.shape[1]
-    grad_nope, grad_rope = grad_k[..., :nope], grad_k[..., nope:]
+    grad_rope = grad_k[..., nope:]
     found: dict[str, Tensor] = {"q": grad_q[..., :nope], "q_rope": grad_q[..., nope:]}
     if "k_rope" in wanted:
         found["k_rope"] = grad_rope.sum(2, dtype=torch.float32).to(grad_k.dtype)
-    for name, grad in (("w_uk", grad_nope), ("w_uv", grad_v)):
-        if name in wanted:
-            found[name] = torch.einsum("bsho,bsr->hor", grad, call.latent)
+    # A token's row of all heads is one of a matrix. So nothing is copied: what is rotated meets zeros, or is left out.
+    tokens = call.latent.flatten(0, 1)
+    keys, values = (x.flatten(0, 1).flatten(1) for x in (grad_k, grad_v))
+    if "w_uk" in wanted:
+        found["w_uk"] = (keys.mT @ tokens).unflatten(0, grad_k.shape[2:])[:, :nope]
+    if "w_uv" in wanted:
+        found["w_uv"] = (values.mT @ tokens).unflatten(0, grad_v.shape[2:])
     if "latent" in wanted:
-        rows = torch.cat([grad_nope, grad_v], dim=-1).flatten(2)
-        found["latent"] = rows @ torch.cat([call.w_uk, call.w_uv], dim=1).flatten(0, 1)
+        w_uk = torch.nn.functional.pad(call.w_uk, (0, 0, 0, grad_rope.shape[-1])).flatten(0, 1)
+        found["latent"] = torch.addmm(keys @ w_uk, values, call.w_uv.flatten(0, 1)).view_as(call.latent)
     return {name: found[name] for name in wanted}
 
 
