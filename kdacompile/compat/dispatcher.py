@@ -54,6 +54,18 @@ def call_instead(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     return dispatched
 
 
+def keep_calls_apart(op: Any) -> None:
+    """Have AOTAutograd leave equal calls of an operator as they are, where it would make one of them.
+
+    What is returned of two such calls would be one tensor: a write to one reaches the other, and where one was made
+    without gradients both lose theirs. Torch spares operators with one result, and does not look into tuples.
+    """
+    from torch._functorch import compile_utils  # with all of torch.fx behind it
+
+    if op.overloadpacket not in compile_utils.rand_ops:
+        compile_utils.rand_ops.append(op.overloadpacket)
+
+
 def dispatch_state() -> tuple[int, int]:
     """The keys that this thread adds to a call's, modes and autocast among them, and those it leaves out, as bits."""
     return _local_include().raw_repr(), _local_exclude().raw_repr()

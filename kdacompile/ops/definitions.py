@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdacompile.compat.dispatcher import DispatchKey, privateuse1_name
+from kdacompile.compat.dispatcher import DispatchKey, keep_calls_apart, privateuse1_name
 from kdacompile.lowering.calls import Call
 from kdacompile.lowering.run_attention import Attention
 from kdacompile.ops import autograd, kernels, mla_cut
@@ -72,6 +72,7 @@ def _define(name: str, schema: str, kernel: Kernel, fake: Kernel) -> Any:
     _kernels[name] = dict.fromkeys((DispatchKey.CPU, DispatchKey.CUDA), kernel)
     torch.library.register_fake(f"kdacompile::{name}", fake, lib=_library)
     op = getattr(torch.ops.kdacompile, name).default
+    keep_calls_apart(op)
     for key, device in _AUTOCAST_KEYS.items():
         _library.impl(name, _outside_autocast(op, device), key)
     _library.impl(name, _refuse_vmap(op), "FuncTorchBatched")

@@ -57,6 +57,25 @@ def test_inductor_training() -> None:
     assert_close(_run(compiled, operands), expected, 2e-5)
 
 
+def _twice(*operands: Tensor) -> tuple[Tensor, Tensor]:
+    first, _ = linear_attention(*operands)
+    with torch.no_grad():
+        return first, linear_attention(*operands)[0]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_equal_calls_return_tensors_of_their_own(backend: str) -> None:
+    """A teacher's results beside a student's: the teacher's have no gradient, the student's keep theirs."""
+    operands = _operands(19, grad=True)[:5]
+    student, teacher = torch.compile(_twice, backend=backend, fullgraph=True)(*operands)
+    assert (student.requires_grad, teacher.requires_grad) == (True, False)
+    expected = torch.autograd.grad(_twice(*operands)[0].square().sum(), operands)
+    assert_close(torch.autograd.grad(student.square().sum(), operands), tuple(x.double() for x in expected), 2e-5)
+    kept = teacher.clone()
+    student.detach().zero_()
+    assert torch.equal(teacher, kept)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_decoding_loop_with_a_cache_written_in_place(backend: str) -> None:
     def decode(q: Tensor, k: Tensor, v: Tensor, g: Tensor, cache: Tensor) -> Tensor:
