@@ -124,7 +124,8 @@ class Recorder(TorchDispatchMode):
         stored = self.stored(target, args, kwargs)
         if stored is not None:
             return [stored]
-        made = operator_name(target).removeprefix("aten::") in MAKERS  # these take a tensor for its sizes only
+        name = operator_name(target).removeprefix("aten::")
+        made = name in MAKERS and name != "linspace"  # these take a tensor for its sizes only
         reads = list(walk_values((args[1:] if made else args, kwargs)))
         const = all(value.const for value in reads) and not compat.is_random(target)
         if target is aten._to_copy.default and not const:  # what comes from another device enters the graph as it is

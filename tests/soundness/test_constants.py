@@ -56,6 +56,25 @@ def decayed(q: Tensor, k: Tensor, v: Tensor, total: Tensor) -> Tensor:
     return ((q @ k.mT * gap) @ v).transpose(1, 2)
 
 
+def slopes(q: Tensor, k: Tensor, v: Tensor, least: Tensor, most: Tensor) -> Tensor:
+    """Decays of heads as RetNet's code has them for language models, between two tensors."""
+    H, n = q.shape[2], torch.arange(q.shape[1])
+    slope = (1 - torch.linspace(least.log(), most.log(), H).exp()).log2()
+    table = torch.exp2((n[:, None] - n).tril() * slope[:, None, None]).tril()
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return ((q @ k.mT * table) @ v).transpose(1, 2)
+
+
+def test_decays_between_tensors() -> None:
+    ends = torch.tensor([1 / 32, 1 / 512])
+    q, k, v = (x[:, :40] for x in given())
+    matched(lambda q, k, v: slopes(q, k, v, torch.tensor(1 / 32), torch.tensor(1 / 512)), (q, k, v), "retention")
+    compiled = torch.compile(slopes, backend="kda", options={"kda.inner": "eager"})
+    for least, most in (ends, ends * 2):  # arguments are no constants
+        actual, expected = compiled(q, k, v, least, most), slopes(q, k, v, least, most)
+        assert relative_error(actual, expected) < 1e-5
+
+
 SUMS: dict[str, Callable[[int], Tensor]] = {
     "summed in bfloat16": lambda n: torch.full((n,), -0.05, dtype=HALF).cumsum(0),
     "positions in bfloat16": lambda n: -0.05 * torch.arange(n, dtype=HALF),
