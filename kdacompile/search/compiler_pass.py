@@ -257,6 +257,7 @@ class Search:
         if not self.has_recurrence:
             return
         if self.attention.matches:
+            self.context.rely_on(self.context.tables)
             functional = self.context.functional()
         functional = self.recurrence.run(functional)
         if self.prospects.ops:
@@ -288,15 +289,16 @@ class Search:
         self.context.rely_on({})
         functional = self.context.functional()
         calls = functional.calls or edit.NewCalls()
-        rules = [*self.applied, rule] if functional.calls else [rule]
+        seen = self.applied if functional.calls else []
         with self.timed("canonicalise"):
-            if not edit.apply([rule], functional, calls):
-                return False
-        trace.stage("canonical", functional)
-        self.context.rejected.clear()  # what a group reads is written in another way
-        self.applied = rules
-        self.context.rewritten = lambda other: edit.apply(rules, other, calls)
-        return True
+            changed = edit.apply([rule], functional, calls)
+        if changed:
+            trace.stage("canonical", functional)
+            self.context.rejected.clear()  # what a group reads is written in another way
+            seen = [*seen, rule]
+        self.applied = seen
+        self.context.rewritten = lambda other: edit.apply(seen, other, calls)
+        return changed
 
     def shares_memory(self, functional: Graph) -> bool:
         """True, with a rejection, if the graph overwrites what another of its inputs reads."""

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import kdacompile
 from tests.compare import copies, worst_error
+from tests.lifting.functions import HEADS as LOOP
+from tests.lifting.functions import recurrent_gla
 from tests.mla.layers import HEADS, NOPE, RANK, ROPE, VALUE, WIDTH
 from tests.mla.variants import PLAIN, Variant
 
@@ -350,3 +352,27 @@ def test_spectral_norm_of_torch(trains: bool) -> None:
     wanted = torch.autograd.grad(expected, [*theirs, *eager.parameters()], cotangent)
     assert all(worst_error(x, y) < 1e-4 for x, y in zip(found, wanted, strict=True))
     assert all(worst_error(x, y) < 1e-5 for x, y in zip(module.buffers(), eager.buffers(), strict=True))
+
+
+class BesideALoop(nn.Module):
+    """A layer of linear attention, which is lifted, and one of MLA with an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Beside()
+
+    def forward(self, x: Tensor, latent: Tensor, rope: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        return self.attention(x, latent, rope) + recurrent_gla(q, k, v, g).sum((-1, -2))[..., None]
+
+
+def test_adapters_at_other_lengths() -> None:
+    """The length stays open where something is lifted: adapters are merged at other lengths too."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    module, length = BesideALoop(), 9
+    gates = [torch.randn(2, length, LOOP, 8) for _ in range(3)], -torch.rand(2, length, LOOP, 8)
+    own = [torch.randn(2, length, width) for width in (WIDTH, RANK, ROPE)]
+    with torch.no_grad():
+        report = kdacompile.explain(module, options=EAGER)(*own, *gates[0], gates[1])
+        assert [match.pattern for match in report.matches] == ["gla", "mla"], str(report)
+        assert worst_error(report.result, module(*own, *gates[0], gates[1])) < 1e-5
