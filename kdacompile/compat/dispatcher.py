@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,11 @@ _local_exclude = torch._C._dispatch_tls_local_exclude_set
 
 def forward_mode_is_on() -> bool:
     return forward_ad._current_level >= 0
+
+
+def forward_mode_switched_on() -> contextlib.AbstractContextManager[Any]:
+    """A context in which tangents are followed, where a function's forward has switched that off."""
+    return forward_ad._set_fwd_grad_enabled(True)
 
 
 def count_write(x: torch.Tensor) -> None:

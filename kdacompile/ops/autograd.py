@@ -26,7 +26,7 @@ from kdacompile.ops.dispatch import (
     record,
 )
 from kdacompile.ops.dtensor import holds_dtensors, on_shards
-from kdacompile.ops.errors import DoubleBackwardError
+from kdacompile.ops.errors import DoubleBackwardError, ForwardModeError
 from kdacompile.ops.signature import OF_THE_OUTPUT, Signature
 
 Kernels = Mapping[DispatchKey, Kernel]
@@ -62,6 +62,10 @@ class _Recorded(torch.autograd.Function):
         ctx.options = {name: value for name, value in options.items() if name not in OF_THE_OUTPUT}
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise ForwardModeError(op=ctx.differentiated.op.name())
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _, backward_op, signature = ctx.differentiated
         needed = ctx.needs_input_grad[2:]
@@ -91,6 +95,10 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.backward_op = inputs[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise ForwardModeError(op=ctx.backward_op.name())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -25,6 +25,7 @@ from kdacompile.compat.dispatcher import (
     dispatch_state,
     enable_single_level_autograd_function,
     forward_mode_is_on,
+    forward_mode_switched_on,
     function_modes,
     likeness,
     profiler_is_on,
@@ -76,7 +77,7 @@ def record(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 @functools.cache
 def _single_level(function: type[torch.autograd.Function]) -> type[SingleLevelFunction]:
-    names = ("forward", "setup_context", "backward")
+    names = ("forward", "setup_context", "backward", "jvp")
     return type(function.__name__, (SingleLevelFunction,), {n: staticmethod(getattr(function, n)) for n in names})
 
 
@@ -84,10 +85,12 @@ def _single_level(function: type[torch.autograd.Function]) -> type[SingleLevelFu
 def inside_function() -> Generator[None]:
     """The context of the op that a recorded function calls: below autograd, on this level.
 
-    A function's forward runs with grad mode off. Under nested functorch transforms that would reach the levels further
-    out, which would then take the result for a constant.
+    A function's forward runs with grad mode off, and does not follow tangents. Under nested functorch transforms that
+    would reach the levels further out, which would then take the result for a constant.
     """
-    with torch.set_grad_enabled(transforms_are_active()), below_version_counter():
+    nested = transforms_are_active()
+    tangents = forward_mode_switched_on() if nested else contextlib.nullcontext()
+    with torch.set_grad_enabled(nested), tangents, below_version_counter():
         yield
 
 

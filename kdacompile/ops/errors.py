@@ -125,6 +125,15 @@ class DoubleBackwardError(OpError, NotImplementedError):
     template = "{op} is not differentiable: second derivatives are not implemented"
 
 
+class ForwardModeError(OpError, NotImplementedError):
+    """A derivative along tangents was requested (``torch.func.jvp``, ``torch.autograd.forward_ad``)."""
+
+    template = (
+        "{op} has no forward-mode derivative: call the model without torch.compile for it, or take the compiled "
+        "function's gradients (torch.autograd.grad)"
+    )
+
+
 class ContextParallelError(OpError, ValueError):
     """What a rank holds under context parallelism, or the way it is asked for, does not fit the other ranks."""
 

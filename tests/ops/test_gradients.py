@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kdacompile.ops import errors
 from tests.ops.cases import GATE_FNS, GATES, TENSORS, Case, assert_close, make_case, oracle, relative_error
@@ -142,8 +143,26 @@ def test_second_derivative_is_refused(name: str) -> None:
 def test_forward_mode_is_refused() -> None:
     case = make_case(length=3)
     q = case.tensors["q"]
-    with pytest.raises(RuntimeError, match="jvp"):
+    with pytest.raises(errors.ForwardModeError, match="linear_attention has no forward-mode derivative"):
         torch.func.jvp(lambda x: case.with_tensors(q=x).run()[0], (q,), (q,))
+    with pytest.raises(errors.ForwardModeError), forward_ad.dual_level():
+        case.with_tensors(q=forward_ad.make_dual(q, q)).run()
+    with forward_ad.dual_level():  # none of this has a tangent
+        assert torch.equal(case.run()[0], make_case(length=3).run()[0])
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_forward_mode_of_a_gradient_is_refused(name: str) -> None:
+    """Tangents of the level further out are seen too: a gradient must not look like a constant to it."""
+    case = make_case(length=3)
+    q, x = case.tensors["q"], case.tensors[name]
+
+    def slope(x: Tensor) -> Tensor:
+        other = case.with_tensors(**{name: x})
+        return torch.func.grad(lambda q: other.with_tensors(q=q).run()[0].square().sum())(x if name == "q" else q)
+
+    with pytest.raises(errors.ForwardModeError):
+        torch.func.jvp(slope, (x,), (x,))
 
 
 def test_functorch_reverse_mode() -> None:
