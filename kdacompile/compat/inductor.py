@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -15,6 +17,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils._python_dispatch import _disable_current_modes
+
+log = logging.getLogger(__name__)
 
 PASS_OPTION = "pre_grad_custom_pass"
 
@@ -89,7 +93,17 @@ def aot_eager(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 
 def inductor_cache_dir() -> str:
-    return cache_dir()
+    """Where Inductor's caches lie, be it that no folder can be made there: nothing is read or kept then."""
+    try:
+        return cache_dir()
+    except OSError as error:
+        _tell_once(f"{error}: nothing is kept of what is compiled; set TORCHINDUCTOR_CACHE_DIR to a folder of your own")
+        return os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.path.join(os.devnull, "torchinductor"))
+
+
+@functools.cache
+def _tell_once(what: str) -> None:
+    log.warning("%s", what)
 
 
 def disk_caches() -> bool:

@@ -91,7 +91,7 @@ def _trusted(path: Path) -> bytes | None:
                 log.warning("%s is no file, or belongs to or is writable by another user, and is made anew", path)
                 return None
             return file.read()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         log.warning("%s could not be read and is made anew: %s", path, error)

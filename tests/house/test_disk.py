@@ -119,6 +119,20 @@ def test_nothing_half_written_is_left_where_writing_fails(tmp_path: Path, monkey
     assert not list(tmp_path.iterdir())
 
 
+def test_a_cache_that_cannot_be_made_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Below a file nothing can be written: a compilation goes on, and keeps nothing."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    for _ in range(2):
+        path = Path(compat.inductor_cache_dir(), "kdacompile", "text.json")
+        disk.write_checked(path, "q, k, v")
+        assert disk.read_checked(path) is None
+    (told,) = caplog.records
+    assert "set TORCHINDUCTOR_CACHE_DIR to a folder of your own" in told.message
+
+
 def test_a_library_cut_short_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading it would end the process."""
     monkeypatch.setattr(compat, "inductor_cache_dir", lambda: str(tmp_path))
