@@ -23,6 +23,9 @@ from kdacompile.patterns.canonical.pieces import Gathered, Piece, gathered, in_w
 from kdacompile.patterns.engine.values import Numbering, cut_of, is_divided, root
 from kdacompile.patterns.engine.vocabulary import LAYOUT, PICKING
 
+ENTRIES = frozenset({"select", "unbind"})
+"""Operators that take entries out of a tensor, whose dimension goes."""
+
 
 @dataclass(eq=False)
 class Rows:
@@ -134,6 +137,8 @@ class Loops:
         for op in graph.ops:
             for value in op.outs:
                 self.same.setdefault(self.numbering.of(value), value)
+        self.outer = {self.key(piece) for piece in self.taken_apart()}
+        """Kinds of pieces of a loop around another: requests or heads, one by one."""
         self.read_all()
         self.columns = self.unlike()
         if self.columns:
@@ -185,6 +190,15 @@ class Loops:
                 found |= self.cut_from[rows]
         return found
 
+    def taken_apart(self) -> Iterator[Piece]:
+        """Entries that are only read entry by entry: the tokens of a head. What the tokens make alike is one value for
+        all of these; heads make everything alike, their states too.
+        """
+        for value in (value for op in self.graph.ops for value in op.outs):
+            piece = piece_of(value) if value.users and all(user.name in ENTRIES for user in value.users) else None
+            if piece is not None and not piece.width and (len(value.users) > 1 or value.users[0].name == "unbind"):
+                yield piece
+
     def read(self, op: Op, value: Value) -> None:
         members = [read for read in dict.fromkeys(op.reads) if read in self.member]
         piece = piece_of(value) if not members else None
@@ -192,7 +206,7 @@ class Loops:
             piece = in_whole(piece) if self.across else piece
             key = self.key(piece)
             whole = piece.count > 1 and len(self.turns(piece)) in (0, piece.count)
-            if whole and not self.is_fixed(piece.source) and key not in self.columns:
+            if whole and not self.is_fixed(piece.source) and key not in self.columns | self.outer:
                 behind = piece.dim - len(value.shape) if piece.width else None
                 rows = Rows(piece.count, piece=piece, behind=behind, entry=not piece.width, early=True)
                 rows = self.join(value, key, piece.index, rows)

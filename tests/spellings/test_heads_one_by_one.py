@@ -18,7 +18,7 @@ Head = Callable[[tuple[Tensor, ...], int, int], Tensor]
 
 def delta(given: tuple[Tensor, ...], b: int, head: int) -> Tensor:
     q, k, v, f, i = given
-    s, out = q.new_zeros(K, V), list[Tensor]()
+    s, out = q.new_zeros(K, v.shape[-1]), list[Tensor]()
     for t in range(T):
         s = s * f[b][head][t].exp()
         s = s + torch.outer(k[b][head][t], i[b][head][t] * (v[b][head][t] - k[b][head][t] @ s))
@@ -28,7 +28,7 @@ def delta(given: tuple[Tensor, ...], b: int, head: int) -> Tensor:
 
 def forgetting(given: tuple[Tensor, ...], b: int, head: int) -> Tensor:
     q, k, v, f, _ = given
-    s, out = q.new_zeros(V, K), list[Tensor]()
+    s, out = q.new_zeros(v.shape[-1], K), list[Tensor]()
     for t in range(T):
         s = s * f[b][head][t].exp() + torch.outer(v[b][head][t], k[b][head][t])
         out.append(s @ q[b][head][t])
@@ -38,7 +38,7 @@ def forgetting(given: tuple[Tensor, ...], b: int, head: int) -> Tensor:
 def in_range(given: tuple[Tensor, ...], b: int, head: int) -> Tensor:
     """mLSTM with the largest exponent so far, as a scan over pairs."""
     q, k, v, f, i = given
-    c, m, out = torch.zeros(V, K), torch.zeros(()), list[Tensor]()
+    c, m, out = torch.zeros(v.shape[-1], K), torch.zeros(()), list[Tensor]()
     for t in range(T):
         log_f, log_i = F.logsigmoid(f[b][head][t]), i[b][head][t]
         largest = torch.maximum(log_f + m, log_i)
@@ -48,10 +48,30 @@ def in_range(given: tuple[Tensor, ...], b: int, head: int) -> Tensor:
     return torch.stack(out)
 
 
+def in_range_and_normalised(given: tuple[Tensor, ...], b: int, head: int) -> Tensor:
+    """The same with keys that each turn scales, a sum of keys beside the state, and a gate on the results."""
+    q, k, v, f, i = given
+    c: Tensor | int = 0
+    n: Tensor | int = 0
+    m: Tensor | int = 0
+    out: list[Tensor] = []
+    for t in range(T):
+        log_f, log_i = F.logsigmoid(f[b][head][t]), i[b][head][t]
+        largest = torch.maximum(log_f + m, log_i)
+        forget, write = torch.exp(log_f + m - largest), torch.exp(log_i - largest)
+        key = k[b][head][t] / K**0.5
+        c = forget * c + write * torch.outer(v[b][head][t], key)
+        n = forget * n + write * key
+        m = largest
+        total = torch.maximum(torch.dot(n, q[b][head][t]).abs(), torch.exp(-largest)) + 1e-6
+        out.append(F.silu(v[b][head][t]) * (c @ q[b][head][t]) / total)
+    return torch.stack(out)
+
+
 def of_the_other_head(given: tuple[Tensor, ...], b: int, head: int) -> Tensor:
     """Keys of the head before, from the second token on."""
     q, k, v, f, _ = given
-    s, out = q.new_zeros(V, K), list[Tensor]()
+    s, out = q.new_zeros(v.shape[-1], K), list[Tensor]()
     for t in range(T):
         s = s * f[b][head][t].exp() + torch.outer(v[b][head][t], k[b][head - 1 if t else head][t])
         out.append(s @ q[b][head][t])
@@ -65,20 +85,28 @@ def one_by_one(head: Head) -> Callable[..., Tensor]:
     return run
 
 
-def arguments() -> list[Tensor]:
-    q, k, v = torch.randn(B, H, T, K), torch.randn(B, H, T, K) / K**0.5, torch.randn(B, H, T, V)
+def arguments(values: int = V) -> list[Tensor]:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(B, H, T, K), torch.randn(B, H, T, K) / K**0.5, torch.randn(B, H, T, values)
     return [q, k, v, -torch.rand(B, H, T), torch.rand(B, H, T)]
 
 
+@pytest.mark.parametrize("values", [V, K])
 @pytest.mark.parametrize(
-    ("head", "pattern"), [(delta, "gated_delta_rule"), (forgetting, "simple_gla"), (in_range, "simple_gla")]
+    ("head", "patterns"),
+    [
+        (delta, ["gated_delta_rule"]),
+        (forgetting, ["simple_gla"]),
+        (in_range, ["simple_gla"]),
+        (in_range_and_normalised, ["simple_gla"] * 2),
+    ],
 )
-def test_each_head_is_a_recurrence(head: Head, pattern: str) -> None:
+def test_each_head_is_a_recurrence(head: Head, patterns: list[str], values: int) -> None:
     torch._dynamo.reset()
-    args = [x.requires_grad_() for x in arguments()]
+    args = [x.requires_grad_() for x in arguments(values)]
     fn = one_by_one(head)
     report, want = explain(fn, options={"kda.lift": False})(*args), fn(*args)
-    assert [match.pattern for match in report.matches] == [pattern] * B * H, str(report)
+    assert [match.pattern for match in report.matches] == patterns * B * H, str(report)
     assert worst_error(report.result, want) < 1e-5
     seed, found = torch.randn(want.shape), list[tuple[Tensor, ...]]()
     for out in (report.result, want):
