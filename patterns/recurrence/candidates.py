@@ -21,7 +21,7 @@ from kdacompile.patterns.engine.match import Candidate, Obstacle, rounding
 from kdacompile.patterns.engine.values import root
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, DATA_MOVEMENT, is_float8
 from kdacompile.patterns.recurrence.bindings import Bindings
-from kdacompile.patterns.recurrence.cuts import NoCut, Surroundings
+from kdacompile.patterns.recurrence.cuts import NoCut, Surroundings, is_rounded_decay
 from kdacompile.patterns.recurrence.regions import Exit, Group, is_soft
 from kdacompile.patterns.recurrence.roles import RecurrenceCandidate, frames, role_test, writes_of
 from kdacompile.patterns.recurrence.streams import keeps_tokens_apart
@@ -156,9 +156,18 @@ class Way:
     """Offsets end the region."""
     parted: bool = False
     """Numbers per head that were joined are told apart."""
+    rounded: bool = False
+    """Exponentials may be rounded to the dtype of the results, before any product too."""
 
 
-USUAL_WAYS = (Way(), Way(grouped=False), Way(raw_state=False, grouped=False), Way(apart=True), Way(parted=True))
+USUAL_WAYS = (
+    Way(),
+    Way(grouped=False),
+    Way(raw_state=False, grouped=False),
+    Way(apart=True),
+    Way(parted=True),
+    Way(rounded=True),
+)
 OTHER_WAYS = USUAL_WAYS[:1]
 """Under readings of the results that nobody writes."""
 
@@ -184,10 +193,13 @@ class Above:
         self.group = group
         self.offsets = functools.cache(functools.partial(_offsets, group))
         self.joined = functools.cache(functools.partial(_joined, group))
+        self.rounded = functools.cache(functools.partial(_rounded, group))
         self.surroundings = functools.cache(self._surroundings)
 
-    def _surroundings(self, targets: tuple[Value, ...], barriers: frozenset[Op]) -> Surroundings:
-        return Surroundings(targets, self.group.ops, barriers)
+    def _surroundings(
+        self, targets: tuple[Value, ...], barriers: frozenset[Op], casts: frozenset[Op] = frozenset()
+    ) -> Surroundings:
+        return Surroundings(targets, self.group.ops, barriers, casts)
 
 
 def _cuts(
@@ -199,25 +211,31 @@ def _cuts(
         return
     seen: set[tuple[int, ...]] = set()
     targets = (output,) if state is None else (output, state)
-    tried: set[tuple[int, frozenset[Op], tuple[int, ...]]] = set()
+    tried: set[tuple[int, frozenset[Op], frozenset[Op], tuple[int, ...]]] = set()
     for look in looks(output, state, _key_sizes(group, sizes, state)):
         readings, writes = look.readings, look.writes
         has_role = role_test(readings)
         for way in (USUAL_WAYS if look.usual else OTHER_WAYS) if readings else ():
             barriers = frozenset[Op]().union(*map(above.offsets, targets)) if way.apart else frozenset[Op]()
             joined = above.joined(output) if way.parted else frozenset[Value]()
-            if (way.apart and not barriers) or (way.parted and not joined):
+            casts = above.rounded(output) if way.rounded else frozenset[Op]()
+            if (way.apart and not barriers) or (way.parted and not joined) or (way.rounded and not casts):
                 continue
             if not effort.take(group):
                 return
-            more = Counter({size for known in readings for size in (known["T"], writes)} if writes > 1 else ())
+            more = Counter({size for each in readings for size in (each["T"], writes)} if writes > 1 else ())
             single = _eligible(sizes, look.key_size, has_role, more, way)
             eligible = functools.partial(_told_apart, joined, single) if joined else single
-            surroundings = above.surroundings(targets, barriers)
+            surroundings = above.surroundings(targets, barriers, casts)
             cuttable = surroundings.cuttable(eligible)
-            if (writes, barriers, cuttable) in tried:  # another size or reading need not make another value a role
+            if (
+                writes,
+                barriers,
+                casts,
+                cuttable,
+            ) in tried:  # another size or reading need not make another value a role
                 continue
-            tried.add((writes, barriers, cuttable))
+            tried.add((writes, barriers, casts, cuttable))
             try:
                 cut, late = surroundings.minimum_cut(cuttable)
             except NoCut:
@@ -271,6 +289,14 @@ def _joined(group: Group, target: Value) -> frozenset[Value]:
     above = ancestors([target], lambda value: value.op is not None and not value.const and not is_soft(value.op))
     joins = (op for op in above - group.ops if op.name == "cat" and len(op.out.shape) == 2 and not op.out.const)
     return frozenset(op.out for op in joins if sum(not read.const for read in op.reads) > 1)
+
+
+def _rounded(group: Group, target: Value) -> frozenset[Op]:
+    """Exponentials upstream that are rounded to the dtype of the result: decays of a whole chunk, in a model of 16
+    bits. Those that depend on a product belong to the group.
+    """
+    above = ancestors([target], lambda value: value.op is not None and not value.const and not is_soft(value.op))
+    return frozenset(op for op in above - group.ops if is_rounded_decay(op) and op.out.dtype == target.dtype)
 
 
 def _told_apart(joined: frozenset[Value], eligible: Callable[[Value], bool], value: Value) -> bool:
@@ -354,10 +380,12 @@ def read_region(
         return
     found = Bindings(cut, output, state, ops, writes)
     if found:
-        obstacle = _obstacle(ops, group, outputs) or rounding(ops & group.ops, ops, cut, outputs)
+        core = ops & group.ops
+        core |= {op for op in ops - core if is_rounded_decay(op)}
+        obstacle = _obstacle(ops, group, outputs) or rounding(core, ops, cut, outputs)
         if obstacle and writes > 1:  # much that is no recurrence reads as several writes: nobody's near miss
             return
-        candidate = Candidate(anchor, ops, cut, outputs, found, core=ops & group.ops)
+        candidate = Candidate(anchor, ops, cut, outputs, found, core=core)
         if obstacle and obstacle.code == "escape":
             obstacle = replace(obstacle, candidate=candidate)
         yield obstacle or candidate

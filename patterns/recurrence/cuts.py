@@ -53,6 +53,12 @@ def _has_zeros(op: Op) -> bool:
     return False
 
 
+def is_rounded_decay(op: Op) -> bool:
+    """True for a cast of an exponential to less precision."""
+    made = root(op.reads[0]).op if op.reads and not op.out.const and _rounds(op) else None
+    return made is not None and made.name in ("exp", "exp2")
+
+
 _HOLD_FLOAT8 = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that have every value of every 8-bit one; float16 lacks those of ``float8_e8m0fnu``."""
 
@@ -60,11 +66,18 @@ _HOLD_FLOAT8 = (torch.bfloat16, torch.float32, torch.float64)
 class Surroundings:
     """What a region that yields ``targets`` could begin with: every value above them that soft operators lead from.
 
-    ``core`` are the operators that surely belong to the region, which does not reach above ``barriers``. Values are
-    numbered here: a group is searched for many cuts, and hashing each value on each path is most of their cost.
+    ``core`` are the operators that surely belong to the region, which does not reach above ``barriers``, nor above what
+    rounds, but for ``casts``. Values are numbered here: a group is searched for many cuts, and hashing each value on
+    each path is most of their cost.
     """
 
-    def __init__(self, targets: Sequence[Value], core: Collection[Op], barriers: Collection[Op] = ()) -> None:
+    def __init__(
+        self,
+        targets: Sequence[Value],
+        core: Collection[Op],
+        barriers: Collection[Op] = (),
+        casts: Collection[Op] = (),
+    ) -> None:
         self.values: list[Value] = []
         self.parents: list[list[int]] = []
         self.readers: list[list[int]] = []
@@ -72,7 +85,7 @@ class Surroundings:
         """Values that nothing soft computes."""
         self.free: list[int] = []
         """Values outside the core: those that may be cut."""
-        above = self._walk(targets, core, barriers)
+        above = self._walk(targets, {*core, *casts}, barriers)
         number = {value: i for i, value in enumerate(above)}
         self.values = list(above)
         self.parents = [[number[parent] for parent in parents] for parents in above.values()]
