@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kdacompile.graph.ir import Graph, Op, Value, ancestors, reach
 from kdacompile.patterns.engine.match import Obstacle
@@ -305,6 +306,12 @@ def find_unknown(graph: Graph, matched: AbstractSet[Op]) -> Iterator[Obstacle]:
         yield Obstacle("operator", f"an unknown operator {place} ({op.name})", op)
 
 
+def find_complex(graph: Graph, matched: AbstractSet[Op]) -> Iterator[Obstacle]:
+    """Complex numbers between two anchors, as in retention whose rotation is a factor: the first operator on them."""
+    for op, _ in islice(_between(graph, _is_complex, matched), 1):
+        yield Obstacle("operator", "complex numbers between products of activations: the op's are real", op)
+
+
 def _between(graph: Graph, blocks: Blocks, matched: AbstractSet[Op]) -> Iterator[tuple[Op, str]]:
     """The first of each kind of operators that block, between two anchors, and where it acts."""
 
@@ -328,6 +335,10 @@ def _between(graph: Graph, blocks: Blocks, matched: AbstractSet[Op]) -> Iterator
 
 def _is_blocker(op: Op) -> bool:
     return op.name in BLOCKERS and not op.out.const and not is_soft(op) and op.out.dtype.is_floating_point
+
+
+def _is_complex(op: Op) -> bool:
+    return op.out.dtype.is_complex and not op.out.const
 
 
 def _is_unknown(op: Op) -> bool:

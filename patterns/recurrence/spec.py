@@ -69,7 +69,7 @@ class RecurrenceSpec(Spec[Group, Recurrence]):
         return mask_that_is_given(sorted(region.ops, key=lambda op: op.out.index))
 
     def blockers(self, graph: Graph, matched: AbstractSet[Op], *, unknown: bool) -> list[Obstacle]:
-        found = list(regions.find_blockers(graph, matched))
+        found = list(regions.find_blockers(graph, matched)) or list(regions.find_complex(graph, matched))
         return found or (list(regions.find_unknown(graph, matched)) if unknown else [])
 
     def counterpart(

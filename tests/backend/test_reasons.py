@@ -47,6 +47,29 @@ def bounded_scores(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor)
     return (q @ k.mT).tril().clamp(-1.0, 1.0) @ v
 
 
+def turned(q: Tensor, k: Tensor) -> list[Tensor]:
+    """Queries and keys in complex numbers, each turned by its place."""
+    angles = torch.arange(q.shape[1])[:, None, None] * torch.linspace(0.1, 1.0, q.shape[-1])
+    turn = torch.polar(torch.ones_like(angles), angles)
+    return [(x * turn).transpose(1, 2) for x in (q, k)]
+
+
+def complex_scores(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    (q, k), v = turned(q, k), v.transpose(1, 2)
+    n = torch.arange(q.shape[2])
+    decay = torch.where(n[:, None] >= n, 0.9 ** (n[:, None] - n), 0.0)
+    return ((q @ k.mH) * decay @ v.to(q.dtype)).real
+
+
+def complex_states(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> Tensor:
+    (q, k), v = turned(q, k), v.transpose(1, 2)
+    s, rows = torch.zeros((), dtype=q.dtype), []
+    for t in range(q.shape[2]):
+        s = 0.9 * s + k[:, :, t, :, None].conj() @ v[:, :, t, None].to(q.dtype)
+        rows.append((q[:, :, t, None] @ s).real)
+    return torch.cat(rows, 2)
+
+
 def scores_read(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = (q @ k.mT).tril()
@@ -61,6 +84,8 @@ def scores_read(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, logit: Tensor) ->
         (unknown_on_the_state, "an unknown operator on the state (asinh)"),
         (bounded_error, "on the state (clamp)"),
         (bounded_scores, "between products of activations (clamp)"),
+        (complex_scores, "complex numbers between products of activations"),
+        (complex_states, "complex numbers between products of activations"),
         (scores_read, "an intermediate value of the region is read by pow outside it"),
     ],
 )
