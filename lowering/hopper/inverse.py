@@ -125,12 +125,11 @@ def _times(x, tile_high, tile_low, acc):
 
 
 @gluon.jit
-def _invert_unbounded(A, z, i, j, a_high, a_low, high, low):
-    """:func:`_invert` for any A: its products keep 16 bits and fp32's range, and take three times as long.
+def _invert_unbounded(z, i, j, a_high, a_low, high, low):
+    """:func:`_invert` for any A, which is kept: products of 16 bits and fp32's range, which take three times as long.
 
     Blocks of 1, 2, .. 64 in turn, in a loop, for it is rarely met: X - X L X, L the rest of the next size.
     """
-    _keep(A, a_high, a_low)
     x = gl.where(i == j, 1.0, 0.0)
     for level in range(6):
         _keep(x, high, low)
@@ -173,6 +172,19 @@ def factors_of(betas, k_squares, RAW: gl.constexpr, CHECKED: gl.constexpr):
 
 
 @gluon.jit
+def keep_steep(A, i, steep, tiles, FIRST: gl.constexpr = 0):
+    """For :func:`leave_inverse`: A [64, 64] as a sum of two bf16 in the two tiles behind the first, if rows ask for it.
+
+    Rows before ``steep`` are what fp16 has of them, which two bf16 hold. No product may be under way: ptxas would wait
+    for every product of the kernel.
+    """
+    if steep < 64:
+        high, low = _split(gl.where(pinned(i) < steep, A.to(gl.float16).to(gl.float32), A))
+        tiles.index(FIRST + 1)._reinterpret(gl.bfloat16, [64, 64], TILE).store(high)
+        tiles.index(FIRST + 2)._reinterpret(gl.bfloat16, [64, 64], TILE).store(low)
+
+
+@gluon.jit
 def scaled_back(qk, k_squares, q_squares, scale, RAW: gl.constexpr, FOLDED: gl.constexpr = False):
     """A_qk of rows as they are, from that of RAW rows divided by powers of two; FOLDED, of keys still divided."""
     if RAW:
@@ -183,11 +195,8 @@ def scaled_back(qk, k_squares, q_squares, scale, RAW: gl.constexpr, FOLDED: gl.c
 
 
 @gluon.jit
-def _leave(
-    x, betas, k_squares, tile, d_out, row, RAW: gl.constexpr, APART: gl.constexpr, FOLDED: gl.constexpr
-):  # fmt: skip
-    """Into a tile that nobody has read since the last barrier, and unless FOLDED from there to the buffer."""
-    m_out = tile._reinterpret(gl.bfloat16, [64, 64], TILE)
+def _finished(x, betas, k_squares, RAW: gl.constexpr, APART: gl.constexpr, FOLDED: gl.constexpr):
+    """M of the inverse x."""
     if RAW:
         if not FOLDED:  # keys that are still divided meet it
             x = x * over(magnitude(k_squares.load(DOWN)))[:, None]
@@ -197,53 +206,63 @@ def _leave(
         x = x * across[None, :]
     elif not APART:
         x = x * betas.load(ACROSS)[None, :]
-    m_out.store(x.to(gl.bfloat16))
+    return x.to(gl.bfloat16)
+
+
+@gluon.jit
+def _steep_rows(
+    i, j, betas, k_squares, steep, tiles, at, RAW: gl.constexpr, APART: gl.constexpr, FOLDED: gl.constexpr
+):  # fmt: skip
+    """M by products that keep fp32's range into the last tile, and into the first what is left of A for the others."""
+    i += steep >> 7  # 0, or ptxas would keep masks from before the branch, packed into registers bit by bit
+    z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
+    high, low = tiles.index(at + 1), tiles.index(at + 2)
+    y = _invert_unbounded(z, i, j, high, low, tiles.index(at + 3), tiles.index(at))
+    y = _finished(y, betas, k_squares, RAW, APART, FOLDED)
+    barrier()
+    tiles.index(at + 3)._reinterpret(gl.bfloat16, [64, 64], TILE).store(y)
+    A = high._reinterpret(gl.bfloat16, [64, 64], TILE).load(SQUARE).to(gl.float32)
+    A += low._reinterpret(gl.bfloat16, [64, 64], TILE).load(SQUARE).to(gl.float32)
+    tiles.index(at).store(gl.where(i < steep, A, 0.0).to(gl.float16))
     fence_async_shared()
     barrier()
-    if not FOLDED:
-        tma.async_copy_shared_to_global(d_out, [row, 0], m_out)
 
 
 @gluon.jit
 def leave_inverse(
-    A, z, i, j, betas, k_squares, steep, tiles, zero, d_out, row, CHECKED: gl.constexpr, RAW: gl.constexpr,
+    z, i, j, betas, k_squares, steep, tiles, zero, d_out, row, CHECKED: gl.constexpr, RAW: gl.constexpr,
     APART: gl.constexpr = False, FIRST: gl.constexpr = 0, FOLDED: gl.constexpr = False,
 ):  # fmt: skip
     """Send M, the inverse of I + A with columns times beta, to the buffer's rows from ``row``; see ``factors_of``.
 
-    A is in ``tiles[FIRST]`` too, as fp16; zero: see ``unknown_zero``. CHECKED: rows from ``steep`` on may have an
-    inverse that fp16 does not hold. The rows before never change with them: outputs are causal bit for bit. APART:
-    without beta. FOLDED: it stays in the second tile, for :mod:`.fold`.
+    A is in ``tiles[FIRST]`` as fp16, and read again: registers did not hold it beside the products of q. zero: see
+    ``unknown_zero``. CHECKED: rows from ``steep`` on may have an inverse that fp16 does not hold, and ``keep_steep``
+    has been called. The rows before never change with them: outputs are causal bit for bit. APART: without beta.
+    FOLDED: it stays in the second tile, for :mod:`.fold`.
 
-    Each branch has a zero of its own. With one for both ptxas (12.8) keeps descriptors that they share in uniform
-    registers, and in the branch that is mostly taken reads some that nobody has written: addresses beyond the shared
-    memory, or other tiles. So it does with constants from which it may compute them in advance.
+    The branch has a zero of its own. With one for all ptxas (12.8) keeps descriptors in uniform registers, and where
+    the branch is not taken reads some that nobody has written: addresses beyond the shared memory, or other tiles. So
+    it does with constants from which it may compute them in advance.
     """
     at = FIRST + zero
     if CHECKED:
         if steep < 64:
-            i = pinned(i)  # or the compiler would make the masks of both branches before it knows which one it takes
-            at = FIRST + (steep >> 7)
-            y = _invert_unbounded(
-                A, z, i, j, tiles.index(at), tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3)
-            )  # fmt: skip
-            A = gl.where(i < steep, A, 0.0)
-            barrier()
-            tiles.index(at).store(A.to(gl.float16))
-            fence_async_shared()
-            barrier()
-            x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-            _leave(gl.where(i < steep, x, y), betas, k_squares, tiles.index(at + 1), d_out, row, RAW, APART, FOLDED)
-        else:
-            i = pinned(i)
-            at = FIRST + (steep >> 8)
-            x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-            _leave(x, betas, k_squares, tiles.index(at + 1), d_out, row, RAW, APART, FOLDED)
-    else:
-        # Read again: registers did not hold it beside the products of q.
-        A = tiles.index(at).load(SQUARE).to(gl.float32)
-        x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + 3))
-        _leave(x, betas, k_squares, tiles.index(at + 1), d_out, row, RAW, APART, FOLDED)
+            _steep_rows(i, j, betas, k_squares, steep, tiles, FIRST + (steep >> 7), RAW, APART, FOLDED)
+        i += steep >> 8
+    A = tiles.index(at).load(SQUARE).to(gl.float32)
+    P: gl.constexpr = 0 if CHECKED else 3  # the last one has the rows from ``steep`` on
+    x = _invert(A, tiles.index(at), z, i, j, tiles.index(at + 1), tiles.index(at + 2), tiles.index(at + P))
+    x = _finished(x, betas, k_squares, RAW, APART, FOLDED)
+    m_out = tiles.index(at + 1)._reinterpret(gl.bfloat16, [64, 64], TILE)
+    m_out.store(x)
+    if CHECKED:
+        if steep < 64:
+            y = tiles.index(at + 3)._reinterpret(gl.bfloat16, [64, 64], TILE)
+            m_out.store(gl.where(i < steep, x, y.load(SQUARE)))
+    fence_async_shared()
+    barrier()
+    if not FOLDED:
+        tma.async_copy_shared_to_global(d_out, [row, 0], m_out)
 
 
 @gluon.jit
@@ -279,8 +298,9 @@ def solved(tiles, spare, beta, BETA: gl.constexpr, CHECKED: gl.constexpr):
 def _solved_unbounded(tiles, spare, beta, zero, i, j):
     z = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     A = tiles.index(zero).load(SQUARE).to(gl.float32) * gl.load(beta + j)
+    _keep(A, tiles.index(zero + 1), tiles.index(zero + 2))
     y = _invert_unbounded(
-        A, z, i, j, tiles.index(zero + 1), tiles.index(zero + 2), tiles.index(zero + 3), spare
+        z, i, j, tiles.index(zero + 1), tiles.index(zero + 2), tiles.index(zero + 3), spare
     )  # fmt: skip
     _keep(tiles.index(zero).load(SQUARE).to(gl.float32), tiles.index(zero + 3), spare)
     y = _times(y, tiles.index(zero + 3), spare, z)

@@ -60,7 +60,7 @@ from .common import (
     stores_done,
 )
 from .fold import leave_folded, put_end
-from .inverse import factors_of, leave_inverse, scaled_back, unknown_zero
+from .inverse import factors_of, keep_steep, leave_inverse, scaled_back, unknown_zero
 from .prepare_load import ANNOUNCE_REGISTERS, LOAD_REGISTERS, announce_warp, header, header_buffers, load_warp
 
 
@@ -220,19 +220,25 @@ def _gram_warps(
             mbarrier.arrive(written.index((it + 3) & 3), count=1, pred=it > 0)
         if FOLDED:
             mbarrier.arrive(end_free, count=1, pred=it > 0)
-        k_same, k_cross = warpgroup_mma_wait(2, [k_same, k_cross])
+        if CHECKED:
+            k_same, k_cross, q_same, q_cross = warpgroup_mma_wait(0, [k_same, k_cross, q_same, q_cross])
+        else:
+            k_same, k_cross = warpgroup_mma_wait(2, [k_same, k_cross])
         A = gl.where(i > j, _select(k_same, k_cross, i, j, unshift) * beta_i[:, None], 0.0)
         tiles.index(0).store(A.to(gl.float16))
-        q_same, q_cross = warpgroup_mma_wait(0, [q_same, q_cross])
+        if not CHECKED:
+            q_same, q_cross = warpgroup_mma_wait(0, [q_same, q_cross])
         qk = scaled_back(_select(q_same, q_cross, i, j, unshift), k_squares, q_squares, scale, RAW, FOLDED)
         qk_out.store(gl.where(i >= j, qk, 0.0).to(gl.bfloat16))
+        if CHECKED:
+            keep_steep(A, i, steep, tiles)
         fence_async_shared()
         barrier()
         mbarrier.arrive(free, count=1)
         if not FOLDED:
             tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
         leave_inverse(
-            A, z, i, j, beta, k_squares, steep, tiles, zero, d_out, row, CHECKED, RAW, FOLDED=FOLDED
+            z, i, j, beta, k_squares, steep, tiles, zero, d_out, row, CHECKED, RAW, FOLDED=FOLDED
         )  # fmt: skip
         if FOLDED:
             leave_folded(tiles, zero, end, end_ready, it, d_out, row)
@@ -267,7 +273,7 @@ def prepare(
     sums = gl.allocate_shared_memory(gl.float32, [8, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     biases, numbers, betas = header_buffers(WIDTH)
     norms = gl.allocate_shared_memory(gl.float32, [8, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # squared, if RAW
-    CHECKED: gl.constexpr = RAW
+    CHECKED: gl.constexpr = RAW or (HAS_BETA and not SIGMOID_BETA)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     full_gates = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     inputs_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

@@ -54,7 +54,7 @@ from .common import (
     tile_count,
     tiles_of,
 )
-from .inverse import first_steep, leave_inverse, unknown_zero
+from .inverse import first_steep, keep_steep, leave_inverse, unknown_zero
 
 GROUPS = gl.constexpr(3)
 
@@ -107,9 +107,9 @@ def _group(
     FN: gl.constexpr, HAS_A: gl.constexpr, HAS_DT: gl.constexpr, HAS_BETA: gl.constexpr, SIGMOID_BETA: gl.constexpr,
     PACKED: gl.constexpr, READY: gl.constexpr, RAW: gl.constexpr,
 ):  # fmt: skip
-    CHECKED: gl.constexpr = RAW
     GATED: gl.constexpr = FN != "none"
     APART: gl.constexpr = HAS_BETA and not SIGMOID_BETA
+    CHECKED: gl.constexpr = RAW or APART
     WIDTH: gl.constexpr = inputs.shape[2]
     SQUARES: gl.constexpr = squares_rows(WIDTH)
     k_tile = inputs.index(2 * WHICH)
@@ -218,10 +218,12 @@ def _group(
             gl.store(at + 192, beta_i)
         else:
             gl.store(at + 192, over_all)
+        if CHECKED:
+            keep_steep(A, i, steep, tiles, 5 * WHICH)
         fence_async_shared()
         barrier()
         tma.async_copy_shared_to_global(d_out, [(c + 1) * SQUARES - 64, WIDTH - 64], qk_out)
-        leave_inverse(A, z, i, j, betas, norms, steep, tiles, zero, d_out, c * SQUARES, CHECKED, RAW, APART, 5 * WHICH)
+        leave_inverse(z, i, j, betas, norms, steep, tiles, zero, d_out, c * SQUARES, CHECKED, RAW, APART, 5 * WHICH)
         last = c
     stores_done(READY)
     if READY:

@@ -51,7 +51,7 @@ from .common import (
     stores_done,
 )
 from .fold import leave_folded, put_end
-from .inverse import factors_of, leave_inverse, scaled_back, unknown_zero
+from .inverse import factors_of, keep_steep, leave_inverse, scaled_back, unknown_zero
 from .prepare_load import ANNOUNCE_REGISTERS, LOAD_REGISTERS, announce_warp, header, header_buffers, load_warp
 
 LEAST = gl.constexpr(14.0)  # 16 of these and SHIFT leave factors between 2^-108 and 2^116: elements of q and k as
@@ -266,6 +266,9 @@ def _gram_warps(
             same, one, two, three = warpgroup_mma_wait(0, [same, one, two, three])
             A = gl.where(i > j, _select(same, one, two, three, i, j) * beta_i[:, None], 0.0)
             tiles.index(0).store(A.to(gl.float16))
+            if CHECKED:
+                keep_steep(A, i, steep, tiles)
+                i += steep >> 9  # 0: masks do not outlive the branch, packed into registers bit by bit
         same, one, two, three = _gram(rows.index(zero + (1 if DELTA else 0)), columns, zero, far, farther)
         same, one, two, three = warpgroup_mma_wait(0, [same, one, two, three])
         qk = scaled_back(_select(same, one, two, three, i, j), k_squares, q_squares, scale, RAW, FOLDED)
@@ -280,7 +283,7 @@ def _gram_warps(
             if not FOLDED:
                 tma.async_copy_shared_to_global(d_out, [row + SQUARES - 64, WIDTH - 64], qk_out)
             leave_inverse(
-                A, z, i, j, beta, k_squares, steep, tiles, zero, d_out, row, CHECKED, RAW, FOLDED=FOLDED
+                z, i, j, beta, k_squares, steep, tiles, zero, d_out, row, CHECKED, RAW, FOLDED=FOLDED
             )  # fmt: skip
             if FOLDED:
                 leave_folded(tiles, zero, end, end_ready, it, d_out, row)
@@ -308,7 +311,7 @@ def prepare_unbounded(
     Without the delta rule what is left is Q_gated, beta times K_decayed, and A_qk diag(beta) in 64 rows of 64; d_out
     then describes the buffer as rows of 64.
     """
-    CHECKED: gl.constexpr = DELTA and RAW
+    CHECKED: gl.constexpr = DELTA and (RAW or (HAS_BETA and not SIGMOID_BETA))
     inputs = gl.allocate_shared_memory(gl.bfloat16, [4, 64, WIDTH], TILE)
     BITS: gl.constexpr = d_g.dtype.primitive_bitwidth
     GATES: gl.constexpr = 32 // BITS  # tiles of them that there is room for

@@ -41,11 +41,17 @@ FLAGS = dict.fromkeys(("HAS_A", "HAS_DT", "HAS_BETA", "SIGMOID_BETA"), True)
 
 
 def compile_prepare(
-    packed: bool = False, ready: bool = False, width: int = 128, raw: bool = False, folded: bool = False
+    packed: bool = False,
+    ready: bool = False,
+    width: int = 128,
+    raw: bool = False,
+    folded: bool = False,
+    sigmoid: bool = True,
 ) -> Any:
     tile = _descriptor(1, 64, 1, width)
     signature = dict.fromkeys(("bound", "shift", "unshift"), "fp32") | {"d_g": tile}
     constants = {"PACKED": packed, "READY": ready, "WIDTH": width, "RAW": raw, "FOLDED": folded}
+    constants["SIGMOID_BETA"] = sigmoid
     return _compile_prepare(prepare.prepare, signature, constants)
 
 
@@ -58,10 +64,11 @@ def compile_prepare_unbounded(
     raw: bool = False,
     delta: bool = True,
     folded: bool = False,
+    sigmoid: bool = True,
 ) -> Any:
     signature = {"d_g": _descriptor(1, 64, 1, width, dtype=gate), "gate_scale": "fp32"}
     constants = {"PACKED": packed, "FN": gate_fn, "READY": ready, "WIDTH": width, "RAW": raw, "DELTA": delta}
-    constants["FOLDED"] = folded
+    constants |= {"FOLDED": folded, "SIGMOID_BETA": sigmoid}
     return _compile_prepare(prepare_unbounded.prepare_unbounded, signature, constants)
 
 

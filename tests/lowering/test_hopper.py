@@ -355,7 +355,10 @@ def test_narrow_heads_compile_for_hopper(kernel: str) -> None:
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("kernel", ["bounded", "unbounded", "token", "none", "narrow", "linear", "linear_narrow"])
+@pytest.mark.parametrize(
+    "kernel",
+    "bounded unbounded token none narrow linear linear_narrow given given_folded given_fp32 given_token".split(),
+)
 def test_keys_as_they_are_compile_for_hopper(kernel: str) -> None:
     from tests.lowering import hopper_offline as offline
 
@@ -365,6 +368,10 @@ def test_keys_as_they_are_compile_for_hopper(kernel: str) -> None:
         "token": lambda: offline.compile_prepare_scalar(raw=True, packed=True),
         "none": lambda: offline.compile_prepare_scalar(raw=True, gate_fn="none"),
         "narrow": lambda: offline.compile_prepare_unbounded(raw=True, width=64),
+        "given": lambda: offline.compile_prepare(ready=True, sigmoid=False),
+        "given_folded": lambda: offline.compile_prepare(folded=True, sigmoid=False),
+        "given_fp32": lambda: offline.compile_prepare_unbounded("fp32", gate_fn="log", folded=True, sigmoid=False),
+        "given_token": lambda: offline.compile_prepare_scalar(apart=True),
         "linear": lambda: offline.compile_prepare_unbounded("fp32", raw=True, delta=False, ready=True),
         "linear_narrow": lambda: offline.compile_prepare_unbounded(raw=True, delta=False, packed=True, width=64),
     }
