@@ -7,6 +7,7 @@ what one uncovers, the next may take.
 
 from __future__ import annotations
 
+from kdacompile.patterns.engine.evaluate import one_thread
 from kdacompile.patterns.recurrence.absorb.casts import Rule, absorb_casts
 from kdacompile.patterns.recurrence.absorb.dt_bias import absorb_dt_bias
 from kdacompile.patterns.recurrence.absorb.gate import absorb_gate
@@ -35,6 +36,7 @@ BETWEEN: tuple[Rule, ...] = (absorb_casts, absorb_scale, absorb_sigmoid_beta)
 """The op gets queries that are decayed, for as many heads as there are decays."""
 
 
+@one_thread()
 def absorb(match: RecurrenceMatch, scope: Scope) -> RecurrenceMatch:
     """The match with everything upstream taken over that the op can do itself, as far as ``scope`` goes."""
     rules = RULES if match.binding.reads != "between" else BETWEEN
