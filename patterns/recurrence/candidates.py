@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations, product
@@ -19,11 +18,21 @@ from kdacompile.patterns.engine import deadline
 from kdacompile.patterns.engine.evaluate import EvaluationError, constant
 from kdacompile.patterns.engine.match import Candidate, Obstacle, rounding
 from kdacompile.patterns.engine.values import root
-from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, DATA_MOVEMENT, is_float8
+from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, DATA_MOVEMENT
 from kdacompile.patterns.recurrence.bindings import Bindings
 from kdacompile.patterns.recurrence.cuts import NoCut, Surroundings, is_rounded_decay
+from kdacompile.patterns.recurrence.looks import (
+    Above,
+    Looks,
+    each_alone,
+    key_sizes,
+    may_have_role,
+    one_write,
+    several,
+    sizes_of,
+)
 from kdacompile.patterns.recurrence.regions import Exit, Group, is_soft
-from kdacompile.patterns.recurrence.roles import RecurrenceCandidate, frames, role_test, writes_of
+from kdacompile.patterns.recurrence.roles import RecurrenceCandidate, role_test
 from kdacompile.patterns.recurrence.streams import keeps_tokens_apart
 
 SMALLEST_VISIBLE = 1e-2
@@ -79,7 +88,7 @@ def _candidates(group: Group, effort: Effort) -> Iterator[RecurrenceCandidate | 
     everything = Surroundings(ends, group.ops)
     free = {everything.values[i] for i in everything.free}
     pairs = _exit_pairs(group.exits)
-    passes: tuple[Looks, ...] = (_one_write, functools.partial(_several, free), _each_alone)
+    passes: tuple[Looks, ...] = (one_write, functools.partial(several, free), each_alone)
     for looks, (out_exit, state_exit) in product(passes, pairs):
         for output in _carried_on(out_exit, last_first=False):
             for state in _carried_on(state_exit, last_first=True) if state_exit else [None]:
@@ -140,212 +149,41 @@ def _is_zero(value: Value) -> bool:
         return False
 
 
-def _sizes(value: Value) -> Counter[int]:
-    return Counter(size for dim, size in enumerate(value.shape) if size != 1 and dim not in value.uniform)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """How values are told that could have a role."""
-
-    raw_state: bool = True
-    """A decayed state is no state (one-token steps)."""
-    grouped: bool = True
-    """Keys may have a divisor of the heads."""
-    apart: bool = False
-    """Offsets end the region."""
-    parted: bool = False
-    """Numbers per head that were joined are told apart."""
-    rounded: bool = False
-    """Exponentials may be rounded to the dtype of the results, before any product too."""
-
-
-USUAL_WAYS = (
-    Way(),
-    Way(grouped=False),
-    Way(raw_state=False, grouped=False),
-    Way(apart=True),
-    Way(parted=True),
-    Way(rounded=True),
-)
-OTHER_WAYS = USUAL_WAYS[:1]
-"""Under readings of the results that nobody writes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Look:
-    """Readings of the results under which roles are looked for together: all usual ones, all others, or one alone."""
-
-    usual: bool
-    key_size: int
-    readings: list[dict[str, int]]
-    writes: int = 1
-
-
-Looks = Callable[[Value, Value | None, list[int]], Iterator[Look]]
-"""For an output and a state, and the sizes K that keys could have."""
-
-
-class Above:
-    """What lies above the results of one group, looked for once: it has many pairs of results, and each many cuts."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.offsets = functools.cache(functools.partial(_offsets, group))
-        self.joined = functools.cache(functools.partial(_joined, group))
-        self.rounded = functools.cache(functools.partial(_rounded, group))
-        self.surroundings = functools.cache(self._surroundings)
-
-    def _surroundings(
-        self, targets: tuple[Value, ...], barriers: frozenset[Op], casts: frozenset[Op] = frozenset()
-    ) -> Surroundings:
-        return Surroundings(targets, self.group.ops, barriers, casts)
-
-
 def _cuts(
     above: Above, output: Value, state: Value | None, effort: Effort, looks: Looks
 ) -> Iterator[tuple[int, list[Value]]]:
     """Writes a token, and minimum cuts for each size K could have, then the same pushed towards the region."""
-    group, sizes = above.group, _sizes(output)
+    group, sizes = above.group, sizes_of(output)
     if sum(sizes.values()) > 4:
         return
     seen: set[tuple[int, ...]] = set()
     targets = (output,) if state is None else (output, state)
     tried: set[tuple[int, frozenset[Op], frozenset[Op], tuple[int, ...]]] = set()
-    for look in looks(output, state, _key_sizes(group, sizes, state)):
-        readings, writes = look.readings, look.writes
-        has_role = role_test(readings)
-        for way in (USUAL_WAYS if look.usual else OTHER_WAYS) if readings else ():
-            barriers = frozenset[Op]().union(*map(above.offsets, targets)) if way.apart else frozenset[Op]()
-            joined = above.joined(output) if way.parted else frozenset[Value]()
-            casts = above.rounded(output) if way.rounded else frozenset[Op]()
-            if (way.apart and not barriers) or (way.parted and not joined) or (way.rounded and not casts):
+    for look in looks(output, state, key_sizes(group, sizes, state)):
+        has_role = role_test(look.readings)
+        for way in look.ways:
+            setting = above.under(way, targets)
+            if setting is None:
                 continue
             if not effort.take(group):
                 return
-            more = Counter({size for each in readings for size in (each["T"], writes)} if writes > 1 else ())
-            single = _eligible(sizes, look.key_size, has_role, more, way)
-            eligible = functools.partial(_told_apart, joined, single) if joined else single
-            surroundings = above.surroundings(targets, barriers, casts)
+            eligible = may_have_role(sizes, look, has_role, way, setting.joined)
+            surroundings = above.surroundings(targets, setting.barriers, setting.casts)
             cuttable = surroundings.cuttable(eligible)
-            if (
-                writes,
-                barriers,
-                casts,
-                cuttable,
-            ) in tried:  # another size or reading need not make another value a role
+            attempt = look.writes, setting.barriers, setting.casts, cuttable
+            if attempt in tried:  # another size or reading need not make another value a role
                 continue
-            tried.add((writes, barriers, casts, cuttable))
+            tried.add(attempt)
             try:
                 cut, late = surroundings.minimum_cut(cuttable)
             except NoCut:
                 continue
             pushed = (_pushed(cut, group, eligible, past_gates=past) for past in (False, True))
             for variant in (cut, *pushed, late):
-                key = (writes, *(value.index for value in variant))
+                key = (look.writes, *(value.index for value in variant))
                 if key not in seen:
                     seen.add(key)
-                    yield writes, variant
-
-
-def _one_write(output: Value, state: Value | None, key_sizes: list[int]) -> Iterator[Look]:
-    """One write a token."""
-    for usual, key_size in product((True, False), key_sizes):
-        readings = frames(output, state, key_size, usual=usual)
-        yield Look(usual=usual, key_size=key_size, readings=readings)
-
-
-def _several(values: set[Value], output: Value, state: Value | None, key_sizes: list[int]) -> Iterator[Look]:
-    """Several writes a token, as far as tensors above the region have as many: of these the keys are some."""
-    for key_size in key_sizes:
-        readings = frames(output, state, key_size, usual=True)
-        for writes in dict.fromkeys(writes for sizes in readings for writes in writes_of(values, sizes)):
-            written = frames(output, state, key_size, usual=True, writes=writes)
-            yield Look(usual=True, key_size=key_size, readings=written, writes=writes)
-
-
-def _each_alone(output: Value, state: Value | None, key_sizes: list[int]) -> Iterator[Look]:
-    """Each usual reading by itself: what has a role under one alone may hide the cut of another."""
-    for key_size in key_sizes:
-        readings = frames(output, state, key_size, usual=True)
-        for reading in readings if len(readings) > 1 else ():
-            yield Look(usual=True, key_size=key_size, readings=[reading])
-
-
-def _offsets(group: Group, target: Value) -> frozenset[Op]:
-    """``c - x`` upstream: one tensor may enter as two, as the gate and as the key that the gate leaves over (HGRN2)."""
-    above = ancestors([target], lambda value: value.op is not None and not value.const and not is_soft(value.op))
-    return frozenset(
-        op
-        for op in above - group.ops
-        if op.name in ("sub", "rsub", "add") and not op.out.const and sum(not read.const for read in op.reads) == 1
-    )
-
-
-def _joined(group: Group, target: Value) -> frozenset[Value]:
-    """Numbers per head that were joined of several tensors upstream: powers of the decay, and a token's own factor
-    (RWKV-5). They are one value in the place of two.
-    """
-    above = ancestors([target], lambda value: value.op is not None and not value.const and not is_soft(value.op))
-    joins = (op for op in above - group.ops if op.name == "cat" and len(op.out.shape) == 2 and not op.out.const)
-    return frozenset(op.out for op in joins if sum(not read.const for read in op.reads) > 1)
-
-
-def _rounded(group: Group, target: Value) -> frozenset[Op]:
-    """Exponentials upstream that are rounded to the dtype of the result: decays of a whole chunk, in a model of 16
-    bits. Those that depend on a product belong to the group.
-    """
-    above = ancestors([target], lambda value: value.op is not None and not value.const and not is_soft(value.op))
-    return frozenset(op for op in above - group.ops if is_rounded_decay(op) and op.out.dtype == target.dtype)
-
-
-def _told_apart(joined: frozenset[Value], eligible: Callable[[Value], bool], value: Value) -> bool:
-    return root(value) not in joined and eligible(value)
-
-
-def _eligible(
-    sizes: Counter[int], key_size: int, has_role: Callable[[Value], bool], more: Counter[int], way: Way
-) -> Callable[[Value], bool]:
-    """Values that could have a role: by their sizes (``more``: those of several writes a token), and because some
-    reading of the results allows one.
-    """
-    allowed = sizes + Counter([key_size])
-    step = sum(sizes.values()) < 4
-    known: dict[tuple[tuple[int, ...], frozenset[int]], bool] = {}
-
-    def fits(value: Value) -> bool:
-        odd = list((_sizes(value) - allowed - more).elements())
-        if odd and not (way.grouped and len(odd) == 1 and odd[0] and any(size % odd[0] == 0 for size in sizes)):
-            return False
-        return has_role(value)
-
-    def eligible(value: Value) -> bool:
-        if value.node is None or 0 in value.shape or not value.dtype.is_floating_point or is_float8(value.dtype):
-            return False
-        key = value.shape, value.uniform
-        if key not in known:
-            known[key] = fits(value)
-        if not known[key] or not (way.raw_state and step and value.op is not None and value.op.name in ("mul", "lerp")):
-            return known[key]
-        return _sizes(value) != allowed
-
-    return eligible
-
-
-def _key_sizes(group: Group, sizes: Counter[int], state: Value | None) -> list[int]:
-    if state is not None:
-        extra = list((_sizes(state) - sizes).keys())
-        return extra or sorted(_sizes(state), reverse=True)
-    seen = Counter(
-        size
-        for anchor in group.anchors[:8]
-        for read in anchor.reads
-        if not read.const
-        for size in read.shape
-        if size != 1
-    )
-    known = [size for size, _ in sizes.most_common()]
-    return list(dict.fromkeys([*known[::-1], *(size for size, _ in seen.most_common(8))]))
+                    yield look.writes, variant
 
 
 def _pushed(cut: list[Value], group: Group, eligible: Callable[[Value], bool], *, past_gates: bool) -> list[Value]:
@@ -358,7 +196,7 @@ def _pushed(cut: list[Value], group: Group, eligible: Callable[[Value], bool], *
         while True:
             users = list(dict.fromkeys(value.users))  # b * b reads it twice
             ahead = [user for user in users if user not in group.ops and is_soft(user)]
-            per_head = sum(_sizes(value).values()) < 2  # such an exponential is a decay or a rate, not a gate
+            per_head = sum(sizes_of(value).values()) < 2  # such an exponential is a decay or a rate, not a gate
             if len(users) != 1 or len(ahead) != 1 or (ahead[0].name == "exp" and not per_head and not past_gates):
                 break
             data = {read for read in ahead[0].reads if not read.const}

@@ -14,7 +14,7 @@ from kdacompile.bench.overhead import PROGRAMS
 from kdacompile.capture import hook, lifting
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.spec import Verdicts
-from kdacompile.patterns.recurrence import candidates, first_tokens
+from kdacompile.patterns.recurrence import first_tokens, looks
 from kdacompile.patterns.recurrence import proof as region
 from kdacompile.patterns.recurrence.cuts import Surroundings
 from kdacompile.patterns.recurrence.spec import RECURRENCE
@@ -64,7 +64,7 @@ def test_nothing_is_tried_again_that_was_tried_already(name: str, monkeypatch: p
     monkeypatch.setattr(RECURRENCE, "verdicts", Verdicts(region.prove))
     cuts = counting(monkeypatch, Surroundings, "minimum_cut")
     recurrences = counting(monkeypatch, first_tokens, "token_recurrence")
-    walks = counting(monkeypatch, candidates, "_offsets")
+    walks = counting(monkeypatch, looks, "_offsets")
     with torch.no_grad():
         torch.compile(program, backend="kda", options={"kda.inner": "eager"})(*arguments)
     assert len(cuts) <= 150  # where sizes and readings do not matter, up to 540 were made
