@@ -158,7 +158,6 @@ def _cuts(
         return
     seen: set[tuple[int, ...]] = set()
     targets = (output,) if state is None else (output, state)
-    tried: set[tuple[int, frozenset[Op], frozenset[Op], tuple[int, ...]]] = set()
     for look in looks(output, state, key_sizes(group, sizes, state)):
         has_role = role_test(look.readings)
         for way in look.ways:
@@ -170,10 +169,10 @@ def _cuts(
             eligible = may_have_role(sizes, look, has_role, way, setting.joined)
             surroundings = above.surroundings(targets, setting.barriers, setting.casts)
             cuttable = surroundings.cuttable(eligible)
-            attempt = look.writes, setting.barriers, setting.casts, cuttable
-            if attempt in tried:  # another size or reading need not make another value a role
+            attempt = targets, look.writes, setting.barriers, setting.casts, cuttable
+            if attempt in above.tried:  # another size or reading need not make another value a role
                 continue
-            tried.add(attempt)
+            above.tried.add(attempt)
             try:
                 cut, late = surroundings.minimum_cut(cuttable)
             except NoCut:

@@ -80,6 +80,10 @@ class Setting(NamedTuple):
     casts: frozenset[Op]
 
 
+Attempt = tuple[tuple[Value, ...], int, frozenset[Op], frozenset[Op], tuple[int, ...]]
+"""A cut that was looked for: its results, writes a token, barriers, casts, and the numbers of possible inputs."""
+
+
 class Above:
     """What lies above the results of one group, looked for once: it has many pairs of results, and each many cuts."""
 
@@ -89,6 +93,7 @@ class Above:
         self.joined = functools.cache(functools.partial(_joined, group))
         self.rounded = functools.cache(functools.partial(_rounded, group))
         self.surroundings = functools.cache(self._surroundings)
+        self.tried: set[Attempt] = set()
 
     def under(self, way: Way, targets: tuple[Value, ...]) -> Setting | None:
         """None if there is nothing that the way tells otherwise."""
