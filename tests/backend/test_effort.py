@@ -60,6 +60,7 @@ def test_a_function_whose_chunks_are_recognised_one_by_one_is_given_up_soon(monk
 @pytest.mark.parametrize("name", LOOPS)
 def test_nothing_is_tried_again_that_was_tried_already(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one graph: how often a function is captured is counted above, or read from the disk if it was before."""
+    torch._dynamo.reset()  # or what another test has compiled would serve
     program, arguments = PROGRAMS[name]()
     monkeypatch.setattr(RECURRENCE, "verdicts", Verdicts(region.prove))
     cuts = counting(monkeypatch, Surroundings, "minimum_cut")
