@@ -67,9 +67,10 @@ class Concolic:
     def __init__(self, fn: types.FunctionType, identity: Identity) -> None:
         self.runs: list[Run] = []
         self.now = Run((0, 0))
-        self.codes: dict[int, types.CodeType] = {}
         self.ends = FrameEnds(self.leave)
         """To be entered around many runs: to begin and to end takes time."""
+        self.codes = self.ends.codes
+        """The function's own code."""
         self.taker = functools.cache(lambda code, made: taker(self.codes[code], made))
         self.operators: set[Place] = set()
         """Places at which operators ran while some answer about a device was kept."""
@@ -84,11 +85,6 @@ class Concolic:
             result = call(*inputs)
         self.runs.append(self.now)
         return tree_map_only(Size, int, result)
-
-    def own(self, code: types.CodeType) -> None:
-        """Code that is the function's own."""
-        self.codes[id(code)] = code
-        self.ends.watch(code)
 
     def leave(self, frame: types.FrameType) -> None:
         """Look at what the function's own code leaves behind in its variables."""
@@ -287,7 +283,7 @@ class _Copies:
 
     def code(self, code: types.CodeType) -> types.CodeType:
         made = code.replace(co_consts=tuple(self.literal(const) for const in code.co_consts))
-        self.concolic.own(made)
+        self.concolic.ends.watch(made)
         return made
 
     def literal(self, const: Any) -> Any:

@@ -22,7 +22,8 @@ class FrameEnds:
 
     def __init__(self, look: Callable[[types.FrameType], None]) -> None:
         self._look = look
-        self._codes: dict[int, types.CodeType] = {}
+        self.codes: dict[int, types.CodeType] = {}
+        """What is looked at, by id."""
         self._monitoring: Any = getattr(sys, "monitoring", None)
         self._tool: int | None = None
         self._before: Any = None
@@ -30,7 +31,7 @@ class FrameEnds:
 
     def watch(self, code: types.CodeType) -> None:
         """Code to be looked at, from now on if the context has been entered."""
-        self._codes[id(code)] = code
+        self.codes[id(code)] = code
         if self._tool is not None:
             self._ask(code, self._ends)
 
@@ -44,7 +45,7 @@ class FrameEnds:
             sys.settrace(self._entered)
             return
         self._listen(self._ended)
-        for code in self._codes.values():
+        for code in self.codes.values():
             self._ask(code, self._ends)
 
     def __exit__(self, *error: object) -> None:
@@ -54,7 +55,7 @@ class FrameEnds:
         if self._tool is None:
             sys.settrace(self._before)
             return
-        for code in self._codes.values():
+        for code in self.codes.values():
             self._ask(code, 0)
         self._listen(None)
         self._monitoring.free_tool_id(self._tool)
@@ -86,13 +87,13 @@ class FrameEnds:
         self._monitoring.set_local_events(self._tool, code, events)
 
     def _ended(self, code: types.CodeType, *_: object) -> None:
-        if id(code) in self._codes:
+        if id(code) in self.codes:
             self._look(sys._getframe(1))
 
     # -- by a trace function
 
     def _entered(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        if id(frame.f_code) not in self._codes:
+        if id(frame.f_code) not in self.codes:
             return None
         frame.f_trace_lines = False
         return self._left

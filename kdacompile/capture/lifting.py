@@ -265,8 +265,7 @@ class _Comparison:
     def of(self, fn: types.FunctionType, identity: Identity, call: Call) -> tuple[Concolic, verify.Agreement]:
         """Results at many lengths, and gradients; raises ``Unliftable`` unless they agree."""
         concolic = Concolic(fn, identity)
-        with concolic.ends:
-            agreed = verify.compare_everywhere(concolic, self.other, call, self.roles, self.tried, self.points)
+        agreed = verify.compare_everywhere(concolic, self.other, call, self.roles, self.tried, self.points)
         middle = agreed.taken[len(agreed.taken) // 2]
         verify.compare_gradients(bound(fn, call), self.other, call, self.roles, middle, verify.BATCHES[0])
         return concolic, agreed
@@ -313,7 +312,7 @@ def _compare_under_autocast(fn: types.FunctionType, proof: _Proof, other: Callab
     and the function decides everything there as where it was captured.
     """
     concolic, before = proof.concolic, list(proof.concolic.runs)
-    with autocast.uncached(proof.call.autocast), concolic.ends:
+    with autocast.uncached(proof.call.autocast):
         verify.compare_everywhere(concolic, other, proof.call, proof.roles, proof.agreed.taken, proof.points)
         verify.compare_gradients(bound(fn, proof.call), other, proof.call, proof.roles, proof.middle, verify.BATCHES[0])
     captured = [run for run in before if run.point in proof.points]

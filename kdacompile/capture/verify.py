@@ -81,11 +81,12 @@ def compare_everywhere(
     fn, errors = bound(concolic.fn, call), dict[Point, "float | None"]()
 
     def visit(points: Iterable[Point]) -> None:
-        for batch, length in points:
-            if (batch, length) in errors:
-                continue
-            deadline.check()
-            errors[batch, length] = compare(fn, other, call, roles, length, batch, concolic)
+        with concolic.ends:
+            for batch, length in points:
+                if (batch, length) in errors:
+                    continue
+                deadline.check()
+                errors[batch, length] = compare(fn, other, call, roles, length, batch, concolic)
 
     visit([*((BATCHES[0], length) for length in wanted), *captured])
     taken = [length for (_, length), error in errors.items() if error is not None]
