@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
+import torch
+
 from kdacompile.graph.ir import Op, Value, ancestors
 from kdacompile.patterns.engine.values import root
 from kdacompile.patterns.engine.vocabulary import is_float8
@@ -89,9 +91,10 @@ class Above:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.offsets = functools.cache(functools.partial(_offsets, group))
-        self.joined = functools.cache(functools.partial(_joined, group))
-        self.rounded = functools.cache(functools.partial(_rounded, group))
+        self.outside = functools.cache(functools.partial(_outside, group))
+        self.offsets = functools.cache(lambda target: _offsets(self.outside(target)))
+        self.joined = functools.cache(lambda target: _joined(self.outside(target)))
+        self.rounded = functools.cache(lambda target: _rounded(self.outside(target), target.dtype))
         self.surroundings = functools.cache(self._surroundings)
         self.tried: set[Attempt] = set()
 
@@ -132,31 +135,34 @@ def each_alone(output: Value, state: Value | None, key_sizes: list[int]) -> Iter
             yield Look(usual=True, key_size=key_size, readings=[reading])
 
 
-def _offsets(group: Group, target: Value) -> frozenset[Op]:
-    """``c - x`` upstream: one tensor may enter as two, as the gate and as the key that the gate leaves over (HGRN2)."""
+def _outside(group: Group, target: Value) -> Collection[Op]:
+    """The operators upstream that soft ones lead from, but for the group's."""
     above = ancestors([target], lambda value: value.op is not None and not value.const and not is_soft(value.op))
+    return above - group.ops
+
+
+def _offsets(ops: Collection[Op]) -> frozenset[Op]:
+    """``c - x`` upstream: one tensor may enter as two, as the gate and as the key that the gate leaves over (HGRN2)."""
     return frozenset(
         op
-        for op in above - group.ops
+        for op in ops
         if op.name in ("sub", "rsub", "add") and not op.out.const and sum(not read.const for read in op.reads) == 1
     )
 
 
-def _joined(group: Group, target: Value) -> frozenset[Value]:
+def _joined(ops: Collection[Op]) -> frozenset[Value]:
     """Numbers per head that were joined of several tensors upstream: powers of the decay, and a token's own factor
     (RWKV-5). They are one value in the place of two.
     """
-    above = ancestors([target], lambda value: value.op is not None and not value.const and not is_soft(value.op))
-    joins = (op for op in above - group.ops if op.name == "cat" and len(op.out.shape) == 2 and not op.out.const)
+    joins = (op for op in ops if op.name == "cat" and len(op.out.shape) == 2 and not op.out.const)
     return frozenset(op.out for op in joins if sum(not read.const for read in op.reads) > 1)
 
 
-def _rounded(group: Group, target: Value) -> frozenset[Op]:
+def _rounded(ops: Collection[Op], dtype: torch.dtype) -> frozenset[Op]:
     """Exponentials upstream that are rounded to the dtype of the result: decays of a whole chunk, in a model of 16
     bits. Those that depend on a product belong to the group.
     """
-    above = ancestors([target], lambda value: value.op is not None and not value.const and not is_soft(value.op))
-    return frozenset(op for op in above - group.ops if is_rounded_decay(op) and op.out.dtype == target.dtype)
+    return frozenset(op for op in ops if is_rounded_decay(op) and op.out.dtype == dtype)
 
 
 def may_have_role(

@@ -65,7 +65,7 @@ def test_nothing_is_tried_again_that_was_tried_already(name: str, monkeypatch: p
     monkeypatch.setattr(RECURRENCE, "verdicts", Verdicts(region.prove))
     cuts = counting(monkeypatch, Surroundings, "minimum_cut")
     recurrences = counting(monkeypatch, first_tokens, "token_recurrence")
-    walks = counting(monkeypatch, looks, "_offsets")
+    walks = counting(monkeypatch, looks, "_outside")
     with torch.no_grad():
         torch.compile(program, backend="kda", options={"kda.inner": "eager", "kda.lift": False})(*arguments)
     assert 0 < len(cuts) <= 150  # where sizes and readings do not matter, up to 540 were made
