@@ -125,8 +125,8 @@ class Recorder(TorchDispatchMode):
         if stored is not None:
             return [stored]
         name = operator_name(target).removeprefix("aten::")
-        made = name in MAKERS and name != "linspace"  # these take a tensor for its sizes only
-        reads = list(walk_values((args[1:] if made else args, kwargs)))
+        lent = name in MAKERS and (name.startswith("new_") or name.endswith("_like"))  # a tensor lends its sizes only
+        reads = list(walk_values((args[1:] if lent else args, kwargs)))
         const = all(value.const for value in reads) and not compat.is_random(target)
         if target is aten._to_copy.default and not const:  # what comes from another device enters the graph as it is
             kwargs = {
