@@ -5,7 +5,7 @@ Kernels that fail are not asked again; calls like earlier ones only launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -155,7 +155,7 @@ class FusedKernels(Serving):
         chosen = None if shares_memory(call.initial_state, addresses) else self._chosen(call)
         if chosen is None:
             return (kernels.run_inplace_step(call),)
-        kind = (chosen.name, *options.items(), *map(_kind, operands))
+        kind = _kind(chosen.name, options, operands)
         if kind in self._compiled:
             return chosen.step(call, call.initial_state, scratch)
         # Kernels are compiled for every kind of call. One that fails then may have written: the state is put back.
@@ -179,7 +179,7 @@ class FusedKernels(Serving):
             if not (call.q.numel() and call.v.numel() and any(grad is not None for grad in grads)):
                 return otherwise(*arguments, wanted=wanted, **options)
             chosen = self.chosen(lambda: choose(call), BACKWARD)
-            kind = (signature.backward_name, *options.items(), *map(_kind, arguments))
+            kind = _kind(signature.backward_name, options, arguments)
             scratch = Scratch(first=kind not in self._compiled)
             with differentiation():  # of what stands in front of the recurrence, where kernels leave it to torch
                 given = call.with_bounds_at_hand()
@@ -198,9 +198,10 @@ class FusedKernels(Serving):
         return self.chosen(lambda: self._choose(call))
 
 
-def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
-    """What a kernel is compiled for of an operand."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+def _kind(name: str, options: dict[str, Any], operands: Iterable[Tensor | None]) -> tuple[Any, ...]:
+    """What kernels are compiled for: the options, and of every operand what they look at."""
+    seen = (None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in operands)
+    return (name, *options.items(), *seen)
 
 
 # -- latent attention -------------------------------------------------------------------------------------------------

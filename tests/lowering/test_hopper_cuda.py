@@ -383,8 +383,10 @@ def test_large_beta_with_little_decay(gate: str, norm: float | None) -> None:
 
 
 @pytest.mark.parametrize("gate", ["sigmoid", "softplus", "token"])
-def test_steep_steps_change_nothing_before(gate: str) -> None:
-    call = as_given(row(gate, make_call(1, 256, 2)), 1.0)
+@pytest.mark.parametrize("norm", [None, 1.0])
+def test_steep_steps_change_nothing_before(gate: str, norm: float | None) -> None:
+    call = row(gate, make_call(1, 256, 2))
+    call = call if norm is None else as_given(call, norm)
     beta = torch.rand(1, 256, 2, device="cuda")
     o, _ = KERNELS.run(replace(call, beta=beta, sigmoid_beta=False))
     for cut in (1, 30, 100):
