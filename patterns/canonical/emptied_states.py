@@ -29,7 +29,8 @@ from kdacompile.graph.ir import Graph, Op, Value
 from kdacompile.patterns.canonical import padded_states
 from kdacompile.patterns.canonical.choices import bit, factors
 from kdacompile.patterns.canonical.exponents import exponent
-from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.constants import constant
+from kdacompile.patterns.engine.reduced import EvaluationError
 from kdacompile.patterns.engine.values import number, root
 from kdacompile.patterns.engine.vocabulary import AS_IS, ORDERED
 

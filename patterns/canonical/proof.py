@@ -15,7 +15,8 @@ from torch import Tensor
 from kdacompile import compat
 from kdacompile.graph.edit import Edit
 from kdacompile.graph.ir import Op, Value, ancestors
-from kdacompile.patterns.engine.evaluate import EvaluationError, Region
+from kdacompile.patterns.engine.evaluate import Region
+from kdacompile.patterns.engine.reduced import EvaluationError
 from kdacompile.patterns.engine.vocabulary import LAYOUT
 
 TOLERANCE = 1e-12

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.engine.evaluate import EvaluationError, Planned
+from kdacompile.patterns.engine.evaluate import Planned
 from kdacompile.patterns.engine.exact import Evaluation, exponent_of, moved
 from kdacompile.patterns.engine.field import Numbers, P, Silent
 from kdacompile.patterns.engine.meanings import Field, Residues
+from kdacompile.patterns.engine.reduced import EvaluationError
 from kdacompile.patterns.engine.traits import TRAITS, Trait
 from kdacompile.patterns.engine.vocabulary import ADDING
 

@@ -10,7 +10,8 @@ import torch
 from kdacompile import compat
 from kdacompile.graph import gradient
 from kdacompile.graph.ir import Op, Value, map_values
-from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.constants import constant
+from kdacompile.patterns.engine.reduced import EvaluationError
 from kdacompile.patterns.engine.vocabulary import AS_IS, LAYOUT, MAKERS, PICKING, TURNS, VIEWS, is_float8
 
 WEIGHT = 3

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 import torch
 
 from kdacompile.graph.ir import Op, Value, reach
-from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.constants import constant
 from kdacompile.patterns.engine.placement import Placement
+from kdacompile.patterns.engine.reduced import EvaluationError
 from kdacompile.patterns.engine.values import has_node, root
 from kdacompile.patterns.engine.vocabulary import ORDERED, SPREAD
 from kdacompile.patterns.mla.definition import LatentAttention, place

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kdacompile.graph.ir import Op, Value, reach
-from kdacompile.patterns.engine.evaluate import EvaluationError
 from kdacompile.patterns.engine.field import unreached
 from kdacompile.patterns.engine.match import Obstacle
+from kdacompile.patterns.engine.reduced import EvaluationError
 from kdacompile.patterns.engine.values import has_node, number, root
 from kdacompile.patterns.engine.vocabulary import LAYOUT, SPREAD
 from kdacompile.patterns.mla.attention import Attention, Hidden

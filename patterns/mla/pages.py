@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.constants import constant
 from kdacompile.patterns.engine.placement import Placement
+from kdacompile.patterns.engine.reduced import EvaluationError
 from kdacompile.patterns.engine.values import first_column, root
 from kdacompile.patterns.engine.vocabulary import ORDERED
 from kdacompile.patterns.mla.definition import AXES, LatentAttention, place

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine import deadline
-from kdacompile.patterns.engine.evaluate import PRECISE, TOLERANCE, EvaluationError, Region, one_thread, token_error
+from kdacompile.patterns.engine.evaluate import PRECISE, TOLERANCE, Region, one_thread, token_error
 from kdacompile.patterns.engine.exact import Drawn, Evaluation
 from kdacompile.patterns.engine.field import P, R, Silent, inverse, random
 from kdacompile.patterns.engine.match import Verdict
 from kdacompile.patterns.engine.meanings import Residues
 from kdacompile.patterns.engine.placement import Placement
-from kdacompile.patterns.engine.reduced import CannotReduce, Factors
+from kdacompile.patterns.engine.reduced import CannotReduce, EvaluationError, Factors
 from kdacompile.patterns.mla import exact
 from kdacompile.patterns.mla.bindings import MERGED
 from kdacompile.patterns.mla.definition import (
@@ -43,8 +43,10 @@ LARGEST = 1 << 27
 Operands = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]
 """q, q_rope, latent, k_rope, w_uk and w_uv, as the oracle takes them."""
 
-MANY = 256
-"""Tokens of a cache of more that are run; of queries half as many, or as many if they are as many as the tokens."""
+MANY = 64
+"""Tokens of a cache of more that are run; of queries half as many, or as many if they are as many as the tokens. Every
+operator has been seen to treat them alike (``engine/reduced.py``): more of them would show nothing else.
+"""
 
 LARGE = 1e8
 """Far above the scores of the first probe."""

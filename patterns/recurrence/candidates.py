@@ -15,8 +15,9 @@ import torch
 
 from kdacompile.graph.ir import Op, Value, ancestors
 from kdacompile.patterns.engine import deadline
-from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.constants import constant
 from kdacompile.patterns.engine.match import Candidate, Obstacle, rounding
+from kdacompile.patterns.engine.reduced import EvaluationError
 from kdacompile.patterns.engine.values import root
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, DATA_MOVEMENT
 from kdacompile.patterns.recurrence.bindings import Bindings

@@ -14,7 +14,8 @@ from itertools import pairwise
 import torch
 
 from kdacompile.graph.ir import Op, Value, reach
-from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.constants import constant
+from kdacompile.patterns.engine.reduced import EvaluationError
 from kdacompile.patterns.engine.values import root
 from kdacompile.patterns.engine.vocabulary import CONTRACTIONS, is_float8
 from kdacompile.patterns.recurrence.regions import is_soft

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Value
-from kdacompile.patterns.engine.evaluate import PRECISE, TOLERANCE, EvaluationError, Region, token_error
+from kdacompile.patterns.engine.evaluate import PRECISE, TOLERANCE, Region, token_error
 from kdacompile.patterns.engine.placement import Placement
-from kdacompile.patterns.engine.reduced import CannotReduce
+from kdacompile.patterns.engine.reduced import CannotReduce, EvaluationError
 from kdacompile.patterns.engine.vocabulary import LAYOUT
 from kdacompile.patterns.recurrence import tables
 from kdacompile.patterns.recurrence.definition import token_recurrence

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine import deadline
-from kdacompile.patterns.engine.evaluate import PRECISE, TOLERANCE, EvaluationError, one_thread, token_error
+from kdacompile.patterns.engine.evaluate import PRECISE, TOLERANCE, one_thread, token_error
 from kdacompile.patterns.engine.field import Silent
 from kdacompile.patterns.engine.match import Verdict
 from kdacompile.patterns.engine.placement import Placement
-from kdacompile.patterns.engine.reduced import CannotReduce
+from kdacompile.patterns.engine.reduced import CannotReduce, EvaluationError
 from kdacompile.patterns.recurrence import exact
 from kdacompile.patterns.recurrence.first_tokens import (
     Drawn,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kdacompile.graph.build import functional_graph
 from kdacompile.graph.ir import Value
-from kdacompile.patterns.engine.evaluate import constant
+from kdacompile.patterns.engine.constants import constant
 from tests.mla.spellings import causal
 
 HALF = torch.bfloat16

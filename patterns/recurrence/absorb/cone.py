@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value, ancestors
-from kdacompile.patterns.engine.evaluate import PRECISE, EvaluationError, Region
+from kdacompile.patterns.engine.evaluate import PRECISE, Region
 from kdacompile.patterns.engine.placement import Placement
-from kdacompile.patterns.engine.reduced import CannotReduce
+from kdacompile.patterns.engine.reduced import CannotReduce, EvaluationError
 from kdacompile.patterns.recurrence.absorb.axes import POINTWISE, SAME_DATA, above, broadcast
 from kdacompile.patterns.recurrence.absorb.scope import Scope
 

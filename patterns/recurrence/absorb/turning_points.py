@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from kdacompile.graph.ir import Op, Value
-from kdacompile.patterns.engine.evaluate import EvaluationError, constant
+from kdacompile.patterns.engine.constants import constant
+from kdacompile.patterns.engine.reduced import EvaluationError
 from kdacompile.patterns.engine.values import number, root
 from kdacompile.patterns.recurrence.absorb.axes import SAME_DATA
 from kdacompile.patterns.recurrence.absorb.cone import Cone
