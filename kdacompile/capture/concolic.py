@@ -201,12 +201,20 @@ class _Operators(TorchFunctionMode):
         self.concolic = concolic
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = args if _HOLDING.isdisjoint(map(type, args)) else self.unwrapped(args)
-        out = func(*args, **{key: self.unwrapped(item) for key, item in kwargs.items()}) if kwargs else func(*args)
-        if isinstance(out, Tensor) or not self.concolic.is_asking():
+        for each in args:
+            if type(each) in _HOLDING:
+                args = self.unwrapped(args)
+                break
+        if kwargs:
+            out = func(*args, **dict(zip(kwargs, self.unwrapped(kwargs.values()), strict=True)))
+        else:
+            out = func(*args)
+        if isinstance(out, Tensor):
             now = self.concolic.now
-            if (now.asked or now.devices) and isinstance(out, Tensor) and self.concolic.is_asking():
+            if (now.asked or now.devices) and self.concolic.is_asking():
                 self.concolic.takes(out.dtype if _only_rounds(func, args) else None)
+            return out
+        if not self.concolic.is_asking():
             return out
         if func in (_SHAPE, _SIZE):
             if isinstance(out, int):
@@ -224,25 +232,32 @@ class _Operators(TorchFunctionMode):
             self.concolic.refuse(f"it asks a tensor for {_owner(func)}")
         return out
 
-    def unwrapped(self, item: Any) -> Any:
-        """An argument with plain numbers in it. Made for every operator."""
-        kind = type(item)
-        if kind is Size:
-            number = int.__int__(item)
-            if not isinstance(item.formula, (tuple, str)):
-                self.concolic.now.numbers.add(abs(number))
-            return number
-        if kind is slice:
-            start, stop, step = item.start, item.stop, item.step
-            if type(start) is Size or type(stop) is Size or type(step) is Size:
-                return slice(self.unwrapped(start), self.unwrapped(stop), self.unwrapped(step))
+    def unwrapped(self, items: Iterable[Any]) -> list[Any]:
+        """Arguments with plain numbers in them. Made for every operator."""
+        made: list[Any] = []
+        for item in items:
+            kind = type(item)
+            if kind not in _HOLDING:
+                made.append(item)
+            elif kind is Size:
+                made.append(self.number(item))
+            elif kind is slice:
+                start, stop, step = item.start, item.stop, item.step
+                if type(start) is Size or type(stop) is Size or type(step) is Size:
+                    item = slice(self.number(start), self.number(stop), self.number(step))
+                made.append(item)
+            else:
+                inner = self.unwrapped(item)
+                made.append(inner if kind is list else tuple(inner))
+        return made
+
+    def number(self, item: Any) -> Any:
+        if type(item) is not Size:
             return item
-        if kind is tuple or kind is list:
-            made: list[Any] = []
-            for each in item:
-                made.append(self.unwrapped(each) if type(each) in _HOLDING else each)
-            return made if kind is list else tuple(made)
-        return item
+        number = int.__int__(item)
+        if type(item.formula) is int:
+            self.concolic.now.numbers.add(abs(number))
+        return number
 
 
 _HOLDING = frozenset({Size, slice, tuple, list})
