@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,8 @@ class Captured:
     """Of the results, in order; None for what is no tensor."""
     constants: tuple[Op, ...]
     """The operators that no argument reaches, as the function has them."""
+    readings: tuple[object, ...] = ()
+    """How its regions were read."""
 
 
 def bound(fn: Callable[..., Any], call: Call) -> Callable[..., Any]:
@@ -61,8 +63,10 @@ def bound(fn: Callable[..., Any], call: Call) -> Callable[..., Any]:
     return run
 
 
-def capture(fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings) -> Captured:
-    """The function's graph at ``sizes`` with every proven region replaced by its op.
+def capture(
+    fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings, before: Iterable[Captured] = ()
+) -> Captured:
+    """The function's graph at ``sizes`` with every proven region replaced by its op. ``before``: at other sizes.
 
     Raises ``Unliftable`` if nothing is proven, and what the function itself raises.
     """
@@ -70,7 +74,8 @@ def capture(fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings
     with autocast.widening(call.autocast):
         gm = trace_fake(bound(fn, call), [(x.shape(sizes), x.strides(sizes), x.dtype, x.device) for x in tensors])
     layouts = tuple(map(_layout, tree_leaves(gm.graph.output_node().args[0])))
-    report, constants = rewrite_function(gm.graph, settings)
+    likely = [reading for each in before for reading in each.readings]
+    report, constants, readings = rewrite_function(gm.graph, settings, likely)
     if not report.matches:
         reasons = {rejection.reason for rejection in report.rejections}
         raise Unliftable("; ".join(sorted(reasons)) or "there is no linear attention in it")
@@ -78,7 +83,7 @@ def capture(fn: types.FunctionType, call: Call, sizes: Sizes, settings: Settings
     _check_outputs(gm.graph)
     ops = [node.meta for node in gm.graph.nodes if compat.is_own_op(node)]
     matches = [meta.get(compat.REPORTED, report.matches[0]) for meta in ops]
-    return Captured(sizes, gm.graph, tuple(matches) or report.matches, layouts, constants)
+    return Captured(sizes, gm.graph, tuple(matches) or report.matches, layouts, constants, readings)
 
 
 def turning_lengths(captured: Sequence[Captured]) -> set[int]:

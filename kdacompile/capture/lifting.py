@@ -246,7 +246,7 @@ def _proven(
     if turning and turning[-1] > max(length for _, length in points):
         further.append((verify.BATCHES[0], turning[-1]))
     for batch, length in further:
-        there = capture(fn, call, {"B": batch, "T": length}, settings)
+        there = capture(fn, call, {"B": batch, "T": length}, settings, captured)
         if template.write([*captured, there], call, numbers, seen=seen) != text:
             raise Unliftable("what is left of it differs with the length")
     modulus = _modulus(agreed.tried, agreed.taken, numbers)
@@ -364,7 +364,7 @@ def _alike(
     for sizes in _sizes(plan):
         length = sizes["T"]
         if length not in known or known[length].sizes != sizes:
-            known[length] = capture(fn, call, sizes, settings)
+            known[length] = capture(fn, call, sizes, settings, known.values())
         captured.append(known[length])
         if chunk and len({len(each.matches) for each in known.values() if each.sizes["T"] > chunk}) > 1:
             raise Unliftable("its loop is not one recurrence")

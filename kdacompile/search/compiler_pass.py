@@ -125,17 +125,26 @@ def run(
     return report
 
 
-def rewrite_function(graph: fx.Graph, settings: Settings) -> tuple[GraphReport, tuple[Op, ...]]:
-    """Rewrite the graph of a function that may become one op, in place. Returns what was done, and the operators that
-    made constants of the function: masks, tables and other numbers that follow from sizes.
-    """
+class Rewritten(NamedTuple):
+    """What was done to the graph of a function that may become one op."""
+
+    report: GraphReport
+    constants: tuple[Op, ...]
+    """The operators that made masks, tables and other numbers that follow from sizes."""
+    readings: tuple[object, ...]
+    """How its regions were read, for other sizes."""
+
+
+def rewrite_function(graph: fx.Graph, settings: Settings, likely: Sequence[object] = ()) -> Rewritten:
+    """Rewrite such a graph in place. ``likely``: how its regions were read at other sizes."""
     constants: tuple[Op, ...] = ()
     with compat.no_python_dispatcher(), compat.no_saved_tensors_hooks():
         search = Search(graph, prefilter.prospects(graph), settings, {}, trial=True)
+        search.context.likely = likely
         if search.has_recurrence:
             constants = tuple(op for op in search.context.functional().ops if op.out.const)
             search.run()
-    return search.report(), constants
+    return Rewritten(search.report(), constants, tuple(search.context.held))
 
 
 # -- one search of one graph: latent attention, then linear attention -------------------------------------------------

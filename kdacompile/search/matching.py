@@ -6,7 +6,8 @@ What differs between patterns is in their ``Spec``; this is the same for all.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -31,6 +32,9 @@ from kdacompile.settings import Settings
 
 MAX_CANDIDATES = 24
 """Candidates checked per region before it is left alone."""
+
+LIKELY = 24
+"""Bindings among which the one that has held at other sizes is looked for."""
 
 MAX_WITHOUT = 4
 """Candidates of a region that are checked as if nothing outside read their values, to tell why it was left alone."""
@@ -59,6 +63,10 @@ class Context:
         self.known: Graph | None = None
         """The functional graph, until a splice changes the graph."""
         self.tables: Tables = {}
+        self.likely: Sequence[object] = ()
+        """How regions of this function were read at other sizes (``Binding.reading``)."""
+        self.held: list[object] = []
+        """How they were read here."""
         self.rely_on({})
 
     def rely_on(self, tables: Tables) -> None:
@@ -218,8 +226,15 @@ class Matching(Generic[R, B]):
             yield item
 
     def judge(self, candidate: Candidate[B]) -> Verdict[B]:
+        """The verdict on the bindings of a candidate; what has held at other sizes is likely to hold again."""
         with self.timed("proof"):
-            return self.spec.verdicts(candidate, wide=self.settings.verify == "wide")
+            if self.context.likely:
+                first, likely = itertools.islice(candidate.bindings, LIKELY), self.context.likely
+                candidate.likely = next((each for each in first if each.reading(candidate.ends) in likely), None)
+            verdict = self.spec.verdicts(candidate, wide=self.settings.verify == "wide")
+            if self.context.trial and verdict.binding is not None:
+                self.context.held.append(verdict.binding.reading(candidate.ends))
+            return verdict
 
     def only_obstacle(self, obstacles: list[Obstacle]) -> Rejection | None:
         """The first obstacle, of a few, without which there would be a candidate that holds."""
@@ -351,7 +366,7 @@ class Matching(Generic[R, B]):
             alike = [binding for binding in found.bindings if binding.assignment() == match.checked.assignment()]
             if not alike:
                 return "the roles do not fit at other sizes"
-            found = replace(found, bindings=alike)
+            found = replace(found, bindings=alike, likely=alike[0])
             for again in self.forms(other, found, self.judge(found)):
                 if again.binding.same_as(match.binding):
                     return turns.add(sizes, _region(again))

@@ -102,6 +102,15 @@ class Binding:
         inputs = {role: placement.key() for role, placement in self.inputs.items()}
         return inputs, [placement.key() for placement in self.ends]
 
+    def reading(self, values: Sequence[Value]) -> tuple[object, ...]:
+        """The same by the places of ``values``, the tensors that a region reads and yields: comparable between regions
+        of several graphs.
+        """
+        places = {value: Value(place, value.shape, value.dtype) for place, value in enumerate(values)}
+        for place, value in enumerate(places.values()):
+            value.node = place
+        return self.moved(places).assignment()
+
     def key(self) -> tuple[object, ...]:
         """All that a rewrite burns into the graph, comparable in the same way."""
         raise NotImplementedError
@@ -137,10 +146,17 @@ class Candidate(Generic[B]):
     """Values of the cut that are the same by construction as another one, which has the role."""
     kept: set[Op] = field(default_factory=set[Op])
     """Operators of the region whose results are needed outside it as well."""
+    likely: B | None = None
+    """Of the bindings, one that has held for a region like this, or the only one: it is checked before the others."""
 
     @property
     def output(self) -> Value:
         return self.outputs[0]
+
+    @property
+    def ends(self) -> list[Value]:
+        """All that the region reads and yields."""
+        return [*self.cut, *self.outputs]
 
 
 @dataclass(frozen=True)

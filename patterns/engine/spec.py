@@ -112,9 +112,10 @@ class Verdicts(Generic[B]):
         deadline.check()
         bindings = candidate.bindings  # those that are looked for when they are asked for follow from the structure
         forms = tuple(binding.text() for binding in bindings) if isinstance(bindings, list) else ()
+        likely = candidate.likely and candidate.likely.reading(candidate.ends)
         duplicates = tuple(map(candidate.cut.index, chain.from_iterable(candidate.duplicates.items())))
-        key = digest(candidate.ops, candidate.cut, candidate.outputs), forms, duplicates, wide
-        values = [*candidate.cut, *candidate.outputs]
+        key = digest(candidate.ops, candidate.cut, candidate.outputs), forms, duplicates, wide, str(likely)
+        values = candidate.ends
         if key in self.known:
             return _moved(*self.known[key], values)
         verdict = self.check(candidate, wide=wide)

@@ -44,6 +44,11 @@ ALIKE = 1e-2
 def prove(candidate: RecurrenceCandidate, *, wide: bool = False) -> Verdict[Recurrence]:
     """The first binding that survives, fully probed."""
     runner = Runner(candidate)
+    if candidate.likely is not None:
+        with one_thread():
+            found = _at_once(candidate.likely, runner, wide=wide)
+        if found is not None:
+            return found
     refuted, bindings = _Refuted(), candidate.bindings
     while True:
         with one_thread():
@@ -128,6 +133,19 @@ def _judge(
         if fitted is not None:
             return _probe_fully(fitted, runner, wide=wide)
     return Verdict(None, least)
+
+
+def _at_once(binding: Recurrence, runner: Runner, *, wide: bool) -> Verdict[Recurrence] | None:
+    """The verdict on a binding that holds, fully probed: the first tokens are read off the first of the probes."""
+    sizes = _sizes(binding, runner)
+    inputs = next(probes(binding, sizes, KINDS))
+    try:
+        results = runner(inputs)
+        fitted, _ = fit(binding, FirstRun(inputs, results))
+        verdict = None if fitted is None else _probe_fully(fitted, runner, wide=wide, first=results)
+    except EvaluationError:
+        return None
+    return verdict if verdict is not None and verdict.binding is not None else None
 
 
 def _describe(binding: Recurrence) -> str:
@@ -215,15 +233,22 @@ def _only_first(tensor: Tensor) -> Tensor:
 # -- full probing -----------------------------------------------------------------------------------------------------
 
 
-def _probe_fully(binding: Recurrence, runner: Runner, *, wide: bool) -> Verdict[Recurrence]:
-    """Compare over a prime field, exactly; where that cannot be done, on probes of every kind."""
+def _sizes(binding: Recurrence, runner: Runner) -> dict[str, int]:
+    """Of the probes."""
+    return dict(binding.sizes) if runner.affordable(binding) else runner.sizes(binding, heads=bool(binding.decay))
+
+
+def _probe_fully(
+    binding: Recurrence, runner: Runner, *, wide: bool, first: list[Tensor] | None = None
+) -> Verdict[Recurrence]:
+    """Compare over a prime field, exactly; where that cannot be done, on probes of every kind. ``first``: what the
+    region yields on the first of them, where it has been run.
+    """
     worst, count, silent = 0.0, 0, ""
-    sizes = runner.sizes(binding, heads=bool(binding.decay))
-    if runner.affordable(binding):
-        sizes = dict(binding.sizes)
+    sizes = _sizes(binding, runner)
     kinds = KINDS * (4 if wide else 1)
     for count, (kind, inputs) in enumerate(zip(kinds, probes(binding, sizes, kinds), strict=True), 1):
-        results = runner(inputs)
+        results = first if first is not None and count == 1 else runner(inputs)
         given = {p.role: rows(p, inputs[p.value]) for p in binding.inputs.values()}
         want, state = recurrence(binding, given)
         have = binding.output.to_canonical(results[0])
