@@ -248,7 +248,7 @@ def exp(x: Tensor) -> Tensor:
     low, high = _powers()
     made = torch.empty(x.shape, dtype=torch.int64)
     for part, out in zip(x.reshape(-1).split(BLOCK), made.view(-1).split(BLOCK), strict=True):
-        torch.remainder(low.take(part & 0x7FFF).mul_(high.take(part >> 15)), P, out=out)
+        torch.mul(low.index_select(0, part & 0x7FFF), high.index_select(0, part >> 15), out=out).fmod_(P)
     return made
 
 

@@ -108,7 +108,7 @@ def add(f: Field, a: Any, b: Any, *, alpha: float = 1) -> Residues:
         b = neg(f, b) if alpha == -1 else mul(f, b, alpha)
     logs = [each.log for each in (a, b) if each.log is not None]
     log = logs[0] * logs[1] % P if len(logs) == 2 else logs[0] if logs else None
-    return Residues((a.x + b.x).remainder_(f.modulus), _gone(f, a, b), log=log)
+    return Residues((a.x + b.x).fmod_(f.modulus), _gone(f, a, b), log=log)
 
 
 def sub(f: Field, a: Any, b: Any, *, alpha: float = 1) -> Residues:
@@ -125,7 +125,7 @@ def rsub(f: Field, a: Any, b: Any, alpha: float = 1) -> Residues:
 def neg(f: Field, a: Any) -> Residues:
     a = f.of(a, logs=True)
     if a.log is None:
-        return mul(f, a, -1)
+        return Residues((f.modulus - a.x).fmod_(f.modulus)) if a.gone is None else mul(f, a, -1)
     if a.gone is not None:
         _finite(a)
     return Residues(-a.x % f.modulus, log=field.inverse(a.log, P))
@@ -140,7 +140,7 @@ def mul(f: Field, a: Any, b: Any) -> Residues:
     a, b = f.of(a), f.of(b)
     if gone is None:
         _finite(a, b)
-    return Residues((a.x * b.x).remainder_(f.modulus), gone)
+    return Residues((a.x * b.x).fmod_(f.modulus), gone)  # neither is negative: nobody has to look at signs
 
 
 def div(f: Field, a: Any, b: Any, *, rounding_mode: str | None = None) -> Residues:

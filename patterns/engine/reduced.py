@@ -34,11 +34,11 @@ def whole(size: int) -> Factors:
 
 
 def _captured(dim: Factors) -> int:
-    return math.prod(f[0] for f in dim)
+    return dim[0][0] if len(dim) == 1 else math.prod(f[0] for f in dim)
 
 
 def _run(dim: Factors) -> int:
-    return math.prod(f[1] for f in dim)
+    return dim[0][1] if len(dim) == 1 else math.prod(f[1] for f in dim)
 
 
 def _is_reduced(dim: Factors) -> bool:

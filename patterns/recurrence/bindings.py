@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import count, groupby, islice
 from typing import NamedTuple
@@ -200,13 +200,6 @@ def _open_roles(is_gate: bool, used: set[str]) -> list[str]:
     ]
 
 
-def _erases(region: set[Op]) -> bool:
-    """True if there is more than one write and one read. The first token after an empty state looks the same with a
-    delta term and without: its text tells which was meant.
-    """
-    return sum(map(is_anchor, region)) > 2
-
-
 def _complete(
     inputs: tuple[Placement, ...],
     ends: tuple[Placement, ...],
@@ -229,7 +222,7 @@ def _complete(
     rates = units(gate.value, factor and factor.value) if gate else [1.0]
     form = "log" if rates or factor else "factor"
     output, final = ends[0], ends[1] if len(ends) > 1 else None
-    first = sizes.get("T", 1) > 1 or "initial_state" in by_role or _erases(units.region)
+    first = sizes.get("T", 1) > 1 or "initial_state" in by_role or units.erases
     kind = _gate_kind(gate, sizes)
     for turn, rate in enumerate(rates or [1.0]):
         for delta in (False,) if bonus else (first, not first):
@@ -257,11 +250,18 @@ _PRODUCTS = CONTRACTIONS | SOLVES | {"mul"}
 
 
 class Units:
-    """``gate_rates`` of one region, each walked once."""
+    """What is read off one region, once: ``gate_rates``, and whether it erases."""
 
     def __init__(self, region: set[Op]) -> None:
         self.region = region
         self.known: dict[tuple[Value, Value | None], list[float]] = {}
+
+    @cached_property
+    def erases(self) -> bool:
+        """True if there is more than one write and one read. The first token after an empty state looks the same with a
+        delta term and without: its text tells which was meant.
+        """
+        return sum(map(is_anchor, self.region)) > 2
 
     def __call__(self, value: Value, partner: Value | None = None) -> list[float]:
         if (value, partner) not in self.known:
