@@ -300,32 +300,5 @@ def rows_within(tile, live, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def row_factor(square, eps, RAW: gl.constexpr):
-    """What a row of squared norm ``square`` is multiplied by to meet another in a Gram matrix.
-
-    One over its norm; RAW, the power of two that leaves a norm in [1, 2), so that products stay in range and the digits
-    are those of the row as it is. Gram matrices and what leaves are multiplied back.
-    """
-    if RAW:
-        factor = over(magnitude(square))
-    else:
-        factor = gl.rsqrt(square + eps)
-    return factor
-
-
-@gluon.jit
-def keep_line(line, x):
-    """A number of every token [8, 8] into 64 in shared memory."""
-    line.store(gl.reshape(x, [64]))
-
-
-@gluon.jit
-def kept_line(line, ROWS: gl.constexpr):
-    """What ``keep_line`` kept [64], of each warp's eight tokens [8, 8, 1]."""
-    rows = line._reinterpret(gl.float32, [8, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    return rows.load(gl.SliceLayout(2, ROWS))[:, :, None]
-
-
-@gluon.jit
 def put(tile, x):
     tile.store(gl.reshape(x.to(gl.bfloat16), [64, tile.shape[1]]))

@@ -43,7 +43,6 @@ from .common import (
     add,
     barrier,
     exp2,
-    keep_line,
     next_may_start,
     nth_tile,
     over,
@@ -51,7 +50,6 @@ from .common import (
     pinned,
     put,
     reciprocal,
-    row_factor,
     rows_layout,
     rows_of,
     rows_within,
@@ -61,6 +59,7 @@ from .common import (
 )
 from .fold import leave_folded, put_end
 from .inverse import factors_of, keep_steep, leave_inverse, scaled_back, unknown_zero
+from .norms import keep_line, leave_squares, row_factor, squares_buffer, squares_of
 from .prepare_load import ANNOUNCE_REGISTERS, LOAD_REGISTERS, announce_warp, header, header_buffers, load_warp
 
 
@@ -85,8 +84,8 @@ def _sum_before(sums, group, LINE: gl.constexpr):
 @gluon.jit
 def _row_warps(
     buffer, decay, HV, first, places, begin, total, rounds, early, scale, eps, bound, shift, unshift,
-    inputs, gates, biases, numbers, rows, columns, end, norms, sums, full, full_gates, inputs_free, ready, free,
-    end_free, end_ready, PACKED: gl.constexpr, RAW: gl.constexpr, FOLDED: gl.constexpr,
+    inputs, gates, biases, numbers, rows, columns, end, norms, sums, k_squares, q_squares, full, full_gates,
+    inputs_free, ready, free, end_free, end_ready, PACKED: gl.constexpr, RAW: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = inputs.shape[2]
     ROWS: gl.constexpr = rows_layout(WIDTH)
@@ -112,18 +111,18 @@ def _row_warps(
         k_tile = inputs.index(2 * stage)
         q_tile = inputs.index(2 * stage + 1)
         mbarrier.wait(full.index(stage), (it >> 1) & 1)
-        k = rows_within(k_tile, live, PACKED)
-        k_square = gl.sum(k * k, 2)
-        k_norm = row_factor(k_square, eps, RAW)[:, :, None]
-        q = rows_within(q_tile, live, PACKED)
-        q_square = gl.sum(q * q, 2)
-        q_norm = row_factor(q_square, eps, RAW)[:, :, None]
+        leave_squares(k_tile, k_squares)
+        leave_squares(q_tile, q_squares)
+        barrier()
+        k_square = squares_of(k_squares, live, ROWS, PACKED)
+        q_square = squares_of(q_squares, live, ROWS, PACKED)
+        k_norm = row_factor(k_square, eps, RAW)
+        q_norm = row_factor(q_square, eps, RAW)
         if RAW:
             keep_line(norms.index(2 * (it & 3)), k_square)
             keep_line(norms.index(2 * (it & 3) + 1), q_square)
         else:
             q_norm *= scale
-        barrier()
         out = buffer + c.to(gl.int64) * ((192 + squares_rows(WIDTH)) * WIDTH)
         out_decay = decay + c.to(gl.int64) * WIDTH
         before, half0, half1 = _sum_before(sums, group, LINE)
@@ -271,6 +270,8 @@ def prepare(
     columns = gl.allocate_shared_memory(gl.bfloat16, [2, 64, WIDTH], TILE)
     tiles = gl.allocate_shared_memory(gl.float16, [5, 64, 64], TILE)
     sums = gl.allocate_shared_memory(gl.float32, [8, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    k_squares = squares_buffer(WIDTH)
+    q_squares = squares_buffer(WIDTH)
     biases, numbers, betas = header_buffers(WIDTH)
     norms = gl.allocate_shared_memory(gl.float32, [8, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # squared, if RAW
     CHECKED: gl.constexpr = RAW or (HAS_BETA and not SIGMOID_BETA)
@@ -301,8 +302,8 @@ def prepare(
         [
             (_row_warps, (
                 buffer, decay, HV, first, places, begin, total, rounds, early, scale, eps, bound, shift, unshift,
-                inputs, gates, biases, numbers, rows, columns, end, norms, sums, full, full_gates, inputs_free, ready,
-                free, end_free, end_ready, PACKED, RAW, FOLDED,
+                inputs, gates, biases, numbers, rows, columns, end, norms, sums, k_squares, q_squares, full, full_gates,
+                inputs_free, ready, free, end_free, end_ready, PACKED, RAW, FOLDED,
             )),
             (_gram_warps, (
                 d_out, HV, first, places, begin, total, rounds, early, scale, unshift,

@@ -33,8 +33,6 @@ from .common import (
     add,
     barrier,
     exp2,
-    keep_line,
-    kept_line,
     log2_gate,
     next_may_start,
     nth_tile,
@@ -43,7 +41,6 @@ from .common import (
     pinned,
     put,
     reciprocal,
-    row_factor,
     rows_layout,
     rows_of,
     rows_within,
@@ -52,6 +49,7 @@ from .common import (
 )
 from .fold import leave_folded, put_end
 from .inverse import factors_of, keep_steep, leave_inverse, scaled_back, unknown_zero
+from .norms import keep_line, kept_line, leave_squares, row_factor, squares_buffer, squares_of
 from .prepare_load import ANNOUNCE_REGISTERS, LOAD_REGISTERS, announce_warp, header, header_buffers, load_warp
 
 LEAST = gl.constexpr(14.0)  # 16 of these and SHIFT leave factors between 2^-108 and 2^116: elements of q and k as
@@ -99,9 +97,9 @@ def _sums_around(sums, group, LINE: gl.constexpr):
 @gluon.jit
 def _row_warps(
     buffer, decay, HV, first, places, begin, total, rounds, early, scale, eps, gate_scale,
-    inputs, gates, biases, numbers, betas, rows, columns, end, norms, sums, full, full_gates, gates_free, ready, free,
-    end_free, end_ready, FN: gl.constexpr, PACKED: gl.constexpr, RAW: gl.constexpr, DELTA: gl.constexpr,
-    FOLDED: gl.constexpr,
+    inputs, gates, biases, numbers, betas, rows, columns, end, norms, sums, k_squares, q_squares, full, full_gates,
+    gates_free, ready, free, end_free, end_ready,
+    FN: gl.constexpr, PACKED: gl.constexpr, RAW: gl.constexpr, DELTA: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = inputs.shape[2]
     GATES: gl.constexpr = gates.shape[0]
@@ -129,18 +127,14 @@ def _row_warps(
         k_tile = inputs.index(2 * stage)
         q_tile = inputs.index(2 * stage + 1)
         mbarrier.wait(full.index(stage), (it >> 1) & 1)
-        k = rows_within(k_tile, live, PACKED)
-        k_square = gl.sum(k * k, 2)
-        q = rows_within(q_tile, live, PACKED)
-        q_square = gl.sum(q * q, 2)
-        k_line = norms.index(2 * (it & 3))
-        q_line = norms.index(2 * (it & 3) + 1)
         if RAW:
-            keep_line(k_line, k_square)
-            keep_line(q_line, q_square)
+            leave_squares(k_tile, k_squares)
+            leave_squares(q_tile, q_squares)
         else:
-            k_norm = row_factor(k_square, eps, RAW)[:, :, None]
-            q_norm = row_factor(q_square, eps, RAW)[:, :, None] * scale
+            k = rows_within(k_tile, live, PACKED)
+            k_norm = row_factor(gl.sum(k * k, 2), eps, RAW)[:, :, None]
+            q = rows_within(q_tile, live, PACKED)
+            q_norm = row_factor(gl.sum(q * q, 2), eps, RAW)[:, :, None] * scale
         barrier()
         mbarrier.arrive(gates_free.index(slot), count=1)
         if DELTA:
@@ -156,7 +150,9 @@ def _row_warps(
         up = exp2(D + (_sum_inside(sums.index(1), group, LINE) + SHIFT))
         # q and k are read again: registers hold neither of them beside the gates.
         if RAW:
-            q_norm = row_factor(kept_line(q_line, ROWS), eps, RAW)
+            q_square = squares_of(q_squares, live, ROWS, PACKED)
+            keep_line(norms.index(2 * (it & 3) + 1), q_square)
+            q_norm = row_factor(q_square, eps, RAW)
         q = rows_within(q_tile, live, PACKED) * q_norm
         mbarrier.wait(free, (it & 1) ^ 1)
         put(rows.index(1 if DELTA else 0), q * up)
@@ -165,7 +161,9 @@ def _row_warps(
             q *= over(q_norm) * scale
         gl.store(out_q + to, q.to(gl.bfloat16))
         if RAW:
-            k_norm = row_factor(kept_line(k_line, ROWS), eps, RAW)
+            k_square = squares_of(k_squares, live, ROWS, PACKED)
+            keep_line(norms.index(2 * (it & 3)), k_square)
+            k_norm = row_factor(k_square, eps, RAW)
         k = rows_within(k_tile, live, PACKED) * k_norm
         put(columns.index(0), k * reciprocal(up))
         if DELTA:
@@ -320,6 +318,8 @@ def prepare_unbounded(
     columns = gl.allocate_shared_memory(gl.bfloat16, [2, 64, WIDTH], TILE)
     tiles = gl.allocate_shared_memory(gl.float16, [5 if DELTA else 1, 64, 64], TILE)
     sums = gl.allocate_shared_memory(gl.float32, [2, 8, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    k_squares = squares_buffer(WIDTH)
+    q_squares = squares_buffer(WIDTH)
     biases, numbers, betas = header_buffers(WIDTH)
     norms = gl.allocate_shared_memory(gl.float32, [8, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # squared, if RAW
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -352,8 +352,8 @@ def prepare_unbounded(
         [
             (_row_warps, (
                 buffer, decay, HV, first, places, begin, total, rounds, early, scale, eps, gate_scale,
-                inputs, gates, biases, numbers, betas, rows, columns, end, norms, sums, full, full_gates, gates_free,
-                ready, free, end_free, end_ready, FN, PACKED, RAW, DELTA, FOLDED,
+                inputs, gates, biases, numbers, betas, rows, columns, end, norms, sums, k_squares, q_squares, full,
+                full_gates, gates_free, ready, free, end_free, end_ready, FN, PACKED, RAW, DELTA, FOLDED,
             )),
             (_gram_warps, (
                 d_out, HV, first, places, begin, total, rounds, early, scale,

@@ -31,6 +31,7 @@ _FEW_FIRST, _FEW_CROWDED = 0.8, 0.97  # the same of few blocks
 _START, _COMBINE = 5.0, 0.9  # a kernel of the scan starts and ends; the state is carried over a segment
 _FEW_CARRY = 1.3  # the same by few blocks
 _FEW_BESIDE, _LED = 0.92, 5.0  # a step of few blocks beside tiles, in steps; what segments lose behind such a scan
+_SUPPLY = 1.05  # tiles beside few blocks, over those they take
 _TOGETHER = 10.0  # what a scan loses beside the tiles it waits for
 _BESIDE = 0.95  # a tile beside a scan, in tiles, over a step of that scan, in steps: both take longer
 _RUN = 45.0  # another run: kernels that start and end, and share the memory's bandwidth
@@ -48,7 +49,7 @@ class Schedule:
     of them in a block of the first pass. With
     ``spare`` multiprocessors that a scan leaves idle the next run is prepared beside it, ``beside`` tiles on each.
     With ``early`` blocks that leave after ``rounds`` tiles the scan starts while the others still prepare tiles, where
-    there are segments with ``leading`` chunks before them.
+    there are segments with ``leading`` chunks before them; as many as the scan has blocks, or more.
     ``tiles_per_chunk``: value heads, times batch entries unless these are packed. ``sequence_heads``: heads of all
     sequences. ``width``: K, padded. ``folded``: tiles may be what ``fold.py`` makes of them.
     """
@@ -277,7 +278,15 @@ def _side_by_side(plain: Schedule, programs: int, multiprocessors: int, tile: fl
     rounds = max(1, min(math.ceil((plain.tiles - beside) / workers), plain.tiles // workers))
     scan *= _FEW_BESIDE if plain.few else 1.0
     microseconds = rounds * tile * WORKERS[plain.gate] + _START + scan
-    return replace(plain, rounds=rounds, early=programs), microseconds
+    return replace(plain, rounds=rounds, early=programs + _idle(plain, programs, multiprocessors, tile)), microseconds
+
+
+def _idle(plain: Schedule, programs: int, multiprocessors: int, tile: float) -> int:
+    """Multiprocessors left idle beside few blocks: more tiles than these take would only make their steps longer."""
+    if not plain.few:
+        return 0
+    taken = plain.tiles_per_chunk / (plain.step * _FEW_BESIDE)  # tiles in a microsecond
+    return max(0, multiprocessors - programs - math.ceil(_SUPPLY * taken * tile))
 
 
 def _overlapped(plain: Schedule, fits: int, programs: int, multiprocessors: int, tile: float) -> Option | None:

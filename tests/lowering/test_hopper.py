@@ -181,6 +181,16 @@ def test_a_dozen_heads_are_scanned_beside_their_tiles() -> None:
         assert schedule(1, 8192, heads, width, 132).early == heads * width // 64
 
 
+def test_beside_few_blocks_no_more_tiles_come_than_they_take() -> None:
+    """Others would only make their steps longer; where tiles take long, every multiprocessor is wanted."""
+    at_work = {time: 132 - schedule(1, 8192, 16, 128, 132, tile_microseconds=time).early for time in (3.5, 4.2, 6.0)}
+    assert at_work[6.0] == 132 - 32
+    for time in (3.5, 4.2):
+        taken = 16 / (0.96 * 0.92)  # tiles in a microsecond
+        assert taken < at_work[time] / time < 1.1 * taken
+    assert schedule(1, 8192, 32, 128, 132, tile_microseconds=4.2).early == 64  # not few
+
+
 def test_the_scan_begins_beside_tiles_that_take_long_and_goes_on_in_segments() -> None:
     plan = schedule(1, 8192, 10, 128, 132)
     assert 0 < plan.leading < plan.chunks and plan.segments > 1
