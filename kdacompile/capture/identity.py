@@ -14,7 +14,7 @@ import hashlib
 import importlib.metadata
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,11 +149,12 @@ def _function(fn: types.FunctionType, walk: _Walk) -> None:
 def _code(code: types.CodeType, walk: _Walk) -> None:
     if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         raise Unliftable("it is asynchronous")
-    body = [(inst.opname, inst.argrepr if not isinstance(inst.argval, types.CodeType) else "") for inst in _steps(code)]
+    steps = list(_steps(code))
+    body = [(inst.opname, inst.argrepr if not isinstance(inst.argval, types.CodeType) else "") for inst in steps]
     handlers = getattr(code, "co_exceptiontable", b"")  # until Python 3.10 they are in the body
     walk.parts.append(repr((body, handlers, code.co_argcount, code.co_kwonlyargcount, code.co_varnames, code.co_flags)))
     generator = bool(code.co_flags & inspect.CO_GENERATOR) and code.co_name != "<genexpr>"
-    for inst in _steps(code):
+    for inst in steps:
         own = code.co_name == "<genexpr>" and inst.opname == "YIELD_VALUE"
         if generator or (inst.opname in _FORBIDDEN_OPCODES and not own):
             raise Unliftable(f"{code.co_name} has effects beyond its result ({inst.opname.lower()})")
@@ -162,7 +163,7 @@ def _code(code: types.CodeType, walk: _Walk) -> None:
     for name in code.co_names:
         if name in _FORBIDDEN_NAMES or name.startswith("__"):
             raise Unliftable(f"{code.co_name} uses {name}")
-    _check_identities(code)
+    _check_identities(code, steps)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             _code(const, walk)
@@ -172,10 +173,10 @@ def _code(code: types.CodeType, walk: _Walk) -> None:
             _collect_numbers(const, walk)
 
 
-def _check_identities(code: types.CodeType) -> None:
+def _check_identities(code: types.CodeType, steps: Sequence[dis.Instruction]) -> None:
     """Whether two tensors are one object, or share memory, depends on the call; ``is None`` does not."""
     before: dis.Instruction | None = None
-    for inst in _steps(code):
+    for inst in steps:
         if inst.opname == "IS_OP" and before is not None and not _is_one_of_a_kind(before):
             raise Unliftable(f"{code.co_name} asks whether two objects are one")
         if inst.opname in ("BUILD_SET", "SET_ADD"):

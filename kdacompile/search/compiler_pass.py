@@ -70,6 +70,10 @@ class Analysis:
         prospects = self.prospects
         if not prospects.anything:
             return Result(self.captured, False, GraphReport(nodes=len(self.captured.nodes)))
+        with deadline.uncollected():
+            return self._searched(prospects)
+
+    def _searched(self, prospects: Prospects) -> Result:
         self.text = _text(self.captured)
         graph = compat.copy_of_graph(self.captured)
         with compat.no_python_dispatcher(), compat.no_saved_tensors_hooks():

@@ -29,21 +29,29 @@ _clock = _Clock()
 
 @contextmanager
 def within(seconds: float) -> Generator[None]:
-    """Have :func:`check` raise ``OutOfTime`` after so many seconds; within another of these, after that one's.
-
-    Meanwhile nobody looks for garbage in cycles: every look goes through all that a program with torch has loaded,
-    which took an eighth of what the proof of Kimi Linear's function did.
-    """
+    """Have :func:`check` raise ``OutOfTime`` after so many seconds; within another of these, after that one's."""
     if _clock.seconds is not None:
         yield
         return
-    _clock.seconds, collects = seconds, gc.isenabled()
-    gc.disable()
+    _clock.seconds = seconds
     restart()
+    try:
+        with uncollected():
+            yield
+    finally:
+        _clock.seconds = None
+
+
+@contextmanager
+def uncollected() -> Generator[None]:
+    """Meanwhile nobody looks for garbage in cycles: every look goes through all that a program with torch has loaded,
+    which took an eighth of what the proof of Kimi Linear's function did.
+    """
+    collects = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        _clock.seconds = None
         if collects:
             gc.enable()
 

@@ -124,9 +124,20 @@ def labelings(
     ``uniform`` dimensions have none. ``optional`` axes may be lacking although they are larger than one: the tensor is
     then the same all along them. G counts key heads, of which H (heads) is a multiple; an empty tensor has none.
     """
-    given = dict(sizes)
-    read = tuple((axis, given[axis]) for axis in dict.fromkeys([*order, *"GH"]) if axis in given)
+    given, read = dict(sizes), _read(order, sizes)
     return [(axes, {**given, **found}) for axes, found in _labelings(shape, uniform, order, read, optional)]
+
+
+def has_labelings(
+    shape: tuple[int, ...], uniform: frozenset[int], order: str, sizes: Sizes, optional: str = ""
+) -> bool:
+    """Whether there are any, which is asked more often than what they are."""
+    return bool(_labelings(shape, uniform, order, _read(order, sizes), optional))
+
+
+def _read(order: str, sizes: Sizes) -> Sizes:
+    """The sizes that matter to an order of axes."""
+    return tuple(item for item in sizes if item[0] in order or item[0] in "GH")
 
 
 @lru_cache(maxsize=1 << 14)

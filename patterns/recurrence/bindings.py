@@ -22,8 +22,8 @@ from kdacompile.patterns.recurrence.regions import is_anchor
 from kdacompile.patterns.recurrence.roles import (
     INPUTS,
     Recurrence,
+    fits_shape,
     labelings_of,
-    labelings_of_shape,
     place,
     with_writes,
 )
@@ -189,7 +189,7 @@ def _may_lead_on(values: Sequence[Value], gates: dict[Value, bool], used: set[st
 def _fitting_roles(
     shape: tuple[int, ...], uniform: frozenset[int], sizes: tuple[tuple[str, int], ...]
 ) -> frozenset[str]:
-    return frozenset(role for role in INPUTS if labelings_of_shape(shape, uniform, role, sizes))
+    return frozenset(role for role in INPUTS if fits_shape(shape, uniform, role, sizes))
 
 
 def _open_roles(is_gate: bool, used: set[str]) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.evaluate import PRECISE
 from kdacompile.patterns.engine.match import Binding, Candidate, Match
-from kdacompile.patterns.engine.placement import Placement, Sizes, labelings, oddity
+from kdacompile.patterns.engine.placement import Placement, Sizes, has_labelings, labelings, oddity
 from kdacompile.patterns.recurrence.definition import Reads
 from kdacompile.patterns.recurrence.family import pattern_of
 
@@ -152,12 +152,24 @@ def labelings_of(value: Value, role: str, sizes: dict[str, int]) -> Sequence[tup
 def labelings_of_shape(
     shape: tuple[int, ...], uniform: frozenset[int], role: str, sizes: Sizes
 ) -> Sequence[tuple[str, dict[str, int]]]:
-    orders, optional = [AXES[role]], BROADCAST.get(role, "")
-    if any(axis == "N" for axis, _ in sizes):
-        tokens = ("N",) if role in READ else ("T", "NR")
-        orders = [AXES[role].replace("T", each) for each in (tokens if "T" in AXES[role] else "T")]
-        optional = optional.replace("T", "N")
+    orders, optional = _orders(role, sizes)
     return [found for order in orders for found in labelings(shape, uniform, order, sizes, optional)]
+
+
+def fits_shape(shape: tuple[int, ...], uniform: frozenset[int], role: str, sizes: Sizes) -> bool:
+    """Whether there are such axes."""
+    orders, optional = _orders(role, sizes)
+    return any(has_labelings(shape, uniform, order, sizes, optional) for order in orders)
+
+
+def _orders(role: str, sizes: Sizes) -> tuple[list[str], str]:
+    """The orders of axes that a tensor in this role may have, and which of them it may lack."""
+    optional = BROADCAST.get(role, "")
+    if all(axis != "N" for axis, _ in sizes):
+        return [AXES[role]], optional
+    tokens = ("N",) if role in READ else ("T", "NR")
+    orders = [AXES[role].replace("T", each) for each in (tokens if "T" in AXES[role] else "T")]
+    return orders, optional.replace("T", "N")
 
 
 def with_writes(axes: str, sizes: dict[str, int], writes: int) -> tuple[str, dict[str, int]]:
