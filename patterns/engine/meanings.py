@@ -356,7 +356,7 @@ def _both(f: Field, a: Any, b: Any, pick: Callable[[Tensor, Tensor], Tensor]) ->
     a, b = f.of(a, replaces=True), f.of(b, replaces=True)
     gone = None
     if a.gone is not None or b.gone is not None:
-        gone = pick(*(torch.zeros_like(t.x, dtype=torch.bool) if t.gone is None else t.gone for t in (a, b)))
+        gone = pick(*(torch.zeros((), dtype=torch.bool) if t.gone is None else t.gone for t in (a, b)))
     return Residues(pick(a.x, b.x), gone, max(a.fill, b.fill))
 
 
