@@ -229,8 +229,8 @@ class Matching(Generic[R, B]):
         """The verdict on the bindings of a candidate; what has held at other sizes is likely to hold again."""
         with self.timed("proof"):
             if self.context.likely:
-                first, likely = itertools.islice(candidate.bindings, LIKELY), self.context.likely
-                candidate.likely = next((each for each in first if each.reading(candidate.ends) in likely), None)
+                first, ends = itertools.islice(candidate.bindings, LIKELY), candidate.ends
+                candidate.likely = next((each for each in first if each.reading(ends) in self.context.likely), None)
             verdict = self.spec.verdicts(candidate, wide=self.settings.verify == "wide")
             if self.context.trial and verdict.binding is not None:
                 self.context.held.append(verdict.binding.reading(candidate.ends))

@@ -7,7 +7,7 @@ it. The check turns it into a *verdict*. A binding that holds, with what stands 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
@@ -62,6 +62,11 @@ class Obstacle:
     candidate: Candidate[Any] | None = None
 
 
+def by_node(value: Value) -> object:
+    """Who a tensor is, at whatever sizes the graph is captured."""
+    return value.node
+
+
 @dataclass(frozen=True, kw_only=True)
 class Binding:
     """Who is who in a region, if it is the pattern: a tensor for every role."""
@@ -97,19 +102,16 @@ class Binding:
             final_state=move(self.final_state) if self.final_state else None,
         )
 
-    def assignment(self) -> tuple[object, ...]:
+    def assignment(self, who: Callable[[Value], object] = by_node) -> tuple[object, ...]:
         """Who is who, comparable between instances of one graph at other sizes."""
-        inputs = {role: placement.key() for role, placement in self.inputs.items()}
-        return inputs, [placement.key() for placement in self.ends]
+        inputs = {role: placement.key(who) for role, placement in self.inputs.items()}
+        return inputs, [placement.key(who) for placement in self.ends]
 
     def reading(self, values: Sequence[Value]) -> tuple[object, ...]:
         """The same by the places of ``values``, the tensors that a region reads and yields: comparable between regions
         of several graphs.
         """
-        places = {value: Value(place, value.shape, value.dtype) for place, value in enumerate(values)}
-        for place, value in enumerate(places.values()):
-            value.node = place
-        return self.moved(places).assignment()
+        return self.assignment({value: place for place, value in enumerate(values)}.__getitem__)
 
     def key(self) -> tuple[object, ...]:
         """All that a rewrite burns into the graph, comparable in the same way."""

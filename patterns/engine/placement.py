@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
@@ -89,9 +89,9 @@ class Placement:
         """Shape in a run with ``sizes``; uniform dimensions count one (they are expanded afterwards)."""
         return [1 if axis in ".=" else sizes[axis] for axis in self.axes]
 
-    def key(self) -> tuple[object, ...]:
-        """The same for the same tensor of the model in the same role, whatever the sizes."""
-        return self.role, self.value.node, self.axes, self.columns
+    def key(self, who: Callable[[Value], object]) -> tuple[object, ...]:
+        """The same for the same tensor in the same role, whatever the sizes; ``who`` it is."""
+        return self.role, who(self.value), self.axes, self.columns
 
 
 @cache

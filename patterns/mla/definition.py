@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kdacompile.graph.ir import Value
-from kdacompile.patterns.engine.match import Binding, Candidate, Match
+from kdacompile.patterns.engine.match import Binding, Candidate, Match, by_node
 from kdacompile.patterns.engine.placement import Placement
 
 NAME = "mla"
@@ -104,9 +104,9 @@ class LatentAttention(Binding):
     def name(self) -> str:
         return NAME
 
-    def assignment(self) -> tuple[object, ...]:
+    def assignment(self, who: Callable[[Value], object] = by_node) -> tuple[object, ...]:
         flags = self.prefix, self.rope_first, self.values_first, self.stacked, self.causal, self.divides
-        return super().assignment(), flags, self.masks
+        return super().assignment(who), flags, self.masks
 
     def key(self) -> tuple[object, ...]:
         fixed = {axis: size for axis, size in self.sizes.items() if axis in "HNDRV"}

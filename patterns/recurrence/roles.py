@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kdacompile.graph.ir import Value
 from kdacompile.patterns.engine.evaluate import PRECISE
-from kdacompile.patterns.engine.match import Binding, Candidate, Match
+from kdacompile.patterns.engine.match import Binding, Candidate, Match, by_node
 from kdacompile.patterns.engine.placement import Placement, Sizes, has_labelings, labelings, oddity
 from kdacompile.patterns.recurrence.definition import Reads
 from kdacompile.patterns.recurrence.family import pattern_of
@@ -118,8 +118,8 @@ class Recurrence(Binding):
         inputs = {role: replace(placement, backwards=True) for role, placement in self.inputs.items()}
         return self.with_(inputs=inputs, output=replace(self.output, backwards=True))
 
-    def assignment(self) -> tuple[object, ...]:
-        return super().assignment(), self.delta, self.reads, self.gate_fn, self.gate_rate
+    def assignment(self, who: Callable[[Value], object] = by_node) -> tuple[object, ...]:
+        return super().assignment(who), self.delta, self.reads, self.gate_fn, self.gate_rate
 
     def key(self) -> tuple[object, ...]:
         gate = self.gate, self.gate_scale, self.sigmoid_beta, len(self.decay) if self.rounded else self.decay
